@@ -1,0 +1,56 @@
+# Every target sets up what it needs: Python 3.11+ is all that a fresh clone asks for.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+bin := .venv/bin
+# What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
+inner_tests := $(wildcard tests/unit tests/properties tests/golden tests/simulation)
+
+.PHONY: help play test check static generate verify lock bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
+	@$(bin)/fulcrum play $(ARGS)
+
+test: static ## everything that this machine can carry; says by name what it left out
+	$(bin)/python -m pytest $(ARGS)
+
+check: static ## the inner loop: format, lint, types, import contracts, generated files, fast tests
+	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
+
+static: .venv/.dev
+	$(bin)/ruff format --check --quiet .
+	$(bin)/ruff check --quiet .
+	$(bin)/mypy
+	$(bin)/lint-imports --cache-dir .cache/import-linter
+	tools/verify
+
+generate: .venv/.dev ## rewrite what is made from code: crds/
+	$(bin)/python -m fulcrum_core.api.crds crds
+
+verify: .venv/.dev ## fail if crds/ is not what the code makes
+	tools/verify
+
+lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions
+	tools/lock $(ARGS)
+
+bench: .venv/.play ## list the measurements; NAME=one ARGS="…" runs one
+	@tools/bench $(NAME) $(ARGS)
+
+clean: ## remove caches and build leftovers; environments stay
+	rm -rf .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find core cluster router autoscaler operator simulator cli tests tools bench -name __pycache__ \
+	    -prune -exec rm -rf {} + 2>/dev/null || true
+
+# A changed lock or a changed pyproject installs again; an unchanged one costs nothing.
+.venv/.play: requirements/play.lock pyproject.toml tools/install
+	@tools/install play
+	@touch $@
+
+.venv/.dev: requirements/dev.lock pyproject.toml tools/install
+	@tools/install dev
+	@touch .venv/.play $@
