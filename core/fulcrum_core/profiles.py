@@ -1,0 +1,143 @@
+"""Engine profiles: what a model on some hardware does in a step, and the machine around it.
+
+A profile is a YAML file, shipped (`PROFILE_NAMES`) or a user's own. The loader holds each to its physical floors: no
+step is faster than the hardware can read the weights, multiply them, or read the KV cache. Coefficients that were
+fitted to end-to-end runs tend to break these floors without anyone noticing.
+"""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.latency import StepModel
+
+_DATA = resources.files("fulcrum_core") / "data" / "profiles"
+PROFILE_NAMES = tuple(sorted(entry.name.removesuffix(".yaml") for entry in _DATA.iterdir()))
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+
+
+class EngineProfile(BaseModel):
+    """One kind of engine instance. Times in seconds, sizes in bytes, rates per second and GPU unless said."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    description: str = Field(min_length=1, description="What it stands for, and where its numbers come from.")
+    t0: Positive = Field(description="Step: fixed part, seconds.")
+    b: Positive = Field(description="Step: per prefill token, seconds.")
+    c: NotNegative = Field(description="Step: per prefill token squared (attention), seconds.")
+    d1: NotNegative = Field(description="Step: per decoding request, seconds.")
+    d2: Positive = Field(description="Step: per token of decode context, seconds.")
+    mixed_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        default=1.1, description="Prefill's slowdown in a step that also decodes."
+    )
+    kv_capacity_tokens: Count = Field(description="KV cache of the instance, tokens.")
+    block_size: Count = Field(description="Tokens a KV block.")
+    token_budget: Count = Field(description="Most tokens in a step (max_num_batched_tokens).")
+    max_seqs: Count = Field(description="Most requests running (max_num_seqs).")
+    kv_bytes_per_token: Count = Field(description="KV cache of one token over all layers, bytes.")
+    params: Count = Field(description="Parameters of the model.")
+    weight_bytes: Count = Field(description="Weights of the model, bytes.")
+    tensor_parallel: Count = Field(description="GPUs of an instance.")
+    peak_flops: Positive = Field(description="Peak of one GPU, FLOP/s.")
+    hbm_bytes_s: Positive = Field(description="Memory bandwidth of one GPU, bytes/s.")
+    link_bytes_s: Positive = Field(description="KV transfer between two instances, bytes/s.")
+    link_setup_s: NotNegative = Field(description="Fixed part of a KV transfer, seconds.")
+    handshake_s: NotNegative = Field(description="First contact of a pair, seconds.")
+    startup_s: NotNegative = Field(description="From process start to serving, seconds.")
+
+    @property
+    def step_model(self) -> StepModel:
+        """The duration of its steps."""
+        return StepModel(self.t0, self.b, self.c, self.d1, self.d2, self.mixed_factor)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Whole blocks in its KV cache."""
+        return self.kv_capacity_tokens // self.block_size
+
+
+def load_profile(name_or_path: str) -> EngineProfile:
+    """The shipped profile of that name, or the one in that YAML file.
+
+    Anything with a slash or a `.yaml` ending is a path. Raises InvalidInput for an unknown name, a file that cannot be
+    read, a field that is missing, unknown or out of range, and a coefficient below its physical floor.
+    """
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        return parse_profile(_read(name_or_path), source=name_or_path)
+    if name_or_path not in PROFILE_NAMES:
+        raise InvalidInput("profile", name_or_path, f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file")
+    return parse_profile((_DATA / f"{name_or_path}.yaml").read_text(encoding="utf-8"), source=name_or_path)
+
+
+def parse_profile(text: str, *, source: str) -> EngineProfile:
+    """The profile that this YAML text describes, its floors checked; `source` names it in errors."""
+    try:
+        profile = EngineProfile.model_validate(_mapping(text, source))
+    except ValidationError as error:
+        raise _first_problem(error, source) from error
+    _check_shape(profile, source)
+    _check_floors(profile, source)
+    return profile
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "is not UTF-8 text"
+        raise InvalidInput("profile", path, f"cannot be read: {reason.lower()}") from error
+
+
+def _mapping(text: str, source: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        problem = " ".join(str(error).split())
+        raise InvalidInput("profile", source, f"is not YAML: {problem}") from error
+    if not isinstance(content, dict):
+        raise InvalidInput("profile", source, "is not a mapping of profile fields")
+    return content
+
+
+def _first_problem(error: ValidationError, source: str) -> InvalidInput:
+    """Pydantic's first finding in our one-line form."""
+    first = error.errors()[0]
+    path = ".".join([source, *map(str, first["loc"])])
+    match first["type"]:
+        case "missing":
+            return InvalidInput(path, "missing", "is required")
+        case "extra_forbidden":
+            return InvalidInput(path, first["input"], "is not a field of an engine profile")
+        case _:
+            return InvalidInput(path, first["input"], first["msg"].replace("Input should", "must"))
+
+
+def _check_shape(profile: EngineProfile, source: str) -> None:
+    if profile.max_seqs > profile.token_budget:
+        rule = f"is greater than token_budget ({profile.token_budget}): a decode step would not fit"
+        raise InvalidInput(f"{source}.max_seqs", profile.max_seqs, rule)
+    if profile.kv_blocks == 0:
+        rule = f"is less than block_size ({profile.block_size})"
+        raise InvalidInput(f"{source}.kv_capacity_tokens", profile.kv_capacity_tokens, rule)
+
+
+def _check_floors(profile: EngineProfile, source: str) -> None:
+    """Arithmetic and memory bandwidth bound a step from below, whatever was fitted."""
+    flops = profile.tensor_parallel * profile.peak_flops
+    bandwidth = profile.tensor_parallel * profile.hbm_bytes_s
+    floors = (
+        ("b", profile.b, 2 * profile.params / flops, "2*params/(tensor_parallel*peak_flops)"),
+        ("d2", profile.d2, profile.kv_bytes_per_token / bandwidth, "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)"),
+        ("t0", profile.t0, profile.weight_bytes / bandwidth, "weight_bytes/(tensor_parallel*hbm_bytes_s)"),
+    )
+    for field, value, floor, formula in floors:
+        if value < floor:
+            raise InvalidInput(f"{source}.{field}", value, f"is below its physical floor {floor:.3g} = {formula}")

@@ -1,0 +1,78 @@
+"""The engine's counters and samples, enough to print vLLM's metrics; nothing here knows their names.
+
+Gauges are read from the engine (`Engine.gauges`). Samples lie in lists until the caller takes them: the engine server
+observes them into histograms, the discrete-event simulator clears them.
+"""
+
+from dataclasses import dataclass, field
+
+from fulcrum_simulator.engine.events import FinishReason
+
+
+@dataclass(slots=True)
+class Samples:
+    """Values since they were last taken, in order. Latencies in seconds, `iteration_tokens` per step."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)
+    iteration_tokens: list[int] = field(default_factory=list)
+
+
+def _no_finishes() -> dict[FinishReason, int]:
+    return dict.fromkeys(FinishReason, 0)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine's start; tokens unless the name says otherwise.
+
+    `prefix_*` is the engine's own cache, `external_*` what came through a hand-off. A prompt's tokens are counted by
+    source when its first token comes; a prompt that is computed again after a preemption is not counted again.
+    """
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    prompt_local_compute: int = 0
+    prompt_local_cache_hit: int = 0
+    prompt_external: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=_no_finishes)
+    kv_expired: int = 0
+    notifications_after_expiry: int = 0
+    failed_transfers: int = 0
+    samples: Samples = field(default_factory=Samples)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """All prompt tokens, pulled ones too."""
+        return self.prompt_local_compute + self.prompt_local_cache_hit + self.prompt_external
+
+    def take_samples(self) -> Samples:
+        """The samples so far; the next ones start a new list."""
+        taken, self.samples = self.samples, Samples()
+        return taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauges:
+    """What the engine holds now. waiting = waiting_capacity + waiting_deferred; the fetch stages split the imports.
+
+    `kv_usage` (0..1) includes blocks pinned by leases.
+    """
+
+    running: int
+    waiting_capacity: int
+    waiting_deferred: int
+    fetch_waiting_to_start: int
+    fetch_in_progress: int
+    fetch_completed_waiting: int
+    kv_usage: float
+    leases: int
+
+    @property
+    def waiting(self) -> int:
+        return self.waiting_capacity + self.waiting_deferred
