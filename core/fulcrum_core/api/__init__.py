@@ -1,0 +1,49 @@
+"""The kinds of fulcrum.dev/v1alpha1. The CRDs are generated from these models."""
+
+from fulcrum_core.api.manifest import load_manifest, parse_object
+from fulcrum_core.api.meta import API_VERSION, GROUP, VERSION, Condition, ObjectMeta, OwnerReference, Resource
+from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
+from fulcrum_core.api.pdinstance import IdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
+from fulcrum_core.api.pdpool import Bounds, EngineSpec, PDPool, PDPoolSpec, PDPoolStatus, PoolRole, fixed_role
+from fulcrum_core.api.pdservice import LastDecision, PDService, PDServiceSpec, PDServiceStatus, PoolSpec, RoleStatus
+from fulcrum_core.api.qostier import QoSTier, QoSTierSpec, SloSpec
+from fulcrum_core.api.registry import KINDS, kind_of
+
+__all__ = [
+    "API_VERSION",
+    "GROUP",
+    "KINDS",
+    "VERSION",
+    "Bounds",
+    "Condition",
+    "EngineSpec",
+    "Floors",
+    "IdentitySpec",
+    "LastDecision",
+    "ObjectMeta",
+    "OwnerReference",
+    "PDAssignment",
+    "PDAssignmentSpec",
+    "PDInstance",
+    "PDInstanceSpec",
+    "PDInstanceStatus",
+    "PDPool",
+    "PDPoolSpec",
+    "PDPoolStatus",
+    "PDService",
+    "PDServiceSpec",
+    "PDServiceStatus",
+    "PoolRole",
+    "PoolSpec",
+    "QoSTier",
+    "QoSTierSpec",
+    "Refusal",
+    "Resource",
+    "RoleAssignment",
+    "RoleStatus",
+    "SloSpec",
+    "fixed_role",
+    "kind_of",
+    "load_manifest",
+    "parse_object",
+]

@@ -1,0 +1,74 @@
+"""PDAssignment: who plays which role, in one object, because only one object can be changed atomically.
+
+Every voluntary action is one write of this object, conditional on its resourceVersion and judged by
+`fulcrum_core.assignment.may_apply`. Its generation is the epoch that routers acknowledge.
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fulcrum_core.api.meta import Model, Printer, Resource, Time
+from fulcrum_core.values import Actor, Role
+
+AssignedRole = Literal[Role.PREFILL, Role.DECODE]
+
+
+class Refusal(Model):
+    """A wish that was turned down, so that nobody retries for ever."""
+
+    role: AssignedRole = Field(description="The role that was wished for.")
+    reason: str = Field(max_length=1024, description="Why it was turned down.")
+    until: Time = Field(description="Before this time the same wish is refused without a second look.")
+
+
+class RoleAssignment(Model):
+    """The role one instance shall play."""
+
+    role: AssignedRole = Field(description="Prefill or Decode.")
+    since: Time = Field(description="When it was given this role.")
+    by: Actor = Field(description="Who gave it: Operator, Autoscaler or Person.")
+    reason: str = Field(default="", max_length=1024, description="Why, in words with numbers.")
+    pinned_until: Time | None = Field(default=None, description="A person's word: until then nobody else flips it.")
+    cordoned: bool = Field(default=False, description="Whether it gets no new work (default false).")
+    refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
+
+
+class Floors(Model):
+    """Fewest serving instances of each role that a voluntary action may leave."""
+
+    prefill: int = Field(default=1, ge=0, le=1024, description="Fewest that serve prefill (default 1).")
+    decode: int = Field(default=1, ge=0, le=1024, description="Fewest that serve decode (default 1).")
+
+    def of(self, role: Role) -> int:
+        """The floor of one role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+class PDAssignmentSpec(Model):
+    """The wish."""
+
+    service: str = Field(max_length=253, description="The PDService this is for.")
+    roles: Annotated[dict[str, RoleAssignment], Field(max_length=1024)] = Field(
+        default_factory=dict, description="The role of each instance, by its name."
+    )
+    floors: Floors = Field(default_factory=Floors, description="Fewest serving instances of each role.")
+    last_prefill_to_decode: Time | None = Field(
+        default=None, description="When an instance was last flipped from Prefill to Decode; the cooldown counts from it."
+    )
+    flips: int = Field(default=0, ge=0, description="Flips so far.")
+
+
+class PDAssignment(Resource):
+    """Who plays which role in one service. Made by the operator under the service's name."""
+
+    plural: ClassVar[str] = "pdassignments"
+    short: ClassVar[str] = "pda"
+    printers: ClassVar[tuple[Printer, ...]] = (
+        Printer(name="Flips", type="integer", json_path=".spec.flips"),
+        Printer(name="Roles", type="string", json_path=".spec.roles[*].role"),
+        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    )
+
+    kind: Literal["PDAssignment"] = "PDAssignment"
+    spec: PDAssignmentSpec = Field(description="The wish.")

@@ -1,0 +1,64 @@
+"""PDInstance: one engine replica. Its status holds facts only; wishes stand in the PDAssignment."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fulcrum_core.api.meta import Model, Printer, Resource, Time
+from fulcrum_core.api.pdpool import EngineSpec
+from fulcrum_core.values import FlipStrategy, Identity, Phase, Role
+
+
+class PDInstanceSpec(Model):
+    """What this instance runs."""
+
+    service: str = Field(max_length=253, description="The PDService it belongs to.")
+    pool: str = Field(max_length=253, description="The PDPool it belongs to.")
+    model: str = Field(max_length=253, description="The model it serves.")
+    engine: EngineSpec = Field(description="The engine it runs.")
+
+
+class IdentitySpec(Model):
+    """What must agree between two engines that exchange KV blocks."""
+
+    model: str = Field(description="Model, spelled as on the engine's command line.")
+    engine: str = Field(description="Engine and its version.")
+    kv_dtype: str = Field(description="Data type of the KV cache.")
+    block_size: int = Field(description="Tokens in a KV block.")
+    tensor_parallel: int = Field(description="Tensor-parallel size.")
+
+    def value(self) -> Identity:
+        """The value that `can_transfer` compares."""
+        return Identity(self.model, self.engine, self.kv_dtype, self.block_size, self.tensor_parallel)
+
+
+class PDInstanceStatus(Model):
+    """What is seen of the instance."""
+
+    phase: Phase = Field(default=Phase.PENDING, description="Where it stands in its life.")
+    phase_since: Time | None = Field(default=None, description="When it entered the phase.")
+    role: Role | None = Field(default=None, description="Effective role: Prefill, Decode, or Both where it serves alone.")
+    endpoint: str | None = Field(default=None, description="host:port of its HTTP API.")
+    identity: IdentitySpec | None = Field(default=None, description="What must agree between engines that exchange KV.")
+    strategy: FlipStrategy | None = Field(default=None, description="How it flips, as probed at its start.")
+    restarts: int = Field(default=0, description="How often its engine was started again.")
+    message: str = Field(default="", description="Why it is in this phase, in words.")
+
+
+class PDInstance(Resource):
+    """One engine replica of a service."""
+
+    plural: ClassVar[str] = "pdinstances"
+    short: ClassVar[str] = "pdi"
+    printers: ClassVar[tuple[Printer, ...]] = (
+        Printer(name="Service", type="string", json_path=".spec.service"),
+        Printer(name="Role", type="string", json_path=".status.role"),
+        Printer(name="Phase", type="string", json_path=".status.phase"),
+        Printer(name="Endpoint", type="string", json_path=".status.endpoint"),
+        Printer(name="Restarts", type="integer", json_path=".status.restarts"),
+        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    )
+
+    kind: Literal["PDInstance"] = "PDInstance"
+    spec: PDInstanceSpec = Field(description="What it runs.")
+    status: PDInstanceStatus = Field(default_factory=PDInstanceStatus, description="What is seen of it.")

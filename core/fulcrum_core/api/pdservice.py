@@ -1,0 +1,205 @@
+"""PDService: what a user writes. Everything but the model has a default."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time
+from fulcrum_core.api.pdassignment import Floors
+from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole
+from fulcrum_core.api.qostier import SloSpec
+from fulcrum_core.values import AutoscalingMode, Role
+
+DEFAULT_INSTANCES = 2
+
+
+class PoolSpec(Model):
+    """A group of interchangeable instances."""
+
+    name: str = Field(
+        min_length=1, max_length=40, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="Name of the pool."
+    )
+    role: PoolRole = Field(
+        default="Flexible", description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible)."
+    )
+    instances: Bounds = Field(description="How many instances the pool has.")
+
+
+class RoleFloor(Model):
+    """Bounds of one role."""
+
+    min: int = Field(default=1, ge=1, le=1024, description="Fewest serving instances that a flip or drain may leave (default 1).")
+
+
+class RolesSpec(Model):
+    """Bounds of both roles."""
+
+    prefill: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of prefill.")
+    decode: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of decode.")
+
+    def floors(self) -> Floors:
+        """The floors as the PDAssignment carries them."""
+        return Floors(prefill=self.prefill.min, decode=self.decode.min)
+
+
+class ArrowSpec(Model):
+    """Thresholds of the arrow policy (Arrow, Algorithm 2): loads are ratios to the SLO."""
+
+    expand: float = Field(
+        default=1.0, gt=0, le=10, description="Decode load (inter-token latency / TPOT objective) that asks for more decode (default 1)."
+    )
+    shrink: float = Field(
+        default=0.5, ge=0, le=10, description="Load below which a role is called idle (default 0.5)."
+    )
+    passes: int = Field(default=3, ge=1, le=100, description="Consecutive ticks for which a condition must hold (default 3).")
+    interval: Duration = Field(default=1.0, gt=0, le=60, description="Time between two ticks (default 1s).")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.shrink > self.expand:
+            raise ValueError(f"shrink ({self.shrink:g}) is greater than expand ({self.expand:g})")
+        return self
+
+
+class FlipSpec(Model):
+    """When instances may flip."""
+
+    prefill_to_decode_cooldown: Duration = Field(
+        default=10.0, ge=0, description="Least time between two flips from Prefill to Decode; back there is none (default 10s)."
+    )
+    paused: bool = Field(default=False, description="Whether the autoscaler holds all flips (default false).")
+
+
+class AutoscalingSpec(Model):
+    """How the split between prefill and decode follows the load."""
+
+    mode: AutoscalingMode = Field(
+        default=AutoscalingMode.AUTO, description="Off: nothing; Advise: explain, do not act; Auto: flip (default Auto)."
+    )
+    policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
+    arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
+    flip: FlipSpec = Field(default_factory=FlipSpec, description="When instances may flip.")
+
+
+class DrainSpec(Model):
+    """How an instance leaves."""
+
+    timeout: Duration = Field(
+        default=120.0, ge=0, description="Longest wait for an instance's requests before it is ended (default 120s)."
+    )
+
+
+class TimeoutsSpec(Model):
+    """How long the router waits for an engine."""
+
+    connect: Duration = Field(default=1.0, gt=0, description="For a connection (default 1s).")
+    prefill: Duration = Field(default=60.0, gt=0, description="For the answer of a prefill leg (default 60s).")
+    first_byte: Duration = Field(default=60.0, gt=0, description="For the first byte of a decode leg (default 60s).")
+    idle: Duration = Field(default=60.0, gt=0, description="Between two reads of a stream (default 60s).")
+
+
+class RouterSpec(Model):
+    """How requests are routed."""
+
+    timeouts: TimeoutsSpec = Field(default_factory=TimeoutsSpec, description="How long the router waits for an engine.")
+
+
+class PDServiceSpec(Model):
+    """A model served by prefill and decode instances."""
+
+    model: str = Field(min_length=1, max_length=253, description="The model to serve, as clients name it.")
+    instances: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Short form: one Flexible pool of this many instances; exclusive with pools (neither: 2 instances).",
+    )
+    engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
+    slo: SloSpec = Field(default_factory=SloSpec, description="Latency objectives of the service.")
+    qos_tiers: tuple[str, ...] = Field(
+        default=(), max_length=32, description="QoSTiers that requests may name (none: one built-in tier)."
+    )
+    pools: tuple[PoolSpec, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Groups of instances; exclusive with instances.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
+    autoscaling: AutoscalingSpec = Field(default_factory=AutoscalingSpec, description="How the split follows the load.")
+    drain: DrainSpec = Field(default_factory=DrainSpec, description="How an instance leaves.")
+    router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
+
+    @model_validator(mode="after")
+    def _pools_xor_instances(self) -> Self:
+        if self.instances is not None and self.pools:
+            raise ValueError("has both instances and pools: write one of them")
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) < len(names):
+            raise ValueError("names a pool twice")
+        return self
+
+    def resolved_pools(self) -> tuple[PoolSpec, ...]:
+        """The pools, with the short form written out: one Flexible pool called `flex`."""
+        if self.pools:
+            return self.pools
+        count = DEFAULT_INSTANCES if self.instances is None else self.instances
+        return (PoolSpec(name="flex", instances=Bounds(min=count)),)
+
+
+class RoleStatus(Model):
+    """Instances of one role."""
+
+    desired: int = Field(default=0, description="Instances that shall play the role.")
+    ready: int = Field(default=0, description="Instances that play it and serve.")
+    draining: int = Field(default=0, description="Instances that play it and drain.")
+
+
+class LastDecision(Model):
+    """The last flip or refusal, in words."""
+
+    at: Time = Field(description="When it was decided.")
+    action: str = Field(description="What was done.")
+    reason: str = Field(description="Why, with the numbers.")
+
+
+class PDServiceStatus(Model):
+    """What is seen of a service."""
+
+    conditions: tuple[Condition, ...] = Field(
+        default=(),
+        description="Ready, Progressing, Degraded, TiersAccepted.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")
+    prefill: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play prefill.")
+    decode: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play decode.")
+    ratio: str = Field(default="", description="Serving prefill to serving decode instances, as 5:3.")
+    flips: int = Field(default=0, description="Flips so far.")
+    last_decision: LastDecision | None = Field(default=None, description="The last flip, in words.")
+    endpoint: str | None = Field(default=None, description="Where clients send requests.")
+    observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
+
+    def role(self, role: Role) -> RoleStatus:
+        """The counts of one role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+class PDService(Resource):
+    """A model served with prefill and decode on different instances, re-split as the load moves."""
+
+    plural: ClassVar[str] = "pdservices"
+    short: ClassVar[str] = "pds"
+    printers: ClassVar[tuple[Printer, ...]] = (
+        Printer(name="Model", type="string", json_path=".spec.model"),
+        Printer(name="Ready", type="string", json_path=".status.ready"),
+        Printer(name="P", type="integer", json_path=".status.prefill.ready"),
+        Printer(name="D", type="integer", json_path=".status.decode.ready"),
+        Printer(name="Ratio", type="string", json_path=".status.ratio"),
+        Printer(name="Flips", type="integer", json_path=".status.flips"),
+        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    )
+
+    kind: Literal["PDService"] = "PDService"
+    spec: PDServiceSpec = Field(description="What the user asks for.")
+    status: PDServiceStatus = Field(default_factory=PDServiceStatus, description="What is seen.")

@@ -1,0 +1,51 @@
+"""QoSTier: how much a class of requests matters and how fast it must be."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from fulcrum_core.api.meta import Duration, Model, Printer, Resource
+from fulcrum_core.values import Slo
+
+
+class SloSpec(Model):
+    """Latency objectives. A request meets them when TTFT and TPOT are both within."""
+
+    ttft: Duration = Field(
+        default=1.0, gt=0, description="Time to first token, from the router's arrival to the first content byte (default 1s)."
+    )
+    tpot: Duration = Field(
+        default=0.05, gt=0, description="Time per output token after the first, averaged over a request (default 50ms)."
+    )
+
+    def slo(self) -> Slo:
+        """The value that policies use."""
+        return Slo(ttft_s=self.ttft, tpot_s=self.tpot)
+
+
+class QoSTierSpec(Model):
+    """What a tier asks for."""
+
+    priority: int = Field(
+        default=0,
+        ge=-1000,
+        le=1000,
+        description="Higher is more important (default 0). The engine serves waiting requests of higher priority first.",
+    )
+    slo: SloSpec | None = Field(default=None, description="Objectives of this tier; unset: the service's.")
+
+
+class QoSTier(Resource):
+    """A class of requests, named by services in spec.qosTiers and by requests in x-customer-tier."""
+
+    plural: ClassVar[str] = "qostiers"
+    short: ClassVar[str] = "qos"
+    printers: ClassVar[tuple[Printer, ...]] = (
+        Printer(name="Priority", type="integer", json_path=".spec.priority"),
+        Printer(name="TTFT", type="string", json_path=".spec.slo.ttft"),
+        Printer(name="TPOT", type="string", json_path=".spec.slo.tpot"),
+        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    )
+
+    kind: Literal["QoSTier"] = "QoSTier"
+    spec: QoSTierSpec = Field(default_factory=QoSTierSpec, description="What the tier asks for.")

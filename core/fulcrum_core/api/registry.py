@@ -1,0 +1,20 @@
+"""The kinds by name: the one list that stores, manifests and CRDs go through."""
+
+from fulcrum_core.api.meta import Resource
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdpool import PDPool
+from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.api.qostier import QoSTier
+from fulcrum_core.errors import InvalidInput
+
+KINDS: tuple[type[Resource], ...] = (PDService, PDPool, PDInstance, PDAssignment, QoSTier)
+_BY_NAME = {kind.kind_name(): kind for kind in KINDS}
+
+
+def kind_of(name: object) -> type[Resource]:
+    """The model of a kind, or `InvalidInput`."""
+    kind = _BY_NAME.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise InvalidInput("kind", name, f"is none of {', '.join(_BY_NAME)}")
+    return kind

@@ -1,0 +1,160 @@
+"""May this wish be applied? The one judge of every voluntary change of a PDAssignment.
+
+Writers ask it before they write and readers ask it on receipt, since a person may have patched the
+object by hand. It is pure and does not depend on who asks: the cooldown counts between the times
+written in the objects, so a late reader comes to the writer's verdict.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fulcrum_core.api.meta import format_duration
+from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
+from fulcrum_core.decisions import Verdict
+from fulcrum_core.values import Actor, Role
+
+CLOCK_SKEW_S = 5.0
+"""How far ahead of the reader's clock a wish may be dated."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignmentRules:
+    """What a service's spec says about its assignment."""
+
+    prefill_to_decode_cooldown_s: float
+    fixed_roles: Mapping[str, Role] = field(default_factory=dict)
+    """Instances of pools that never flip."""
+
+
+def may_apply(
+    current: PDAssignmentSpec,
+    proposed: PDAssignmentSpec,
+    ready: Collection[str],
+    rules: AssignmentRules,
+    *,
+    now_s: float,
+) -> Verdict:
+    """Whether `proposed` may follow `current`, given the instances that are ready to serve.
+
+    No voluntary change takes a role below its floor of serving instances. Where a crash has done so
+    already, a change that does not make it worse is allowed. New instances may always be added.
+    """
+    for name, after in sorted(proposed.roles.items()):
+        before = current.roles.get(name)
+        refusal = _refuse_entry(name, before, after, current, rules, now_s=now_s)
+        if refusal:
+            return Verdict(False, refusal)
+    if _lost_time(current, proposed):
+        return Verdict(False, "lastPrefillToDecode may not be cleared or set back")
+    for role in (Role.PREFILL, Role.DECODE):
+        refusal = _refuse_floor(role, current, proposed, ready)
+        if refusal:
+            return Verdict(False, refusal)
+    return Verdict(True, "within floors, cooldown and pins")
+
+
+def serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
+    """Names of the ready, not cordoned instances assigned to `role`, sorted."""
+    return tuple(sorted(n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned))
+
+
+def effective_roles(roles: Mapping[str, RoleAssignment], ready: Iterable[str]) -> dict[str, Role]:
+    """The role each ready instance plays: the one assigned, or Both where it is the only one."""
+    names = sorted(name for name in ready if name in roles)
+    if len(names) == 1:
+        return {names[0]: Role.BOTH}
+    return {name: Role(roles[name].role) for name in names}
+
+
+def with_flip(
+    current: PDAssignmentSpec,
+    instance: str,
+    to: Role,
+    *,
+    by: Actor,
+    reason: str,
+    now_s: float,
+    pinned_until_s: float | None = None,
+) -> PDAssignmentSpec:
+    """`current` with one instance given the other role. A pin of somebody else's past word is dropped with it.
+
+    Raises:
+        KeyError: if the instance has no entry.
+    """
+    before = current.roles[instance]
+    entry = before.model_copy(
+        update={
+            "role": to,
+            "since": now_s,
+            "by": by,
+            "reason": reason,
+            "pinned_until": pinned_until_s,
+            "refused": None,
+        }
+    )
+    to_decode = to is Role.DECODE
+    return current.model_copy(
+        update={
+            "roles": {**current.roles, instance: entry},
+            "flips": current.flips + (before.role is not to),
+            "last_prefill_to_decode": now_s if to_decode else current.last_prefill_to_decode,
+        }
+    )
+
+
+def _refuse_entry(
+    name: str,
+    before: RoleAssignment | None,
+    after: RoleAssignment,
+    current: PDAssignmentSpec,
+    rules: AssignmentRules,
+    *,
+    now_s: float,
+) -> str | None:
+    fixed = rules.fixed_roles.get(name)
+    if fixed is not None and after.role is not fixed:
+        return f"instance {name!r} belongs to a pool that only serves {fixed}"
+    if before is None or before.role is after.role:
+        return None
+    if after.since > now_s + CLOCK_SKEW_S:
+        return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
+    if after.by is Actor.PERSON:
+        return None  # a person's word beats pins, refusals and the cooldown; never the floors
+    if before.pinned_until is not None and before.pinned_until > after.since:
+        left = format_duration(round(before.pinned_until - after.since, 1))
+        return f"instance {name!r} is pinned to {before.role} for {left} more"
+    if before.refused and before.refused.role is after.role and before.refused.until > after.since:
+        return f"the flip of instance {name!r} to {after.role} was refused: {before.refused.reason}"
+    return _refuse_cooldown(name, after, current, rules)
+
+
+def _refuse_cooldown(
+    name: str, after: RoleAssignment, current: PDAssignmentSpec, rules: AssignmentRules
+) -> str | None:
+    last = current.last_prefill_to_decode
+    if after.by is not Actor.AUTOSCALER or after.role is not Role.DECODE or last is None:
+        return None
+    waited = after.since - last
+    if waited >= rules.prefill_to_decode_cooldown_s:
+        return None
+    return (
+        f"instance {name!r} may not flip to Decode {waited:.1f} s after the last such flip; "
+        f"the cooldown is {format_duration(rules.prefill_to_decode_cooldown_s)}"
+    )
+
+
+def _lost_time(current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
+    before, after = current.last_prefill_to_decode, proposed.last_prefill_to_decode
+    return before is not None and (after is None or after < before)
+
+
+def _refuse_floor(
+    role: Role, current: PDAssignmentSpec, proposed: PDAssignmentSpec, ready: Collection[str]
+) -> str | None:
+    before = serving(current.roles, ready, role)
+    after = serving(proposed.roles, ready, role)
+    floor = proposed.floors.of(role)
+    if len(after) >= floor or len(after) >= len(before):
+        return None
+    lost = ", ".join(sorted(set(before) - set(after)))
+    return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"

@@ -1,0 +1,151 @@
+"""The ports through which shells reach the world.
+
+`Store` is where desired state lives: memory in a local run, Kubernetes in a cluster. One conformance
+suite runs against every adapter, so what is written here is what a reconciler may rely on.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from fulcrum_core.api.meta import Resource
+
+R = TypeVar("R", bound=Resource)
+
+
+class EventType(StrEnum):
+    """What happened to an object on a watch."""
+
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+    BOOKMARK = "BOOKMARK"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent(Generic[R]):
+    """One change. `object` is the state after it, or the last state of a deleted object.
+
+    A BOOKMARK carries no object: it says that everything up to `resource_version` was delivered.
+    """
+
+    type: EventType
+    object: R | None
+    resource_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[R]):
+    """All objects of a kind at one resourceVersion, ordered by name."""
+
+    items: tuple[R, ...]
+    resource_version: str
+
+
+class Store(Protocol):
+    """List, watch and write resources of one cluster. Every method may raise `StoreUnavailable`.
+
+    Writes are validated and defaulted by the kind's model; a rule broken raises `InvalidInput`. A write of the main
+    resource cannot touch `status`, and `patch_status` cannot touch anything else. `metadata.generation`
+    grows with every change of `spec`, `metadata.resourceVersion` with every change; a write that changes
+    nothing changes neither and is not seen by watches.
+    """
+
+    async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
+        """The object, or `NotFound`."""
+        ...
+
+    async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
+        """All objects of the kind in the namespace, and the version from which a watch continues."""
+        ...
+
+    def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
+        """Every change after `since`, in order, until the caller stops; `Gone` if `since` is too old."""
+        ...
+
+    async def create(self, obj: R) -> R:
+        """The stored object, or `AlreadyExists`. The status given is dropped."""
+        ...
+
+    async def apply(self, obj: R, *, manager: str) -> R:
+        """Server-side apply: create or merge. Fields that `manager` applied before and leaves out now are removed.
+
+        A field that another manager owns raises `Conflict` naming it.
+        """
+        ...
+
+    async def patch(
+        self,
+        kind: type[R],
+        name: str,
+        patch: Mapping[str, Any],
+        *,
+        namespace: str,
+        resource_version: str | None = None,
+    ) -> R:
+        """JSON merge patch of everything but status; `Conflict` if `resource_version` is given and is not current."""
+        ...
+
+    async def patch_status(
+        self,
+        kind: type[R],
+        name: str,
+        patch: Mapping[str, Any],
+        *,
+        namespace: str,
+        resource_version: str | None = None,
+    ) -> R:
+        """JSON merge patch of status (`patch` is the status itself)."""
+        ...
+
+    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
+        """Delete the object, and later all that it owns (owner references); `NotFound` if there is none."""
+        ...
+
+
+class Clock(Protocol):
+    """The two clocks of a shell."""
+
+    def now_s(self) -> float:
+        """Unix time in seconds: what objects and other processes are told."""
+        ...
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump: what durations are measured with."""
+        ...
+
+
+class EngineState(StrEnum):
+    """What a runtime sees of one engine process or pod."""
+
+    STARTING = "Starting"
+    RUNNING = "Running"
+    EXITED = "Exited"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineObservation:
+    """One engine as the runtime sees it. `endpoint` is `host:port`, known once it runs."""
+
+    name: str
+    state: EngineState
+    restarts: int
+    endpoint: str | None = None
+    exit_reason: str | None = None
+
+
+class EngineRuntime(Protocol):
+    """Where engine instances run: processes in a local run, pods in a cluster. Both calls are idempotent."""
+
+    async def start(self, name: str, command: tuple[str, ...]) -> None:
+        """Have the engine run with this command; one that exits is started again with back-off."""
+        ...
+
+    async def stop(self, name: str) -> None:
+        """End the engine; returns when it is gone."""
+        ...
+
+    def observe(self) -> tuple[EngineObservation, ...]:
+        """Every engine that was started and not stopped, by name."""
+        ...

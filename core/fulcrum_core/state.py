@@ -1,0 +1,65 @@
+"""RouterState: what a router tells about itself at its state port.
+
+The autoscaler decides flips from it and the operator decides drains from it, so it is the one live
+contract between the shells. It crosses the wire as JSON; both ends use these models.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fulcrum_core.values import Role
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may say more
+
+
+class InstanceState(_Wire):
+    """The router's ledger of one instance, with what it last read from the engine."""
+
+    name: str
+    role: Role = Field(description="The role the router dispatches by now.")
+    serving: bool = Field(description="Whether the router sends it new work.")
+    prefill_queued_s: float = Field(description="Predicted seconds of prefill work sent and not answered.")
+    prefill_tokens: int = Field(description="Prompt tokens of prefill legs in flight.")
+    decode_tokens: int = Field(description="KV tokens of decode legs in flight: prompt and output so far.")
+    decode_requests: int = Field(description="Decode legs in flight.")
+    legs: int = Field(description="All legs in flight.")
+    open_handoffs: int = Field(description="Prompts prefilled here whose KV no decode instance has taken yet.")
+    itl_s: float | None = Field(description="Mean inter-token latency over the last completed second; None: no tokens.")
+    kv_usage: float | None = Field(default=None, description="The engine's KV cache use, 0 to 1; None: not read.")
+    missed_probes: int = Field(default=0, description="Probes in a row that the engine did not answer.")
+
+
+class TierState(_Wire):
+    """What became of the requests of one tier since the router started."""
+
+    name: str
+    offered: int
+    ok: int
+    failed: int = Field(description="Ended before the first byte of an answer.")
+    broken: int = Field(description="Ended with an error event after the first byte.")
+    cancelled: int = Field(description="The client left.")
+    slo_met: int = Field(description="Requests that met TTFT and TPOT.")
+
+
+class RouterState(_Wire):
+    """One consistent picture of a router."""
+
+    service: str
+    generation: int = Field(description="Last PDAssignment generation applied: the router's acknowledgement.")
+    acknowledged_at_s: float = Field(description="Unix time at which that generation was applied.")
+    at_s: float = Field(description="Unix time of this picture.")
+    instances: tuple[InstanceState, ...]
+    flip_wanted: Role | None = Field(description="The phase for which dispatch last found no instance within the SLO.")
+    flip_wanted_seq: int = Field(description="Counts such findings; the long-poll of `/flip-wanted` resumes after one.")
+    prediction_error: float | None = Field(description="Mean of (predicted − measured)/measured of recent prefills.")
+    local_prefills: int = Field(description="Requests decoded without a prefill leg because no prefill answered.")
+    tiers: tuple[TierState, ...]
+
+
+class FlipWanted(_Wire):
+    """Answer of `/flip-wanted`: dispatch found no instance of `role` within the SLO."""
+
+    seq: int
+    role: Role
+    reason: str
