@@ -1,0 +1,169 @@
+"""Workloads that need no file: bursty code completion, steady chat, and a mix whose balance moves.
+
+A load is a row of phases, each with a rate, a burstiness and laws for the two lengths; the same seed
+draws the same requests. The parameters come from published recordings:
+
+* code completion: Azure LLM inference trace 2023, code (Patel et al., "Splitwise", ISCA 2024);
+* chat: one day of a large general model (Xiang et al., "ServeGen", arXiv 2505.09999, `m-large`, day 4);
+* the moving mix: the two clients whose coming and going turns that same day from 15 input tokens for one
+  output token to 1.4: 2,400 tokens in and 112 out on average, then 281 in and 430 out.
+
+Real arrivals fill a rack of accelerators; `Mix.scaled` shortens lengths for engines that are slower.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fulcrum_simulator.workload.requests import WorkloadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLaw:
+    """Log-normal token counts: `median` · e^(`sigma` · z), drawn again beyond `max_tokens`."""
+
+    median: float
+    sigma: float
+    max_tokens: int
+
+    @classmethod
+    def with_mean(cls, mean: float, *, sigma: float, max_tokens: int) -> "LengthLaw":
+        """The law with this mean: median = mean / e^(sigma²/2), before anything is drawn again."""
+        return cls(mean / math.exp(sigma**2 / 2), sigma, max_tokens)
+
+    def scaled(self, factor: float) -> "LengthLaw":
+        """The same shape, every length times `factor`."""
+        return LengthLaw(self.median * factor, self.sigma, max(1, round(self.max_tokens * factor)))
+
+    def draw(self, rng: random.Random) -> int:
+        """One length, at least 1."""
+        while True:
+            tokens = max(1, round(self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))))
+            if tokens <= self.max_tokens:
+                return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A kind of traffic: prompts and answers, drawn independently (their recorded correlation is near 0)."""
+
+    name: str
+    input: LengthLaw
+    output: LengthLaw
+
+    def scaled(self, *, input: float = 1.0, output: float = 1.0) -> "Mix":  # noqa: A002 - the field's own name
+        """The same kind of traffic with lengths multiplied."""
+        return Mix(self.name, self.input.scaled(input), self.output.scaled(output))
+
+
+# sigma = sqrt(2·ln(mean/median)); medians, means and maxima of the recordings: in 1,469/2,048, out 13/28.
+CODE = Mix("code completion", LengthLaw(1469, 0.815, 7437), LengthLaw(13, 1.24, 1899))
+# in 449/743, out 137/241.
+CHAT = Mix("chat", LengthLaw(449, 1.0, 24229), LengthLaw(137, 1.06, 8192))
+# Only means are published of these two clients; the spread is ours.
+PREFILL_HEAVY = Mix(
+    "prefill-heavy",
+    LengthLaw.with_mean(2400, sigma=0.5, max_tokens=8192),
+    LengthLaw.with_mean(112, sigma=0.5, max_tokens=1024),
+)
+DECODE_HEAVY = Mix(
+    "decode-heavy",
+    LengthLaw.with_mean(281, sigma=0.5, max_tokens=2048),
+    LengthLaw.with_mean(430, sigma=0.5, max_tokens=2048),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPhase:
+    """A stretch of time with one mean rate and one mix; `gap_cv` is the gaps' deviation over mean (1: Poisson)."""
+
+    name: str
+    start_s: float
+    end_s: float
+    rate_rps: float
+    mix: Mix
+    gap_cv: float = 1.0
+
+    def requests(self, rng: random.Random) -> Iterator[WorkloadRequest]:
+        """Arrivals of a renewal process with Gamma gaps (shape 1/cv²) within the phase."""
+        if self.rate_rps <= 0:
+            return
+        shape = 1.0 / self.gap_cv**2
+        at_s = self.start_s + rng.gammavariate(shape, 1.0 / (shape * self.rate_rps))
+        while at_s < self.end_s:
+            yield WorkloadRequest(at_s, self.mix.input.draw(rng), self.mix.output.draw(rng))
+            at_s += rng.gammavariate(shape, 1.0 / (shape * self.rate_rps))
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedLoad:
+    """A workload drawn from phases: iterate over it for its requests, the same ones each time."""
+
+    phases: tuple[LoadPhase, ...]
+    seed: int
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        rng = random.Random(self.seed)
+        for phase in self.phases:
+            yield from phase.requests(rng)
+
+    def phase_at(self, at_s: float) -> LoadPhase | None:
+        """The phase that covers `at_s`; None after the end."""
+        return next((phase for phase in self.phases if phase.start_s <= at_s < phase.end_s), None)
+
+
+def steady(*, rate_rps: float, duration_s: float, seed: int, mix: Mix = CHAT) -> GeneratedLoad:
+    """Poisson arrivals of one mix: the balance between prefill and decode never moves."""
+    return GeneratedLoad((LoadPhase(f"steady {mix.name}", 0.0, duration_s, rate_rps, mix),), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One side of a moving mix: its traffic, its rate, and how long it lasts."""
+
+    mix: Mix
+    rate_rps: float
+    lasts_s: float
+
+
+def moving(*, turns: tuple[Turn, ...], duration_s: float, seed: int) -> GeneratedLoad:
+    """Poisson arrivals whose mix changes turn by turn, over and over: the balance moves and moves back."""
+    phases: list[LoadPhase] = []
+    start_s = 0.0
+    while start_s < duration_s:
+        turn = turns[len(phases) % len(turns)]
+        end_s = min(start_s + turn.lasts_s, duration_s)
+        phases.append(LoadPhase(turn.mix.name, start_s, end_s, turn.rate_rps, turn.mix))
+        start_s = end_s
+    return GeneratedLoad(tuple(phases), seed)
+
+
+CLUMP_S = (60.0, 240.0)  # Azure code: "clumps of one to four minutes"
+SILENCE_MEAN_S, SILENCE_MAX_S = (
+    80.0,
+    217.0,
+)  # 217 s is the longest silence of the recording; this mean leaves about a third of the time empty
+CLUMP_GAP_CV = 2.0  # within a clump; 4.5 over the whole recording with gaps above 20 s left out
+
+
+def bursty(
+    *, rate_rps: float, duration_s: float, seed: int, mix: Mix = CODE, compression: float = 1.0
+) -> GeneratedLoad:
+    """Clumps of uneven arrivals with silences between them; `rate_rps` is the mean over both.
+
+    `compression` shortens clumps and silences, so that a short run sees several.
+    """
+    rng = random.Random(seed)
+    clump_rate_rps = rate_rps * (sum(CLUMP_S) / 2 + SILENCE_MEAN_S) / (sum(CLUMP_S) / 2)
+    phases: list[LoadPhase] = []
+    start_s = 0.0
+    while start_s < duration_s:
+        for name, lasts_s, rate in (
+            ("burst", rng.uniform(*CLUMP_S), clump_rate_rps),
+            ("silence", min(SILENCE_MAX_S, rng.expovariate(1.0 / SILENCE_MEAN_S)), 0.0),
+        ):
+            end_s = min(start_s + lasts_s / compression, duration_s)
+            phases.append(LoadPhase(name, start_s, end_s, rate, mix, CLUMP_GAP_CV))
+            start_s = end_s
+    return GeneratedLoad(tuple(phases), seed)

@@ -1,0 +1,62 @@
+"""What a workload is made of: when a request arrives and how long its prompt and its answer are.
+
+No text lives here: whoever sends a request writes a prompt of that length.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """One request of a workload, `arrival_s` seconds after the workload's start.
+
+    `prefix_hash_ids` name the prompt's blocks in order: equal leading ids mean an equal prefix.
+    """
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    prefix_hash_ids: tuple[int, ...] = ()
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """How many requests of a workload an engine cannot take whole, and the longest of them."""
+
+    requests: int
+    longest_tokens: int
+    max_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.requests} requests are longer than the engine's {self.max_tokens} tokens "
+            f"(the longest has {self.longest_tokens}); they are left out, not cut"
+        )
+
+
+class LengthLimit:
+    """Passes on the requests that fit an engine and counts the others: a length is never cut."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._left_out = 0
+        self._longest_tokens = 0
+
+    def keep(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+        """The requests whose prompt and answer together fit `max_tokens`, in order."""
+        for request in requests:
+            tokens = request.input_tokens + request.output_tokens
+            if tokens <= self.max_tokens:
+                yield request
+            else:
+                self._left_out += 1
+                self._longest_tokens = max(self._longest_tokens, tokens)
+
+    @property
+    def too_long(self) -> TooLong | None:
+        """What was left out so far; None if nothing was."""
+        if not self._left_out:
+            return None
+        return TooLong(self._left_out, self._longest_tokens, self.max_tokens)

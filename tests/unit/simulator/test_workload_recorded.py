@@ -1,0 +1,132 @@
+"""Recorded workloads are taken whole or refused whole, with the row and the column named."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.workload import WorkloadRequest, load_trace
+
+HEADER = "arrival_s,input_tokens,output_tokens"
+
+
+def write(folder: Path, *lines: str) -> Path:
+    path = folder / "trace.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_plain_file_yields_its_rows_in_order(tmp_path: Path) -> None:
+    path = write(tmp_path, HEADER, "0.0,10,2", "0.5,7,1")
+    assert load_trace(path) == (WorkloadRequest(0.0, 10, 2), WorkloadRequest(0.5, 7, 1))
+
+
+def test_a_gzip_file_is_read_whatever_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3\n".encode()))
+    assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
+
+
+def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "tenant,output_tokens,prefix_hash_ids,input_tokens,arrival_s",
+        "c7,3,0 1 2,9,0.25",
+        ",1,,4,1",
+    )
+    assert load_trace(path) == (WorkloadRequest(0.25, 9, 3, (0, 1, 2), "c7"), WorkloadRequest(1.0, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("lines", "place", "value", "rule"),
+    [
+        pytest.param(
+            ("arrival_s,input_tokens", "0,1"),
+            "header",
+            "arrival_s, input_tokens",
+            "must hold the column output_tokens",
+            id="a missing column",
+        ),
+        pytest.param((), "header", "an empty header", "must hold the column arrival_s", id="an empty file"),
+        pytest.param((HEADER,), "", "0 requests", "must hold at least one request", id="no rows"),
+        pytest.param(
+            (HEADER, "0,1,1", "nan,1,1"),
+            "row 2 arrival_s",
+            "nan",
+            "must be a finite number of seconds",
+            id="NaN time",
+        ),
+        pytest.param(
+            (HEADER, "inf,1,1"),
+            "row 1 arrival_s",
+            "inf",
+            "must be a finite number of seconds",
+            id="endless time",
+        ),
+        pytest.param((HEADER, "-1,1,1"), "row 1 arrival_s", "-1", "must not be negative", id="negative time"),
+        pytest.param(
+            (HEADER, "1,1,1", "0.5,1,1"),
+            "row 2 arrival_s",
+            "0.5",
+            "must not be earlier than the row before (1): rows are sorted by arrival",
+            id="unsorted times",
+        ),
+        pytest.param(
+            (HEADER, "0,nan,1"),
+            "row 1 input_tokens",
+            "nan",
+            "must be a whole number of tokens",
+            id="NaN length",
+        ),
+        pytest.param(
+            (HEADER, "0,-4,1"), "row 1 input_tokens", "-4", "must be at least 1 token", id="negative prompt"
+        ),
+        pytest.param(
+            (HEADER, "0,1,-4"), "row 1 output_tokens", "-4", "must be at least 1 token", id="negative answer"
+        ),
+        pytest.param(
+            (HEADER, "0,1,2.5"),
+            "row 1 output_tokens",
+            "2.5",
+            "must be a whole number of tokens",
+            id="half a token",
+        ),
+        pytest.param(
+            (HEADER, "0,1"), "row 1 output_tokens", "empty", "must be a whole number of tokens", id="cut row"
+        ),
+        pytest.param(
+            (HEADER + ",prefix_hash_ids", "0,1,1,1 x"),
+            "row 1 prefix_hash_ids",
+            "1 x",
+            "must be space-separated whole numbers",
+            id="a block id that is no number",
+        ),
+    ],
+)
+def test_a_broken_file_is_refused_by_place_value_and_rule(
+    tmp_path: Path, lines: tuple[str, ...], place: str, value: str, rule: str
+) -> None:
+    path = write(tmp_path, *lines) if lines else tmp_path / "trace.csv"
+    path.touch()
+    with pytest.raises(InvalidInput) as caught:
+        load_trace(path)
+    assert str(caught.value) == f"{path}{' ' if place else ''}{place} ({value}) {rule}"
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere.csv"
+    with pytest.raises(InvalidInput) as caught:
+        load_trace(path)
+    assert str(caught.value) == f"{path} (missing) must be a file that exists"
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x1f\x8bnot gzip at all", b"\xff\xfe\x00binary"], ids=["broken gzip", "no text"]
+)
+def test_a_file_that_is_no_csv_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInput, match="must be a readable CSV file, plain or gzip") as caught:
+        load_trace(path)
+    assert "\n" not in str(caught.value)
