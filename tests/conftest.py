@@ -1,0 +1,80 @@
+"""What every test run says about itself: the seed it ran with, and what it left out and why.
+
+A run that fails by chance must be repeatable, so one seed drives Hypothesis and every test that asks for
+`seed`. A run that skipped something must not look complete, so skips, folders that were not asked for and
+levels that have no test yet are listed by name under a heading of their own.
+"""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Levels that no test covers yet, so that a green run does not claim them.
+LEVELS_WITHOUT_TESTS = {
+    "level 3 (operator, RBAC, CEL, /scale)": "needs the Kubernetes adapter",
+    "level 4 (install, rollouts, partitions on nodes)": "needs the Kubernetes adapter",
+    "level 5 (vLLM, NIXL, LMCache)": "needs the engine environment",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The seed of the run, and the explicit word that golden files may change."""
+    parser.addoption("--seed", type=int, default=None, help="seed of the run (default: a new one, printed)")
+    parser.addoption("--rewrite-golden", action="store_true", help="write golden files instead of comparing")
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles one seed for the run and hands it to Hypothesis, unless that was given its own."""
+    if config.option.seed is None:
+        config.option.seed = secrets.randbelow(2**32)
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(config.option.seed)
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    """The printed seed of the run, for `random.Random(seed)`."""
+    value: int = request.config.option.seed
+    return value
+
+
+@pytest.fixture(scope="session")
+def rewrite_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether a golden test writes its file instead of comparing with it."""
+    value: bool = request.config.option.rewrite_golden
+    return value
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names what this run did not show, and the seed that repeats it."""
+    terminalreporter.section("left out", yellow=True, bold=True)
+    left_out = [
+        *_skips(terminalreporter.stats.get("skipped", [])),
+        *_folders_not_asked_for(config),
+        *(f"{level}: no test yet, {reason}" for level, reason in LEVELS_WITHOUT_TESTS.items()),
+    ]
+    for line in left_out:
+        terminalreporter.line(f"LEFT OUT {line}", yellow=True)
+    terminalreporter.line(f"seed: repeat this run with --seed {config.option.seed}")
+
+
+def _skips(reports: Iterable[pytest.TestReport]) -> list[str]:
+    by_reason: dict[str, set[str]] = defaultdict(set)
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        by_reason[reason.removeprefix("Skipped: ")].add(report.nodeid)
+    return [f"{name}: {reason}" for reason in sorted(by_reason) for name in sorted(by_reason[reason])]
+
+
+def _folders_not_asked_for(config: pytest.Config) -> Iterator[str]:
+    here = Path(__file__).parent
+    asked = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    if not all(path.is_dir() for path in asked):
+        return  # somebody runs one file; the list of all the rest would be noise
+    for folder in sorted(here.iterdir()):
+        if any(folder.rglob("test_*.py")) and not any(folder.is_relative_to(path) for path in asked):
+            yield f"tests/{folder.name}: not asked for, make test runs it"
