@@ -37,17 +37,20 @@ def may_apply(
     """Whether `proposed` may follow `current`, given the instances that are ready to serve.
 
     No voluntary change takes a role below its floor of serving instances. Where a crash has done so
-    already, a change that does not make it worse is allowed. New instances may always be added.
+    already, a change that does not make it worse is allowed; but neither may a flip or cordon of crashed
+    instances leave fewer than the floor to come back to. New instances may always be added.
     """
     for name, after in sorted(proposed.roles.items()):
         before = current.roles.get(name)
         refusal = _refuse_entry(name, before, after, current, rules, now_s=now_s)
+        refusal = refusal or _refuse_unrecorded(name, before, after, proposed)
         if refusal:
             return Verdict(False, refusal)
     if _lost_time(current, proposed):
         return Verdict(False, "lastPrefillToDecode may not be cleared or set back")
     for role in (Role.PREFILL, Role.DECODE):
         refusal = _refuse_floor(role, current, proposed, ready)
+        refusal = refusal or _refuse_last_assigned(role, current, proposed)
         if refusal:
             return Verdict(False, refusal)
     return Verdict(True, "within floors, cooldown and pins")
@@ -55,7 +58,8 @@ def may_apply(
 
 def serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
     """Names of the ready, not cordoned instances assigned to `role`, sorted."""
-    return tuple(sorted(n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned))
+    chosen = (n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned)
+    return tuple(sorted(chosen))
 
 
 def effective_roles(roles: Mapping[str, RoleAssignment], ready: Iterable[str]) -> dict[str, Role]:
@@ -76,7 +80,10 @@ def with_flip(
     now_s: float,
     pinned_until_s: float | None = None,
 ) -> PDAssignmentSpec:
-    """`current` with one instance given the other role. A pin of somebody else's past word is dropped with it.
+    """`current` with one instance given a role. A pin of somebody else's past word is dropped with it.
+
+    Only a real change from Prefill to Decode starts the cooldown, and a writer whose clock is behind never
+    sets it back.
 
     Raises:
         KeyError: if the instance has no entry.
@@ -92,12 +99,15 @@ def with_flip(
             "refused": None,
         }
     )
-    to_decode = to is Role.DECODE
+    changes = before.role is not to
+    last = current.last_prefill_to_decode
+    if changes and to is Role.DECODE:
+        last = now_s if last is None else max(last, now_s)
     return current.model_copy(
         update={
             "roles": {**current.roles, instance: entry},
-            "flips": current.flips + (before.role is not to),
-            "last_prefill_to_decode": now_s if to_decode else current.last_prefill_to_decode,
+            "flips": current.flips + changes,
+            "last_prefill_to_decode": last,
         }
     )
 
@@ -143,6 +153,20 @@ def _refuse_cooldown(
     )
 
 
+def _refuse_unrecorded(
+    name: str, before: RoleAssignment | None, after: RoleAssignment, proposed: PDAssignmentSpec
+) -> str | None:
+    """The autoscaler's flip to Decode must start the cooldown in the same write, or the next would not wait."""
+    if before is None or before.role is after.role or after.role is not Role.DECODE:
+        return None
+    if after.by is not Actor.AUTOSCALER:
+        return None
+    last = proposed.last_prefill_to_decode
+    if last is not None and last >= after.since:
+        return None
+    return f"the flip of instance {name!r} to Decode is not recorded in lastPrefillToDecode"
+
+
 def _lost_time(current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
     before, after = current.last_prefill_to_decode, proposed.last_prefill_to_decode
     return before is not None and (after is None or after < before)
@@ -158,3 +182,18 @@ def _refuse_floor(
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
     return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"
+
+
+def _refuse_last_assigned(role: Role, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> str | None:
+    """Of the instances that stay, serving or not, the floor must stay assigned to the role.
+
+    Instances that leave the map do not count: dropping one that is gone for good must always be possible.
+    """
+    staying = [name for name in current.roles if name in proposed.roles]
+    before = serving(current.roles, staying, role)
+    after = serving(proposed.roles, proposed.roles, role)
+    floor = proposed.floors.of(role)
+    if len(after) >= floor or len(after) >= len(before):
+        return None
+    lost = ", ".join(sorted(set(before) - set(after)))
+    return f"{len(after)} instances would be assigned to {role}, the floor is {floor}; leaving: {lost}"

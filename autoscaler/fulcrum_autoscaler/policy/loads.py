@@ -1,0 +1,76 @@
+"""How near each side is to its objective: LP and LD of Arrow's Algorithm 2.
+
+LP = mean over prefill instances of queued prefill seconds / S_T, LD = mean over decode instances of
+inter-token latency / S_D. "Idle" and "cannot tell" are two answers: an instance without decode work has no
+inter-token latency and load 0; one that decodes and shows none, or a NaN, is unknown. The mean is then known
+only between two bounds, in which an unknown instance counts as 0 or as exactly at its objective (as the
+horizontal pod autoscaler counts missing pods); a flip must be right at the bound that speaks against it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fulcrum_autoscaler.policy.observation import Observation
+from fulcrum_core.state import InstanceState
+from fulcrum_core.values import Role, Slo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Mean load of one side as a ratio to its objective: from `low` to `high`, equal where all is known."""
+
+    low: float
+    high: float
+    instances: int
+    unknown: int
+
+    def __str__(self) -> str:
+        if self.unknown:
+            return f"{self.low:.2f} to {self.high:.2f} ({self.unknown} of {self.instances} instances unknown)"
+        return f"{self.low:.2f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """Both sides; None where nothing can be told: no instance serves the role, or none shows a number."""
+
+    prefill: Load | None
+    decode: Load | None
+
+    def __str__(self) -> str:
+        return f"prefill load {self.prefill or 'unknown'}, decode load {self.decode or 'unknown'}"
+
+
+def measure_loads(seen: Observation, slo: Slo) -> Loads:
+    """LP and LD of the instances that serve."""
+    return Loads(
+        prefill=_mean(_prefill_load(state, slo) for state in seen.states(Role.PREFILL)),
+        decode=_mean(_decode_load(state, slo) for state in seen.states(Role.DECODE)),
+    )
+
+
+def _prefill_load(state: InstanceState, slo: Slo) -> float | None:
+    return _ratio(state.prefill_queued_s, slo.ttft_s)
+
+
+def _decode_load(state: InstanceState, slo: Slo) -> float | None:
+    idle = state.decode_requests == 0 and state.decode_tokens == 0
+    return 0.0 if idle else _ratio(state.itl_s, slo.tpot_s)
+
+
+def _ratio(measured_s: float | None, objective_s: float) -> float | None:
+    if measured_s is None or not math.isfinite(measured_s) or measured_s < 0:
+        return None
+    return measured_s / objective_s
+
+
+def _mean(ratios: Iterable[float | None]) -> Load | None:
+    every = list(ratios)
+    known = [ratio for ratio in every if ratio is not None]
+    if not known:
+        return None
+    unknown, total = len(every) - len(known), math.fsum(known)  # fsum: the order of instances must not matter
+    return Load(
+        low=total / len(every), high=(total + unknown) / len(every), instances=len(every), unknown=unknown
+    )
