@@ -76,7 +76,7 @@ DECODE_HEAVY = Mix(
 
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
-    """A stretch of time with one mean rate and one mix; `gap_cv` is the gaps' deviation over mean (1: Poisson)."""
+    """A stretch of time with one mean rate and one mix; `gap_cv`: the gaps' deviation over mean (1: Poisson)."""
 
     name: str
     start_s: float
@@ -140,10 +140,8 @@ def moving(*, turns: tuple[Turn, ...], duration_s: float, seed: int) -> Generate
 
 
 CLUMP_S = (60.0, 240.0)  # Azure code: "clumps of one to four minutes"
-SILENCE_MEAN_S, SILENCE_MAX_S = (
-    80.0,
-    217.0,
-)  # 217 s is the longest silence of the recording; this mean leaves about a third of the time empty
+# 217 s is the longest silence of the recording; this mean leaves about a third of the time empty.
+SILENCE_MEAN_S, SILENCE_MAX_S = 80.0, 217.0
 CLUMP_GAP_CV = 2.0  # within a clump; 4.5 over the whole recording with gaps above 20 s left out
 
 

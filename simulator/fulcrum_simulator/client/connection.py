@@ -1,0 +1,94 @@
+"""A kept-alive HTTP/1.1 connection that carries one exchange at a time.
+
+httptools parses heads and chunks; the body goes to the exchange as it comes, undecoded. An HTTP library
+would cost more a token than the engines under test.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+
+from fulcrum_simulator.client.exchange import Exchange
+
+
+class Connection(asyncio.Protocol):
+    """One connection to the service. Calls `released` when free for the next, `closed` when it is gone."""
+
+    def __init__(
+        self, released: Callable[["Connection"], None], closed: Callable[["Connection"], None]
+    ) -> None:
+        self._released, self._closed = released, closed
+        self._now_s = asyncio.get_running_loop().time
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._exchange: Exchange | None = None
+        self._read_s = 0.0
+
+    def send(self, exchange: Exchange, *, host: str) -> None:
+        """Writes the exchange's request; the connection must be free."""
+        if self._transport is None:
+            exchange.lost("connection closed", self._now_s())
+            return
+        request = exchange.request
+        head = (
+            f"POST {request.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(request.body)}\r\n\r\n"
+        )
+        self._exchange = exchange
+        self._parser = httptools.HttpResponseParser(self)
+        exchange.sent(self._now_s())
+        self._transport.write(head.encode() + request.body)
+
+    def abort(self, why: str) -> None:
+        """Ends the exchange in flight, if any, and the connection."""
+        self._lose(why)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._read_s = self._now_s()
+        if self._parser is None:
+            self.abort("data without a request")
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.abort(f"not HTTP: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._lose(f"connection lost: {type(exc).__name__}" if exc else "connection closed")
+        self._closed(self)
+
+    def _lose(self, why: str) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost(why, self._now_s())
+
+    # httptools' callbacks
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None and self._parser is not None:
+            self._exchange.head(self._parser.get_status_code())
+
+    def on_body(self, body: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.body(body, self._read_s)
+
+    def on_message_complete(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        parser, self._parser = self._parser, None
+        if exchange is None or parser is None or self._transport is None:
+            return
+        exchange.complete(self._read_s)
+        if parser.should_keep_alive():
+            self._released(self)
+        else:
+            self._transport.close()

@@ -1,0 +1,146 @@
+"""What became of each request, and the figures over all of them.
+
+Every request offered ends as exactly one of four: ok, failed (no byte of an answer came), broken (it
+started and did not finish) or wrong (it finished with another text or count than it should have).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from fulcrum_core.values import Slo
+
+
+class Ending(StrEnum):
+    """How a request ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    BROKEN = "broken"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request's end. Times count from the instant at which it was meant to be sent.
+
+    `tpot_s` = (end − first) / (tokens − 1), None with a single token. `told` says whether a broken stream
+    announced itself by an error event. `reason` is empty where the request is ok.
+    """
+
+    index: int
+    ending: Ending
+    sent_late_s: float
+    end_s: float
+    output_tokens: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    told: bool = False
+    reason: str = ""
+
+    def met(self, slo: Slo) -> bool:
+        """Whether it finished right and within both objectives."""
+        if self.ending is not Ending.OK or self.ttft_s is None:
+            return False
+        return slo.met(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Percentiles of the requests that ended right; None where there are none."""
+
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The figures of a run: offered = ok + failed + broken + wrong + in_flight, the last 0 at its end."""
+
+    offered: int
+    ok: int
+    failed: int
+    broken: int
+    wrong: int
+    in_flight: int
+    broken_silently: int
+    held_back: int
+    output_tokens: int
+    attainment: float | None
+    latencies: Latencies
+    sent_late_p99_s: float | None
+    reasons: dict[str, int]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts requests as they are offered and as they end; the load generator writes it, a view reads it."""
+
+    slo: Slo
+    offered: int = 0
+    held_back: int = 0
+    ended: dict[Ending, int] = field(default_factory=lambda: dict.fromkeys(Ending, 0))
+    met: int = 0
+    output_tokens: int = 0
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def offer(self) -> int:
+        """Counts one more request and gives its index."""
+        self.offered += 1
+        return self.offered - 1
+
+    def end(self, outcome: Outcome) -> None:
+        """Counts the one end of a request."""
+        self.outcomes.append(outcome)
+        self.ended[outcome.ending] += 1
+        self.output_tokens += outcome.output_tokens
+        self.met += outcome.met(self.slo)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests offered and not ended."""
+        return self.offered - len(self.outcomes)
+
+    def since(self, start_s: float) -> Sequence[Outcome]:
+        """The outcomes that ended at `start_s` or later."""
+        first = len(self.outcomes)
+        while first and self.outcomes[first - 1].end_s >= start_s:
+            first -= 1
+        return self.outcomes[first:]
+
+    def report(self) -> Report:
+        """The figures so far. Attainment is over all that was offered; what is unfinished has missed."""
+        return Report(
+            offered=self.offered,
+            ok=self.ended[Ending.OK],
+            failed=self.ended[Ending.FAILED],
+            broken=self.ended[Ending.BROKEN],
+            wrong=self.ended[Ending.WRONG],
+            in_flight=self.in_flight,
+            broken_silently=sum(o.ending is Ending.BROKEN and not o.told for o in self.outcomes),
+            held_back=self.held_back,
+            output_tokens=self.output_tokens,
+            attainment=self.met / self.offered if self.offered else None,
+            latencies=latencies(self.outcomes),
+            sent_late_p99_s=percentile([o.sent_late_s for o in self.outcomes], 99),
+            reasons=dict(sorted(Counter(o.reason for o in self.outcomes if o.reason).items())),
+        )
+
+
+def latencies(outcomes: Iterable[Outcome]) -> Latencies:
+    """TTFT and TPOT at the median and at p99 of the requests that ended right."""
+    right = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
+    ttft = [outcome.ttft_s for outcome in right if outcome.ttft_s is not None]
+    tpot = [outcome.tpot_s for outcome in right if outcome.tpot_s is not None]
+    return Latencies(percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99))
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The smallest value that at least `percent` % do not exceed (nearest rank); None of nothing."""
+    if not values:
+        return None
+    rank = -(-len(values) * percent // 100)
+    return sorted(values)[max(0, int(rank) - 1)]

@@ -1,0 +1,55 @@
+"""Writes the requests of a workload: prompts of exact length, unique to a seed and an index.
+
+Uniqueness from the first byte on keeps prefix caches from hiding work. Only letters and digits are used,
+so a prompt needs no escaping and its length in bytes is its length in the JSON body.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest, render_chat
+from fulcrum_simulator.workload import WorkloadRequest
+
+_CHAT_FRAME_BYTES = len(render_chat([{"role": "user", "content": ""}]))
+SHORTEST_CHAT_TOKENS = count_tokens(b"." * _CHAT_FRAME_BYTES) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRequest:
+    """A request ready to be sent, and what its answer must be."""
+
+    path: str
+    body: bytes
+    stream: bool
+    digest: bytes
+    input_tokens: int
+    output_tokens: int
+
+
+def write_request(
+    request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False, stream: bool = True
+) -> WrittenRequest:
+    """The `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
+
+    A prompt too short for the chat template's own words is sent as a plain completion.
+    """
+    chat = chat and request.input_tokens >= SHORTEST_CHAT_TOKENS
+    size = request.input_tokens * BYTES_PER_TOKEN - (_CHAT_FRAME_BYTES if chat else 0)
+    text = _unique_text(seed, index, size)
+    prompt = render_chat([{"role": "user", "content": text}]) if chat else text.encode()
+    question = f'"messages":[{{"role":"user","content":"{text}"}}]' if chat else f'"prompt":"{text}"'
+    streaming = ',"stream":true,"stream_options":{"include_usage":true}' if stream else ""
+    body = f'{{"model":"{model}",{question},"max_tokens":{request.output_tokens},"temperature":0{streaming}}}'
+    return WrittenRequest(
+        path="/v1/chat/completions" if chat else "/v1/completions",
+        body=body.encode(),
+        stream=stream,
+        digest=prompt_digest(prompt),
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+    )
+
+
+def _unique_text(seed: int, index: int, size: int) -> str:
+    word = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest()
+    return (word * (size // len(word) + 1))[:size]
