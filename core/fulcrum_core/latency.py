@@ -1,8 +1,9 @@
 """How long an engine takes: three models of one machine, from the exact step to the two that policies use.
 
 `StepModel` is what the simulated engine runs on: the duration of one step from what the step holds.
-`PrefillModel` and `DecodeModel` are what a dispatcher predicts with (Arrow's predictors, quadratic and linear);
-they are fitted, or derived here from a step model so that prediction and simulated truth share their coefficients.
+`PrefillModel` and `DecodeModel` are what a dispatcher predicts with (Arrow's predictors, quadratic and
+linear); they are fitted, or derived here from a step model so that prediction and simulated truth share
+their coefficients.
 """
 
 import math
@@ -16,7 +17,9 @@ def _require_finite_and_not_negative(model: object) -> None:
     for field in fields(model):  # type: ignore[arg-type]  # every caller is a dataclass
         value = getattr(model, field.name)
         if not math.isfinite(value) or value < 0:
-            raise InvalidInput(f"{type(model).__name__}.{field.name}", value, "must be finite and not negative")
+            raise InvalidInput(
+                f"{type(model).__name__}.{field.name}", value, "must be finite and not negative"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
-    """Time between tokens of a decode batch: I(tokens) = intercept + slope·tokens, tokens = its KV length, in seconds."""
+    """Time between tokens of a batch with `tokens` tokens of KV: I = intercept + slope·tokens, in seconds."""
 
     intercept: float
     slope: float
@@ -65,10 +68,11 @@ class StepModel:
 
     step = t0 + f·(b·Σchunk + c·Σ[(done + chunk)² - done²]) + d1·B + d2·Σctx
 
-    where `chunk` prompt tokens follow `done` computed ones, B sequences decode over contexts `ctx`. f is 1, and
-    `mixed_factor` in a step that holds prefill *and* decode: a prompt that shares its batch runs that much slower
-    (Splitwise measured mixed batches at 1.1 × the prompt's time alone). t0 (weights read, launch) and the decode
-    terms stay as they are, so a step grows without a jump when a small chunk joins it.
+    where `chunk` prompt tokens follow `done` computed ones, B sequences decode over contexts `ctx`. f is 1,
+    and `mixed_factor` in a step that holds prefill *and* decode: a prompt that shares its batch runs that
+    much slower (Splitwise measured mixed batches at 1.1 × the prompt's time alone). t0 (weights read,
+    launch) and the decode terms stay as they are, so a step grows without a jump when a small chunk joins
+    it.
     """
 
     t0: float
@@ -93,8 +97,10 @@ class StepModel:
             context_tokens=sum(decode_contexts),
         )
 
-    def step_of_sums_s(self, *, prefill_tokens: int, attention: int, decodes: int, context_tokens: int) -> float:
-        """The same from the four sums Σchunk, Σ[(done + chunk)² - done²], B and Σctx, which an engine keeps running."""
+    def step_of_sums_s(
+        self, *, prefill_tokens: int, attention: int, decodes: int, context_tokens: int
+    ) -> float:
+        """The same from its four sums: Σchunk, Σ[(done + chunk)² - done²], B and Σctx."""
         prefill_s = self.b * prefill_tokens + self.c * attention
         if decodes and prefill_tokens:
             prefill_s *= self.mixed_factor
@@ -103,8 +109,9 @@ class StepModel:
     def prefill_model(self, token_budget: int) -> PrefillModel:
         """T(n) of a prompt that runs alone in chunks of `token_budget` tokens.
 
-        The exact time is ceil(n/budget)·t0 + b·n + c·n² (the attention terms of the chunks telescope); the ceiling is
-        taken as n/budget + 1, so the model is never below the exact time and less than one t0 above it.
+        The exact time is ceil(n/budget)·t0 + b·n + c·n² (the attention terms of the chunks telescope); the
+        ceiling is taken as n/budget + 1, so the model is never below the exact time and less than one t0
+        above it.
         """
         if token_budget <= 0:
             raise InvalidInput("token_budget", token_budget, "must be positive")
@@ -113,8 +120,8 @@ class StepModel:
     def decode_model(self, typical_tokens: float) -> DecodeModel:
         """I(tokens) of a pure decode batch whose requests hold `typical_tokens` tokens each.
 
-        B = tokens / typical, so slope = d2 + d1/typical and intercept = t0; exact for requests of that size, too
-        optimistic for shorter ones.
+        B = tokens / typical, so slope = d2 + d1/typical and intercept = t0; exact for requests of that
+        size, too optimistic for shorter ones.
         """
         if not typical_tokens > 0:
             raise InvalidInput("typical_tokens", typical_tokens, "must be positive")

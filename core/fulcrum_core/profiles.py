@@ -1,8 +1,8 @@
 """Engine profiles: what a model on some hardware does in a step, and the machine around it.
 
-A profile is a YAML file, shipped (`PROFILE_NAMES`) or a user's own. The loader holds each to its physical floors: no
-step is faster than the hardware can read the weights, multiply them, or read the KV cache. Coefficients that were
-fitted to end-to-end runs tend to break these floors without anyone noticing.
+A profile is a YAML file, shipped (`PROFILE_NAMES`) or a user's own. The loader holds each to its physical
+floors: no step is faster than the hardware can read the weights, multiply them, or read the KV cache.
+Coefficients that were fitted to end-to-end runs tend to break these floors without anyone noticing.
 """
 
 from importlib import resources
@@ -67,13 +67,16 @@ class EngineProfile(BaseModel):
 def load_profile(name_or_path: str) -> EngineProfile:
     """The shipped profile of that name, or the one in that YAML file.
 
-    Anything with a slash or a `.yaml` ending is a path. Raises InvalidInput for an unknown name, a file that cannot be
-    read, a field that is missing, unknown or out of range, and a coefficient below its physical floor.
+    Anything with a slash or a `.yaml` ending is a path. Raises InvalidInput for an unknown name, a file
+    that cannot be read, a field that is missing, unknown or out of range, and a coefficient below its
+    physical floor.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
         return parse_profile(_read(name_or_path), source=name_or_path)
     if name_or_path not in PROFILE_NAMES:
-        raise InvalidInput("profile", name_or_path, f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file")
+        raise InvalidInput(
+            "profile", name_or_path, f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"
+        )
     return parse_profile((_DATA / f"{name_or_path}.yaml").read_text(encoding="utf-8"), source=name_or_path)
 
 
@@ -135,9 +138,16 @@ def _check_floors(profile: EngineProfile, source: str) -> None:
     bandwidth = profile.tensor_parallel * profile.hbm_bytes_s
     floors = (
         ("b", profile.b, 2 * profile.params / flops, "2*params/(tensor_parallel*peak_flops)"),
-        ("d2", profile.d2, profile.kv_bytes_per_token / bandwidth, "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)"),
+        (
+            "d2",
+            profile.d2,
+            profile.kv_bytes_per_token / bandwidth,
+            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)",
+        ),
         ("t0", profile.t0, profile.weight_bytes / bandwidth, "weight_bytes/(tensor_parallel*hbm_bytes_s)"),
     )
     for field, value, floor, formula in floors:
         if value < floor:
-            raise InvalidInput(f"{source}.{field}", value, f"is below its physical floor {floor:.3g} = {formula}")
+            raise InvalidInput(
+                f"{source}.{field}", value, f"is below its physical floor {floor:.3g} = {formula}"
+            )

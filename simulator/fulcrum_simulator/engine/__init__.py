@@ -1,4 +1,4 @@
-"""The engine model: vLLM-like scheduling, KV blocks and hand-offs on the caller's clock. No I/O, no randomness."""
+"""The engine model: vLLM-like scheduling, KV blocks and hand-offs, pure and on the caller's clock."""
 
 from fulcrum_simulator.engine.engine import Engine
 from fulcrum_simulator.engine.events import (

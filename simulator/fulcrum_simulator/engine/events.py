@@ -1,4 +1,4 @@
-"""What a simulated engine reports: steps, tokens, ends of requests, and KV cache to be fetched or handed over."""
+"""What a simulated engine reports: steps, tokens, ends of requests, KV cache to fetch or to hand over."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvExport:
-    """Blocks pinned for a peer: what the answer of a prefill leg hands over. Valid until `expires_s` unless extended."""
+    """Blocks pinned for a peer until `expires_s`, unless extended: what a prefill leg hands over."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -54,10 +54,10 @@ class Step:
 
 
 class TokenOut(NamedTuple):
-    """The `index`-th output token (from 0) of a request; its text follows from `digest`, the prompt whose KV was read."""
+    """The `index`-th output token (from 0) of a request; `digest` is the prompt whose KV it follows from."""
 
     request_id: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a token
     digest: bytes
 
 
@@ -71,10 +71,10 @@ class Preempted(NamedTuple):
 class Finished:
     """A request's end, once per request, with what its usage and the engine's histograms need.
 
-    computed + cached + external tokens = prompt tokens, or all 0 if it ended before its prompt was done. Times in
-    seconds; 0 where the request did not get that far. `queue_s` runs from arrival to first scheduling (a KV fetch
-    counts as queueing), `prefill_s` on to the first token, `decode_s` on to the last; `tpot_s` is decode_s per token
-    after the first and 0 for a single token.
+    computed + cached + external tokens = prompt tokens, or all 0 if it ended before its prompt was done.
+    Times in seconds; 0 where the request did not get that far. `queue_s` runs from arrival to first
+    scheduling (a KV fetch counts as queueing), `prefill_s` on to the first token, `decode_s` on to the
+    last; `tpot_s` is decode_s per token after the first and 0 for a single token.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """The engine's counters and samples, enough to print vLLM's metrics; nothing here knows their names.
 
-Gauges are read from the engine (`Engine.gauges`). Samples lie in lists until the caller takes them: the engine server
-observes them into histograms, the discrete-event simulator clears them.
+Gauges are read from the engine (`Engine.gauges`). Samples lie in lists until the caller takes them: the
+engine server observes them into histograms, the discrete-event simulator clears them.
 """
 
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ def _no_finishes() -> dict[FinishReason, int]:
 class EngineStats:
     """Counters since the engine's start; tokens unless the name says otherwise.
 
-    `prefix_*` is the engine's own cache, `external_*` what came through a hand-off. A prompt's tokens are counted by
-    source when its first token comes; a prompt that is computed again after a preemption is not counted again.
+    `prefix_*` is the engine's own cache, `external_*` what came through a hand-off. A prompt's tokens are
+    counted by source when its first token comes; a prompt that is computed again after a preemption is not
+    counted again.
     """
 
     prefix_queries: int = 0
@@ -59,8 +60,9 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gauges:
-    """What the engine holds now. waiting = waiting_capacity + waiting_deferred; the fetch stages split the imports.
+    """What the engine holds now: requests by state, and its KV cache.
 
+    `waiting_deferred` requests wait for their fetch to end. The fetch stages split the imports.
     `kv_usage` (0..1) includes blocks pinned by leases.
     """
 

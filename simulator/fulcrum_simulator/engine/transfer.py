@@ -1,7 +1,7 @@
 """The wire between two engines: queues at both ends, and the one-time handshake of a pair.
 
-Pure bookkeeping of who is busy until when. The discrete-event simulator holds both ends and uses `reserve_transfer`;
-an engine server holds one end and reserves that alone.
+Pure bookkeeping of who is busy until when. The discrete-event simulator holds both ends and uses
+`reserve_transfer`; an engine server holds one end and reserves that alone.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Slot:
 
 @dataclass(slots=True)
 class LinkEnd:
-    """One direction of one engine's network: transfers run one after another, in the order they were reserved."""
+    """One direction of one engine's network: transfers run one after another, as they were reserved."""
 
     busy_until_s: float = 0.0
 
@@ -36,7 +36,7 @@ def transfer_s(kv_bytes: int, *, link_bytes_s: float, link_setup_s: float) -> fl
 
 
 def reserve_transfer(egress: LinkEnd, ingress: LinkEnd, duration_s: float, *, now_s: float) -> Slot:
-    """The first span in which the giver's egress and the taker's ingress are both free; both are busy for it."""
+    """The first span in which the giver's egress and the taker's ingress are both free; takes it on both."""
     slot = egress.reserve(duration_s, now_s=max(now_s, ingress.busy_until_s))
     ingress.busy_until_s = slot.end_s
     return slot
@@ -53,7 +53,8 @@ class Handshake:
 class Handshakes:
     """A taker's first contacts: once per peer engine id, one after another.
 
-    An unreachable peer blocks all further first contacts for `HANDSHAKE_TIMEOUT_S`; known peers are not delayed.
+    An unreachable peer blocks all further first contacts for `HANDSHAKE_TIMEOUT_S`; known peers are not
+    delayed.
     """
 
     def __init__(self, handshake_s: float) -> None:
@@ -66,7 +67,7 @@ class Handshakes:
         return engine_id in self._known
 
     def shake(self, engine_id: str, *, reachable: bool, now_s: float) -> Handshake:
-        """When this peer's blocks can be read: at once if known, else after the handshakes before it and its own."""
+        """When this peer's blocks can be read: at once if known, else after the handshakes before it."""
         if engine_id in self._known:
             return Handshake(end_s=max(now_s, self._known[engine_id]), ok=True)
         slot = self._end.reserve(self._handshake_s if reachable else HANDSHAKE_TIMEOUT_S, now_s=now_s)
