@@ -76,5 +76,6 @@ def _folders_not_asked_for(config: pytest.Config) -> Iterator[str]:
     if not all(path.is_dir() for path in asked):
         return  # somebody runs one file; the list of all the rest would be noise
     for folder in sorted(here.iterdir()):
-        if any(folder.rglob("test_*.py")) and not any(folder.is_relative_to(path) for path in asked):
+        touched = any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked)
+        if not touched and any(folder.rglob("test_*.py")):
             yield f"tests/{folder.name}: not asked for, make test runs it"

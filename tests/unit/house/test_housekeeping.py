@@ -1,0 +1,121 @@
+"""The files around the code agree with one another: locks, settings, make targets, decisions, changelog."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")
+PIN = re.compile(r"([a-z0-9-]+)==([^ ;]+)( ; [^\\]+)? \\")
+
+
+def pins(lock: str) -> dict[str, str]:
+    """The versions in a lock; a line that is neither a pin nor a hash fails here."""
+    found: dict[str, str] = {}
+    for line in (ROOT / "requirements" / f"{lock}.lock").read_text(encoding="utf-8").splitlines():
+        if pin := PIN.fullmatch(line):
+            found[pin[1]] = pin[2]
+        else:
+            assert HASH.fullmatch(line), line
+    return found
+
+
+def asked_for(*extras: str) -> list[Requirement]:
+    """What the project and these extras ask for, extras of our own opened."""
+    lists = [PROJECT["project"]["dependencies"], PROJECT["build-system"]["requires"]]
+    lists += [PROJECT["project"]["optional-dependencies"][extra] for extra in extras]
+    found: list[Requirement] = []
+    for requirement in (Requirement(text) for texts in lists for text in texts):
+        found += asked_for(*requirement.extras) if requirement.name == "fulcrum" else [requirement]
+    return found
+
+
+@pytest.mark.parametrize(("lock", "extra"), [("play", "cli"), ("dev", "dev")])
+def test_a_lock_holds_all_that_its_extra_asks_for(lock: str, extra: str) -> None:
+    locked = pins(lock)
+    unmet = [
+        str(requirement)
+        for requirement in asked_for(extra)
+        if not requirement.specifier.contains(locked.get(requirement.name.lower().replace("_", "-"), "0"))
+    ]
+    assert unmet == []
+
+
+def test_what_play_installs_is_part_of_what_tests_install() -> None:
+    assert pins("play").items() <= pins("dev").items()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "requirements").iterdir()), ids=lambda path: path.name)
+def test_requirements_name_no_index(path: Path) -> None:
+    named = re.findall(
+        r"https?://|--(?:extra-)?index|--find-links|--trusted-host|@ ", path.read_text(encoding="utf-8")
+    )
+    assert named == []
+
+
+def test_the_engine_lock_holds_what_the_extra_pins() -> None:
+    lines = (ROOT / "requirements" / "engine.lock").read_text(encoding="utf-8").splitlines()
+    assert set(PROJECT["project"]["optional-dependencies"]["engine"]) <= set(lines)
+
+
+def test_all_settings_name_the_same_rooms() -> None:
+    tool = PROJECT["tool"]
+    packages = {f"fulcrum_{room}" for room in ROOMS}
+    assert {
+        "wheel": set(tool["hatch"]["build"]["targets"]["wheel"]["packages"]),
+        "editable": set(tool["hatch"]["build"]["dev-mode-dirs"]),
+        "types": set(tool["mypy"]["mypy_path"].split(":")),
+        "contracts": set(tool["importlinter"]["root_packages"]),
+        "sorting": set(tool["ruff"]["lint"]["isort"]["known-first-party"]),
+    } == {
+        "wheel": {f"{room}/fulcrum_{room}" for room in ROOMS},
+        "editable": set(ROOMS),
+        "types": set(ROOMS),
+        "contracts": packages,
+        "sorting": packages,
+    }
+
+
+def test_every_make_target_that_a_person_types_is_explained() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    explained = set(re.findall(r"^([a-z]+):.*## \S", makefile, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    assert set(phony[1].split()) - explained == {"static"}
+
+
+def test_decisions_are_numbered_without_a_gap_and_fit_on_a_screen() -> None:
+    pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    assert [page.name for page in pages if page.read_text(encoding="utf-8").count("\n") > 40] == []
+
+
+def test_changelog_fragments_are_named_by_kind() -> None:
+    fragments = [path.name for path in (ROOT / "changelog.d").glob("*.md") if path.name != "README.md"]
+    assert [
+        name
+        for name in fragments
+        if not re.fullmatch(r"[a-z0-9-]+\.(added|change|fix|breaking|deprecation)\.md", name)
+    ] == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "changelog.d").glob("*.md"),
+        *(ROOT / "requirements").glob("*.md"),
+    ]
+    dead = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert dead == []

@@ -1,0 +1,152 @@
+"""Rules over the source that no linter has: where files lie, how large they grow, what each must carry."""
+
+import ast
+import importlib
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+PACKAGES = [ROOT / room / f"fulcrum_{room}" for room in ROOMS]
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".lock", ".in", ".json", ".svg", ""}
+
+MODULE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+
+# Each says nothing about what the thing is for.
+EMPTY_NAMES = re.compile(r"(^|_)(manager|helpers?|utils?|misc|common|worker)(_|$)")
+
+
+def modules(*, but: tuple[str, ...] = ()) -> list[object]:
+    """Every module as a test parameter, named by its path."""
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in MODULES if path.name not in but]
+
+
+def dotted(path: Path) -> str:
+    """The module's import name: its path below the room folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def committed() -> list[Path]:
+    """The files git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_a_room_folder_is_no_package(folder: str) -> None:
+    """`operator/__init__.py` would hide Python's own operator module from the whole interpreter."""
+    inside = (
+        ROOT.joinpath(folder).rglob("__init__.py") if folder == "tests" else [ROOT / folder / "__init__.py"]
+    )
+    assert [path for path in inside if path.exists()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_package_is_typed(package: Path) -> None:
+    assert (package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_folder_of_a_package_is_a_package(package: Path) -> None:
+    """One without `__init__.py` is invisible to the import contracts."""
+    folders = {path.parent for path in package.rglob("*.py")}
+    assert sorted(folder for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+@pytest.mark.parametrize("path", modules(but=("__main__.py",)))
+def test_every_module_can_be_imported_alone(path: Path) -> None:
+    """Some mistakes pass the type checker and fail only here."""
+    assert importlib.import_module(dotted(path)).__name__ == dotted(path)
+
+
+@pytest.mark.parametrize("path", modules())
+def test_every_module_says_why_it_exists(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) or not tree.body
+
+
+@pytest.mark.parametrize("path", modules())
+def test_modules_and_functions_fit_in_a_head(path: Path) -> None:
+    too_long = {node.name: lines_of(node) for node in functions(path) if lines_of(node) > FUNCTION_LINES_MAX}
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert (too_long, lines <= MODULE_LINES_MAX) == ({}, True), f"{lines} lines"
+
+
+@pytest.mark.parametrize("path", modules())
+def test_names_say_what_a_thing_is_for(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, defined))]
+    snake = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names}
+    assert [name for name, spelled in snake.items() if EMPTY_NAMES.search(spelled)] == []
+
+
+def test_half_of_all_functions_are_short() -> None:
+    sizes = sorted(lines_of(node) for path in MODULES for node in functions(path))
+    assert sizes[len(sizes) // 2] <= 8
+
+
+def test_no_module_is_forgotten() -> None:
+    """A module that nothing imports and nobody starts is dead."""
+    sources = {path: path.read_text(encoding="utf-8") for path in MODULES}
+    imported = {name for source in sources.values() for name in imports(ast.parse(source))}
+    started = {path for path, source in sources.items() if 'if __name__ == "__main__":' in source}
+    dead = [
+        dotted(path)
+        for path in MODULES
+        if path.name not in ("__init__.py", "__main__.py")
+        and path not in started
+        and dotted(path) not in imported
+    ]
+    assert dead == []
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every name that may be a module: `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_tests_wait_for_conditions_instead_of_sleeping() -> None:
+    sleeps = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
+    ]
+    assert sleeps == []
+
+
+def test_nothing_committed_names_a_machine() -> None:
+    """A home folder or a private address in the tree works on one machine and misleads on the others."""
+    private = re.compile(r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/|\b(?:10|192\.168)(?:\.\d+){2,3}:\d+")
+    named = {
+        str(path.relative_to(ROOT)): found.group()
+        for path in committed()
+        if path.suffix in TEXTS and path != Path(__file__)
+        if (found := private.search(path.read_text(encoding="utf-8", errors="replace")))
+    }
+    assert named == {}
