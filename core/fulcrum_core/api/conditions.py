@@ -1,0 +1,32 @@
+"""Types and reasons of conditions: the words that programs match on.
+
+A type is a state that lasts, a reason is one word for why it is True or False. Messages are for people
+and stand where the condition is made.
+"""
+
+READY = "Ready"
+"""The service answers requests: enough instances of each role serve, and the router runs."""
+INSTANCES_SERVING = "InstancesServing"
+TOO_FEW_INSTANCES = "TooFewInstances"
+ROUTER_STARTING = "RouterStarting"
+
+PROGRESSING = "Progressing"
+"""Instances are on their way to what the spec asks for."""
+INSTANCES_CHANGING = "InstancesChanging"
+SETTLED = "Settled"
+
+DEGRADED = "Degraded"
+"""Something that was wanted does not work, and is being repaired."""
+INSTANCES_FAILED = "InstancesFailed"
+ALL_WELL = "AllWell"
+
+TIERS_ACCEPTED = "TiersAccepted"
+"""Every QoSTier that the service names exists."""
+TIERS_FOUND = "TiersFound"
+TIER_NOT_FOUND = "TierNotFound"
+
+SCALING_LIMITED = "ScalingLimited"
+"""The replicas that somebody asked of a pool were clamped to its bounds."""
+TOO_MANY_REPLICAS = "TooManyReplicas"
+TOO_FEW_REPLICAS = "TooFewReplicas"
+WITHIN_BOUNDS = "WithinBounds"

@@ -1,0 +1,169 @@
+"""The phases of one instance as a state machine: facts in, next phase and what to do with its engine out.
+
+    Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving        Draining → Terminating
+                 └→ Failed (its engine died: started again)      └→ old role back, the wish refused
+
+Under Relabel a flip never leaves Serving: the engine is untouched and only the effective role changes.
+Under Restart the engine is drained, ended, started again and seen to answer before it plays the new role;
+what does not get there by its deadline is rolled back. Each step is safe to repeat after a crash: an engine
+is ended before the phase says that it switches, so a running engine in Switching is always the new one.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.values import FlipStrategy, Phase, Role
+
+SWITCH_TIMEOUT_S = 60.0
+"""Longest time for an engine to come back in its new role and answer."""
+
+
+class EngineAction(StrEnum):
+    """What shall become of the engine. Starting one that runs and stopping one that is gone change nothing."""
+
+    KEEP = "Keep"
+    START = "Start"
+    STOP = "Stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the next phase depends on."""
+
+    phase: Phase
+    since_s: float
+    now_s: float
+    drain_timeout_s: float
+    engine: EngineObservation | None
+    assigned: Role | None = None
+    """The role that is wished; None before there is an assignment."""
+    played: Role | None = None
+    """The role that the engine was started for or plays; None before it first served."""
+    strategy: FlipStrategy = FlipStrategy.RELABEL
+    cordoned: bool = False
+    leaving: bool = False
+    """It shall go for good."""
+    drained: bool = False
+    """The router has acknowledged the cordon and has nothing open on it."""
+    answers: bool = False
+    """The router reached the engine that runs now."""
+    legs: int | None = None
+    """Requests on it as the router last said; None: not known."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether its engine must be started anew for the role wished."""
+        wanted, played = self.assigned, self.played
+        restart = self.strategy is FlipStrategy.RESTART and not self.leaving
+        return (
+            restart and wanted is not None and played in (Role.PREFILL, Role.DECODE) and wanted is not played
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The phase that follows, what to do with the engine, and why."""
+
+    phase: Phase
+    action: EngineAction
+    message: str
+    deadline_s: float | None = None
+    """When to look again even if nothing happens."""
+    refused: str | None = None
+    """Why the wished role is rolled back."""
+    done: bool = False
+    """Nothing of the instance is left: its object may be deleted."""
+
+
+def advance(facts: Facts) -> Step:
+    """The next step of an instance."""
+    if facts.phase is Phase.TERMINATING or (facts.leaving and not _at_work(facts)):
+        return _terminating(facts, "wanted no more")
+    if facts.phase in (Phase.SWITCHING, Phase.VERIFYING):
+        return _switching(facts)
+    if facts.engine is None:
+        return _without_engine(facts)
+    if facts.engine.state is EngineState.EXITED:
+        return _failed(facts.engine)
+    if facts.engine.state is EngineState.STARTING:
+        return _starting(facts.engine)
+    if facts.leaving or facts.cordoned or facts.flips:
+        return _draining(facts)
+    return Step(Phase.SERVING, EngineAction.START, "")
+
+
+def _at_work(facts: Facts) -> bool:
+    running = facts.engine is not None and facts.engine.state is EngineState.RUNNING
+    return running and facts.phase in (Phase.SERVING, Phase.DRAINING)
+
+
+def _terminating(facts: Facts, why: str) -> Step:
+    return Step(Phase.TERMINATING, EngineAction.STOP, why, done=facts.engine is None)
+
+
+def _without_engine(facts: Facts) -> Step:
+    if facts.phase is Phase.DRAINING and facts.flips:
+        return Step(Phase.SWITCHING, EngineAction.START, f"its engine starts to serve {facts.assigned}")
+    return Step(Phase.PENDING, EngineAction.START, "its engine is to be started")
+
+
+def _failed(engine: EngineObservation) -> Step:
+    return Step(
+        Phase.FAILED, EngineAction.START, f"its engine ended: {engine.exit_reason}; it is started again"
+    )
+
+
+def _starting(engine: EngineObservation) -> Step:
+    again = (
+        f"its engine starts again after: {engine.exit_reason}" if engine.exit_reason else "its engine starts"
+    )
+    return Step(Phase.STARTING, EngineAction.START, again)
+
+
+def _draining(facts: Facts) -> Step:
+    since_s = facts.since_s if facts.phase is Phase.DRAINING else facts.now_s
+    deadline_s = since_s + facts.drain_timeout_s
+    if not facts.leaving and not facts.flips:
+        return Step(Phase.DRAINING, EngineAction.START, "cordoned")
+    waited = facts.phase is Phase.DRAINING  # a pass that only now cordons cannot have been acknowledged
+    if waited and facts.drained:
+        return _drained(facts, "drained")
+    if waited and facts.now_s >= deadline_s:
+        return _overdue(facts)
+    legs = "its requests" if facts.legs is None else f"{facts.legs} requests"
+    return Step(Phase.DRAINING, EngineAction.START, f"waits for {legs} to end", deadline_s=deadline_s)
+
+
+def _drained(facts: Facts, why: str) -> Step:
+    if facts.leaving:
+        return _terminating(facts, why)
+    return Step(Phase.DRAINING, EngineAction.STOP, f"{why}; its engine ends to serve {facts.assigned}")
+
+
+def _overdue(facts: Facts) -> Step:
+    """A deletion goes on and says what it cut; a flip is cancelled."""
+    cut = "an unknown number of" if facts.legs is None else str(facts.legs)
+    if facts.leaving:
+        return _terminating(facts, f"cut {cut} requests that had not ended after {facts.drain_timeout_s:g} s")
+    why = f"not drained after {facts.drain_timeout_s:g} s, {cut} requests left"
+    return Step(Phase.SERVING, EngineAction.START, why, refused=why)
+
+
+def _switching(facts: Facts) -> Step:
+    engine = facts.engine
+    if not facts.flips:  # withdrawn or rolled back: the engine that was started for the other role ends first
+        if engine is not None:
+            return Step(facts.phase, EngineAction.STOP, f"its engine ends to serve {facts.played} again")
+        return Step(Phase.STARTING, EngineAction.START, f"its engine starts to serve {facts.played} again")
+    deadline_s = facts.since_s + SWITCH_TIMEOUT_S
+    if facts.now_s >= deadline_s:
+        why = f"did not serve {facts.assigned} within {SWITCH_TIMEOUT_S:g} s"
+        return Step(facts.phase, EngineAction.KEEP, why, refused=why)
+    if engine is None or engine.state is not EngineState.RUNNING:
+        return Step(
+            Phase.SWITCHING, EngineAction.START, f"its engine starts to serve {facts.assigned}", deadline_s
+        )
+    if not facts.answers:
+        return Step(Phase.VERIFYING, EngineAction.START, "waits for the router to reach it", deadline_s)
+    return Step(Phase.SERVING, EngineAction.START, "")
