@@ -1,0 +1,15 @@
+"""The clocks of this machine, for shells; everything pure takes the time as an argument."""
+
+import time
+
+
+class SystemClock:
+    """`fulcrum_core.ports.Clock` read from the system."""
+
+    def now_s(self) -> float:
+        """Unix time in seconds."""
+        return time.time()
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump."""
+        return time.monotonic()
