@@ -1,0 +1,117 @@
+"""`python -m fulcrum_simulator.server`: one engine server, until SIGTERM or the end of its parent."""
+
+import os
+
+_PARENT_PID = os.getppid()  # read before the slow imports: a parent that dies meanwhile must be noticed
+
+import asyncio  # noqa: E402  (after the parent's pid)
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+
+import orjson  # noqa: E402
+import structlog  # noqa: E402
+import uvloop  # noqa: E402
+from aiohttp import web  # noqa: E402
+
+from fulcrum_core.errors import InvalidInput  # noqa: E402
+from fulcrum_simulator.server.app import EngineApp  # noqa: E402
+from fulcrum_simulator.server.giver import Giver, start_giver  # noqa: E402
+from fulcrum_simulator.server.options import Options, parse_options  # noqa: E402
+from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
+from fulcrum_simulator.server.service import EngineService  # noqa: E402
+
+DEATH_THROES_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
+CLOSE_S = 0.5  # how long open connections get at the end
+
+_log = structlog.get_logger()
+
+
+def bind(host: str, port: int, *, option: str) -> socket.socket:
+    """A bound socket that does not listen yet, so that a port in use is known before the start-up time.
+
+    Raises:
+        InvalidInput: if the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise InvalidInput(option, f"{host}:{port}", f"cannot be bound: {reason.lower()}") from error
+    return bound
+
+
+async def serve(options: Options, http: socket.socket, side: socket.socket, *, started_s: float) -> None:
+    """Start up, print the ready line, and serve until a signal or the engine's death."""
+    service = EngineService(options)
+    service.side_channel_port = side.getsockname()[1]
+    stop, died = asyncio.Event(), asyncio.Event()
+    service.runner.on_death = died.set
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if not await _warm_up(options.profile.startup_s - (time.monotonic() - started_s), stop):
+        return
+    giver = Giver(service.runner, model=options.model, while_hung=service.while_hung)
+    peers = await start_giver(giver, side)
+    runner = web.AppRunner(
+        EngineApp(service).build(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+    )
+    await runner.setup()
+    await web.SockSite(runner, http, backlog=1024).start()
+    ready = {"port": http.getsockname()[1], "side_channel_port": service.side_channel_port}
+    print("ready", orjson.dumps(ready).decode(), flush=True)
+    await _until_end(service, stop, died)
+    peers.close()
+    await runner.cleanup()
+    await service.taker.close()
+
+
+async def _warm_up(seconds: float, stop: asyncio.Event) -> bool:
+    """Load the model, so to speak; False if told to stop meanwhile."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await stop.wait()
+    except TimeoutError:
+        return True
+    return False
+
+
+async def _until_end(service: EngineService, stop: asyncio.Event, died: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(died.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if died.is_set():
+        _log.error("engine died", instance=service.options.name)
+        await asyncio.sleep(DEATH_THROES_S)
+        return
+    if not await service.drain(service.options.shutdown_timeout_s):
+        _log.warning("drain took too long", instance=service.options.name, requests=service.runner.live)
+        await service.clients_gone()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one engine server; returns the exit code."""
+    started_s = time.monotonic()
+    die_with_parent(_PARENT_PID)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    try:
+        options = parse_options(arguments)
+        http = bind(options.host, options.port, option="--port")
+        side = bind(options.host, options.side_channel_port, option="--side-channel-port")
+    except InvalidInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    uvloop.run(serve(options, http, side, started_s=started_s))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""What the engine server counts, under vLLM's names.
+
+The catalogue says what exists; here is what moves. A family that a simulated engine has no cause to move
+(multi-modal cache, estimated FLOPs, sleep) stays at its initial value, as on a real engine that does not
+use the feature.
+"""
+
+from dataclasses import dataclass
+
+from fulcrum_simulator.engine import EngineStats, Finished, Gauges
+from fulcrum_simulator.server.catalogue import (
+    CACHE_CONFIG_CONSTANTS,
+    CACHE_CONFIG_HELP,
+    SPECS,
+    UP_TO_MODEL_LENGTH,
+    Kind,
+    Spec,
+)
+from fulcrum_simulator.server.exposition import Constant, Counter, Family, Gauge, Histogram
+
+ENGINE = "0"
+_LATENESS_MS = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12.5, 15, 20, 30, 50, 100, 250, 500, 1000)
+LATENESS_EDGES = tuple(edge / 1000 for edge in _LATENESS_MS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """The facts behind `vllm:cache_config_info`."""
+
+    block_tokens: int
+    num_blocks: int
+    kv_bytes: int
+    max_model_tokens: int
+
+    def labels(self) -> dict[str, str]:
+        """Every label of the family, those that follow from the profile among them."""
+        tokens = self.block_tokens * self.num_blocks
+        return CACHE_CONFIG_CONSTANTS | {
+            "block_size": str(self.block_tokens),
+            "effective_attention_block_size": str(self.block_tokens),
+            "engine": ENGINE,
+            "kv_cache_max_concurrency": str(tokens / self.max_model_tokens),
+            "kv_cache_memory_bytes": str(self.kv_bytes),
+            "kv_cache_size_tokens": str(tokens),
+            "num_gpu_blocks": str(self.num_blocks),
+        }
+
+
+class EngineMetrics:
+    """All families of one engine, and the ways in which they move."""
+
+    def __init__(self, *, model: str, cache: CacheShape, created_s: float) -> None:
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._families: list[Family] = [
+            self._family(spec, model=model, created_s=created_s, longest=cache.max_model_tokens)
+            for spec in SPECS
+        ]
+        self._families.append(Constant("vllm:cache_config_info", CACHE_CONFIG_HELP, cache.labels()))
+        self.lateness = Histogram(
+            "fulcrum_engine_lateness_seconds",
+            "How late the end of a step was noticed: wake-up minus due time.",
+            {"engine": ENGINE, "model_name": model},
+            edges=LATENESS_EDGES,
+            created_s=created_s,
+        )
+        self._families.append(self.lateness)
+        self._gauges["vllm:engine_sleep_state"].set(1, "awake")
+        self._failed_notifications = 0
+
+    def _family(self, spec: Spec, *, model: str, created_s: float, longest: int) -> Family:
+        labels = {"model_name": model} | ({"engine": ENGINE} if spec.per_engine else {})
+        if spec.kind is Kind.COUNTER:
+            family: Family = self._counters.setdefault(
+                spec.name,
+                Counter(
+                    spec.name, spec.help, labels, created_s=created_s, by=spec.by, variants=spec.variants
+                ),
+            )
+        elif spec.kind is Kind.GAUGE:
+            family = self._gauges.setdefault(
+                spec.name, Gauge(spec.name, spec.help, labels, by=spec.by, variants=spec.variants)
+            )
+        else:
+            edges = one_two_five(longest) if spec.edges is UP_TO_MODEL_LENGTH else spec.edges
+            family = self._histograms.setdefault(
+                spec.name, Histogram(spec.name, spec.help, labels, edges=edges, created_s=created_s)
+            )
+        return family
+
+    def render(self, gauges: Gauges, stats: EngineStats) -> bytes:
+        """The whole exposition at one moment; takes the samples that lie in `stats`."""
+        self._set_gauges(gauges)
+        self._set_counters(stats)
+        self.absorb(stats)
+        return "".join([family.render() for family in self._families]).encode()
+
+    def absorb(self, stats: EngineStats) -> None:
+        """Move the samples that lie in `stats` into the histograms: now and then, so that they do not pile up."""
+        samples = stats.take_samples()
+        for name, values in (
+            ("vllm:time_to_first_token_seconds", samples.ttft_s),
+            ("vllm:inter_token_latency_seconds", samples.itl_s),
+            ("vllm:iteration_tokens_total", samples.iteration_tokens),
+        ):
+            observe = self._histograms[name].observe
+            for value in values:
+                observe(value)
+
+    def _set_gauges(self, now: Gauges) -> None:
+        gauges = self._gauges
+        gauges["vllm:num_requests_running"].set(now.running)
+        gauges["vllm:num_requests_waiting"].set(now.waiting)
+        gauges["vllm:num_requests_waiting_by_reason"].set(now.waiting_capacity, "capacity")
+        gauges["vllm:num_requests_waiting_by_reason"].set(now.waiting_deferred, "deferred")
+        stages = gauges["vllm:num_requests_kv_fetch_by_stage"]
+        stages.set(now.fetch_waiting_to_start, "waiting_to_start")
+        stages.set(now.fetch_in_progress, "in_progress")
+        stages.set(now.fetch_completed_waiting, "completed_waiting")
+        gauges["vllm:kv_cache_usage_perc"].set(now.kv_usage)
+
+    def _set_counters(self, stats: EngineStats) -> None:
+        """Pulled tokens count as prompt tokens and as cached ones, as vLLM counts them."""
+        local, pulled = stats.prompt_local_cache_hit, stats.prompt_external
+        for name, value in {
+            "vllm:prefix_cache_queries": stats.prefix_queries,
+            "vllm:prefix_cache_hits": stats.prefix_hits,
+            "vllm:external_prefix_cache_queries": stats.external_queries,
+            "vllm:external_prefix_cache_hits": stats.external_hits,
+            "vllm:num_preemptions": stats.preemptions,
+            "vllm:prompt_tokens": stats.prompt_tokens,
+            "vllm:prompt_tokens_cached": local + pulled,
+            "vllm:generation_tokens": stats.generation_tokens,
+            "vllm:nixl_num_kv_expired_reqs": stats.kv_expired,
+            "vllm:nixl_num_notifications_after_expiry": stats.notifications_after_expiry,
+            "vllm:nixl_num_failed_transfers": stats.failed_transfers + self._failed_notifications,
+            "vllm:nixl_num_failed_notifications": self._failed_notifications,
+        }.items():
+            self._counters[name].set(value)
+        by_source = self._counters["vllm:prompt_tokens_by_source"]
+        by_source.set(stats.prompt_local_compute, "local_compute")
+        by_source.set(local, "local_cache_hit")
+        by_source.set(pulled, "external_kv_transfer")
+        self._counters["vllm:prompt_tokens_cached_by_source"].set(local, "device")
+        self._counters["vllm:prompt_tokens_cached_by_source"].set(pulled, "p2p")
+        for reason, count in stats.finished.items():
+            self._counters["vllm:request_success"].set(count, reason)
+
+    def transferred(self, *, bytes_moved: int, seconds: float, post_s: float) -> None:
+        """This engine pulled blocks. Two descriptors, as a real pull of one contiguous run of blocks shows."""
+        see = self._histograms
+        see["vllm:nixl_bytes_transferred"].observe(bytes_moved)
+        see["vllm:nixl_xfer_time_seconds"].observe(seconds)
+        see["vllm:nixl_post_time_seconds"].observe(post_s)
+        see["vllm:nixl_num_descriptors"].observe(2)
+
+    def notification_failed(self) -> None:
+        """The engine that holds the blocks could not be told that they are free; a failed transfer as well."""
+        self._failed_notifications += 1
+
+    def finished(self, end: Finished) -> None:
+        """A request left the engine."""
+        for name, value in {
+            "vllm:request_prompt_tokens": end.prompt_tokens,
+            "vllm:request_generation_tokens": end.output_tokens,
+            "vllm:request_max_num_generation_tokens": end.output_tokens,
+            "vllm:request_params_n": 1,
+            "vllm:request_params_max_tokens": end.max_tokens,
+            "vllm:request_num_preemptions": end.preemptions,
+            "vllm:request_prefill_kv_computed_tokens": end.prompt_tokens - end.cached_tokens,
+            "vllm:request_time_per_output_token_seconds": end.tpot_s,
+            "vllm:e2e_request_latency_seconds": end.e2e_s,
+            "vllm:request_queue_time_seconds": end.queue_s,
+            "vllm:request_inference_time_seconds": end.inference_s,
+            "vllm:request_prefill_time_seconds": end.prefill_s,
+            "vllm:request_decode_time_seconds": end.decode_s,
+        }.items():
+            self._histograms[name].observe(value)
+
+
+def one_two_five(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, ... up to `largest`: vLLM's edges for token counts."""
+    edges: list[float] = []
+    scale = 1
+    while True:
+        for mantissa in (1, 2, 5):
+            if mantissa * scale > largest:
+                return tuple(edges)
+            edges.append(mantissa * scale)
+        scale *= 10

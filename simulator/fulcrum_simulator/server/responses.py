@@ -1,0 +1,109 @@
+"""What a client reads: vLLM's JSON answers and server-sent events, byte for byte where a parser could care.
+
+An event is a fixed head, one token and a fixed tail: the head is built once for a request and the tokens
+of `fulcrum_simulator.text` need no escaping.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+DONE = b"data: [DONE]\n\n"
+ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of an answer; `cached_tokens` are prompt tokens that this engine did not compute."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `usage` object, with `prompt_tokens_details` as under `--enable-prompt-tokens-details`."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class AnswerShape:
+    """The parts of one request's answer that stay the same: id, model, time, completion or chat."""
+
+    def __init__(self, *, answer_id: str, model: str, created_s: int, chat: bool) -> None:
+        self._common = {"id": answer_id, "created": created_s, "model": model}
+        self._chat = chat
+        if chat:
+            self._head = self._chunk_head("chat.completion.chunk") + b'{"index":0,"delta":{"content":"'
+            self._tail = b'"},"logprobs":null,"finish_reason":null}]}\n\n'
+        else:
+            self._head = self._chunk_head("text_completion") + b'{"index":0,"text":"'
+            self._tail = b'","logprobs":null,"finish_reason":null,"stop_reason":null}],"usage":null}\n\n'
+
+    def _chunk_head(self, kind: str) -> bytes:
+        head = orjson.dumps({"id": self._common["id"], "object": kind, **self._common})
+        return b"data: " + head[:-1] + b',"choices":['
+
+    def opening(self) -> bytes:
+        """The event that announces the assistant; nothing for a completion."""
+        if not self._chat:
+            return b""
+        delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+        return self._chunk_head("chat.completion.chunk") + delta
+
+    def token(self, text: str) -> bytes:
+        """The event of one token that is not the last."""
+        return self._head + text.encode() + self._tail
+
+    def last(self, text: str, finish_reason: str) -> bytes:
+        """The event that ends the choice, with its last token if it has one."""
+        reason = finish_reason.encode()
+        if self._chat:
+            tail = b'"},"logprobs":null,"finish_reason":"' + reason + b'","stop_reason":null}]}\n\n'
+        else:
+            tail = (
+                b'","logprobs":null,"finish_reason":"' + reason + b'","stop_reason":null}],"usage":null}\n\n'
+            )
+        return self._head + text.encode() + tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event without choices that `stream_options.include_usage` asks for."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return self._chunk_head(kind) + b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
+
+    def whole(
+        self, text: str, *, finish_reason: str, usage: Usage, kv_transfer_params: Mapping[str, Any] | None
+    ) -> bytes:
+        """The JSON answer of a request that does not stream."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
+        return orjson.dumps(
+            {
+                "id": self._common["id"],
+                "object": "chat.completion" if self._chat else "text_completion",
+                **self._common,
+                "choices": [choice],
+                "system_fingerprint": None,
+                "usage": usage.as_dict(),
+                "kv_transfer_params": kv_transfer_params,
+            }
+        )
+
+
+def error_object(message: str, *, kind: str, status: int, param: str | None = None) -> bytes:
+    """vLLM's error body."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+def error_event(message: str, *, kind: str, status: int) -> bytes:
+    """The event that reports an error after the stream began."""
+    return b"data: " + error_object(message, kind=kind, status=status) + b"\n\n"

@@ -1,0 +1,145 @@
+"""One engine behind its sockets: what requests, peers, faults and signals do to it."""
+
+import asyncio
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from fulcrum_simulator.engine import Engine, EngineRequest
+from fulcrum_simulator.server.faults import Fault, FaultKind
+from fulcrum_simulator.server.metrics import CacheShape, EngineMetrics
+from fulcrum_simulator.server.options import Options
+from fulcrum_simulator.server.runner import Runner, Sink
+from fulcrum_simulator.server.taker import Taker
+
+STEP_JITTER = 0.05
+_ANSWER_FIRST_S = 0.02
+_DRAIN_LOOK_S = 0.02
+
+_log = structlog.get_logger()
+
+
+class EngineService:
+    """The engine, its runner, its puller and the faults that are on."""
+
+    def __init__(self, options: Options) -> None:
+        profile = options.profile
+        cache = CacheShape(
+            block_tokens=profile.block_size,
+            num_blocks=profile.kv_blocks,
+            kv_bytes=profile.kv_blocks * profile.block_size * profile.kv_bytes_per_token,
+            max_model_tokens=options.max_model_tokens,
+        )
+        engine = Engine(
+            profile,
+            engine_id=str(uuid.uuid4()),
+            lease_s=options.lease_s,
+            step_noise=_step_noise(options.seed),
+        )
+        self.options = options
+        self.runner = Runner(engine, EngineMetrics(model=options.model, cache=cache, created_s=time.time()))
+        self.taker = Taker(self.runner, model=options.model, lease_s=options.lease_s)
+        self.runner.puller = self.taker
+        self.side_channel_port = 0
+        self.refusing = False
+        self._aborting = False
+        self._not_hung = asyncio.Event()
+        self._not_hung.set()
+
+    async def while_hung(self) -> None:
+        """Returns once the engine does not hang."""
+        await self._not_hung.wait()
+
+    def submit(self, request: EngineRequest, sink: Sink) -> None:
+        """Run a request, or, while draining, answer it at once with reason "abort" and no tokens."""
+        if self._aborting:
+            sink.finished(None)
+        else:
+            self.runner.submit(request, sink)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests, let running ones and pinned blocks finish; False if `timeout_s` was too short.
+
+        With a timeout of 0 what runs is aborted at once.
+        """
+        self._aborting = True
+        if timeout_s == 0:
+            self.runner.abort_all()
+            return True
+        deadline_s = self.runner.now_s() + timeout_s
+        while self.runner.live or self.runner.engine.gauges.leases:
+            if self.runner.now_s() >= deadline_s:
+                self.runner.halt()
+                return False
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        return True
+
+    async def clients_gone(self) -> None:
+        """Returns once nobody waits for an answer that will not come."""
+        while self.runner.live:
+            await asyncio.sleep(_DRAIN_LOOK_S)
+
+    def inject(self, fault: Fault) -> None:
+        """Switch a fault on; NONE switches all off."""
+        _log.info("fault injected", instance=self.options.name, **_fault_fields(fault))
+        match fault.kind:
+            case FaultKind.DIE:
+                asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, os._exit, 1)
+            case FaultKind.HANG:
+                self._not_hung.clear()
+                self.runner.halt()
+            case FaultKind.SLOW:
+                self.runner.slow_factor = fault.factor
+            case FaultKind.REFUSE:
+                self.refusing = True
+            case FaultKind.ABORT_DRAINING:
+                self._aborting = True
+            case FaultKind.EXPIRE_LEASES:
+                self.runner.expire_all_leases()
+            case FaultKind.FAIL_TRANSFERS:
+                self.taker.failures_to_come = fault.count
+            case FaultKind.NONE:
+                self._heal()
+
+    def _heal(self) -> None:
+        self.refusing = self._aborting = False
+        self.runner.slow_factor = 1.0
+        self.taker.failures_to_come = 0
+        if not self._not_hung.is_set():
+            self._not_hung.set()
+            self.runner.go_on()
+
+    def stats(self) -> dict[str, Any]:
+        """What a test or a live view wants to know at a glance; lateness in milliseconds."""
+        gauges, lateness = self.runner.engine.gauges, self.runner.metrics.lateness
+        return {
+            "name": self.options.name,
+            "engine_id": self.runner.engine.engine_id,
+            "running": gauges.running,
+            "waiting": gauges.waiting,
+            "kv_usage": gauges.kv_usage,
+            "leases": gauges.leases,
+            "steps": self.runner.engine.stats.steps,
+            "lateness_ms": {
+                "p50": lateness.quantile(0.50) * 1000,
+                "p99": lateness.quantile(0.99) * 1000,
+                "max": self.runner.lateness_max_s * 1000,
+            },
+        }
+
+
+def _fault_fields(fault: Fault) -> dict[str, Any]:
+    return {"fault": fault.kind.value, "factor": fault.factor, "count": fault.count}
+
+
+def _step_noise(seed: int) -> Callable[[], float] | None:
+    """A factor within ± 5 % for each step; none for seed 0."""
+    if seed == 0:
+        return None
+    source = random.Random(seed)
+    return lambda: source.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)
