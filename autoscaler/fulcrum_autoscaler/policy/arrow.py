@@ -20,6 +20,9 @@ from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.state import FlipWanted
 from fulcrum_core.values import AutoscalingMode, Role
 
+REASON_MAX = 1024
+"""Longest reason that a PDAssignment takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -73,7 +76,8 @@ def proposal(current: PDAssignmentSpec, decision: Decision) -> PDAssignmentSpec:
     """
     if decision.instance is None or decision.to is None:
         raise ValueError(f"a decision to {decision.action} proposes nothing")
-    return flipped(current, decision.instance, decision.to, reason=decision.reason[:1024], now_s=decision.at_s)
+    reason = decision.reason[:REASON_MAX]
+    return flipped(current, decision.instance, decision.to, reason=reason, now_s=decision.at_s)
 
 
 def _held(seen: Observation, rules: FlipRules, trigger: Trigger, *, now_s: float) -> Decision | None:
