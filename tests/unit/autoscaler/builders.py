@@ -1,0 +1,112 @@
+"""Builders of what the policy reads, so that a test shows only the numbers it is about."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fulcrum_autoscaler.policy import FlipRules, Observation
+from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.assignment import AssignmentRules
+from fulcrum_core.state import FlipWanted, InstanceState, RouterState
+from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
+
+NOW_S = 1_000_000.0
+LONG_AGO_S = NOW_S - 1000
+
+
+def instance(name: str, role: Role, **numbers: Any) -> InstanceState:
+    """An idle, serving instance, but for `numbers`."""
+    idle: dict[str, Any] = {
+        "serving": True,
+        "prefill_queued_s": 0.0,
+        "prefill_tokens": 0,
+        "decode_tokens": 0,
+        "decode_requests": 0,
+        "legs": 0,
+        "open_handoffs": 0,
+        "itl_s": None,
+    }
+    return InstanceState(name=name, role=role, **{**idle, **numbers})
+
+
+def prefill(name: str, queued_s: float = 0.0, **numbers: Any) -> InstanceState:
+    """A prefill instance with so much queued."""
+    return instance(name, Role.PREFILL, prefill_queued_s=queued_s, **numbers)
+
+
+def decode(name: str, itl_s: float | None = None, tokens: int = 1000, **numbers: Any) -> InstanceState:
+    """A decode instance with one request of so many tokens."""
+    return instance(
+        name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_requests": 1, **numbers}
+    )
+
+
+def router(*instances: InstanceState, **fields: Any) -> RouterState:
+    """What the router says of these, at generation 1, now."""
+    default: dict[str, Any] = {
+        "service": "chat",
+        "generation": 1,
+        "acknowledged_at_s": LONG_AGO_S,
+        "at_s": NOW_S,
+        "flip_wanted": None,
+        "flip_wanted_seq": 0,
+        "prediction_error": None,
+        "local_prefills": 0,
+        "tiers": (),
+    }
+    return RouterState(instances=instances, **{**default, **fields})
+
+
+def entry(role: Role, **fields: Any) -> RoleAssignment:
+    """A role given by the operator long ago."""
+    return RoleAssignment(role=role, **{"since": LONG_AGO_S, "by": Actor.OPERATOR, **fields})
+
+
+def assignment(roles: Mapping[str, RoleAssignment], **fields: Any) -> PDAssignmentSpec:
+    """A wish with floors of one."""
+    return PDAssignmentSpec(service="chat", roles=dict(roles), **fields)
+
+
+def seen(*instances: InstanceState, **fields: Any) -> Observation:
+    """An observation in which all that the router lists is assigned as it plays, and ready."""
+    roles = {i.name: entry(i.role) for i in instances}
+    default: dict[str, Any] = {
+        "assignment": assignment(roles),
+        "generation": 1,
+        "ready": frozenset(roles),
+        "router": router(*instances),
+    }
+    return Observation(**{**default, **fields})
+
+
+def rules(**fields: Any) -> FlipRules:
+    """Objectives of 1 s and 100 ms, Arrow's defaults, no pass but one."""
+    default: dict[str, Any] = {
+        "mode": AutoscalingMode.AUTO,
+        "paused": False,
+        "slo": Slo(ttft_s=1.0, tpot_s=0.1),
+        "expand": 1.0,
+        "shrink": 0.5,
+        "passes": 1,
+        "interval_s": 1.0,
+        "assignment": AssignmentRules(prefill_to_decode_cooldown_s=10.0),
+    }
+    return FlipRules(**{**default, **fields})
+
+
+def wanted(role: Role, reason: str = "predicted TTFT 1.4 s") -> FlipWanted:
+    """The router's word."""
+    return FlipWanted(seq=1, role=role, reason=reason)
+
+
+__all__ = [
+    "Floors",
+    "assignment",
+    "decode",
+    "entry",
+    "instance",
+    "prefill",
+    "router",
+    "rules",
+    "seen",
+    "wanted",
+]

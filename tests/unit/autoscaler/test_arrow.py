@@ -1,0 +1,339 @@
+"""Algorithm 2 and the answer to "flip wanted": every branch, by what it does and says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulcrum_autoscaler.policy import (
+    Action,
+    Decision,
+    FlipRules,
+    Memory,
+    Observation,
+    answer,
+    monitor,
+    proposal,
+)
+from fulcrum_core.assignment import AssignmentRules
+from fulcrum_core.values import Actor, AutoscalingMode, Role
+from tests.unit.autoscaler.builders import (
+    NOW_S,
+    assignment,
+    decode,
+    entry,
+    instance,
+    prefill,
+    router,
+    rules,
+    seen,
+    wanted,
+)
+
+BUSY = (prefill("p-0", 0.9), prefill("p-1", 0.8))
+QUIET = (prefill("p-0", 0.2), prefill("p-1", 0.3))
+IDLE_DECODE = instance("d-0", Role.DECODE)
+
+
+def once(observation: Observation, flip_rules: FlipRules | None = None) -> Decision:
+    return monitor(Memory(), observation, flip_rules or rules(), now_s=NOW_S)[1]
+
+
+@pytest.mark.parametrize(
+    ("instances", "expected"),
+    [
+        pytest.param(
+            (*BUSY, decode("d-0", 0.1)), Action.FLIP, id="decode at its objective takes an instance"
+        ),
+        pytest.param(
+            (*BUSY, decode("d-0", 0.099)), Action.HOLD, id="decode just below it leaves busy prefill alone"
+        ),
+        pytest.param(
+            (*QUIET, decode("d-0", 0.05)), Action.FLIP, id="quiet prefill gives when decode is not low"
+        ),
+        pytest.param(
+            (*QUIET, decode("d-0", 0.049)), Action.HOLD, id="quiet prefill keeps when decode is low"
+        ),
+        pytest.param(
+            (prefill("p-0", 0.5), prefill("p-1", 0.5), decode("d-0", 0.06)),
+            Action.FLIP,
+            id="prefill at shrink is quiet",
+        ),
+        pytest.param(
+            (prefill("p-0", 0.5), prefill("p-1", 0.51), decode("d-0", 0.06)),
+            Action.HOLD,
+            id="prefill above shrink is not",
+        ),
+        pytest.param(
+            (*BUSY, decode("d-0", 0.3), decode("d-1", 0.0, 0, decode_requests=0)),
+            Action.FLIP,
+            id="the mean counts, 3.0 and idle make 1.5",
+        ),
+        pytest.param(
+            (*BUSY, decode("d-0", 0.18), IDLE_DECODE.model_copy(update={"name": "d-1"})),
+            Action.HOLD,
+            id="an idle instance halves the mean",
+        ),
+        pytest.param((*QUIET, IDLE_DECODE), Action.HOLD, id="idle decode wants nothing"),
+        pytest.param(
+            (prefill("p-0"), decode("d-0", 0.5)), Action.REFUSE, id="the last prefill instance stays"
+        ),
+        pytest.param(
+            (decode("d-0", 0.5), decode("d-1", 0.5)), Action.REFUSE, id="no prefill instance, nothing to give"
+        ),
+        pytest.param(BUSY, Action.HOLD, id="no decode instance serves, load unknown"),
+        pytest.param((), Action.HOLD, id="nobody serves"),
+        pytest.param((*QUIET, decode("d-0", None)), Action.HOLD, id="decoding without a latency is unknown"),
+        pytest.param((*QUIET, decode("d-0", float("nan"))), Action.HOLD, id="NaN is unknown"),
+        pytest.param((*QUIET, decode("d-0", float("inf"))), Action.HOLD, id="infinity is unknown"),
+        pytest.param((*QUIET, decode("d-0", -1.0)), Action.HOLD, id="a negative latency is unknown"),
+        pytest.param(
+            (*QUIET, decode("d-0", 0.08), decode("d-1", None)),
+            Action.HOLD,
+            id="half unknown counts as 0 against the flip",
+        ),
+        pytest.param(
+            (*QUIET, decode("d-0", 0.2), decode("d-1", None)),
+            Action.FLIP,
+            id="half unknown cannot undo 2.0 / 2",
+        ),
+        pytest.param(
+            (prefill("p-0"), prefill("p-1", float("nan")), decode("d-0", 0.06)),
+            Action.FLIP,
+            id="unknown prefill of two counts as 1, 0.5 is quiet",
+        ),
+        pytest.param(
+            (prefill("p-0", 0.1), prefill("p-1", float("nan")), decode("d-0", 0.06)),
+            Action.HOLD,
+            id="unknown prefill speaks against giving",
+        ),
+    ],
+)
+def test_monitor_flips_to_decode_when(instances: tuple[Any, ...], expected: Action) -> None:
+    assert once(seen(*instances)).action is expected
+
+
+def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
+    observation = seen(prefill("p-0", 0.9), prefill("p-1", 0.8), decode("d-0", 0.12))
+    decision = once(observation)
+    assert decision.dump() == {
+        "at_s": NOW_S,
+        "action": "flip",
+        "trigger": "tick",
+        "reason": "decode load 1.20 is at least 1.00, for 1 ticks; p-1 costs least: 0.80 s of prefill queued",
+        "instance": "p-1",
+        "to": "Decode",
+        "loads": {
+            "prefill": {
+                "low": pytest.approx(0.85),
+                "high": pytest.approx(0.85),
+                "instances": 2,
+                "unknown": 0,
+            },
+            "decode": {"low": pytest.approx(1.2), "high": pytest.approx(1.2), "instances": 1, "unknown": 0},
+        },
+        "passes": 1,
+        "split": "2:1",
+        "generation": 1,
+        "rejected": ({"instance": "p-0", "reason": "0.90 s of prefill queued"},),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "flip_rules", "reason"),
+    [
+        pytest.param({}, rules(mode=AutoscalingMode.OFF), "autoscaling is off", id="mode off"),
+        pytest.param({}, rules(paused=True), "flips are paused", id="flips paused"),
+        pytest.param({"router": None}, rules(), "cannot tell: the router did not answer", id="router silent"),
+        pytest.param(
+            {"router": router(*BUSY, decode("d-0", 0.5), at_s=NOW_S - 3.1)},
+            rules(),
+            "cannot tell: the router's state is 3.1 s old; the limit is 3.0 s",
+            id="state older than three ticks",
+        ),
+        pytest.param(
+            {"router": router(*BUSY, decode("d-0", 0.5), at_s=NOW_S + 4)},
+            rules(),
+            "cannot tell: the router's state is dated 4.0 s ahead; the limit is 3.0 s",
+            id="state from the future",
+        ),
+        pytest.param(
+            {"router": router(*BUSY, decode("d-0", 0.5), at_s=float("nan"))},
+            rules(),
+            "cannot tell: the router's state is dated nan s ahead; the limit is 3.0 s",
+            id="state without a time",
+        ),
+        pytest.param(
+            {"generation": 2},
+            rules(),
+            "cannot tell: the router has applied generation 1, the wish is at 2",
+            id="router behind the wish",
+        ),
+    ],
+)
+def test_nothing_is_decided_in(changes: dict[str, Any], flip_rules: FlipRules, reason: str) -> None:
+    observation = replace(seen(*BUSY, decode("d-0", 0.5)), **changes)
+    memory, ticked = monitor(Memory(2), observation, flip_rules, now_s=NOW_S)
+    asked = answer(wanted(Role.DECODE), observation, flip_rules, now_s=NOW_S)
+    assert (memory, ticked.action, ticked.reason) == (Memory(), Action.HOLD, reason)
+    assert (asked.action, asked.reason) == (Action.HOLD, reason)
+
+
+def test_a_condition_must_hold_for_its_passes_in_a_row() -> None:
+    hot, cool = seen(*BUSY, decode("d-0", 0.2)), seen(*BUSY, decode("d-0", 0.01))
+    memory, actions = Memory(), []
+    for observation in (hot, hot, cool, hot, hot, hot, hot):
+        memory, decision = monitor(memory, observation, rules(passes=3), now_s=NOW_S)
+        actions.append((decision.action, memory.passes))
+    assert actions == [
+        (Action.HOLD, 1),
+        (Action.HOLD, 2),
+        (Action.HOLD, 0),
+        (Action.HOLD, 1),
+        (Action.HOLD, 2),
+        (Action.FLIP, 0),
+        (Action.HOLD, 1),
+    ]
+
+
+def test_a_tick_that_cannot_tell_starts_the_count_again() -> None:
+    hot = seen(*BUSY, decode("d-0", 0.2))
+    memory, _ = monitor(Memory(2), replace(hot, router=None), rules(passes=3), now_s=NOW_S)
+    assert monitor(memory, hot, rules(passes=3), now_s=NOW_S)[1].action is Action.HOLD
+
+
+def test_after_the_cooldown_a_waiting_flip_is_made_at_once() -> None:
+    hot = seen(*BUSY, decode("d-0", 0.2))
+    cooling = replace(hot, assignment=replace_last(hot, NOW_S - 9))
+    memory, decision = monitor(Memory(2), cooling, rules(passes=3), now_s=NOW_S)
+    assert (decision.action, memory) == (Action.REFUSE, Memory(3))
+    assert "the cooldown is 10s" in decision.reason
+    router_later = router(*BUSY, decode("d-0", 0.2), at_s=NOW_S + 1)
+    later = replace(cooling, router=router_later)
+    assert monitor(memory, later, rules(passes=3), now_s=NOW_S + 1)[1].action is Action.FLIP
+
+
+def replace_last(observation: Observation, at_s: float) -> Any:
+    return observation.assignment.model_copy(update={"last_prefill_to_decode": at_s})
+
+
+def test_advise_decides_the_same_flip_without_making_it() -> None:
+    observation = seen(*BUSY, decode("d-0", 0.2))
+    auto, advised = once(observation), once(observation, rules(mode=AutoscalingMode.ADVISE))
+    assert advised == replace(auto, action=Action.ADVISE)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "expected", "words"),
+    [
+        pytest.param(
+            (decode("d-0", 0.049), decode("d-1", 0.049)),
+            Action.FLIP,
+            "decode load 0.49 is below 0.50",
+            id="low decode gives one",
+        ),
+        pytest.param(
+            (decode("d-0", 0.05), decode("d-1", 0.05)),
+            Action.REFUSE,
+            "decode load 0.50 is not below 0.50",
+            id="decode at shrink is not low",
+        ),
+        pytest.param(
+            (IDLE_DECODE, decode("d-1", 0.09)),
+            Action.FLIP,
+            "decode load 0.45 is below",
+            id="an idle instance counts as 0",
+        ),
+        pytest.param(
+            (IDLE_DECODE, IDLE_DECODE.model_copy(update={"name": "d-1"})),
+            Action.FLIP,
+            "decode load 0.00 is below",
+            id="no decode work at all is low",
+        ),
+        pytest.param(
+            (decode("d-0", None), decode("d-1", None)),
+            Action.REFUSE,
+            "decode load unknown",
+            id="all unknown is not low",
+        ),
+        pytest.param(
+            (decode("d-0", 0.01), decode("d-1", None)),
+            Action.REFUSE,
+            "decode load 0.05 to 0.55 (1 of 2 instances unknown) is not below",
+            id="half unknown is not low",
+        ),
+        pytest.param(
+            (IDLE_DECODE, decode("d-1", 0.01)), Action.FLIP, "decode load 0.05", id="few tokens are low"
+        ),
+        pytest.param(
+            (decode("d-0", 0.01),),
+            Action.REFUSE,
+            "Decode keeps its last instance: 1 serving",
+            id="the last decode instance stays",
+        ),
+        pytest.param((), Action.REFUSE, "decode load unknown", id="no decode instance serves"),
+    ],
+)
+def test_wanted_prefill_is_granted_only_while_decode_is_low(
+    decodes: tuple[Any, ...], expected: Action, words: str
+) -> None:
+    decision = answer(wanted(Role.PREFILL), seen(prefill("p-0", 2.0), *decodes), rules(), now_s=NOW_S)
+    assert decision.action is expected
+    assert decision.reason.startswith("the router wants Prefill: predicted TTFT 1.4 s; ")
+    assert words in decision.reason
+
+
+def test_a_flip_back_to_prefill_never_waits() -> None:
+    observation = seen(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
+    just_flipped = replace(observation, assignment=replace_last(observation, NOW_S))
+    assert answer(wanted(Role.PREFILL), just_flipped, rules(), now_s=NOW_S).action is Action.FLIP
+
+
+@pytest.mark.parametrize(
+    ("last_s", "expected"),
+    [
+        pytest.param(None, Action.FLIP, id="the first flip need not wait"),
+        pytest.param(NOW_S - 10, Action.FLIP, id="after the cooldown"),
+        pytest.param(NOW_S - 9.9, Action.REFUSE, id="within the cooldown"),
+    ],
+)
+def test_wanted_decode_is_granted_subject_to_the_cooldown_alone(
+    last_s: float | None, expected: Action
+) -> None:
+    observation = seen(*BUSY, decode("d-0", 0.001))
+    cooled = replace(observation, assignment=replace_last(observation, last_s))  # type: ignore[arg-type]
+    assert answer(wanted(Role.DECODE), cooled, rules(), now_s=NOW_S).action is expected
+
+
+def test_a_proposal_is_signed_and_dated_and_says_why() -> None:
+    observation = seen(*BUSY, decode("d-0", 0.12))
+    decision = once(observation)
+    after = proposal(observation.assignment, decision)
+    assert after == assignment(
+        {
+            "p-0": entry(Role.PREFILL),
+            "p-1": entry(Role.DECODE, since=NOW_S, by=Actor.AUTOSCALER, reason=decision.reason),
+            "d-0": entry(Role.DECODE),
+        },
+        flips=1,
+        last_prefill_to_decode=NOW_S,
+    )
+
+
+def test_a_decision_to_hold_proposes_nothing() -> None:
+    observation = seen(*QUIET, IDLE_DECODE)
+    with pytest.raises(ValueError, match="hold proposes nothing"):
+        proposal(observation.assignment, once(observation))
+
+
+def test_an_endless_reason_of_the_router_still_fits_the_object() -> None:
+    observation = seen(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
+    decision = answer(wanted(Role.PREFILL, "x" * 5000), observation, rules(), now_s=NOW_S)
+    assert len(proposal(observation.assignment, decision).roles["d-0"].reason) == 1024
+
+
+def test_instances_of_a_fixed_pool_are_never_flipped() -> None:
+    fixed = rules(assignment=AssignmentRules(10.0, {"p-0": Role.PREFILL, "p-1": Role.PREFILL}))
+    decision = once(seen(*BUSY, decode("d-0", 0.5)), fixed)
+    assert decision.action is Action.REFUSE
+    assert [r.instance for r in decision.rejected] == ["p-1", "p-0"]

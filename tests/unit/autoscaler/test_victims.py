@@ -1,0 +1,139 @@
+"""Algorithm 3: who flips."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulcrum_autoscaler.policy import NoVictim, Rejected, Victim, choose_victim
+from fulcrum_core.api.pdassignment import Floors, Refusal
+from fulcrum_core.values import Actor, Role
+from tests.unit.autoscaler.builders import NOW_S, assignment, decode, entry, prefill, rules, seen
+
+P, D = Role.PREFILL, Role.DECODE
+SPARE = decode("d-0", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("to", "instances", "victim"),
+    [
+        pytest.param(D, (prefill("a", 0.3), prefill("b", 0.1)), "b", id="least queued prefill seconds"),
+        pytest.param(D, (prefill("a", 0.1), prefill("b", 0.1)), "a", id="a tie goes to the first name"),
+        pytest.param(
+            D,
+            (prefill("a", 0.0), prefill("b", 0.9, decode_requests=1)),
+            "b",
+            id="half flipped goes before idle",
+        ),
+        pytest.param(
+            D,
+            (prefill("a", 0.2, decode_requests=1), prefill("b", 0.1, decode_tokens=9)),
+            "b",
+            id="of two half flipped the less queued",
+        ),
+        pytest.param(
+            D, (prefill("a", float("nan")), prefill("b", 9.0)), "b", id="an unknown queue goes last"
+        ),
+        pytest.param(P, (decode("a", tokens=900), decode("b", tokens=800)), "b", id="least resident tokens"),
+        pytest.param(
+            P,
+            (decode("a", tokens=1), decode("b", tokens=800, prefill_tokens=5)),
+            "b",
+            id="decode that still prefills goes before the emptier",
+        ),
+        pytest.param(
+            P,
+            (decode("a", tokens=1), decode("b", tokens=800, prefill_queued_s=0.1)),
+            "b",
+            id="queued prefill seconds are prefill work, too",
+        ),
+    ],
+)
+def test_victim_is(to: Role, instances: tuple[Any, ...], victim: str) -> None:
+    found = choose_victim(seen(*instances), to, rules(), now_s=NOW_S)
+    assert isinstance(found, Victim)
+    assert found.instance == victim
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        pytest.param({"cordoned": True}, None, id="cordoned is no candidate"),
+        pytest.param(
+            {"pinned_until": NOW_S + 60},
+            Rejected(instance="a", reason="instance 'a' is pinned to Prefill for 1m more"),
+            id="pinned",
+        ),
+        pytest.param(
+            {"refused": Refusal(role=D, reason="did not verify", until=NOW_S + 1)},
+            Rejected(instance="a", reason="the flip of instance 'a' to Decode was refused: did not verify"),
+            id="refused before",
+        ),
+    ],
+)
+def test_never_a_victim(fields: dict[str, Any], refused: Rejected | None) -> None:
+    observation = seen(prefill("a", 0.0), prefill("b", 0.5), prefill("c", 0.7))
+    roles = {**observation.assignment.roles, "a": entry(P, **fields)}
+    found = choose_victim(replace(observation, assignment=assignment(roles)), D, rules(), now_s=NOW_S)
+    dearer = Rejected(instance="c", reason="0.70 s of prefill queued")
+    expected = (refused, dearer) if refused else (dearer,)
+    assert found == Victim(instance="b", why="0.50 s of prefill queued", rejected=expected)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"pinned_until": NOW_S}, id="pin that ran out"),
+        pytest.param({"refused": Refusal(role=D, reason="-", until=NOW_S)}, id="refusal that ran out"),
+        pytest.param(
+            {"refused": Refusal(role=P, reason="-", until=NOW_S + 9)}, id="refusal of the other role"
+        ),
+        pytest.param({"by": Actor.PERSON}, id="a person's role without a pin"),
+    ],
+)
+def test_no_longer_protected_by(fields: dict[str, Any]) -> None:
+    observation = seen(prefill("a", 0.0), prefill("b", 0.5))
+    roles = {**observation.assignment.roles, "a": entry(P, **fields)}
+    found = choose_victim(replace(observation, assignment=assignment(roles)), D, rules(), now_s=NOW_S)
+    assert isinstance(found, Victim)
+    assert found.instance == "a"
+
+
+@pytest.mark.parametrize(
+    ("ready", "serving_by_router"),
+    [
+        pytest.param(frozenset({"b", "c", "d-0"}), True, id="operator sees it not serving"),
+        pytest.param(frozenset({"a", "b", "c", "d-0"}), False, id="router has ejected it"),
+    ],
+)
+def test_an_instance_that_does_not_serve_is_no_victim(ready: frozenset[str], serving_by_router: bool) -> None:
+    sick = prefill("a", 0.0, serving=serving_by_router)
+    observation = replace(seen(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), ready=ready)
+    found = choose_victim(observation, D, rules(), now_s=NOW_S)
+    assert isinstance(found, Victim)
+    assert found.instance == "b"
+
+
+def test_the_floor_of_the_source_stays() -> None:
+    observation = seen(prefill("a"), prefill("b"), SPARE)
+    floored = replace(
+        observation, assignment=assignment(observation.assignment.roles, floors=Floors(prefill=2, decode=1))
+    )
+    reason = "1 instances would serve Prefill, the floor is 2; leaving: "
+    assert choose_victim(floored, D, rules(), now_s=NOW_S) == NoVictim(
+        reason=f"{reason}a",
+        rejected=(
+            Rejected(instance="a", reason=f"{reason}a"),
+            Rejected(instance="b", reason=f"{reason}b"),
+        ),
+    )
+
+
+def test_the_last_instance_stays_even_with_a_floor_of_none() -> None:
+    observation = seen(prefill("a"), SPARE)
+    free = replace(
+        observation, assignment=assignment(observation.assignment.roles, floors=Floors(prefill=0, decode=0))
+    )
+    assert choose_victim(free, D, rules(), now_s=NOW_S) == NoVictim(
+        reason="Prefill keeps its last instance: 1 serving"
+    )
