@@ -5,6 +5,7 @@ import os
 _PARENT_PID = os.getppid()  # read before the slow imports: a parent that dies meanwhile must be noticed
 
 import asyncio  # noqa: E402  (after the parent's pid)
+import gc  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
@@ -67,6 +68,8 @@ async def serve(options: Options, http: socket.socket, side: socket.socket, *, s
     await web.SockSite(runner, http, backlog=1024).start()
     ready = {"port": http.getsockname()[1], "side_channel_port": service.side_channel_port}
     print("ready", orjson.dumps(ready).decode(), flush=True)
+    gc.collect()
+    gc.freeze()  # what start-up left is never garbage: keep collections short, they delay steps
     await _until_end(service, stop, died)
     peers.close()
     await runner.cleanup()

@@ -97,7 +97,7 @@ class EngineMetrics:
         return "".join([family.render() for family in self._families]).encode()
 
     def absorb(self, stats: EngineStats) -> None:
-        """Move the samples that lie in `stats` into the histograms: now and then, so that they do not pile up."""
+        """Move the samples in `stats` into the histograms: now and then, so that they do not pile up."""
         samples = stats.take_samples()
         for name, values in (
             ("vllm:time_to_first_token_seconds", samples.ttft_s),
@@ -148,7 +148,7 @@ class EngineMetrics:
             self._counters["vllm:request_success"].set(count, reason)
 
     def transferred(self, *, bytes_moved: int, seconds: float, post_s: float) -> None:
-        """This engine pulled blocks. Two descriptors, as a real pull of one contiguous run of blocks shows."""
+        """This engine pulled blocks: two descriptors, as a real pull of one run of blocks shows."""
         see = self._histograms
         see["vllm:nixl_bytes_transferred"].observe(bytes_moved)
         see["vllm:nixl_xfer_time_seconds"].observe(seconds)
@@ -156,7 +156,7 @@ class EngineMetrics:
         see["vllm:nixl_num_descriptors"].observe(2)
 
     def notification_failed(self) -> None:
-        """The engine that holds the blocks could not be told that they are free; a failed transfer as well."""
+        """The giver could not be told that its blocks are free; counts as a failed transfer, too."""
         self._failed_notifications += 1
 
     def finished(self, end: Finished) -> None:

@@ -53,8 +53,8 @@ class AnswerShape:
         """The event that announces the assistant; nothing for a completion."""
         if not self._chat:
             return b""
-        delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
-        return self._chunk_head("chat.completion.chunk") + delta
+        delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return self._chunk_head("chat.completion.chunk") + delta + b"]}\n\n"
 
     def token(self, text: str) -> bytes:
         """The event of one token that is not the last."""

@@ -171,7 +171,7 @@ class Runner:
         self._arm(0.0)
 
     def _post(self, at_s: float, act: Callable[[float], None]) -> None:
-        """Have something happen to the engine at `at_s`: at once if it idles, else before the step that follows."""
+        """Have something happen to the engine at `at_s`: at once if it idles, else before the next step."""
         self._inbox.append((at_s, act))
         self._nudge()
 

@@ -63,7 +63,7 @@ class EngineService:
             self.runner.submit(request, sink)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests, let running ones and pinned blocks finish; False if `timeout_s` was too short.
+        """Take no new requests, let running ones and pinned blocks finish; False if they took too long.
 
         With a timeout of 0 what runs is aborted at once.
         """
