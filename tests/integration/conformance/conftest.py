@@ -1,0 +1,45 @@
+"""The adapters that the conformance suite runs on. A new adapter is one more parameter here."""
+
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from fulcrum_cluster.client import SocketStore
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.server import serve_store
+from fulcrum_core.api import ObjectMeta, QoSTier
+from fulcrum_core.ports import Store
+
+HISTORY = 64
+
+
+@pytest.fixture(params=["memory", "socket"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    memory = MemoryStore(SystemClock(), history=HISTORY, bookmark_every_s=0.05)
+    if request.param == "memory":
+        yield memory
+        return
+    path = tmp_path / "s.sock"
+    async with serve_store(memory, path), SocketStore(path) as client:
+        yield client
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"conformance-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def forget_history(store: Store) -> Callable[[], Awaitable[None]]:
+    """Makes the store forget every change so far: what a watch cannot resume from any more."""
+
+    async def forget() -> None:
+        name, namespace = f"churn-{uuid.uuid4().hex[:8]}", "churn"
+        await store.create(QoSTier(metadata=ObjectMeta(name=name, namespace=namespace)))
+        for priority in range(1, HISTORY + 2):
+            await store.patch(QoSTier, name, {"spec": {"priority": priority}}, namespace=namespace)
+
+    return forget

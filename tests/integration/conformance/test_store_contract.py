@@ -1,0 +1,458 @@
+"""What every store adapter promises (`fulcrum_core.ports.Store`), on whatever `conftest.py` offers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from fulcrum_core.api import (
+    Bounds,
+    Floors,
+    ObjectMeta,
+    OwnerReference,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDService,
+    PDServiceSpec,
+    PDServiceStatus,
+    PoolSpec,
+    QoSTier,
+    QoSTierSpec,
+    Resource,
+    SloSpec,
+)
+from fulcrum_core.api.manifest import parse_as
+from fulcrum_core.errors import AlreadyExists, Conflict, Gone, InvalidInput, NotFound
+from fulcrum_core.ports import EventType, Store, WatchEvent
+
+R = TypeVar("R", bound=Resource)
+
+DEADLINE_S = 10.0
+
+
+def service(namespace: str, name: str = "chat", **spec: Any) -> PDService:
+    return PDService(
+        metadata=ObjectMeta(name=name, namespace=namespace), spec=PDServiceSpec(model="m", **spec)
+    )
+
+
+def tier(namespace: str, name: str = "gold", *owners: Resource, **spec: Any) -> QoSTier:
+    references = tuple(owner.owner_reference() for owner in owners)
+    metadata = ObjectMeta(name=name, namespace=namespace, owner_references=references)
+    return QoSTier(metadata=metadata, spec=QoSTierSpec(**spec))
+
+
+async def events(store: Store, kind: type[R], namespace: str, since: str, count: int) -> list[WatchEvent[R]]:
+    """The next `count` events, without bookmarks."""
+    seen: list[WatchEvent[R]] = []
+    stream = cast(AsyncGenerator[WatchEvent[R], None], store.watch(kind, namespace=namespace, since=since))
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
+        async for event in following:
+            if event.type is not EventType.BOOKMARK:
+                seen.append(event)
+            if len(seen) == count:
+                break
+    return seen
+
+
+async def next_event(store: Store, kind: type[R], namespace: str, since: str) -> WatchEvent[R]:
+    """The next event, bookmarks included."""
+    stream = cast(AsyncGenerator[WatchEvent[R], None], store.watch(kind, namespace=namespace, since=since))
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
+        return await anext(following)
+
+
+async def names(store: Store, kind: type[Resource], namespace: str) -> list[str]:
+    return [obj.metadata.name for obj in (await store.list(kind, namespace=namespace)).items]
+
+
+async def version(store: Store, namespace: str) -> str:
+    return (await store.list(QoSTier, namespace=namespace)).resource_version
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+class TestReading:
+    async def test_what_was_created_is_read_back_whole(self, store: Store, namespace: str) -> None:
+        created = await store.create(service(namespace, instances=3))
+        assert await store.get(PDService, "chat", namespace=namespace) == created
+
+    async def test_an_absent_object_is_not_found(self, store: Store, namespace: str) -> None:
+        with pytest.raises(NotFound, match="chat"):
+            await store.get(PDService, "chat", namespace=namespace)
+
+    async def test_a_list_is_ordered_by_name(self, store: Store, namespace: str) -> None:
+        for name in ("b", "c", "a"):
+            await store.create(tier(namespace, name))
+        assert await names(store, QoSTier, namespace) == ["a", "b", "c"]
+
+    async def test_namespaces_do_not_see_each_other(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace))
+        assert await names(store, QoSTier, f"{namespace}-other") == []
+
+    async def test_kinds_do_not_see_each_other(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace, "chat"))
+        assert await names(store, PDService, namespace) == []
+
+
+class TestCreating:
+    async def test_the_store_gives_identity_and_first_generation(self, store: Store, namespace: str) -> None:
+        metadata = (await store.create(service(namespace))).metadata
+        assert metadata.uid
+        assert metadata.resource_version
+        assert (metadata.generation, metadata.creation_timestamp is not None) == (1, True)
+
+    async def test_a_second_object_of_the_name_is_refused(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace))
+        with pytest.raises(AlreadyExists, match="gold"):
+            await store.create(tier(namespace))
+
+    async def test_the_same_name_again_is_another_object(self, store: Store, namespace: str) -> None:
+        first = await store.create(tier(namespace))
+        await store.delete(QoSTier, "gold", namespace=namespace)
+        second = await store.create(tier(namespace))
+        assert first.metadata.uid != second.metadata.uid
+
+    async def test_the_status_given_is_dropped(self, store: Store, namespace: str) -> None:
+        given = service(namespace).replace(status=PDServiceStatus(flips=7))
+        assert (await store.create(given)).status == PDServiceStatus()
+
+    async def test_a_version_given_is_refused(self, store: Store, namespace: str) -> None:
+        created = await store.create(tier(namespace))
+        with pytest.raises(InvalidInput):
+            await store.create(created)
+
+    async def test_defaults_are_filled_in(self, store: Store, namespace: str) -> None:
+        created = await store.create(service(namespace))
+        assert created.spec == parse_as(PDService, {**service(namespace).dump()}).spec
+        assert created.spec.slo == SloSpec(ttft=1.0, tpot=0.05)
+
+
+class TestPatching:
+    async def test_a_patch_merges_and_bumps_version_and_generation(
+        self, store: Store, namespace: str
+    ) -> None:
+        before = await store.create(tier(namespace, priority=1))
+        after = await store.patch(QoSTier, "gold", {"spec": {"slo": {"ttft": "2s"}}}, namespace=namespace)
+        assert after.spec == QoSTierSpec(priority=1, slo=SloSpec(ttft=2.0))
+        assert after.metadata.generation == 2
+        assert after.metadata.resource_version != before.metadata.resource_version
+
+    async def test_null_removes_a_field(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace, priority=5, slo=SloSpec()))
+        patch = {"spec": {"priority": None, "slo": None}}
+        after = await store.patch(QoSTier, "gold", patch, namespace=namespace)
+        assert after.spec == QoSTierSpec()
+
+    async def test_a_list_is_replaced_whole(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace, qos_tiers=("a", "b")))
+        after = await store.patch(PDService, "chat", {"spec": {"qosTiers": ["c"]}}, namespace=namespace)
+        assert after.spec.qos_tiers == ("c",)
+
+    async def test_the_current_version_is_accepted(self, store: Store, namespace: str) -> None:
+        current = (await store.create(tier(namespace))).metadata.resource_version
+        after = await store.patch(
+            QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace, resource_version=current
+        )
+        assert after.spec.priority == 1
+
+    async def test_of_two_writers_with_one_version_the_second_conflicts(
+        self, store: Store, namespace: str
+    ) -> None:
+        current = (await store.create(tier(namespace))).metadata.resource_version
+
+        async def write(priority: int) -> object:
+            patch = {"spec": {"priority": priority}}
+            return await store.patch(QoSTier, "gold", patch, namespace=namespace, resource_version=current)
+
+        results = await asyncio.gather(*(write(n) for n in range(1, 9)), return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["Conflict"] * 7 + ["QoSTier"]
+
+    async def test_a_write_that_changes_nothing_changes_nothing(self, store: Store, namespace: str) -> None:
+        before = await store.create(tier(namespace, priority=1))
+        since = await version(store, namespace)
+        same = await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
+        seen = await store.patch(QoSTier, "gold", {"spec": {"priority": 2}}, namespace=namespace)
+        assert same == before
+        assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [seen]
+
+    async def test_labels_do_not_bump_the_generation(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace))
+        after = await store.patch(QoSTier, "gold", {"metadata": {"labels": {"a": "b"}}}, namespace=namespace)
+        assert (after.metadata.labels, after.metadata.generation) == ({"a": "b"}, 1)
+
+    @pytest.mark.parametrize("key", ["name", "uid"])
+    async def test_identity_cannot_be_patched(self, store: Store, namespace: str, key: str) -> None:
+        before = await store.create(tier(namespace))
+        with pytest.raises((InvalidInput, Conflict)):
+            await store.patch(QoSTier, "gold", {"metadata": {key: "other"}}, namespace=namespace)
+        assert await store.get(QoSTier, "gold", namespace=namespace) == before
+
+    async def test_an_absent_object_cannot_be_patched(self, store: Store, namespace: str) -> None:
+        with pytest.raises(NotFound):
+            await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
+
+    async def test_one_role_of_an_assignment_flips_alone(self, store: Store, namespace: str) -> None:
+        role = {"role": "Prefill", "since": "2026-01-01T00:00:00.000000Z", "by": "Operator"}
+        raw = {"service": "chat", "roles": {"chat-0": role, "chat-1": role}, "floors": {"prefill": 1}}
+        spec = PDAssignmentSpec.model_validate(raw)
+        await store.create(PDAssignment(metadata=ObjectMeta(name="chat", namespace=namespace), spec=spec))
+        patch = {"spec": {"roles": {"chat-1": {"role": "Decode", "by": "Autoscaler"}}}}
+        after = await store.patch(PDAssignment, "chat", patch, namespace=namespace)
+        flipped = {**role, "role": "Decode", "by": "Autoscaler"}
+        expected = {**raw, "roles": {"chat-0": role, "chat-1": flipped}}
+        assert after.spec == PDAssignmentSpec.model_validate(expected)
+        assert after.spec.floors == Floors(prefill=1, decode=1)
+
+
+class TestStatus:
+    async def test_a_patch_does_not_touch_status(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace))
+        before = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
+        after = await store.patch(PDService, "chat", {"status": {"flips": 9}}, namespace=namespace)
+        assert after == before
+
+    async def test_a_patch_of_status_bumps_the_version_alone(self, store: Store, namespace: str) -> None:
+        before = await store.create(service(namespace))
+        after = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
+        assert after.spec == before.spec
+        assert after.status == PDServiceStatus(flips=3)
+        assert after.metadata.generation == before.metadata.generation
+        assert after.metadata.resource_version != before.metadata.resource_version
+
+    async def test_status_has_the_same_precondition(self, store: Store, namespace: str) -> None:
+        old = (await store.create(service(namespace))).metadata.resource_version
+        await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace, resource_version=old)
+        with pytest.raises(Conflict):
+            await store.patch_status(
+                PDService, "chat", {"flips": 4}, namespace=namespace, resource_version=old
+            )
+
+    async def test_an_unknown_field_of_status_is_refused(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace))
+        with pytest.raises(InvalidInput, match=r"status\.flops"):
+            await store.patch_status(PDService, "chat", {"flops": 3}, namespace=namespace)
+
+    async def test_a_kind_without_status_has_none_to_patch(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace))
+        with pytest.raises(NotFound):
+            await store.patch_status(QoSTier, "gold", {"x": 1}, namespace=namespace)
+
+
+class TestValidation:
+    @pytest.mark.parametrize(
+        ("spec", "path"),
+        [
+            pytest.param({"nonsense": 1}, "spec.nonsense", id="an unknown field"),
+            pytest.param({"slo": {"nonsense": 1}}, "spec.slo.nonsense", id="an unknown field further down"),
+            pytest.param({"model": None}, "spec.model", id="a required field removed"),
+            pytest.param({"instances": 0}, "spec.instances", id="a number below its least"),
+            pytest.param({"slo": {"ttft": "0s"}}, "spec.slo.ttft", id="an objective of zero"),
+            pytest.param({"slo": {"ttft": "soon"}}, "spec.slo.ttft", id="no duration"),
+            pytest.param({"autoscaling": {"mode": "Maybe"}}, "spec.autoscaling.mode", id="no such mode"),
+        ],
+    )
+    async def test_a_broken_rule_names_its_path_and_leaves_the_object(
+        self, store: Store, namespace: str, spec: dict[str, Any], path: str
+    ) -> None:
+        before = await store.create(service(namespace))
+        with pytest.raises(InvalidInput) as refused:
+            await store.patch(PDService, "chat", {"spec": spec}, namespace=namespace)
+        assert refused.value.path == path
+        assert await store.get(PDService, "chat", namespace=namespace) == before
+
+    async def test_a_rule_between_fields_is_held(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace, instances=2))
+        pools = [{"name": "a", "instances": {"min": 1}}]
+        with pytest.raises(InvalidInput, match="both instances and pools"):
+            await store.patch(PDService, "chat", {"spec": {"pools": pools}}, namespace=namespace)
+
+
+class TestWatching:
+    async def test_changes_come_in_order_with_the_object_after_each(
+        self, store: Store, namespace: str
+    ) -> None:
+        since = await version(store, namespace)
+        created = await store.create(tier(namespace))
+        patched = await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
+        await store.delete(QoSTier, "gold", namespace=namespace)
+        seen = await events(store, QoSTier, namespace, since, 3)
+        assert [event.type for event in seen] == [EventType.ADDED, EventType.MODIFIED, EventType.DELETED]
+        assert [event.object for event in seen[:2]] == [created, patched]
+        assert seen[2].object is not None
+        assert seen[2].object.spec == patched.spec
+
+    async def test_every_writer_is_seen_by_every_watch_in_one_order(
+        self, store: Store, namespace: str
+    ) -> None:
+        since = await version(store, namespace)
+        watches = [asyncio.ensure_future(events(store, QoSTier, namespace, since, 24)) for _ in range(3)]
+        await asyncio.gather(*(store.create(tier(namespace, f"t-{n}")) for n in range(24)))
+        first, *others = await asyncio.gather(*watches)
+        assert others == [first, first]
+        assert sorted(e.object.metadata.name for e in first if e.object) == sorted(
+            f"t-{n}" for n in range(24)
+        )
+
+    async def test_a_watch_resumes_where_another_ended(self, store: Store, namespace: str) -> None:
+        since = await version(store, namespace)
+        for name in ("a", "b", "c", "d"):
+            await store.create(tier(namespace, name))
+        first = await events(store, QoSTier, namespace, since, 2)
+        rest = await events(store, QoSTier, namespace, first[-1].resource_version, 2)
+        assert [e.object.metadata.name for e in first + rest if e.object] == ["a", "b", "c", "d"]
+
+    async def test_a_watch_continues_a_list_without_gap(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace, "listed"))
+        since = await version(store, namespace)
+        later = await store.create(tier(namespace, "watched"))
+        assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [later]
+
+    async def test_other_kinds_and_namespaces_are_not_seen(self, store: Store, namespace: str) -> None:
+        since = await version(store, namespace)
+        await store.create(service(namespace))
+        await store.create(tier(f"{namespace}-other"))
+        mine = await store.create(tier(namespace))
+        assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [mine]
+
+    async def test_a_change_of_status_is_seen(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace))
+        since = (await store.list(PDService, namespace=namespace)).resource_version
+        after = await store.patch_status(PDService, "chat", {"flips": 1}, namespace=namespace)
+        assert [e.object for e in await events(store, PDService, namespace, since, 1)] == [after]
+
+    async def test_a_watch_from_a_forgotten_version_is_gone_and_a_new_list_helps(
+        self, store: Store, namespace: str, forget_history: Callable[[], Awaitable[None]]
+    ) -> None:
+        since = await version(store, namespace)
+        await store.create(tier(namespace, "a"))
+        await forget_history()
+        with pytest.raises(Gone):
+            await events(store, QoSTier, namespace, since, 1)
+        listing = await store.list(QoSTier, namespace=namespace)
+        later = await store.create(tier(namespace, "b"))
+        assert [obj.metadata.name for obj in listing.items] == ["a"]
+        resumed = await events(store, QoSTier, namespace, listing.resource_version, 1)
+        assert [e.object for e in resumed] == [later]
+
+    async def test_a_bookmark_moves_an_idle_watch_on(
+        self, store: Store, namespace: str, forget_history: Callable[[], Awaitable[None]]
+    ) -> None:
+        await forget_history()
+        event = await next_event(store, QoSTier, namespace, await version(store, namespace))
+        later = await store.create(tier(namespace))
+        assert (event.type, event.object) == (EventType.BOOKMARK, None)
+        resumed = await events(store, QoSTier, namespace, event.resource_version, 1)
+        assert [e.object for e in resumed] == [later]
+
+
+class TestDeleting:
+    async def test_a_deleted_object_is_gone(self, store: Store, namespace: str) -> None:
+        await store.create(tier(namespace))
+        await store.delete(QoSTier, "gold", namespace=namespace)
+        assert await names(store, QoSTier, namespace) == []
+
+    async def test_an_absent_object_cannot_be_deleted(self, store: Store, namespace: str) -> None:
+        with pytest.raises(NotFound):
+            await store.delete(QoSTier, "gold", namespace=namespace)
+
+    async def test_what_an_object_owns_goes_with_it_and_what_that_owns(
+        self, store: Store, namespace: str
+    ) -> None:
+        owner = await store.create(service(namespace))
+        child = await store.create(tier(namespace, "child", owner))
+        await store.create(tier(namespace, "grandchild", child))
+        await store.create(tier(namespace, "stranger"))
+        await store.delete(PDService, "chat", namespace=namespace)
+
+        async def collected() -> bool:
+            return await names(store, QoSTier, namespace) == ["stranger"]
+
+        await until(collected)
+
+    async def test_one_owner_left_keeps_the_object(self, store: Store, namespace: str) -> None:
+        first = await store.create(service(namespace, "first"))
+        second = await store.create(service(namespace, "second"))
+        await store.create(tier(namespace, "shared", first, second.replace()))
+        await store.create(tier(namespace, "alone", first))
+        await store.delete(PDService, "first", namespace=namespace)
+
+        async def collected() -> bool:
+            return await names(store, QoSTier, namespace) == ["shared"]
+
+        await until(collected)
+
+    async def test_a_namesake_of_the_owner_is_not_the_owner(self, store: Store, namespace: str) -> None:
+        await store.create(service(namespace))
+        stale = OwnerReference(kind="PDService", name="chat", uid="00000000-0000-0000-0000-000000000000")
+        metadata = ObjectMeta(name="orphan", namespace=namespace, owner_references=(stale,))
+        await store.create(QoSTier(metadata=metadata))
+
+        async def collected() -> bool:
+            return await names(store, QoSTier, namespace) == []
+
+        await until(collected)
+
+
+class TestApplying:
+    async def test_the_first_apply_creates(self, store: Store, namespace: str) -> None:
+        applied = await store.apply(tier(namespace, priority=3), manager="me")
+        assert await store.get(QoSTier, "gold", namespace=namespace) == applied
+        assert (applied.spec, applied.metadata.generation) == (QoSTierSpec(priority=3), 1)
+
+    async def test_applying_again_changes_nothing(self, store: Store, namespace: str) -> None:
+        wish = service(namespace, instances=3, slo=SloSpec(ttft=2.0))
+        first = await store.apply(wish, manager="me")
+        assert await store.apply(wish, manager="me") == first
+
+    async def test_what_is_left_out_now_is_removed(self, store: Store, namespace: str) -> None:
+        await store.apply(service(namespace, instances=3, qos_tiers=("a",)), manager="me")
+        after = await store.apply(service(namespace, instances=3), manager="me")
+        assert after.spec == service(namespace, instances=3).spec
+
+    async def test_what_was_never_applied_stays(self, store: Store, namespace: str) -> None:
+        await store.apply(service(namespace, instances=3), manager="me")
+        await store.patch(PDService, "chat", {"spec": {"qosTiers": ["a"]}}, namespace=namespace)
+        after = await store.apply(service(namespace, instances=4), manager="me")
+        assert after.spec == service(namespace, instances=4, qos_tiers=("a",)).spec
+
+    async def test_a_field_that_another_applied_conflicts(self, store: Store, namespace: str) -> None:
+        await store.apply(service(namespace, instances=3), manager="you")
+        with pytest.raises(Conflict, match="you"):
+            await store.apply(service(namespace, instances=4), manager="me")
+        assert (await store.get(PDService, "chat", namespace=namespace)).spec.instances == 3
+
+    async def test_a_field_that_another_patched_conflicts(self, store: Store, namespace: str) -> None:
+        await store.apply(service(namespace, instances=3), manager="me")
+        await store.patch(PDService, "chat", {"spec": {"instances": 5}}, namespace=namespace)
+        with pytest.raises(Conflict, match="instances"):
+            await store.apply(service(namespace, instances=4), manager="me")
+
+    async def test_an_equal_value_is_shared_and_stays_while_one_wants_it(
+        self, store: Store, namespace: str
+    ) -> None:
+        await store.apply(service(namespace, instances=3), manager="you")
+        await store.apply(service(namespace, instances=3), manager="me")
+        after = await store.apply(service(namespace), manager="you")
+        assert after.spec.instances == 3
+
+    async def test_pools_are_owned_by_name(self, store: Store, namespace: str) -> None:
+        def pool(name: str, least: int) -> PoolSpec:
+            return PoolSpec(name=name, instances=Bounds(min=least))
+
+        await store.apply(service(namespace, pools=(pool("a", 1), pool("b", 1))), manager="me")
+        await store.apply(service(namespace, pools=(pool("c", 1),)), manager="you")
+        after = await store.apply(service(namespace, pools=(pool("b", 2),)), manager="me")
+        assert after.spec.pools == service(namespace, pools=(pool("b", 2), pool("c", 1))).spec.pools
+
+    async def test_apply_leaves_status_alone(self, store: Store, namespace: str) -> None:
+        await store.apply(service(namespace), manager="me")
+        before = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
+        wish = service(namespace).replace(status=PDServiceStatus(flips=9))
+        assert await store.apply(wish, manager="me") == before
