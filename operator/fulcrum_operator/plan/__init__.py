@@ -1,7 +1,7 @@
 """From what a PDService asks and what is observed to what shall be: pure, without clock or I/O."""
 
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.plan import Plan, plan_removal, plan_service
+from fulcrum_operator.plan.plan import Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.references import check_references
 
-__all__ = ["Observed", "Plan", "check_references", "plan_removal", "plan_service"]
+__all__ = ["Observed", "Plan", "asks_router", "check_references", "plan_removal", "plan_service"]

@@ -18,6 +18,8 @@ REFUSED_FOR_S = 30.0
 """How long a refused wish is refused without a second look."""
 
 Roles = dict[str, RoleAssignment]
+Surplus = tuple[tuple[tuple[str, ...], int], ...]
+"""Of each pool with too many instances: their names, cheapest to reclaim first, and how many must go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,8 @@ def rules_of(service: PDService, members: Iterable[Member]) -> AssignmentRules:
     )
 
 
-def plan_assignment(
-    seen: Observed, members: tuple[Member, ...], surplus: tuple[tuple[tuple[str, ...], int], ...]
-) -> PDAssignmentSpec:
-    """The assignment as it shall stand now: what was wished as far as it may be applied, in step with `members`."""
+def plan_assignment(seen: Observed, members: tuple[Member, ...], surplus: Surplus) -> PDAssignmentSpec:
+    """The assignment as it shall stand: the wish as far as it may be applied, in step with `members`."""
     rules = rules_of(seen.service, members)
     spec = _followed(_judged(seen, rules), seen.service, members, now_s=seen.now_s)
     return _cordoned(spec, surplus, seen.serving, rules, now_s=seen.now_s)
@@ -154,13 +154,13 @@ def _ordered(roles: Mapping[str, RoleAssignment]) -> Roles:
 
 def _cordoned(
     spec: PDAssignmentSpec,
-    surplus: tuple[tuple[tuple[str, ...], int], ...],
+    surplus: Surplus,
     serving: Collection[str],
     rules: AssignmentRules,
     *,
     now_s: float,
 ) -> PDAssignmentSpec:
-    """`spec` with who shall leave cordoned, as far as the floors allow, and the operator's other cordons lifted."""
+    """Cordon who shall leave, as far as the floors allow, and lift the operator's other cordons."""
     chosen: set[str] = set()
     for candidates, excess in surplus:
         left = excess
@@ -184,7 +184,7 @@ def _with_cordon(spec: PDAssignmentSpec, name: str, *, cordoned: bool) -> PDAssi
     return spec.model_copy(update={"roles": {**spec.roles, name: before.model_copy(update=update)}})
 
 
-def leaving(spec: PDAssignmentSpec, surplus: tuple[tuple[tuple[str, ...], int], ...]) -> frozenset[str]:
+def leaving(spec: PDAssignmentSpec, surplus: Surplus) -> frozenset[str]:
     """Who shall go for good: of each pool's surplus those that are cordoned, cheapest first."""
     return frozenset(
         name

@@ -5,6 +5,7 @@ from itertools import count, islice
 
 from fulcrum_core.api import ObjectMeta, PDInstance, PDInstanceSpec, PDPool, PDService
 from fulcrum_core.values import Phase
+from fulcrum_operator.plan.assignment import Surplus
 from fulcrum_operator.plan.observed import Observed, by_number, number_of
 from fulcrum_operator.plan.pools import POOL_LABEL, SERVICE_LABEL, wanted_replicas
 
@@ -19,7 +20,7 @@ def members(instances: Iterable[PDInstance], pool: str) -> tuple[PDInstance, ...
 
 
 def new_instances(seen: Observed, pools: tuple[PDPool, ...]) -> tuple[PDInstance, ...]:
-    """The instances still missing, under the lowest free numbers. A number whose engine still runs is not free."""
+    """The instances still missing, under the lowest numbers that no instance and no engine has."""
     names = _free_names(seen)
     return tuple(
         _instance(seen.service, pool, name)
@@ -30,7 +31,7 @@ def new_instances(seen: Observed, pools: tuple[PDPool, ...]) -> tuple[PDInstance
     )
 
 
-def surplus(seen: Observed, pools: tuple[PDPool, ...]) -> tuple[tuple[tuple[str, ...], int], ...]:
+def surplus(seen: Observed, pools: tuple[PDPool, ...]) -> Surplus:
     """For each pool with too many instances: its members, cheapest to reclaim first, and how many must go.
 
     A pool that the spec no longer names has to let all of them go.

@@ -1,7 +1,9 @@
 """The phases of one instance as a state machine: facts in, next phase and what to do with its engine out.
 
-    Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving        Draining → Terminating
-                 └→ Failed (its engine died: started again)      └→ old role back, the wish refused
+    Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving
+    Draining → Terminating
+    Starting, Serving, Draining → Failed (its engine died) → Starting
+    Switching, Verifying → Starting (old role back, the wish refused)
 
 Under Relabel a flip never leaves Serving: the engine is untouched and only the effective role changes.
 Under Restart the engine is drained, ended, started again and seen to answer before it plays the new role;
@@ -20,7 +22,7 @@ SWITCH_TIMEOUT_S = 60.0
 
 
 class EngineAction(StrEnum):
-    """What shall become of the engine. Starting one that runs and stopping one that is gone change nothing."""
+    """What shall become of the engine. A start of one that runs and a stop of one that is gone do nothing."""
 
     KEEP = "Keep"
     START = "Start"
@@ -105,7 +107,7 @@ def _terminating(facts: Facts, why: str) -> Step:
 def _without_engine(facts: Facts) -> Step:
     if facts.phase is Phase.DRAINING and facts.flips:
         return Step(Phase.SWITCHING, EngineAction.START, f"its engine starts to serve {facts.assigned}")
-    return Step(Phase.PENDING, EngineAction.START, "its engine is to be started")
+    return Step(Phase.PENDING, EngineAction.START, "")
 
 
 def _failed(engine: EngineObservation) -> Step:

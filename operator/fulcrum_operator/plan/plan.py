@@ -11,6 +11,7 @@ from fulcrum_core.api import (
     PDInstance,
     PDInstanceStatus,
     PDPool,
+    PDService,
     Resource,
     RoleAssignment,
     fixed_role,
@@ -43,6 +44,12 @@ class Plan:
     """The assignment as judged, to be remembered once it is written."""
     wake_after_s: float | None = None
     """When to look again even if nothing happens; None: no need."""
+
+
+def asks_router(service: PDService, pools: tuple[PDPool, ...], instances: tuple[PDInstance, ...]) -> bool:
+    """Whether a plan depends on the router's ledger: someone drains or is verified, or somebody must go."""
+    waits = any(i.status.phase in (Phase.DRAINING, Phase.VERIFYING) for i in instances)
+    return waits or len(instances) > sum(wanted_replicas(pool) for pool in desired_pools(service, pools))
 
 
 def plan_removal(service: str, engines: Mapping[str, EngineObservation]) -> Plan:

@@ -1,0 +1,109 @@
+"""The operator's keyed queue: what woke a key is forgotten, that it was woken is not.
+
+A key waits in it once, however often it is added, and is never worked on twice at the same time: what is
+added meanwhile is looked at again afterwards. A failed key comes back later and later; every key comes
+back after `resync_s` even if nothing happened, since an event may have been missed.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Generic, TypeVar
+
+import structlog
+
+from fulcrum_core.errors import Conflict
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_DELAY_S = 0.05
+LONGEST_DELAY_S = 5.0
+CONFLICT_DELAY_S = 0.005
+"""Somebody else wrote first: there is nothing to wait for but their next write."""
+
+_log = structlog.get_logger()
+
+
+class KeyedQueue(Generic[K]):
+    """Runs `handle(key)` for every key added, each key by itself, different keys side by side.
+
+    Args:
+        handle: Looks after one key; returns in how many seconds it wants to look again, None if it need not.
+        resync_s: A key not looked at for so long is looked at again.
+    """
+
+    def __init__(self, handle: Callable[[K], Awaitable[float | None]], *, resync_s: float) -> None:
+        self._handle, self._resync_s = handle, resync_s
+        self._running: dict[K, asyncio.Task[None]] = {}
+        self._again: set[K] = set()
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._failures: dict[K, int] = {}
+        self._closed = False
+
+    def add(self, key: K) -> None:
+        """Have the key looked at as soon as it is free."""
+        if self._closed:
+            return
+        if key in self._running:
+            self._again.add(key)
+            return
+        self._cancel_timer(key)
+        self._running[key] = asyncio.get_running_loop().create_task(self._work(key))
+
+    def add_after(self, key: K, delay_s: float) -> None:
+        """Have the key looked at in `delay_s`, or earlier if that is arranged already."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + delay_s
+        timer = self._timers.get(key)
+        if self._closed or (timer is not None and timer.when() <= due_s):
+            return
+        self._cancel_timer(key)
+        self._timers[key] = loop.call_at(due_s, self._due, key)
+
+    async def aclose(self) -> None:
+        """Take no more keys and end what is being worked on."""
+        self._closed = True
+        for key in list(self._timers):
+            self._cancel_timer(key)
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _due(self, key: K) -> None:
+        del self._timers[key]
+        self.add(key)
+
+    def _cancel_timer(self, key: K) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def _work(self, key: K) -> None:
+        again_s = await self._attempt(key)
+        del self._running[key]
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+        else:
+            self.add_after(key, again_s)
+
+    async def _attempt(self, key: K) -> float:
+        """Work on the key once; returns in how many seconds to look again."""
+        try:
+            wanted_s = await self._handle(key)
+        except Conflict:
+            return CONFLICT_DELAY_S
+        except Exception as error:
+            failures = self._failures[key] = self._failures.get(key, 0) + 1
+            delay_s = backoff_s(failures)
+            _log.warning(
+                "reconcile failed", key=str(key), failures=failures, retry_s=delay_s, error=repr(error)
+            )
+            return delay_s
+        self._failures.pop(key, None)
+        return self._resync_s if wanted_s is None else min(wanted_s, self._resync_s)
+
+
+def backoff_s(failures: int) -> float:
+    """The wait after so many failures in a row: doubling from `FIRST_DELAY_S` to `LONGEST_DELAY_S`."""
+    return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(failures - 1, 20)))

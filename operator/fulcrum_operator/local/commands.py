@@ -1,0 +1,57 @@
+"""The command lines of a local run."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulcrum_core.api import PDInstance
+from fulcrum_operator.engines import simulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the programs of one run are told about each other."""
+
+    service: str
+    namespace: str
+    host: str
+    store: str
+    token_file: Path
+
+
+def engine_command(instance: PDInstance, host: str) -> tuple[str, ...]:
+    """An engine server on free ports."""
+    return simulated.command(instance, python=sys.executable, host=host)
+
+
+def router_command(around: Surroundings, port: int, state_port: int) -> tuple[str, ...]:
+    """The router on these ports; 0 is any."""
+    return (
+        *(sys.executable, "-m", "fulcrum_router", *_common(around)),
+        *("--port", str(port), "--state-port", str(state_port)),
+    )
+
+
+def autoscaler_command(around: Surroundings, router_state: str) -> tuple[str, ...]:
+    """The autoscaler on a free port, told where the router's state port is."""
+    return (
+        *(sys.executable, "-m", "fulcrum_autoscaler", *_common(around)),
+        *("--port", "0", "--router-state", router_state),
+    )
+
+
+def _common(around: Surroundings) -> tuple[str, ...]:
+    return (
+        *("--service", around.service, "--namespace", around.namespace, "--host", around.host),
+        *("--store", around.store, "--token-file", str(around.token_file)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """Which programs a run starts."""
+
+    engine: Callable[[PDInstance, str], tuple[str, ...]] = engine_command
+    router: Callable[[Surroundings, int, int], tuple[str, ...]] = router_command
+    autoscaler: Callable[[Surroundings, str], tuple[str, ...]] = autoscaler_command

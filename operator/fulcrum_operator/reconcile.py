@@ -1,0 +1,216 @@
+"""One pass over one service: read everything, plan, write the difference.
+
+Whatever woke the key, a pass looks at all of the service's state; a pass that finds everything as planned
+writes nothing. The same code runs over memory and over Kubernetes: what differs stands in `Cluster`.
+"""
+
+import asyncio
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import structlog
+
+from fulcrum_core.api import PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService, QoSTier, Resource
+from fulcrum_core.errors import NotFound
+from fulcrum_core.merge import merge_diff
+from fulcrum_core.ports import Clock, EngineRuntime, EngineState, Store
+from fulcrum_core.state import RouterState
+from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
+from fulcrum_operator.plan.observed import EngineFacts
+
+STATUS_INTERVAL_S = 10.0
+"""A service's status is written at most once in so long, unless a condition changes."""
+
+R = TypeVar("R", bound=Resource)
+
+_log = structlog.get_logger()
+
+
+class ServiceKey(NamedTuple):
+    """What a pass is about."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class RouterView(Protocol):
+    """The router of a service, as the operator sees it."""
+
+    @property
+    def endpoint(self) -> str | None:
+        """Where clients reach it; None until it serves."""
+        ...
+
+    async def state(self) -> RouterState | None:
+        """Its ledger; None if it does not answer."""
+        ...
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a pass leaves for the next one. Lost with the process, and rebuilt from the objects."""
+
+    accepted: PDAssignmentSpec | None = None
+    status_written_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All that a pass reaches: objects, engines, the router, the clock, and its memory of each service."""
+
+    store: Store
+    runtime: EngineRuntime
+    clock: Clock
+    command: Callable[[PDInstance], tuple[str, ...]]
+    """The command line of an instance's engine."""
+    engine_facts: Callable[[PDInstance], EngineFacts]
+    """What the instance's engine is known to be once it runs."""
+    router: RouterView | None = None
+    status_interval_s: float = STATUS_INTERVAL_S
+    memory: MutableMapping[ServiceKey, Memory] = field(default_factory=dict)
+
+
+async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
+    """Bring the service one step closer to what it asks for; returns when to look again, in seconds.
+
+    Raises:
+        Conflict: if an object changed meanwhile: look again.
+        StoreUnavailable: if the store does not answer.
+    """
+    memory = cluster.memory.setdefault(key, Memory())
+    seen = await _observe(key, cluster, memory)
+    if seen is None:
+        engines = {engine.name: engine for engine in cluster.runtime.observe()}
+        await _apply(plan_removal(key.name, engines), {}, cluster)
+        del cluster.memory[key]
+        return None
+    plan = plan_service(seen)
+    late_s = await _apply(plan, _stored(seen), cluster, key=key)
+    memory.accepted = plan.accepted
+    waits = [wait_s for wait_s in (plan.wake_after_s, late_s) if wait_s is not None]
+    return min(waits, default=None)
+
+
+async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observed | None:
+    """The picture that the plan is made from; None if there is no such service."""
+    service = await _found(cluster.store, PDService, key)
+    if service is None:
+        return None
+    pools = tuple(p for p in await _all(cluster.store, PDPool, key) if p.spec.service == key.name)
+    instances = tuple(i for i in await _all(cluster.store, PDInstance, key) if i.spec.service == key.name)
+    engines = {engine.name: engine for engine in cluster.runtime.observe()}
+    running = {name for name, engine in engines.items() if engine.state is EngineState.RUNNING}
+    return Observed(
+        service=service,
+        pools=pools,
+        instances=instances,
+        assignment=await _found(cluster.store, PDAssignment, key),
+        tiers=frozenset(tier.metadata.name for tier in await _all(cluster.store, QoSTier, key)),
+        engines=engines,
+        facts={i.metadata.name: cluster.engine_facts(i) for i in instances if i.metadata.name in running},
+        router=await _ledger(cluster, asks_router(service, pools, instances)),
+        endpoint=cluster.router.endpoint if cluster.router else None,
+        accepted=memory.accepted,
+        now_s=cluster.clock.now_s(),
+    )
+
+
+async def _ledger(cluster: Cluster, wanted: bool) -> RouterState | None:
+    return await cluster.router.state() if cluster.router and wanted else None
+
+
+async def _found(store: Store, kind: type[R], key: ServiceKey) -> R | None:
+    try:
+        return await store.get(kind, key.name, namespace=key.namespace)
+    except NotFound:
+        return None
+
+
+async def _all(store: Store, kind: type[R], key: ServiceKey) -> tuple[R, ...]:
+    return (await store.list(kind, namespace=key.namespace)).items
+
+
+def _stored(seen: Observed) -> dict[tuple[str, str], Resource]:
+    there: tuple[Resource | None, ...] = (seen.service, seen.assignment, *seen.pools, *seen.instances)
+    return {(obj.kind, obj.metadata.name): obj for obj in there if obj}
+
+
+async def _apply(
+    plan: Plan, stored: dict[tuple[str, str], Resource], cluster: Cluster, *, key: ServiceKey | None = None
+) -> float | None:
+    """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
+    late_s: float | None = None
+    for obj in plan.objects:
+        before = stored.get((obj.kind, obj.metadata.name))
+        if isinstance(obj, PDService) and isinstance(before, PDService) and key is not None:
+            late_s = await _write_service(obj, before, cluster, cluster.memory[key])
+        else:
+            await _write(obj, before, cluster.store)
+    for obj in plan.delete:
+        await _delete(obj, cluster.store)
+    await asyncio.gather(*(cluster.runtime.start(i.metadata.name, cluster.command(i)) for i in plan.start))
+    await asyncio.gather(*(cluster.runtime.stop(name) for name in plan.stop))
+    return late_s
+
+
+async def _write(obj: Resource, before: Resource | None, store: Store) -> None:
+    kind, name, namespace = type(obj), obj.metadata.name, obj.metadata.namespace
+    if before is None:
+        before = await store.create(obj)
+        _log.info("object made", kind=obj.kind, name=name)
+    elif spec := merge_diff(_part(before, "spec"), _part(obj, "spec")):
+        version = before.metadata.resource_version
+        await store.patch(kind, name, {"spec": spec}, namespace=namespace, resource_version=version)
+    if status := merge_diff(_part(before, "status"), _part(obj, "status")):
+        await store.patch_status(kind, name, status, namespace=namespace)
+        _tell_phase(obj, before)
+
+
+def _tell_phase(obj: Resource, before: Resource) -> None:
+    if (
+        isinstance(obj, PDInstance)
+        and isinstance(before, PDInstance)
+        and obj.status.phase != before.status.phase
+    ):
+        status = obj.status
+        _log.info(
+            "phase changed", instance=obj.metadata.name, phase=str(status.phase), message=status.message
+        )
+
+
+async def _write_service(
+    service: PDService, before: PDService, cluster: Cluster, memory: Memory
+) -> float | None:
+    """Write the status, or say when that is due: counts alone may wait, a condition may not."""
+    status = merge_diff(_part(before, "status"), _part(service, "status"))
+    if not status:
+        return None
+    now_s, last_s = cluster.clock.now_s(), memory.status_written_s
+    due_s = now_s if last_s is None else last_s + cluster.status_interval_s
+    if due_s > now_s and _verdicts(service) == _verdicts(before):
+        return due_s - now_s
+    name, namespace = service.metadata.name, service.metadata.namespace
+    await cluster.store.patch_status(PDService, name, status, namespace=namespace)
+    memory.status_written_s = now_s
+    return None
+
+
+def _verdicts(service: PDService) -> set[tuple[str, str, str]]:
+    return {(c.type, c.status, c.reason) for c in service.status.conditions}
+
+
+def _part(obj: Resource, name: str) -> dict[str, Any]:
+    part = getattr(obj, name, None)
+    return {} if part is None else part.dump()
+
+
+async def _delete(obj: Resource, store: Store) -> None:
+    try:
+        await store.delete(type(obj), obj.metadata.name, namespace=obj.metadata.namespace)
+    except NotFound:
+        return
+    _log.info("object deleted", kind=obj.kind, name=obj.metadata.name)
