@@ -69,26 +69,38 @@ def check_conflicts(
 
 def claim_changes(before: Document, after: Document, managers: Managers) -> dict[str, frozenset[Path]]:
     """The managers after a plain write: what it changed is `UPDATES`' now and nobody else's."""
-    paths = {*leaves(before), *leaves(after)}
-    changed = frozenset(path for path in paths if _at(before, path) != _at(after, path))
-    gone = frozenset(nodes(before)) - frozenset(nodes(after))
-    ancestors = {path[:length] for path in changed for length in range(1, len(path) + 1)}
-    claimed = managers.get(UPDATES, frozenset()) | (ancestors & frozenset(nodes(after)))
-    return {**{name: owned - changed - gone for name, owned in managers.items()}, UPDATES: claimed - gone}
+    written, removed = frozenset(_additions(before, after)), frozenset(_additions(after, before))
+    ancestors = {path[:length] for path in written for length in range(1, len(path))}
+    left = {name: owned - written - removed for name, owned in managers.items()}
+    return {**left, UPDATES: left.get(UPDATES, frozenset()) | written | ancestors}
+
+
+def _additions(before: Document, after: Document, at: Path = ()) -> Iterator[Path]:
+    """The paths in `after` of every node that is not in `before` or has another value there."""
+    for key, value in after.items():
+        old = before.get(key, _ABSENT)
+        if old == value:
+            continue
+        if isinstance(old, dict) and isinstance(value, dict):
+            yield from _additions(old, value, (*at, key))
+            continue
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from nodes(value, (*at, key))
 
 
 def nodes(document: Document, at: Path = ()) -> Iterator[Path]:
     """The path of every key, inner ones too."""
     for key, value in document.items():
         yield (*at, key)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from nodes(value, (*at, key))
 
 
 def leaves(document: Document, at: Path = ()) -> Iterator[Path]:
     """The path of every key whose value is no object."""
     for key, value in document.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from leaves(value, (*at, key))
         else:
             yield (*at, key)
@@ -115,7 +127,7 @@ def _replaced(document: Document, path: Path, change: Any) -> dict[str, Any]:
     """The document with `change` made to the value at `path`, if there is one."""
     head, *rest = path
     value = document.get(head, _ABSENT)
-    if value is _ABSENT or (rest and not isinstance(value, Mapping)):
+    if value is _ABSENT or (rest and not isinstance(value, dict)):
         return dict(document)
     return {**document, head: _replaced(value, tuple(rest), change) if rest else change(value)}
 

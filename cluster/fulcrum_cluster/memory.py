@@ -113,8 +113,9 @@ class MemoryStore:
         live = fields.owned_part(entry.document)
         part = fields.merge_applied(live, applied, entry.managers, manager)
         new = parse_as(kind, fields.with_owned_part(entry.document, part))
-        fields.check_conflicts(live, fields.owned_part(new.dump()), applied, entry.managers, manager)
-        return self._update(entry, new, {**entry.managers, **claim})
+        stored = new.dump()
+        fields.check_conflicts(live, fields.owned_part(stored), applied, entry.managers, manager)
+        return self._update(entry, new, stored, {**entry.managers, **claim})
 
     async def patch(
         self,
@@ -137,8 +138,9 @@ class MemoryStore:
         system = {key: value for key, value in entry.document["metadata"].items() if key in _SYSTEM}
         own = {key: value for key, value in (merged.get("metadata") or {}).items() if key not in _SYSTEM}
         new = parse_as(kind, {**merged, "metadata": {**own, **system}})
-        before, after = fields.owned_part(entry.document), fields.owned_part(new.dump())
-        return self._update(entry, new, fields.claim_changes(before, after, entry.managers))
+        stored = new.dump()
+        before, after = fields.owned_part(entry.document), fields.owned_part(stored)
+        return self._update(entry, new, stored, fields.claim_changes(before, after, entry.managers))
 
     async def patch_status(
         self,
@@ -155,7 +157,8 @@ class MemoryStore:
             raise NotFound(f"{kind.plural} have no status")
         _check_version(entry, resource_version)
         status = apply_merge_patch(entry.document["status"], patch)
-        return self._update(entry, parse_as(kind, {**entry.document, "status": status}), entry.managers)
+        new = parse_as(kind, {**entry.document, "status": status})
+        return self._update(entry, new, new.dump(), entry.managers)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
         """Delete the object and all that only it owned; `NotFound` if there is none."""
@@ -181,30 +184,36 @@ class MemoryStore:
         metadata = {
             **(document.get("metadata") or {}),
             "uid": self._new_uid(),
-            "generation": 1,
             "creationTimestamp": format_time(self._clock.now_s()),
             "deletionTimestamp": None,
         }
         new = parse_as(kind, {**given, "metadata": metadata})
         if _key(new) in self._entries:
             raise AlreadyExists(f'{new.kind} "{new.metadata.name}" exists already')
-        return self._record(EventType.ADDED, new, managers)
+        return self._record(EventType.ADDED, new, new.dump(), managers, generation=1)
 
-    def _update(self, entry: _Entry, new: R, managers: fields.Managers) -> R:
+    def _update(self, entry: _Entry, new: R, document: dict[str, Any], managers: fields.Managers) -> R:
         """Store `new` in the place of `entry`; a write that changes nothing is not seen."""
-        document = new.dump()
         if document == entry.document:
             self._entries[_key(new)] = replace(entry, managers=managers)
             return cast(R, entry.obj)
-        changed = document["spec"] != entry.document["spec"]
-        generation = entry.obj.metadata.generation + changed
-        new = new.replace(metadata=new.metadata.model_copy(update={"generation": generation}))
-        return self._record(EventType.MODIFIED, new, managers)
+        generation = entry.obj.metadata.generation + (document["spec"] != entry.document["spec"])
+        return self._record(EventType.MODIFIED, new, document, managers, generation=generation)
 
-    def _record(self, event: EventType, new: R, managers: fields.Managers) -> R:
+    def _record(
+        self,
+        event: EventType,
+        new: R,
+        document: dict[str, Any],
+        managers: fields.Managers,
+        *,
+        generation: int,
+    ) -> R:
         version = str(self._log.last + 1)
-        new = new.replace(metadata=new.metadata.model_copy(update={"resource_version": version}))
-        self._entries[_key(new)] = _Entry(new, new.dump(), managers)
+        stamp = {"resource_version": version, "generation": generation}
+        new = new.replace(metadata=new.metadata.model_copy(update=stamp))
+        document["metadata"] |= {"resourceVersion": version, "generation": generation}
+        self._entries[_key(new)] = _Entry(new, document, managers)
         self._log.append(Record(type(new), new.metadata.namespace, WatchEvent(event, new, version)))
         if new.metadata.owner_references:
             self._collect_garbage()
