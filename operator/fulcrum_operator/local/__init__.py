@@ -3,6 +3,7 @@
 from fulcrum_operator.local.commands import Commands
 from fulcrum_operator.local.program import ProgramOptions, StartFailed
 from fulcrum_operator.local.run import LocalOptions, LocalRun, run_local
+from fulcrum_operator.local.rundir import RunInfo, find_runs
 from fulcrum_operator.local.runtime import LocalRuntime
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "LocalRun",
     "LocalRuntime",
     "ProgramOptions",
+    "RunInfo",
     "StartFailed",
+    "find_runs",
     "run_local",
 ]

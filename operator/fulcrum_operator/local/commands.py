@@ -28,7 +28,7 @@ def engine_command(instance: PDInstance, host: str) -> tuple[str, ...]:
 def router_command(around: Surroundings, port: int, state_port: int) -> tuple[str, ...]:
     """The router on these ports; 0 is any."""
     return (
-        *(sys.executable, "-m", "fulcrum_router", *_common(around)),
+        *(sys.executable, "-m", "fulcrum_router", *_shared(around)),
         *("--port", str(port), "--state-port", str(state_port)),
     )
 
@@ -36,12 +36,12 @@ def router_command(around: Surroundings, port: int, state_port: int) -> tuple[st
 def autoscaler_command(around: Surroundings, router_state: str) -> tuple[str, ...]:
     """The autoscaler on a free port, told where the router's state port is."""
     return (
-        *(sys.executable, "-m", "fulcrum_autoscaler", *_common(around)),
+        *(sys.executable, "-m", "fulcrum_autoscaler", *_shared(around)),
         *("--port", "0", "--router-state", router_state),
     )
 
 
-def _common(around: Surroundings) -> tuple[str, ...]:
+def _shared(around: Surroundings) -> tuple[str, ...]:
     return (
         *("--service", around.service, "--namespace", around.namespace, "--host", around.host),
         *("--store", around.store, "--token-file", str(around.token_file)),

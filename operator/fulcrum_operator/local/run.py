@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import functools
 import os
-import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from fulcrum_operator.local.commands import Commands, Surroundings
 from fulcrum_operator.local.manifest import check_manifest, check_port_free
 from fulcrum_operator.local.program import Ports, Program, ProgramOptions, StartFailed
 from fulcrum_operator.local.router import LocalRouter
+from fulcrum_operator.local.rundir import RunInfo, run_folder, write_info, write_token
 from fulcrum_operator.local.runtime import LocalRuntime
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.reconcile import Cluster, ServiceKey, reconcile
@@ -38,8 +38,6 @@ STATUS_INTERVAL_S = 1.0
 """A service's status is written at most once in so long: memory bears more writes than etcd."""
 
 RESYNC_S = 30.0
-
-_SOCKET = "store.sock"
 
 _WATCHED: tuple[type[Resource], ...] = (PDService, PDPool, PDInstance, PDAssignment, QoSTier)
 
@@ -50,17 +48,17 @@ _log = structlog.get_logger()
 class LocalOptions:
     """How a local run is laid out."""
 
-    run_dir: Path
-    """A folder for the store's socket, the token and the logs. It is there already, and stays."""
     host: str = "127.0.0.1"
     port: int = 8000
     """Where the router listens; 0: any free port."""
+    run_dir: Path | None = None
+    """The folder of the run; None: one of its own, removed at the end."""
     programs: ProgramOptions = field(default_factory=ProgramOptions)
 
 
 @asynccontextmanager
 async def run_local(
-    objects: Sequence[Resource], options: LocalOptions, *, commands: Commands | None = None
+    objects: Sequence[Resource], options: LocalOptions | None = None, *, commands: Commands | None = None
 ) -> AsyncIterator["LocalRun"]:
     """Bring up the PDService of `objects`: router and autoscaler serve when this is entered, engines start.
 
@@ -68,11 +66,12 @@ async def run_local(
         InvalidInput: if the manifest or an option breaks a rule: nothing was started.
         StartFailed: if the router or the autoscaler does not come to serve: everything is ended again.
     """
+    options = options or LocalOptions()
     service = check_manifest(objects)
     check_port_free(options.host, options.port)
-    with _token_file(options.run_dir / "token") as token_file:
-        run = LocalRun(service, token_file, options, commands or Commands())
-        async with serve_store(run.store, options.run_dir / _SOCKET):
+    with run_folder(options.run_dir, service=service.metadata.name) as folder:
+        run = LocalRun(service, folder, options, commands or Commands())
+        async with serve_store(run.store, folder / "store.sock"):
             try:
                 await run.start(objects)
                 yield run
@@ -80,40 +79,25 @@ async def run_local(
                 await run.close()
 
 
-@contextlib.contextmanager
-def _token_file(path: Path) -> Iterator[Path]:
-    """A fresh token that only this user can read, while the context lasts."""
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(secrets.token_urlsafe(24))
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
 class LocalRun:
     """A run as `run_local` gives it. `store` is the store itself: read it, watch it, write wishes to it."""
 
-    def __init__(
-        self, service: PDService, token_file: Path, options: LocalOptions, commands: Commands
-    ) -> None:
+    def __init__(self, service: PDService, folder: Path, options: LocalOptions, commands: Commands) -> None:
         self.key = ServiceKey(service.metadata.namespace, service.metadata.name)
+        self.folder = folder
         self.store = MemoryStore(SystemClock())
         self._options, self._commands = options, commands
         self._changed = asyncio.Event()
+        token_file = write_token(folder)
         self._around = Surroundings(
             service=self.key.name,
             namespace=self.key.namespace,
             host=options.host,
-            store=f"unix:{options.run_dir / _SOCKET}",
+            store=f"unix:{folder / 'store.sock'}",
             token_file=token_file,
         )
         self.runtime = LocalRuntime(
-            host=options.host,
-            logs=options.run_dir,
-            on_change=lambda _name: self._look(),
-            options=options.programs,
+            host=options.host, logs=folder, on_change=lambda _name: self._look(), options=options.programs
         )
         self._router = self._program("router", self._router_command)
         self._autoscaler = self._program("autoscaler", self._autoscaler_command)
@@ -129,32 +113,24 @@ class LocalRun:
         )
         self._queue = KeyedQueue[ServiceKey](lambda key: reconcile(key, cluster), resync_s=RESYNC_S)
         self._tasks: list[asyncio.Task[None]] = []
+        self._started_at_s = SystemClock().now_s()
 
     @property
-    def store_address(self) -> str:
-        """Where other processes find the store: `unix:PATH`."""
-        return self._around.store
-
-    @property
-    def token_file(self) -> Path:
-        """What the router's state port asks for; readable by its owner alone."""
-        return self._around.token_file
-
-    @property
-    def endpoint(self) -> str:
-        """URL where clients send requests."""
-        return self._view.url("port")
-
-    @property
-    def state_url(self) -> str:
-        """URL of the router's state port."""
-        return self._view.url("state_port")
-
-    @property
-    def autoscaler_url(self) -> str:
-        """URL of the autoscaler's `/decisions` and `/metrics`."""
-        ports = self._autoscaler.ports or {}
-        return f"http://{self._options.host}:{ports.get('port', 0)}"
+    def info(self) -> RunInfo:
+        """Where everything is, as `run.json` says it."""
+        host, ports = self._options.host, self._autoscaler.ports or {}
+        return RunInfo(
+            pid=os.getpid(),
+            started_at_s=self._started_at_s,
+            service=self.key.name,
+            namespace=self.key.namespace,
+            run_dir=str(self.folder),
+            store=self._around.store,
+            token_file=str(self._around.token_file),
+            router_url=self._view.url("port"),
+            router_state_url=self._view.url("state_port"),
+            autoscaler_url=f"http://{host}:{ports.get('port', 0)}",
+        )
 
     async def start(self, objects: Sequence[Resource]) -> None:
         """Put the objects into the store and start everything; engines and router side by side."""
@@ -163,11 +139,12 @@ class LocalRun:
         for kind in _WATCHED:
             mirror = Mirror(self.store, kind, namespace=self.key.namespace, on_change=self._on_object)
             self._spawn(mirror.run())
-        self._look()
         self._router.start()
+        self._look()
         await self._router.served()
         self._autoscaler.start()
         await self._autoscaler.served()
+        write_info(self.info)
 
     async def serving(self) -> tuple[PDInstance, ...]:
         """All instances, once every one of them serves.
@@ -211,7 +188,7 @@ class LocalRun:
         self._queue.add(self.key)
 
     def _program(self, name: str, command: Callable[[Ports | None], tuple[str, ...]]) -> Program:
-        log = self._options.run_dir / f"{name}.log"
+        log = self.folder / f"{name}.log"
         return Program(name, command, log=log, on_change=self._look, options=self._options.programs)
 
     def _router_command(self, last: Ports | None) -> tuple[str, ...]:

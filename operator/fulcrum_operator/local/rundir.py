@@ -1,0 +1,104 @@
+"""The folder of a local run, and how other terminals find it.
+
+FOLDER/run.json     where everything is (`RunInfo`); there while the run lasts
+FOLDER/store.sock   the store
+FOLDER/token        what the router's state port asks for; readable by its owner alone
+FOLDER/NAME.log     what each program logs
+"""
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fulcrum_core.errors import InvalidInput
+
+_INFO = "run.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """Where the parts of a run are."""
+
+    pid: int
+    started_at_s: float
+    service: str
+    namespace: str
+    run_dir: str
+    store: str
+    """As `unix:PATH`."""
+    token_file: str
+    router_url: str
+    router_state_url: str
+    autoscaler_url: str
+
+    @property
+    def token(self) -> str:
+        """The token of the router's state port."""
+        return Path(self.token_file).read_text(encoding="utf-8").strip()
+
+
+def runs_root() -> Path:
+    """The folder that holds the folders of all runs of this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(base) / f"fulcrum-{os.getuid()}"
+
+
+@contextmanager
+def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
+    """The folder of a run. A folder of the user's own keeps its logs; one made here is gone afterwards."""
+    folder = given or runs_root() / f"{service}-{os.getpid()}-{secrets.token_hex(2)}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            "run folder", folder, f"cannot be made: {(error.strerror or '').lower()}"
+        ) from error
+    if given and alive(folder):
+        raise InvalidInput("run folder", folder, "is used by another run")
+    try:
+        yield folder
+    finally:
+        for name in (_INFO, "token"):
+            (folder / name).unlink(missing_ok=True)
+        if given is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_token(folder: Path) -> Path:
+    """A file with a fresh token that only this user can read."""
+    path = folder / "token"
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(secrets.token_urlsafe(24))
+    return path
+
+
+def write_info(info: RunInfo) -> None:
+    """Put `run.json` into the run's folder, whole or not at all."""
+    folder = Path(info.run_dir)
+    draft = folder / f"{_INFO}.new"
+    draft.write_text(json.dumps(asdict(info), indent=2), encoding="utf-8")
+    draft.replace(folder / _INFO)
+
+
+def alive(folder: Path) -> RunInfo | None:
+    """What `run.json` of that folder says, if its run is still there."""
+    try:
+        info = RunInfo(**json.loads((folder / _INFO).read_text(encoding="utf-8")))
+        os.kill(info.pid, 0)
+    except (OSError, ValueError, TypeError):
+        return None
+    return info
+
+
+def find_runs(root: Path | None = None) -> tuple[RunInfo, ...]:
+    """The runs of this user that are there now, the latest first."""
+    folder = root or runs_root()
+    found = [alive(path) for path in folder.iterdir()] if folder.is_dir() else []
+    return tuple(sorted((info for info in found if info), key=lambda info: -info.started_at_s))
