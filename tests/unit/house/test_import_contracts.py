@@ -115,6 +115,11 @@ CASES = [
         {"operator/fulcrum_operator/plan/x.py": "import os"},
     ),
     Case(
+        "the making of engine commands may not start processes",
+        "pure",
+        {"operator/fulcrum_operator/engines/x.py": "import subprocess"},
+    ),
+    Case(
         "the engine model may not read the clock",
         "pure",
         {"simulator/fulcrum_simulator/engine/x.py": "from time import monotonic"},
