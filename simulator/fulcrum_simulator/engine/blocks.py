@@ -19,7 +19,7 @@ class Prompt(NamedTuple):
 
     def hash_at(self, index: int) -> bytes | None:
         """The hash of the `index`-th block; None for a partial block and for blocks of output."""
-        return self.hashes[index] if index < len(self.hashes) else None
+        return self.hashes[index] if 0 <= index < len(self.hashes) else None
 
 
 class _Content(NamedTuple):
@@ -83,7 +83,7 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one holder less of each. A prompt's tail is reused before its head, which others may share."""
+        """Count one holder less of each. A prompt's tail is reused before its head, which others share."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -102,7 +102,7 @@ class BlockPool:
             self._content[block] = _Content(prompt, index)
 
     def foreign_digest(self, prompt: Prompt, blocks: Sequence[int]) -> bytes | None:
-        """The digest of whose KV lies in a prompt's leading `blocks` in place of its own; None if all is right."""
+        """The digest of whose KV lies in a prompt's leading `blocks` in place of its own; else None."""
         return next(
             (
                 found
@@ -127,22 +127,16 @@ class BlockPool:
         first_index = last_index - len(blocks) + 1
         return tuple(self._digest_at(block, prompt, index) for index, block in enumerate(blocks, first_index))
 
-    def forget_all(self) -> None:
-        """Empty the prefix cache; held blocks stay held."""
-        self._cached.clear()
-        self._key = [None] * self.size
-
     def _digest_at(self, block: int, prompt: Prompt, index: int) -> bytes:
-        """The prompt's digest if the block holds its `index`-th block, else that of what the block holds."""
-        held = self._content[block]
-        if held.position == index and (held.prompt is prompt or held.prompt.digest == prompt.digest):
-            return prompt.digest
-        key = prompt.hash_at(index)
-        if held.position == index and key is not None and held.prompt.hash_at(index) == key:
-            return prompt.digest
-        if held.prompt.digest == prompt.digest:
-            return prompt.digest[::-1]  # the right prompt in the wrong place is wrong KV too
-        return held.prompt.digest
+        """The prompt's digest if the block holds its `index`-th block, else that of what it holds."""
+        held, position = self._content[block]
+        if position == index:
+            key = prompt.hash_at(index)
+            if held.digest == prompt.digest or (key is not None and held.hash_at(index) == key):
+                return prompt.digest
+        if held.digest == prompt.digest:
+            return prompt.digest[::-1]  # the right prompt in the wrong place reads as nobody's
+        return held.digest
 
     def _forget(self, block: int) -> None:
         key = self._key[block]

@@ -69,26 +69,31 @@ class Engine:
         self._prefilling: list[Run] = []
         self._decoding: list[Run] = []
         self._chunks: list[tuple[Run, int]] = []  # of the step under way
-        self._preempted: list[Event] = []
+        self._preempted: list[Preempted] = []
         self._fetches: list[FetchStart] = []
 
     # The caller's requests
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. InvalidInput for what cannot run: empty, too long for the cache, an id in use."""
+        self._require_runnable(request)
+        run = self._runs[request.id] = Run(request, self._submitted)
+        self._submitted += 1
+        heapq.heappush(self._waiting, (run.order, run))
+
+    def _require_runnable(self, request: EngineRequest) -> None:
         most = self._pool.size * self.profile.block_size
-        if request.prompt_tokens < 1:
-            raise InvalidInput("prompt_tokens", request.prompt_tokens, "must be at least 1")
-        if request.max_tokens < 1 or (request.stop_after is not None and request.stop_after < 1):
-            raise InvalidInput("max_tokens", request.max_tokens, "and stop_after must be at least 1")
+        limits = {"prompt_tokens": request.prompt_tokens, "max_tokens": request.max_tokens}
+        if request.stop_after is not None:
+            limits["stop_after"] = request.stop_after
+        for path, tokens in limits.items():
+            if tokens < 1:
+                raise InvalidInput(path, tokens, "must be at least 1")
         if request.prompt_tokens + request.max_tokens > most:
             rule = f"and max_tokens ({request.max_tokens}) exceed the KV cache of {most} tokens"
             raise InvalidInput("prompt_tokens", request.prompt_tokens, rule)
         if request.id in self._runs:
             raise InvalidInput("request id", request.id, "is in use")
-        run = self._runs[request.id] = Run(request, self._submitted)
-        self._submitted += 1
-        heapq.heappush(self._waiting, (run.order, run))
 
     def abort(self, request_id: str, now_s: float) -> Finished | None:
         """End a request now and free what it holds; None if there is none of that id (it finished already).
@@ -128,7 +133,8 @@ class Engine:
         """End the step under way: its preemptions first, then tokens, then the ends of requests."""
         self.expire_leases(now_s)
         self.busy = False
-        events, self._preempted = self._preempted, []
+        events: list[Event] = [event for event in self._preempted if event.request_id in self._runs]
+        self._preempted.clear()
         ended = self._finish_decodes(events, now_s)
         for run, chunk in self._chunks:
             if run.state is RunState.PREFILLING and self._finish_chunk(run, chunk, events, now_s):
@@ -212,10 +218,6 @@ class Engine:
         return self._pool.read(block_ids)
 
     # What is seen from outside
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests keep what they hold."""
-        self._pool.forget_all()
 
     @property
     def gauges(self) -> Gauges:

@@ -1,0 +1,139 @@
+"""Profiles as shipped, and every way in which a user's own can be wrong."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.profiles import PROFILE_NAMES, EngineProfile, load_profile, parse_profile
+
+LAPTOP = load_profile("laptop")
+FIELDS = LAPTOP.model_dump()
+
+
+def test_the_shipped_profiles_load_and_stand_above_their_floors() -> None:
+    assert {name: load_profile(name).name for name in PROFILE_NAMES} == {
+        name: name for name in ("l70-a100-tp8", "l70-h100-tp4", "l8-h100", "laptop", "q32-a100")
+    }
+
+
+def test_every_profile_of_real_hardware_says_that_it_was_not_measured() -> None:
+    real = [load_profile(name) for name in PROFILE_NAMES if name != "laptop"]
+    silent = [p.name for p in real if "published coefficients, not measured" not in p.description]
+    assert silent == []
+
+
+def test_the_laptop_profile_is_loaded_by_a_handful_of_requests() -> None:
+    step = LAPTOP.step_model
+    one, ten = step.step_s([], [600]), step.step_s([], [600] * 10)
+    prefill_tokens_s = 2000 / step.prefill_model(LAPTOP.token_budget).ttft_s(2000)
+    transfer_s = LAPTOP.link_setup_s + 2000 * LAPTOP.kv_bytes_per_token / LAPTOP.link_bytes_s
+    assert (
+        0.018 <= one <= 0.025,
+        0.045 <= ten <= 0.055,
+        2500 <= prefill_tokens_s <= 4000,
+        0.012 <= transfer_s <= 0.018,
+    ) == (True, True, True, True)
+
+
+def test_a_profile_can_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**FIELDS, "name": "mine"}))
+    assert load_profile(str(path)) == LAPTOP.model_copy(update={"name": "mine"})
+
+
+def problem_of(changes: dict[str, object], *, without: str = "") -> str:
+    fields = {key: value for key, value in {**FIELDS, **changes}.items() if key != without}
+    with pytest.raises(InvalidInput) as refusal:
+        parse_profile(yaml.safe_dump(fields), source="mine.yaml")
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"b": 1e-5},
+            "mine.yaml.b (1e-05) is below its physical floor 0.000125 = "
+            "2*params/(tensor_parallel*peak_flops)",
+            id="prefill faster than the multiplications",
+        ),
+        pytest.param(
+            {"d2": 1e-9},
+            "mine.yaml.d2 (1e-09) is below its physical floor 8.19e-08 = "
+            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)",
+            id="decode faster than the KV cache is read",
+        ),
+        pytest.param(
+            {"t0": 0.001},
+            "mine.yaml.t0 (0.001) is below its physical floor 0.01 = "
+            "weight_bytes/(tensor_parallel*hbm_bytes_s)",
+            id="a step faster than the weights are read",
+        ),
+        pytest.param({"b": float("nan")}, "mine.yaml.b (nan) must be a finite number", id="NaN"),
+        pytest.param({"t0": 0}, "mine.yaml.t0 (0) must be greater than 0", id="no fixed cost"),
+        pytest.param({"block_size": -16}, "mine.yaml.block_size (-16) must be greater than 0", id="negative"),
+        pytest.param(
+            {"max_seqs": 1024},
+            "mine.yaml.max_seqs (1024) is greater than token_budget (512): a decode step would not fit",
+            id="more decodes than the budget holds",
+        ),
+        pytest.param(
+            {"kv_capacity_tokens": 8},
+            "mine.yaml.kv_capacity_tokens (8) is less than block_size (16)",
+            id="not even one block",
+        ),
+        pytest.param(
+            {"colour": "red"}, "mine.yaml.colour (red) is not a field of an engine profile", id="unknown"
+        ),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_with_path_value_and_rule(
+    changes: dict[str, object], message: str
+) -> None:
+    assert problem_of(changes) == message
+
+
+def test_a_missing_field_is_named() -> None:
+    assert problem_of({}, without="t0") == "mine.yaml.t0 (missing) is required"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a list", "profile (mine.yaml) is not a mapping of profile fields"),
+        ("", "profile (mine.yaml) is not a mapping of profile fields"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        parse_profile(text, source="mine.yaml")
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff\xfe", b"a: \x00"])
+def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInput) as refusal:
+        load_profile(str(path))
+    assert str(refusal.value).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h200", f"profile (h200) is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"),
+        ("nowhere/mine.yaml", "profile (nowhere/mine.yaml) cannot be read: no such file or directory"),
+    ],
+)
+def test_a_profile_that_does_not_exist_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        load_profile(name)
+    assert str(refusal.value) == message
+
+
+def test_a_profile_counts_whole_blocks_only() -> None:
+    fields = {**FIELDS, "kv_capacity_tokens": 47}
+    assert EngineProfile.model_validate(fields).kv_blocks == 2
