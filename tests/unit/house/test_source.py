@@ -2,12 +2,15 @@
 
 import ast
 import importlib
+import importlib.metadata
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
@@ -130,10 +133,40 @@ def imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
+    """What happens to be there because something else needs it is gone one day, or in another environment."""
+    by_module = importlib.metadata.packages_distributions()
+    imported = {
+        distribution.lower().replace("_", "-")
+        for path in sorted((ROOT / room / f"fulcrum_{room}").rglob("*.py"))
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for distribution in by_module.get(name.split(".")[0], [])
+        if not name.startswith("fulcrum_")
+    }
+    assert imported - installed_with(room) == set()
+
+
+def installed_with(room: str) -> set[str]:
+    """The distributions that the room may count on: the project's own and its extra's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: distributions(texts) for name, texts in project["optional-dependencies"].items()}
+    extras["core"] = set()
+    extras["cluster"] = (
+        extras["router"] & extras["autoscaler"] & extras["operator"]
+    )  # each of them stands on it
+    extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
+    return distributions(project["dependencies"]) | extras[room]
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {Requirement(text).name.lower().replace("_", "-") for text in requirements}
+
+
 def test_tests_wait_for_conditions_instead_of_sleeping() -> None:
     sleeps = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
     ]
