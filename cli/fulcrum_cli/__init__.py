@@ -1,0 +1,1 @@
+"""The command line: play, up, status, flip, explain."""

@@ -1,0 +1,128 @@
+"""`fulcrum`: declares the commands; what they do is imported when one is run, so that `--help` is quick.
+
+Whatever a user got wrong ends as one line on standard error and exit code 2.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fulcrum_core.errors import FulcrumError, InvalidInput
+
+app = typer.Typer(
+    name="fulcrum",
+    help="Keeps the split between prefill and decode right while requests run.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Service = Annotated[str | None, typer.Argument(help="Name of the service; not needed where only one runs.")]
+
+
+@app.command()
+def play(
+    load: Annotated[str, typer.Option(help="Shape of the load: moving, steady or bursty.")] = "moving",
+    trace: Annotated[Path | None, typer.Option(help="A recorded workload (CSV, plain or gzip).")] = None,
+    speed: Annotated[float, typer.Option(help="Replay the recording so many times as fast.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Multiply the rate of arrivals; lengths never change.")] = 1.0,
+    mode: Annotated[str | None, typer.Option(help="Off, Advise or Auto, in place of the manifest's.")] = None,
+    duration: Annotated[
+        str | None, typer.Option("--for", help="How long the load lasts, such as 60s.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the load and its prompts.")] = 1,
+    port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 0,
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", help="A manifest in place of the built-in one.")
+    ] = None,
+    headless: Annotated[bool, typer.Option("--headless", help="No live view.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the figures of the run to this file.")] = None,
+    kill_every: Annotated[str | None, typer.Option(help="Kill an engine every so often, such as 5s.")] = None,
+    flips: Annotated[
+        int, typer.Option(help="Force so many flips, each as soon as the last is acknowledged.")
+    ] = 0,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Write the last picture of the live view as SVG.")
+    ] = None,
+) -> None:
+    """Run a service on this machine under load, and watch its instances change roles."""
+    from fulcrum_cli.play.command import run
+    from fulcrum_cli.play.options import parse_options
+
+    options = parse_options(
+        load=load, trace=trace, speed=speed, scale=scale, mode=mode, duration=duration, seed=seed, port=port,
+        file=file, headless=headless, json=json, kill_every=kill_every, flips=flips, snapshot=snapshot,
+    )  # fmt: skip
+    raise typer.Exit(run(options))
+
+
+@app.command()
+def up(
+    file: Annotated[Path, typer.Option("-f", "--file", help="The manifest.")],
+    local: Annotated[bool, typer.Option("--local", help="As processes on this machine.")] = False,
+    port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 8000,
+) -> None:
+    """Bring up the services of a manifest and keep them up until Ctrl-C."""
+    from fulcrum_cli.up import run
+
+    if not local:
+        raise InvalidInput("--local", "not given", "is needed: only local services can be brought up")
+    run(file, port=port)
+
+
+@app.command()
+def status(service: Service = None) -> None:
+    """Show a local service: roles, load, objectives."""
+    from fulcrum_cli.status import run
+
+    run(service)
+
+
+@app.command()
+def flip(
+    service: Annotated[str, typer.Argument(help="Name of the service.")],
+    instance: Annotated[str, typer.Argument(help="Name of the instance.")],
+    to: Annotated[str, typer.Option(help="Prefill or Decode.")],
+    pin: Annotated[str | None, typer.Option(help="Keep it there so long, such as 10m.")] = None,
+) -> None:
+    """Give an instance the other role, now and without a restart."""
+    from fulcrum_cli.flip import run
+
+    run(service, instance, to=to, pin=pin)
+
+
+@app.command()
+def explain(
+    service: Service = None,
+    limit: Annotated[int, typer.Option(help="How many decisions.")] = 20,
+) -> None:
+    """Tell the autoscaler's last decisions in words, with their numbers."""
+    from fulcrum_cli.explain import run
+
+    run(service, limit=limit)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(given or ["--help"], standalone_mode=False)
+    except typer.TyperException as error:
+        _refuse(error.format_message())
+    except FulcrumError as error:
+        _refuse(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(code or 0)
+
+
+def _refuse(message: str) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The three shapes of load that `fulcrum play` knows, sized for eight instances of the `laptop` profile.
+
+One such instance prefills about 3,000 tokens a second, and within 50 ms a token it decodes 15 requests of
+335 tokens (300 tokens a second). Lengths are the recordings', scaled; rates are ours.
+
+* moving: 13 prompts of 1,200 tokens a second need 5 of 8 instances for prefill, at 4 they queue; then 14
+  answers of 107 tokens a second need 5 to 6 of 8 for decode, at 4 they miss the TPOT objective.
+* steady: both sides are at about half of their capacity with 4 and 4.
+* bursty: clumps that need nearly everything for prefill, and silences.
+"""
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from fulcrum_simulator.workload import (
+    CHAT,
+    CODE,
+    DECODE_HEAVY,
+    PREFILL_HEAVY,
+    GeneratedLoad,
+    Turn,
+    bursty,
+    moving,
+    steady,
+)
+
+ENDLESS_S = 24 * 3600.0
+"""How long a load lasts if nobody says."""
+
+TURN_S = 12.0
+
+
+def _moving(duration_s: float, seed: int) -> GeneratedLoad:
+    turns = (
+        Turn(PREFILL_HEAVY.scaled(input=0.5, output=0.12), rate_rps=13.0, lasts_s=TURN_S),
+        Turn(DECODE_HEAVY.scaled(output=0.25), rate_rps=14.0, lasts_s=TURN_S),
+    )
+    return moving(turns=turns, duration_s=duration_s, seed=seed)
+
+
+def _steady(duration_s: float, seed: int) -> GeneratedLoad:
+    return steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=CHAT.scaled(input=0.6, output=0.4))
+
+
+def _bursty(duration_s: float, seed: int) -> GeneratedLoad:
+    return bursty(
+        rate_rps=6.0, duration_s=duration_s, seed=seed, mix=CODE.scaled(input=0.5), compression=12.0
+    )
+
+
+SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedLoad]] = MappingProxyType(
+    {"moving": _moving, "steady": _steady, "bursty": _bursty}
+)
+
+
+def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedLoad:
+    """The load of that shape."""
+    return SHAPES[shape](ENDLESS_S if duration_s is None else duration_s, seed)

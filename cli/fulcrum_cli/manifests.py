@@ -1,0 +1,30 @@
+"""Reads what a user wants to run: manifests from files, and the one that `fulcrum play` brings along."""
+
+from pathlib import Path
+
+from fulcrum_core.api.manifest import load_manifest
+from fulcrum_core.api.meta import Resource
+from fulcrum_core.errors import InvalidInput
+
+_PACKAGE = Path(__file__).parent
+_PLAY_PLACES = (_PACKAGE / "play.yaml", _PACKAGE.parents[1] / "examples" / "play.yaml")
+
+
+def read_manifest(path: Path) -> tuple[Resource, ...]:
+    """All objects of the file.
+
+    Raises:
+        InvalidInput: for a file that cannot be read, and for the first rule that an object breaks.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidInput(str(path), "missing", "must be a file that exists") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(path), type(error).__name__, "must be a readable text file") from error
+    return load_manifest(text, source=str(path))
+
+
+def play_manifest() -> Path:
+    """What `fulcrum play` runs: in an installed package beside this file, in a checkout an example."""
+    return next((place for place in _PLAY_PLACES if place.exists()), _PLAY_PLACES[-1])

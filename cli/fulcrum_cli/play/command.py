@@ -1,0 +1,146 @@
+"""`fulcrum play`, from the checked options to the exit code."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import uvloop
+
+from fulcrum_autoscaler.routers import HttpRouter, open_router
+from fulcrum_cli.interrupts import on_interrupt
+from fulcrum_cli.logs import log_to, log_warnings
+from fulcrum_cli.play.observer import Observer
+from fulcrum_cli.play.options import PlayOptions
+from fulcrum_cli.play.recorder import Flip
+from fulcrum_cli.play.report import RunFigures
+from fulcrum_cli.play.screen import keyboard, on_terminal, save_picture, show
+from fulcrum_cli.play.session import Session, Stage
+from fulcrum_cluster.client import open_store
+from fulcrum_core.profiles import load_profile
+from fulcrum_operator.local import LocalOptions, LocalRun, run_local
+from fulcrum_simulator.client import LoadGenerator, Target
+
+MAX_CONNECTIONS = 2048
+CHAT_SHARE, WHOLE_SHARE = 0.2, 0.05
+"""Most requests are streamed completions; some are chats, and a few want their answer in one piece."""
+
+INTERRUPTED = 130
+
+
+def run(options: PlayOptions) -> int:
+    """Plays, prints and writes the figures, and returns the exit code."""
+    headless = options.headless or not on_terminal()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        figures = runner.run(_play(options, headless=headless))
+    if figures is None:
+        return INTERRUPTED
+    print(figures.as_text())
+    if options.json is not None:
+        text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    if figures.too_slow:
+        print("machine too slow: engine steps came late, see above", file=sys.stderr)
+    return 0
+
+
+async def _play(options: PlayOptions, *, headless: bool) -> RunFigures | None:
+    """The run's figures; None if it was interrupted before its load began."""
+    me = asyncio.current_task()
+    assert me is not None
+    sessions: list[Session] = []
+
+    def interrupted() -> None:
+        if sessions and sessions[0].begun:
+            sessions[0].quit()
+        else:
+            me.cancel()
+
+    log_warnings() if headless else log_to(None)
+    try:
+        with on_interrupt(interrupted):
+            async with _session(options, headless=headless) as (session, service):
+                sessions.append(session)
+                return await _perform(options, session, service, headless=headless)
+    except asyncio.CancelledError:
+        return None
+
+
+async def _perform(
+    options: PlayOptions, session: Session, service: LocalRun, *, headless: bool
+) -> RunFigures:
+    with ExitStack() as stack:
+        async with AsyncExitStack() as background:
+            if not headless:
+                stack.enter_context(keyboard(session.press))
+                await background.enter_async_context(_background(show(session.frame)))
+            await service.serving()
+            figures = await session.run()
+        if options.snapshot is not None:
+            save_picture(session.frame(), options.snapshot)
+    return figures
+
+
+@asynccontextmanager
+async def _session(options: PlayOptions, *, headless: bool) -> AsyncIterator[tuple[Session, LocalRun]]:
+    """A session on a service that starts; everything is ended with the context."""
+    meta = options.service.metadata
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(run_local(options.objects, LocalOptions(port=options.port)))
+        if not headless:
+            log_to(service.folder / "operator.log")
+        info = service.info
+        client = await stack.enter_async_context(open_router(info.router_state_url, token=info.token))
+        observer = Observer(
+            service.store,
+            meta.name,
+            namespace=meta.namespace,
+            router=HttpRouter(client),
+            http=await stack.enter_async_context(httpx.AsyncClient(trust_env=False)),
+            autoscaler_url=info.autoscaler_url,
+        )
+        store = await stack.enter_async_context(open_store(info.store))
+        stage = Stage(
+            store=store,
+            endpoint=info.router_url,
+            kill=service.kill,
+            max_tokens=load_profile(options.service.spec.engine.profile).kv_capacity_tokens,
+        )
+        load = _load(options, info.router_url)
+        stack.push_async_callback(load.close)
+        session = Session(options, stage, observer, load)
+        if headless:
+            observer.on_flip = lambda flip: _tell(session, flip)
+        await stack.enter_async_context(_background(observer.run()))
+        yield session, service
+
+
+def _load(options: PlayOptions, url: str) -> LoadGenerator:
+    host, port = url.removeprefix("http://").rsplit(":", 1)
+    target = Target(
+        host=host,
+        port=int(port),
+        model=options.service.spec.model,
+        chat_share=CHAT_SHARE,
+        whole_share=WHOLE_SHARE,
+        max_connections=MAX_CONNECTIONS,
+    )
+    return LoadGenerator(target, slo=options.service.spec.slo.slo(), seed=options.seed)
+
+
+def _tell(session: Session, flip: Flip) -> None:
+    print(f"{session.elapsed_s:6.1f} s  {flip.instance} {flip.origin} → {flip.to}: {flip.reason}", flush=True)
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` while the context lasts. Should it crash, what it served goes on without it."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,76 @@
+"""Trouble on purpose: flips as fast as they are acknowledged, engines killed on a timer."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fulcrum_cli.flipping import flip
+from fulcrum_cli.play.observer import Observer
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.assignment import serving
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.ports import Store
+from fulcrum_core.values import Phase, Role
+
+ACKNOWLEDGE_S = 5.0
+_BLOCKED_S = 0.05
+
+
+@dataclass(slots=True)
+class ForcedFlips:
+    """Flips one instance after the other, in turn away from prefill and away from decode."""
+
+    store: Store
+    observer: Observer
+    service: str
+    namespace: str
+    done: int = 0
+    unacknowledged: int = 0
+
+    async def run(self, count: int) -> None:
+        """Makes `count` flips, each as soon as the router has acknowledged the one before."""
+        while self.done < count:
+            origin = (Role.PREFILL, Role.DECODE)[self.done % 2]
+            if not await self._flip_one(origin):
+                await asyncio.sleep(_BLOCKED_S)
+
+    async def _flip_one(self, origin: Role) -> bool:
+        """False if no instance may leave that role now."""
+        candidates = self._candidates(await self._assignment(), origin)
+        if not candidates:
+            return False
+        instance = candidates[(self.done // 2) % len(candidates)]
+        try:
+            changed = await flip(
+                self.store,
+                self.service,
+                instance,
+                origin.other,
+                namespace=self.namespace,
+                reason=f"forced, number {self.done + 1}",
+            )
+        except InvalidInput:
+            return False
+        acknowledged = await self.observer.acknowledge(changed.metadata.generation, timeout_s=ACKNOWLEDGE_S)
+        self.done += 1
+        self.unacknowledged += not acknowledged
+        return True
+
+    async def _assignment(self) -> PDAssignment:
+        return await self.store.get(PDAssignment, self.service, namespace=self.namespace)
+
+    def _candidates(self, assignment: PDAssignment, origin: Role) -> Sequence[str]:
+        instances = self.observer.instances
+        ready = [name for name, i in instances.items() if i.status.phase is Phase.SERVING]
+        return serving(assignment.spec.roles, ready, origin)
+
+
+async def kill_in_turn(observer: Observer, kill: Callable[[str], None], *, every_s: float) -> None:
+    """Kills a serving engine every so often, each in its turn."""
+    killed = 0
+    while True:
+        await asyncio.sleep(every_s)
+        serving_now = [name for name, i in observer.instances.items() if i.status.phase is Phase.SERVING]
+        if serving_now:
+            kill(serving_now[killed % len(serving_now)])
+            killed += 1

@@ -1,0 +1,90 @@
+"""One picture of a run: plain values, so that the view can be drawn from recorded or made-up ones."""
+
+from dataclasses import dataclass, field
+
+from fulcrum_cli.play.recorder import Cell
+from fulcrum_core.values import Phase, Role, Slo
+from fulcrum_simulator.client import Latencies
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRow:
+    """One instance now, and its band: one cell a second, oldest first; `marks` are the cells with a flip."""
+
+    name: str
+    role: Role | None
+    phase: Phase
+    band: tuple[Cell, ...]
+    marks: frozenset[int] = frozenset()
+    prefill_queued_s: float = 0.0
+    decode_tokens: int = 0
+    decode_requests: int = 0
+    kv_usage: float | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Requests so far."""
+
+    offered: int = 0
+    ok: int = 0
+    failed: int = 0
+    broken: int = 0
+    wrong: int = 0
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A flip, or a word of the autoscaler, at a second of the run."""
+
+    at_s: float
+    text: str
+    to: Role | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """All that the view shows. Times count from the load's start; shares 0 to 1; None: nothing is known."""
+
+    service: str
+    model: str
+    endpoint: str
+    mode: str
+    seed: int
+    elapsed_s: float
+    ends_s: float | None
+    load: str
+    load_phase: str
+    rate_rps: float | None
+    slo: Slo
+    instances: tuple[InstanceRow, ...]
+    selected: int = 0
+    counts: Counts = field(default_factory=Counts)
+    recent: Latencies = field(default_factory=lambda: Latencies(None, None, None, None))
+    attainment: float | None = None
+    attainment_recent: float | None = None
+    wanted: tuple[int, int] = (0, 0)
+    had: tuple[int, int] = (0, 0)
+    flips_to_prefill: int = 0
+    flips_to_decode: int = 0
+    ack_p99_ms: float | None = None
+    lateness_p99_ms: float | None = None
+    decisions: tuple[Decision, ...] = ()
+    notice: str = ""
+
+    @property
+    def prefill_queued_s(self) -> float:
+        """Predicted prefill work that waits or runs, over all instances."""
+        return sum(row.prefill_queued_s for row in self.instances)
+
+    @property
+    def decode_tokens(self) -> int:
+        """KV tokens of all requests in decode."""
+        return sum(row.decode_tokens for row in self.instances)
+
+    @property
+    def decode_requests(self) -> int:
+        """Requests in decode."""
+        return sum(row.decode_requests for row in self.instances)

@@ -1,0 +1,134 @@
+"""Follows a running service from outside: its assignment, its router, its autoscaler, its engines.
+
+Everything comes the way any other program would get it: watches of the store, the router's state port,
+the autoscaler's `/decisions`, the engines' `/metrics`.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+
+from fulcrum_autoscaler.routers import HttpRouter, RouterAway
+from fulcrum_cli.play.lateness import LatenessLedger, read_buckets
+from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.ports import Unreachable, decisions
+from fulcrum_cluster.watching import Mirror
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.ports import Store
+from fulcrum_core.state import RouterState
+
+LOOK_S = 0.5
+SCRAPE_S = 5.0
+_SCRAPE_TIMEOUT_S = 2.0
+_DECISIONS_KEPT = 30
+
+OnFlip = Callable[[Flip], None]
+
+
+class Observer:
+    """What is known of one service now, and its history. `run` keeps it current until cancelled."""
+
+    def __init__(
+        self,
+        store: Store,
+        service: str,
+        *,
+        namespace: str,
+        router: HttpRouter,
+        http: httpx.AsyncClient,
+        autoscaler_url: str | None,
+    ) -> None:
+        self.recorder = Recorder()
+        self.lateness = LatenessLedger()
+        self.state: RouterState | None = None
+        self.decisions: Sequence[dict[str, Any]] = ()
+        self.acknowledged = asyncio.Condition()
+        self._service, self._router, self._http = service, router, http
+        self._autoscaler_url = autoscaler_url
+        self.on_flip: OnFlip = lambda _flip: None
+        self._instances = Mirror(store, PDInstance, namespace=namespace)
+        self._assignments = Mirror(store, PDAssignment, namespace=namespace, on_change=self._assigned)
+
+    @property
+    def instances(self) -> Mapping[str, PDInstance]:
+        """The service's instances by name."""
+        listed = self._instances.objects
+        return {name: listed[name] for name in sorted(listed) if listed[name].spec.service == self._service}
+
+    async def run(self) -> None:
+        """Follow everything until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._instances.run())
+            tasks.create_task(self._assignments.run())
+            tasks.create_task(self._follow_router())
+            tasks.create_task(self._mark_seconds())
+            tasks.create_task(_every(SCRAPE_S, self.scrape))
+            if self._autoscaler_url:
+                tasks.create_task(_every(1.0, self._read_decisions))
+
+    async def acknowledge(self, generation: int, *, timeout_s: float) -> bool:
+        """Whether the router has applied the generation within the time."""
+        try:
+            async with asyncio.timeout(timeout_s), self.acknowledged:
+                await self.acknowledged.wait_for(lambda: self._generation() >= generation)
+        except TimeoutError:
+            return False
+        return True
+
+    async def scrape(self) -> None:
+        """Reads the lateness of every engine that answers."""
+        serving = [(name, i.status.endpoint) for name, i in self.instances.items() if i.status.endpoint]
+        await asyncio.gather(*(self._scrape(name, endpoint) for name, endpoint in serving))
+
+    def _generation(self) -> int:
+        return self.state.generation if self.state else 0
+
+    def _assigned(self, _before: PDAssignment | None, after: PDAssignment | None) -> None:
+        if after is None or after.spec.service != self._service:
+            return
+        for flip in self.recorder.assigned(after):
+            self.on_flip(flip)
+
+    async def _follow_router(self) -> None:
+        """Long-polls for the next generation, so that an acknowledgement is known at once."""
+        while True:
+            try:
+                state = await self._router.state(min_generation=self._generation() + 1, timeout_s=LOOK_S)
+            except RouterAway:
+                await asyncio.sleep(LOOK_S)
+                continue
+            async with self.acknowledged:
+                self.state = state
+                self.recorder.acknowledged(state.generation, state.acknowledged_at_s)
+                self.acknowledged.notify_all()
+
+    async def _mark_seconds(self) -> None:
+        next_s = time.monotonic()
+        while True:
+            next_s += 1.0
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            self.recorder.second({name: i.status.phase for name, i in self.instances.items()})
+
+    async def _read_decisions(self) -> None:
+        assert self._autoscaler_url is not None
+        with suppress(Unreachable):  # the last ones stand
+            self.decisions = await decisions(self._http, self._autoscaler_url, limit=_DECISIONS_KEPT)
+
+    async def _scrape(self, name: str, endpoint: str) -> None:
+        try:
+            answer = await self._http.get(f"http://{endpoint}/metrics", timeout=_SCRAPE_TIMEOUT_S)
+        except httpx.HTTPError:
+            return
+        if answer.is_success:
+            self.lateness.read(name, read_buckets(answer.text))
+
+
+async def _every(interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        await act()

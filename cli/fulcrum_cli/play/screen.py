@@ -1,0 +1,94 @@
+"""The terminal: draws frames on the alternate screen and turns key strokes into words.
+
+Drawing happens at most `FRAMES_PER_S` times a second, since it shares two processors with eight engines.
+"""
+
+import asyncio
+import os
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from fulcrum_cli.play.frame import Frame
+from fulcrum_cli.play.view import draw
+
+FRAMES_PER_S = 4
+
+
+class Key(StrEnum):
+    """What a key stroke means."""
+
+    MOVING = "moving"
+    STEADY = "steady"
+    BURSTY = "bursty"
+    UP = "up"
+    DOWN = "down"
+    FLIP = "flip"
+    KILL = "kill"
+    QUIT = "quit"
+
+
+_KEYS = {
+    "1": Key.MOVING, "m": Key.MOVING, "2": Key.STEADY, "s": Key.STEADY, "3": Key.BURSTY, "b": Key.BURSTY,
+    "\x1b[A": Key.UP, "\x1bOA": Key.UP, "\x1b[B": Key.DOWN, "\x1bOB": Key.DOWN,
+    "f": Key.FLIP, "k": Key.KILL, "q": Key.QUIT, "\x03": Key.QUIT,
+}  # fmt: skip
+
+
+def read_keys(typed: str) -> Iterator[Key]:
+    """The known keys in what was typed, in order; the rest is passed over."""
+    while typed:
+        known = next((stroke for stroke in _KEYS if typed.startswith(stroke)), None)
+        if known is not None:
+            yield _KEYS[known]
+        typed = typed[len(known or ".") :]
+
+
+@contextmanager
+def keyboard(pressed: Callable[[Key], None]) -> Iterator[None]:
+    """Calls `pressed` for every key while the context lasts; the terminal is as before afterwards."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        for key in read_keys(os.read(descriptor, 1024).decode(errors="ignore")):
+            pressed(key)
+
+    tty.setcbreak(descriptor)
+    loop.add_reader(descriptor, readable)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+async def show(frame: Callable[[], Frame]) -> None:
+    """Draws `frame()` over and over until cancelled."""
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            width, height = console.size
+            live.update(draw(frame(), width=width, height=height), refresh=True)
+            await asyncio.sleep(1 / FRAMES_PER_S)
+
+
+def save_picture(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
+    """Writes the frame as an SVG picture of a terminal."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
+        console.print(draw(frame, width=width, height=height))
+        console.save_svg(str(path), title="fulcrum play")
+
+
+def on_terminal() -> bool:
+    """Whether there is somebody to watch: both ends are a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,266 @@
+"""Draws a frame: coloured lines for a terminal of any size from 80 × 24 up.
+
+Prefill is orange and decode is blue, a pair that colour-blind people tell apart; a band's full and
+half-high cells say the same without colour.
+"""
+
+from collections.abc import Iterable
+
+from rich.console import Group
+from rich.text import Text
+
+from fulcrum_cli.play.frame import Decision, Frame, InstanceRow
+from fulcrum_cli.play.recorder import Cell
+from fulcrum_core.values import Phase, Role
+
+TOO_SLOW_MS = 10.0
+"""Lateness of the engines' steps (p99) beyond which their latencies are the machine's and not the model's."""
+
+PREFILL, DECODE = "#e69f00", "#56b4e9"
+GOOD, BAD, DIM, TITLE = "#009e73", "bold #d55e00", "grey62", "bold"
+_CELLS = {
+    Cell.PREFILL: ("█", PREFILL),
+    Cell.DECODE: ("▄", DECODE),
+    Cell.STARTING: ("·", DIM),
+    Cell.DEAD: ("x", BAD),
+}
+_METERS_WIDTH = 42
+_BAND_MIN = 16
+_NAME_MAX = 18
+
+
+def draw(frame: Frame, *, width: int, height: int) -> Group:
+    """The frame as lines, none wider than `width`; decisions fill what `height` leaves."""
+    roomy = height >= 30
+    lines = [_title(frame, width), _load(frame), *_gap(roomy), *_instances(frame, width), *_gap(True)]
+    lines += [*_objectives(frame), *_gap(roomy), *_split(frame), *_gap(True)]
+    footer = [_keys(width)]
+    room = max(0, height - len(lines) - len(footer) - 1)
+    lines += _decisions(frame, room, width)
+    lines += [Text("")] * (height - len(lines) - len(footer))
+    return Group(*(_fit(line, width) for line in lines + footer))
+
+
+def _fit(line: Text, width: int) -> Text:
+    line.no_wrap = True
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _gap(wanted: bool) -> list[Text]:
+    return [Text("")] if wanted else []
+
+
+def role_style(role: Role | None) -> str:
+    """The colour of a role."""
+    return {Role.PREFILL: PREFILL, Role.DECODE: DECODE}.get(role, DIM) if role else DIM
+
+
+def _title(frame: Frame, width: int) -> Text:
+    clock = _clock(frame.elapsed_s) + (f" / {_clock(frame.ends_s)}" if frame.ends_s else "")
+    left = Text.assemble(
+        (" fulcrum ", "bold reverse"),
+        " ",
+        (frame.service, TITLE),
+        (f"  {frame.model}  ", DIM),
+        (frame.mode, TITLE),
+    )
+    right = Text.assemble((f"{frame.endpoint}  seed {frame.seed}  ", DIM), (clock, TITLE))
+    return left + Text(" " * max(2, width - left.cell_len - right.cell_len)) + right
+
+
+def _clock(seconds: float | None) -> str:
+    minutes, rest = divmod(int(seconds or 0), 60)
+    return f"{minutes:02d}:{rest:02d}"
+
+
+def _load(frame: Frame) -> Text:
+    counts = frame.counts
+    rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
+    bad = counts.failed + counts.broken + counts.wrong
+    return Text.assemble(
+        (" load ", DIM), (frame.load, TITLE), f" {frame.load_phase}", (rate, DIM),
+        ("   offered ", DIM), f"{counts.offered:,}", ("  in flight ", DIM), f"{counts.in_flight}",
+        ("  ok ", DIM), (f"{counts.ok:,}", GOOD if counts.ok else DIM),
+        ("  failed/broken/wrong ", DIM),
+        (f"{counts.failed}/{counts.broken}/{counts.wrong}", BAD if bad else DIM),
+    )  # fmt: skip
+
+
+def _instances(frame: Frame, width: int) -> list[Text]:
+    name_width = min(_NAME_MAX, max((len(row.name) for row in frame.instances), default=8))
+    band_width = max(_BAND_MIN, width - name_width - _METERS_WIDTH - 5)
+    head = Text.assemble(
+        (" " * (name_width + 5), DIM),
+        (f"roles, last {band_width} s, now at the right"[:band_width].ljust(band_width), DIM),
+        ("  prefill queue    decode   KV cache", DIM),
+    )
+    rows = [
+        _instance(row, index == frame.selected, name_width, band_width, frame.slo.ttft_s)
+        for index, row in enumerate(frame.instances)
+    ]
+    return [head, *rows]
+
+
+def _instance(row: InstanceRow, selected: bool, name_width: int, band_width: int, ttft_s: float) -> Text:
+    letter = row.role.value[0] if row.role and row.phase is not Phase.FAILED else "x"
+    line = Text.assemble(
+        ("▸" if selected else " ", TITLE),
+        (row.name[-name_width:].ljust(name_width), TITLE if selected else ""),
+        " ",
+        (
+            f" {letter} ",
+            f"{'black on ' if letter != 'x' else ''}{role_style(row.role) if letter != 'x' else BAD}",
+        ),
+    )
+    line.append_text(_band(row, band_width))
+    line.append_text(_meters(row, ttft_s))
+    return line
+
+
+def _band(row: InstanceRow, width: int) -> Text:
+    first = max(0, len(row.band) - width)
+    band = Text(" " * (width - (len(row.band) - first)))
+    for place, cell in enumerate(row.band[first:], start=first):
+        glyph, style = _CELLS[cell]
+        if place in row.marks:
+            band.append("◆", f"bold {style}")
+        else:
+            band.append(glyph, style)
+    return band
+
+
+def _meters(row: InstanceRow, ttft_s: float) -> Text:
+    if row.phase is not Phase.SERVING:
+        restarts = f", restart {row.restarts}" if row.restarts else ""
+        return Text(f"  {row.phase.lower()}{restarts}", BAD if row.phase is Phase.FAILED else DIM)
+    queued = row.prefill_queued_s
+    return Text.assemble(
+        "  ",
+        _bar(queued / ttft_s, 6, PREFILL),
+        (f" {queued:4.1f} s", "" if queued else DIM),
+        "  ",
+        (f"{row.decode_requests:3d}×{_thousands(row.decode_tokens):>5}", "" if row.decode_requests else DIM),
+        "  ",
+        _bar(row.kv_usage or 0.0, 6, DECODE),
+        (" –" if row.kv_usage is None else f" {row.kv_usage:4.0%}", "" if row.kv_usage else DIM),
+    )
+
+
+def _thousands(count: int) -> str:
+    return f"{count / 1000:.1f}k" if count >= 1000 else str(count)
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def _bar(share: float, width: int, style: str) -> Text:
+    """A bar of `width` cells, filled to `share` of 1 in eighths of a cell; red where it is over 1."""
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    text = "█" * full + (_EIGHTHS[rest] if rest else "")
+    return Text(text.ljust(width), f"{BAD if share > 1 else style} on grey19")
+
+
+def _objectives(frame: Frame) -> list[Text]:
+    recent, slo = frame.recent, frame.slo
+    return [
+        _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, "objective"),
+        _objective("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, "objective"),
+        Text.assemble(
+            (" attainment  ", DIM), *_share("last 10 s", frame.attainment_recent), "   ",
+            *_share("run", frame.attainment),
+            ("   queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL),
+            ("  decode ", DIM),
+            (f"{frame.decode_requests} req, {_thousands(frame.decode_tokens)} tok", DECODE),
+        ),
+    ]  # fmt: skip
+
+
+def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: float, word: str) -> Text:
+    return Text.assemble(
+        (f" {name}  last 10 s   ", DIM),
+        *_latency("p50", p50_s, goal_s),
+        "  ",
+        *_latency("p99", p99_s, goal_s),
+        (f"   {word} {_short_s(goal_s)}", DIM),
+    )
+
+
+def _latency(name: str, value_s: float | None, goal_s: float) -> Iterable[Text | tuple[str, str]]:
+    yield (f"{name} ", DIM)
+    if value_s is None:
+        yield ("     –".ljust(15), DIM)
+        return
+    yield (f"{_short_s(value_s):>8} ", BAD if value_s > goal_s else GOOD)
+    yield _bar(value_s / goal_s, 10, GOOD)
+
+
+def _short_s(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _share(name: str, share: float | None) -> Iterable[tuple[str, str]]:
+    yield (f"{name} ", DIM)
+    if share is None:
+        yield ("–", DIM)
+    else:
+        yield (f"{share:.1%}", GOOD if share >= 0.9 else BAD)
+
+
+def _split(frame: Frame) -> list[Text]:
+    line = Text.assemble((" P:D  wanted ", DIM), *_ratio(frame.wanted), ("  had ", DIM), *_ratio(frame.had))
+    line.append("   flips ", DIM)
+    line.append(f"→P {frame.flips_to_prefill}", PREFILL)
+    line.append("  ")
+    line.append(f"→D {frame.flips_to_decode}", DECODE)
+    if frame.ack_p99_ms is not None:
+        line.append("   acknowledged in ", DIM)
+        line.append(f"{frame.ack_p99_ms:.1f} ms")
+        line.append(" (p99)", DIM)
+    if frame.lateness_p99_ms is not None:
+        line.append("   engines late ", DIM)
+        line.append(f"{frame.lateness_p99_ms:.1f} ms", BAD if frame.lateness_p99_ms > TOO_SLOW_MS else "")
+    lines = [line]
+    if frame.lateness_p99_ms is not None and frame.lateness_p99_ms > TOO_SLOW_MS:
+        lines.append(Text(" MACHINE TOO SLOW: engine steps come late, latencies are not the model's", BAD))
+    if frame.notice:
+        lines.append(Text(f" {frame.notice}", TITLE))
+    return lines
+
+
+def _ratio(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
+    yield (str(split[0]), PREFILL)
+    yield (":", DIM)
+    yield (str(split[1]), DECODE)
+
+
+def _decisions(frame: Frame, room: int, width: int) -> list[Text]:
+    if room < 2:
+        return []
+    shown = frame.decisions[-(room - 1) :]
+    head = Text(" last decisions" if shown else " no decision yet", DIM)
+    return [head, *(_decision(decision, width) for decision in reversed(shown))]
+
+
+def _decision(decision: Decision, width: int) -> Text:
+    line = Text.assemble((f" {_clock(decision.at_s)} ", DIM), (decision.text, role_style(decision.to)))
+    return _fit(line, width)
+
+
+def _keys(width: int) -> Text:
+    keys = [
+        ("1", "moving"),
+        ("2", "steady"),
+        ("3", "bursty"),
+        ("↑↓", "select"),
+        ("f", "flip"),
+        ("k", "kill"),
+        ("q", "quit"),
+    ]
+    line = Text(" ")
+    for key, action in keys:
+        line.append(f" {key} ", "reverse")
+        line.append(f" {action}  ", DIM)
+    line.truncate(width)
+    return line
