@@ -5,7 +5,14 @@ from fulcrum_core.api.meta import API_VERSION, GROUP, VERSION, Condition, Object
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.api.pdinstance import IdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, PDPool, PDPoolSpec, PDPoolStatus, PoolRole, fixed_role
-from fulcrum_core.api.pdservice import LastDecision, PDService, PDServiceSpec, PDServiceStatus, PoolSpec, RoleStatus
+from fulcrum_core.api.pdservice import (
+    LastDecision,
+    PDService,
+    PDServiceSpec,
+    PDServiceStatus,
+    PoolSpec,
+    RoleStatus,
+)
 from fulcrum_core.api.qostier import QoSTier, QoSTierSpec, SloSpec
 from fulcrum_core.api.registry import KINDS, kind_of
 

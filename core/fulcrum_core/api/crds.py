@@ -1,7 +1,8 @@
 """From the pydantic models to CustomResourceDefinitions: `python -m fulcrum_core.api.crds DIR`.
 
 Kubernetes wants a structural schema: no `$ref`, no `anyOf` with types, no `title`, no nulls. What is
-dropped here (unknown fields, model validators) is enforced by strict field validation and CEL.
+dropped here (unknown fields) is enforced by strict field validation; rules between fields are CEL, beside the
+validators that they repeat.
 """
 
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fulcrum_core.api.meta import GROUP, VERSION, Resource
+from fulcrum_core.api.meta import GROUP, VERSION, Resource, format_duration
 from fulcrum_core.api.registry import KINDS
 
 _DROPPED = {"title", "additionalProperties", "discriminator", "examples", "$defs"}
@@ -82,7 +83,10 @@ def _root_schema(kind: type[Resource]) -> dict[str, Any]:
             properties[name] = _convert(schema["properties"][name], definitions)
     description = (kind.__doc__ or "").strip()
     root = {"type": "object", "description": description, "properties": properties}
-    return root if not kind.model_fields["spec"].is_required() else {**root, "required": ["spec"]}
+    if kind.model_fields["spec"].is_required():
+        return {**root, "required": ["spec"]}
+    properties["spec"]["default"] = {}
+    return root
 
 
 def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +94,10 @@ def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[st
     out: dict[str, Any] = {}
     for key, value in _renamed(node):
         if key == "properties":
-            out[key] = {name: _convert(child, definitions) for name, child in value.items()}
+            required = node.get("required", ())
+            out[key] = {
+                name: _property(child, name in required, definitions) for name, child in value.items()
+            }
         elif key == "items":
             out[key] = _convert(value, definitions)
         else:
@@ -99,6 +106,17 @@ def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[st
     if isinstance(values, Mapping):
         out["additionalProperties"] = _convert(values, definitions)
     return out
+
+
+def _property(node: Mapping[str, Any], required: bool, definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """A field; an object of defaults is there even if nobody wrote it, so that its defaults are."""
+    converted = _convert(node, definitions)
+    optional = any(option.get("type") == "null" for option in node.get("anyOf", ()))
+    if converted["type"] == "object" and not (required or optional):
+        converted["default"] = {}
+    if converted["type"] == "string" and isinstance(converted.get("default"), float):
+        converted["default"] = format_duration(converted["default"])
+    return converted
 
 
 def _resolve(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,27 +1,87 @@
-"""From YAML to kinds: every broken rule becomes one line with path, value and rule."""
+"""From YAML to kinds: every broken rule becomes one line with path, value and rule.
 
+YAML is read as Kubernetes reads it where that matters: times stay text, a key that is written twice is an
+error. Unlike there, only `true` and `false` are truth values, so that `mode: Off` says what it looks like.
+"""
+
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
-from fulcrum_core.api.meta import Resource
+from fulcrum_core.api.meta import ObjectMeta, Resource
 from fulcrum_core.api.registry import kind_of
 from fulcrum_core.errors import InvalidInput
 
 R = TypeVar("R", bound=Resource)
 
 _RULES = {
+    "bool_parsing": "is neither true nor false",
+    "bool_type": "is neither true nor false",
+    "dict_type": "is not an object",
+    "enum": "is none of {expected}",
     "extra_forbidden": "is not a field",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "greater_than": "is not greater than {gt:g}",
+    "greater_than_equal": "is less than {ge:g}",
+    "int_from_float": "is not a whole number",
+    "int_parsing": "is not a whole number",
+    "int_type": "is not a whole number",
+    "less_than_equal": "is greater than {le:g}",
+    "literal_error": "is none of {expected}",
     "missing": "is required",
+    "model_type": "is not an object",
+    "string_pattern_mismatch": "does not match {pattern}",
+    "string_too_long": "is longer than {max_length} characters",
+    "string_too_short": "is shorter than {min_length} characters",
+    "string_type": "is not text",
+    "too_long": "has more than {max_length} items",
+    "tuple_type": "is not a list",
 }
+_ENUM_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")
+_TIMESTAMP, _BOOL = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool"
+_METADATA = {field.alias for field in ObjectMeta.model_fields.values()} | {
+    "deletionGracePeriodSeconds",
+    "finalizers",
+    "generateName",
+    "managedFields",
+    "selfLink",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Times as text, truth values as in YAML 1.2, no key twice."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the base class declares it so
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_TIMESTAMP, _BOOL)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping, or a `ConstructorError` that points at the second of two equal keys."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is written twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
     """The object that `raw` says, or `InvalidInput` for the first rule it breaks."""
     try:
-        return kind.model_validate(raw)
+        return kind.model_validate(raw, by_alias=True, by_name=False)
     except ValidationError as error:
         raise _first_rule(error) from error
 
@@ -29,18 +89,24 @@ def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
 def parse_object(raw: object) -> Resource:
     """The object that one YAML document says, whatever its kind."""
     if not isinstance(raw, Mapping):
-        raise InvalidInput("manifest", raw, "is not an object with apiVersion, kind, metadata and spec")
-    return parse_as(kind_of(raw.get("kind")), raw)
+        raise InvalidInput(
+            "manifest", _short(raw), "is not an object with apiVersion, kind, metadata and spec"
+        )
+    kind, metadata = kind_of(raw.get("kind")), raw.get("metadata")
+    if "apiVersion" not in raw:
+        raise InvalidInput("apiVersion", "nothing", "is required")
+    for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
+        if key not in _METADATA:
+            raise InvalidInput(f"metadata.{key}", _short(value), "is not a field")
+    return parse_as(kind, raw)
 
 
 def load_manifest(text: str, *, source: str) -> tuple[Resource, ...]:
     """All objects of a YAML text. Errors name `source` and the number of the document."""
     try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+        documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise InvalidInput(source, f"YAML{where}", str(getattr(error, "problem", "cannot be read"))) from error
+        raise _unreadable(error, source) from error
     if not documents:
         raise InvalidInput(source, "empty", "holds no object")
     return tuple(_parse_document(document, f"{source}[{index}]") for index, document in enumerate(documents))
@@ -53,14 +119,33 @@ def _parse_document(document: object, where: str) -> Resource:
         raise InvalidInput(f"{where}: {error.path}", error.value, error.rule) from error
 
 
+def _unreadable(error: yaml.YAMLError, source: str) -> InvalidInput:
+    mark = getattr(error, "problem_mark", None)
+    where = f" line {mark.line + 1}" if mark else ""
+    return InvalidInput(source, f"YAML{where}", str(getattr(error, "problem", "") or "cannot be read"))
+
+
 def _first_rule(error: ValidationError) -> InvalidInput:
     first = error.errors(include_url=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    rule = _RULES.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     value = "nothing" if first["type"] == "missing" else _short(first["input"])
-    return InvalidInput(path or "manifest", value, rule[:1].lower() + rule[1:])
+    return InvalidInput(path or "manifest", value, _rule(first["type"], first["msg"], first.get("ctx", {})))
+
+
+def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:
+    if error in _RULES:
+        rule = _ENUM_MEMBER.sub(r"\1", _RULES[error].format_map(numbers))
+        return rule if " or " in rule else rule.replace("is none of", "is not")
+    text = message.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    """On one line, as YAML writes it, at most 80 characters."""
+    if isinstance(value, str):
+        text = " ".join(value.split())
+    else:
+        plain = json.loads(json.dumps(value, default=str))
+        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
+        text = text.removesuffix("\n...\n").strip()
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,11 +1,23 @@
 """What every kind shares: metadata, conditions, and the spelling of durations and times."""
 
+import math
 import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    PlainSerializer,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 GROUP = "fulcrum.dev"
 VERSION = "v1alpha1"
@@ -31,26 +43,61 @@ def parse_duration(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """The shortest spelling that `parse_duration` reads back: `50ms`, `1.5s`, `2m`, `1h30m`."""
     if seconds < 1:
-        return f"{seconds * 1000:g}ms"
+        return f"{_plain(seconds * 1000)}ms"
     hours, rest = divmod(seconds, 3600)
     minutes, left = divmod(rest, 60)
-    parts = (f"{hours:g}h" if hours else "", f"{minutes:g}m" if minutes else "", f"{left:g}s" if left else "")
+    parts = (
+        f"{hours:.0f}h" if hours else "",
+        f"{minutes:.0f}m" if minutes else "",
+        f"{_plain(left)}s" if left else "",
+    )
     return "".join(parts)
+
+
+def _plain(number: float) -> str:
+    """To the nearest millionth, never with an exponent."""
+    return f"{number:.6f}".rstrip("0").rstrip(".")
 
 
 def _duration(value: object) -> float:
     if isinstance(value, str):
         return parse_duration(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
 
 
+class _DurationSchema:
+    """A duration in a CRD: text, with the bounds of its seconds as CEL rules."""
+
+    _BOUNDS: ClassVar[dict[str, tuple[str, str]]] = {
+        "minimum": (">=", "is less than"),
+        "exclusiveMinimum": (">", "is not greater than"),
+        "maximum": ("<=", "is greater than"),
+        "exclusiveMaximum": ("<", "is not less than"),
+    }
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        numbers = handler(schema)
+        text: JsonSchemaValue = {
+            "type": "string",
+            "pattern": DURATION_PATTERN,
+            "maxLength": 32,
+            "minLength": 2,
+        }
+        rules = [self._rule(bound, numbers[bound]) for bound in self._BOUNDS if bound in numbers]
+        return {**text, "x-kubernetes-validations": rules} if rules else text
+
+    def _rule(self, bound: str, seconds: float) -> dict[str, str]:
+        operator, words = self._BOUNDS[bound]
+        limit = format_duration(seconds) if seconds else "0s"
+        return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{words} {limit}"}
+
+
 Duration = Annotated[
-    float,
-    BeforeValidator(_duration),
-    PlainSerializer(format_duration, return_type=str),
-    WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN, "maxLength": 32, "minLength": 2}),
+    float, BeforeValidator(_duration), PlainSerializer(format_duration, return_type=str), _DurationSchema()
 ]
 """Seconds in Python, `1s`, `50ms`, `1h30m` in YAML."""
 
@@ -63,6 +110,11 @@ def parse_time(text: str) -> float:
 def format_time(at_s: float) -> str:
     """RFC 3339 with microseconds, as Kubernetes' MicroTime."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def between_fields(rule: str, message: str) -> dict[str, JsonValue]:
+    """Schema extra of a model: a rule between its fields, in CEL, for API servers. A validator repeats it."""
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message}]}
 
 
 def _time(value: object) -> float:
@@ -103,7 +155,7 @@ class OwnerReference(Model):
 
 
 class ObjectMeta(Model):
-    """The part of Kubernetes' ObjectMeta that Fulcrum reads. The API server's own other fields are passed over."""
+    """The part of Kubernetes' ObjectMeta that Fulcrum reads. An API server's other fields are passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 

@@ -6,7 +6,7 @@ Every voluntary action is one write of this object, conditional on its resourceV
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt
 
 from fulcrum_core.api.meta import Model, Printer, Resource, Time
 from fulcrum_core.values import Actor, Role
@@ -29,16 +29,18 @@ class RoleAssignment(Model):
     since: Time = Field(description="When it was given this role.")
     by: Actor = Field(description="Who gave it: Operator, Autoscaler or Person.")
     reason: str = Field(default="", max_length=1024, description="Why, in words with numbers.")
-    pinned_until: Time | None = Field(default=None, description="A person's word: until then nobody else flips it.")
-    cordoned: bool = Field(default=False, description="Whether it gets no new work (default false).")
+    pinned_until: Time | None = Field(
+        default=None, description="A person's word: until then nobody else flips it."
+    )
+    cordoned: StrictBool = Field(default=False, description="Whether it gets no new work (default false).")
     refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
 
 
 class Floors(Model):
     """Fewest serving instances of each role that a voluntary action may leave."""
 
-    prefill: int = Field(default=1, ge=0, le=1024, description="Fewest that serve prefill (default 1).")
-    decode: int = Field(default=1, ge=0, le=1024, description="Fewest that serve decode (default 1).")
+    prefill: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve prefill (default 1).")
+    decode: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve decode (default 1).")
 
     def of(self, role: Role) -> int:
         """The floor of one role."""
@@ -54,9 +56,10 @@ class PDAssignmentSpec(Model):
     )
     floors: Floors = Field(default_factory=Floors, description="Fewest serving instances of each role.")
     last_prefill_to_decode: Time | None = Field(
-        default=None, description="When an instance was last flipped from Prefill to Decode; the cooldown counts from it."
+        default=None,
+        description="When an instance was last flipped from Prefill to Decode; the cooldown counts from it.",
     )
-    flips: int = Field(default=0, ge=0, description="Flips so far.")
+    flips: StrictInt = Field(default=0, ge=0, description="Flips so far.")
 
 
 class PDAssignment(Resource):

@@ -37,9 +37,13 @@ class PDInstanceStatus(Model):
 
     phase: Phase = Field(default=Phase.PENDING, description="Where it stands in its life.")
     phase_since: Time | None = Field(default=None, description="When it entered the phase.")
-    role: Role | None = Field(default=None, description="Effective role: Prefill, Decode, or Both where it serves alone.")
+    role: Role | None = Field(
+        default=None, description="Effective role: Prefill, Decode, or Both where it serves alone."
+    )
     endpoint: str | None = Field(default=None, description="host:port of its HTTP API.")
-    identity: IdentitySpec | None = Field(default=None, description="What must agree between engines that exchange KV.")
+    identity: IdentitySpec | None = Field(
+        default=None, description="What must agree between engines that exchange KV."
+    )
     strategy: FlipStrategy | None = Field(default=None, description="How it flips, as probed at its start.")
     restarts: int = Field(default=0, description="How often its engine was started again.")
     message: str = Field(default="", description="Why it is in this phase, in words.")

@@ -2,9 +2,9 @@
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, StrictInt, model_validator
 
-from fulcrum_core.api.meta import Condition, Model, Printer, Resource
+from fulcrum_core.api.meta import Condition, Model, Printer, Resource, between_fields
 from fulcrum_core.values import Role
 
 PoolRole = Literal["Prefill", "Decode", "Flexible"]
@@ -13,8 +13,12 @@ PoolRole = Literal["Prefill", "Decode", "Flexible"]
 class Bounds(Model):
     """How many instances a pool may have."""
 
-    min: int = Field(ge=1, le=1024, description="Fewest instances; a new pool starts with this many.")
-    max: int | None = Field(default=None, ge=1, le=1024, description="Most instances (default: min).")
+    model_config = ConfigDict(
+        json_schema_extra=between_fields("!has(self.max) || self.min <= self.max", "min is greater than max")
+    )
+
+    min: StrictInt = Field(ge=1, le=1024, description="Fewest instances; a new pool starts with this many.")
+    max: StrictInt | None = Field(default=None, ge=1, le=1024, description="Most instances (default: min).")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -40,7 +44,7 @@ class EngineSpec(Model):
         default="laptop",
         min_length=1,
         max_length=253,
-        description="Speed and size of the simulated accelerator: the name of a built-in profile or a file (default laptop).",
+        description="Simulated accelerator: name of a built-in profile, or a file (default laptop).",
     )
 
 
@@ -51,7 +55,7 @@ class PDPoolSpec(Model):
     model: str = Field(max_length=253, description="The model that every instance serves.")
     engine: EngineSpec = Field(description="The engine that every instance runs.")
     role: PoolRole = Field(description="Prefill or Decode for ever, or Flexible: instances flip.")
-    replicas: int = Field(ge=0, le=1024, description="Instances wanted; clamped to `instances`.")
+    replicas: StrictInt = Field(ge=0, le=1024, description="Instances wanted; clamped to `instances`.")
     instances: Bounds = Field(description="Bounds that clamp every writer of `replicas`.")
 
 
@@ -61,7 +65,11 @@ class PDPoolStatus(Model):
     replicas: int = Field(default=0, description="Instances that exist.")
     ready_replicas: int = Field(default=0, description="Instances that serve.")
     selector: str = Field(default="", description="Label selector of the pool's instances.")
-    conditions: tuple[Condition, ...] = Field(default=(), description="ScalingLimited: a wish was clamped.")
+    conditions: tuple[Condition, ...] = Field(
+        default=(),
+        description="ScalingLimited: a wish was clamped.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
     observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
 
 

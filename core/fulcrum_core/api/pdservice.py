@@ -2,9 +2,9 @@
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
-from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time
+from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole
 from fulcrum_core.api.qostier import SloSpec
@@ -17,10 +17,14 @@ class PoolSpec(Model):
     """A group of interchangeable instances."""
 
     name: str = Field(
-        min_length=1, max_length=40, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="Name of the pool."
+        min_length=1,
+        max_length=40,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
+        description="Name of the pool.",
     )
     role: PoolRole = Field(
-        default="Flexible", description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible)."
+        default="Flexible",
+        description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible).",
     )
     instances: Bounds = Field(description="How many instances the pool has.")
 
@@ -28,7 +32,12 @@ class PoolSpec(Model):
 class RoleFloor(Model):
     """Bounds of one role."""
 
-    min: int = Field(default=1, ge=1, le=1024, description="Fewest serving instances that a flip or drain may leave (default 1).")
+    min: StrictInt = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Fewest serving instances that a flip or drain may leave (default 1).",
+    )
 
 
 class RolesSpec(Model):
@@ -45,13 +54,22 @@ class RolesSpec(Model):
 class ArrowSpec(Model):
     """Thresholds of the arrow policy (Arrow, Algorithm 2): loads are ratios to the SLO."""
 
-    expand: float = Field(
-        default=1.0, gt=0, le=10, description="Decode load (inter-token latency / TPOT objective) that asks for more decode (default 1)."
+    model_config = ConfigDict(
+        json_schema_extra=between_fields("self.shrink <= self.expand", "shrink is greater than expand")
     )
-    shrink: float = Field(
+
+    expand: StrictFloat = Field(
+        default=1.0,
+        gt=0,
+        le=10,
+        description="Decode load (inter-token latency / TPOT) that asks for more decode (default 1).",
+    )
+    shrink: StrictFloat = Field(
         default=0.5, ge=0, le=10, description="Load below which a role is called idle (default 0.5)."
     )
-    passes: int = Field(default=3, ge=1, le=100, description="Consecutive ticks for which a condition must hold (default 3).")
+    passes: StrictInt = Field(
+        default=3, ge=1, le=100, description="Consecutive ticks for which a condition must hold (default 3)."
+    )
     interval: Duration = Field(default=1.0, gt=0, le=60, description="Time between two ticks (default 1s).")
 
     @model_validator(mode="after")
@@ -65,16 +83,21 @@ class FlipSpec(Model):
     """When instances may flip."""
 
     prefill_to_decode_cooldown: Duration = Field(
-        default=10.0, ge=0, description="Least time between two flips from Prefill to Decode; back there is none (default 10s)."
+        default=10.0,
+        ge=0,
+        description="Least time between two flips from Prefill to Decode; back there is none (default 10s).",
     )
-    paused: bool = Field(default=False, description="Whether the autoscaler holds all flips (default false).")
+    paused: StrictBool = Field(
+        default=False, description="Whether the autoscaler holds all flips (default false)."
+    )
 
 
 class AutoscalingSpec(Model):
     """How the split between prefill and decode follows the load."""
 
     mode: AutoscalingMode = Field(
-        default=AutoscalingMode.AUTO, description="Off: nothing; Advise: explain, do not act; Auto: flip (default Auto)."
+        default=AutoscalingMode.AUTO,
+        description="Off: nothing; Advise: explain, do not act; Auto: flip (default Auto).",
     )
     policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
     arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
@@ -85,7 +108,9 @@ class DrainSpec(Model):
     """How an instance leaves."""
 
     timeout: Duration = Field(
-        default=120.0, ge=0, description="Longest wait for an instance's requests before it is ended (default 120s)."
+        default=120.0,
+        ge=0,
+        description="Longest wait for an instance's requests before it is ended (default 120s).",
     )
 
 
@@ -93,26 +118,39 @@ class TimeoutsSpec(Model):
     """How long the router waits for an engine."""
 
     connect: Duration = Field(default=1.0, gt=0, description="For a connection (default 1s).")
-    prefill: Duration = Field(default=60.0, gt=0, description="For the answer of a prefill leg (default 60s).")
-    first_byte: Duration = Field(default=60.0, gt=0, description="For the first byte of a decode leg (default 60s).")
+    prefill: Duration = Field(
+        default=60.0, gt=0, description="For the answer of a prefill leg (default 60s)."
+    )
+    first_byte: Duration = Field(
+        default=60.0, gt=0, description="For the first byte of a decode leg (default 60s)."
+    )
     idle: Duration = Field(default=60.0, gt=0, description="Between two reads of a stream (default 60s).")
 
 
 class RouterSpec(Model):
     """How requests are routed."""
 
-    timeouts: TimeoutsSpec = Field(default_factory=TimeoutsSpec, description="How long the router waits for an engine.")
+    timeouts: TimeoutsSpec = Field(
+        default_factory=TimeoutsSpec, description="How long the router waits for an engine."
+    )
 
 
 class PDServiceSpec(Model):
     """A model served by prefill and decode instances."""
 
+    model_config = ConfigDict(
+        json_schema_extra=between_fields(
+            "!(has(self.instances) && has(self.pools) && size(self.pools) > 0)",
+            "has both instances and pools: write one of them",
+        )
+    )
+
     model: str = Field(min_length=1, max_length=253, description="The model to serve, as clients name it.")
-    instances: int | None = Field(
+    instances: StrictInt | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Short form: one Flexible pool of this many instances; exclusive with pools (neither: 2 instances).",
+        description="Short form: one Flexible pool of so many; exclusive with pools (neither: 2 instances).",
     )
     engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
     slo: SloSpec = Field(default_factory=SloSpec, description="Latency objectives of the service.")
@@ -126,7 +164,9 @@ class PDServiceSpec(Model):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
-    autoscaling: AutoscalingSpec = Field(default_factory=AutoscalingSpec, description="How the split follows the load.")
+    autoscaling: AutoscalingSpec = Field(
+        default_factory=AutoscalingSpec, description="How the split follows the load."
+    )
     drain: DrainSpec = Field(default_factory=DrainSpec, description="How an instance leaves.")
     router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
 

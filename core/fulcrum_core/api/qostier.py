@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from fulcrum_core.api.meta import Duration, Model, Printer, Resource
 from fulcrum_core.values import Slo
@@ -12,10 +12,14 @@ class SloSpec(Model):
     """Latency objectives. A request meets them when TTFT and TPOT are both within."""
 
     ttft: Duration = Field(
-        default=1.0, gt=0, description="Time to first token, from the router's arrival to the first content byte (default 1s)."
+        default=1.0,
+        gt=0,
+        description="Time to first token, from the router's arrival to the first content byte (default 1s).",
     )
     tpot: Duration = Field(
-        default=0.05, gt=0, description="Time per output token after the first, averaged over a request (default 50ms)."
+        default=0.05,
+        gt=0,
+        description="Time per output token after the first, averaged over a request (default 50ms).",
     )
 
     def slo(self) -> Slo:
@@ -26,11 +30,11 @@ class SloSpec(Model):
 class QoSTierSpec(Model):
     """What a tier asks for."""
 
-    priority: int = Field(
+    priority: StrictInt = Field(
         default=0,
         ge=-1000,
         le=1000,
-        description="Higher is more important (default 0). The engine serves waiting requests of higher priority first.",
+        description="Higher is more important (default 0): the engine serves such waiting requests first.",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of this tier; unset: the service's.")
 
