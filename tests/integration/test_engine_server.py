@@ -168,6 +168,10 @@ class Client:
             found: dict[str, Any] = await answer.json()
             return found
 
+    async def runs(self, server: Server) -> bool:
+        """Whether one request runs there."""
+        return bool((await self.stats(server))["running"] == 1)
+
     async def health(self, server: Server) -> int:
         async with self._session.get(server.url + "/health") as answer:
             return answer.status
@@ -407,7 +411,7 @@ class TestDeath:
         hanging = asyncio.ensure_future(client.text(d, prompt, 4, kv_transfer_params=handoff))
 
         async def waits() -> bool:
-            return (await client.stats(d))["waiting"] == 1
+            return bool((await client.stats(d))["waiting"] == 1)
 
         await eventually(waits)
         assert await client.text(d, "another request", 2) == answer_to("another request", 2)
@@ -423,10 +427,7 @@ class TestDeath:
             client.stream(server, "/v1/completions", {"prompt": "a long one", "max_tokens": 900})
         )
 
-        async def runs() -> bool:
-            return (await client.stats(server))["running"] == 1
-
-        await eventually(runs)
+        await eventually(lambda: client.runs(server))
         body = {"model": MODEL, "prompt": "x", "kv_transfer_params": {"do_remote_prefill": True}}
         await client.post(server, "/v1/completions", body)
         events = await long
@@ -463,10 +464,7 @@ class TestClientGone:
         body = {"prompt": "a very long answer", "max_tokens": 900}
         stream = asyncio.ensure_future(client.stream(server, "/v1/completions", body))
 
-        async def runs() -> bool:
-            return (await client.stats(server))["running"] == 1
-
-        await eventually(runs)
+        await eventually(lambda: client.runs(server))
         stream.cancel()
         await client.idle(server)
         now = await client.metric(server, "vllm:request_success_total", 'finished_reason="abort"')
@@ -500,10 +498,7 @@ class TestShutdown:
         server = start("--shutdown-timeout", "10")
         long = asyncio.ensure_future(client.text(server, "finish this", 400))
 
-        async def runs() -> bool:
-            return (await client.stats(server))["running"] == 1
-
-        await eventually(runs)
+        await eventually(lambda: client.runs(server))
         server.process.send_signal(signal.SIGTERM)
 
         async def refuses() -> bool:
@@ -550,10 +545,7 @@ class TestShutdown:
         server = start("--shutdown-timeout", "0.2")
         long = asyncio.ensure_future(client.complete(server, "never answered", 1000))
 
-        async def runs() -> bool:
-            return (await client.stats(server))["running"] == 1
-
-        await eventually(runs)
+        await eventually(lambda: client.runs(server))
         server.process.send_signal(signal.SIGTERM)
         done, _ = await asyncio.wait([long], timeout=0.6)
         assert not done

@@ -13,21 +13,19 @@ import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
 import orjson  # noqa: E402
-import structlog  # noqa: E402
 import uvloop  # noqa: E402
 from aiohttp import web  # noqa: E402
 
 from fulcrum_core.errors import InvalidInput  # noqa: E402
 from fulcrum_simulator.server.app import EngineApp  # noqa: E402
 from fulcrum_simulator.server.giver import Giver, start_giver  # noqa: E402
+from fulcrum_simulator.server.log import log  # noqa: E402
 from fulcrum_simulator.server.options import Options, parse_options  # noqa: E402
 from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
 from fulcrum_simulator.server.service import EngineService  # noqa: E402
 
 DEATH_THROES_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
 CLOSE_S = 0.5  # how long open connections get at the end
-
-_log = structlog.get_logger()
 
 
 def bind(host: str, port: int, *, option: str) -> socket.socket:
@@ -92,11 +90,12 @@ async def _until_end(service: EngineService, stop: asyncio.Event, died: asyncio.
     for wait in waits:
         wait.cancel()
     if died.is_set():
-        _log.error("engine died", instance=service.options.name)
+        log("error", "engine died", at_s=time.time(), instance=service.options.name)
         await asyncio.sleep(DEATH_THROES_S)
         return
     if not await service.drain(service.options.shutdown_timeout_s):
-        _log.warning("drain took too long", instance=service.options.name, requests=service.runner.live)
+        fields = {"instance": service.options.name, "requests": service.runner.live}
+        log("warning", "drain took too long", at_s=time.time(), **fields)
         await service.clients_gone()
 
 
@@ -104,7 +103,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run one engine server; returns the exit code."""
     started_s = time.monotonic()
     die_with_parent(_PARENT_PID)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         options = parse_options(arguments)
         http = bind(options.host, options.port, option="--port")

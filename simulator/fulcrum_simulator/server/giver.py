@@ -39,7 +39,16 @@ class Giver:
         match message:
             case {"hello": str()}:
                 return {"engine_id": self._runner.engine.engine_id, "model": self._model}
-            case {"pull": str(), "blocks": [int(), *_] as blocks, "bytes": int() as size}:
+            case {
+                "pull": str(),
+                "of": str() as engine_id,
+                "blocks": [int(), *_] as blocks,
+                "bytes": int() as size,
+            }:
+                if not all(type(block) is int for block in blocks):
+                    raise WireError("blocks are not numbers")
+                if engine_id != self._runner.engine.engine_id:
+                    return {"error": "another engine lives here now"}
                 return await self._pull(tuple(blocks), size)
             case {"beat": str() as request_id}:
                 self._runner.engine.heartbeat(request_id, self._runner.now_s())

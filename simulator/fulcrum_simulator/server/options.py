@@ -44,13 +44,14 @@ def parse_options(arguments: Sequence[str]) -> Options:
         _check(0 <= port <= 65535, name, port, "is not between 0 and 65535")
     _check(given.lease_s > 0, "--lease-s", given.lease_s, "must be positive")
     _check(given.shutdown_timeout >= 0, "--shutdown-timeout", given.shutdown_timeout, "must not be negative")
-    longest = given.max_model_len or profile.kv_capacity_tokens
-    fits = 0 < longest <= profile.kv_capacity_tokens
+    capacity = profile.kv_blocks * profile.block_size
+    longest = given.max_model_len or capacity
+    fits = 0 < longest <= capacity
     _check(
         fits,
         "--max-model-len",
         longest,
-        f"is not between 1 and the KV cache's {profile.kv_capacity_tokens} tokens",
+        f"is not between 1 and the KV cache's {capacity} tokens",
     )
     return Options(
         name=given.name,

@@ -63,8 +63,11 @@ class Puller(Protocol):
 class Runner:
     """Owns the engine and its clock; every call comes from the event loop's thread."""
 
-    def __init__(self, engine: Engine, metrics: EngineMetrics) -> None:
-        self.engine, self.metrics = engine, metrics
+    def __init__(
+        self, engine: Engine, metrics: EngineMetrics, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`now_s` is the clock of engine and runner; it must run as fast as the event loop's."""
+        self.engine, self.metrics, self.now_s = engine, metrics, now_s
         self.puller: Puller | None = None
         self.on_death: Callable[[], None] = lambda: None
         self.slow_factor = 1.0
@@ -76,11 +79,6 @@ class Runner:
         self._timer: asyncio.Handle | None = None
         self._halted = False
         self._steps_until_absorb = _STEPS_PER_ABSORB
-
-    @staticmethod
-    def now_s() -> float:
-        """The clock of engine and runner."""
-        return time.monotonic()
 
     @property
     def live(self) -> int:

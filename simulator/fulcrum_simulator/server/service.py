@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 from fulcrum_simulator.engine import Engine, EngineRequest
 from fulcrum_simulator.server.faults import Fault, FaultKind
+from fulcrum_simulator.server.log import log
 from fulcrum_simulator.server.metrics import CacheShape, EngineMetrics
 from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.runner import Runner, Sink
@@ -20,8 +19,6 @@ from fulcrum_simulator.server.taker import Taker
 STEP_JITTER = 0.05
 _ANSWER_FIRST_S = 0.02
 _DRAIN_LOOK_S = 0.02
-
-_log = structlog.get_logger()
 
 
 class EngineService:
@@ -86,7 +83,7 @@ class EngineService:
 
     def inject(self, fault: Fault) -> None:
         """Switch a fault on; NONE switches all off."""
-        _log.info("fault injected", instance=self.options.name, **_fault_fields(fault))
+        log("info", "fault injected", at_s=time.time(), instance=self.options.name, **_fault_fields(fault))
         match fault.kind:
             case FaultKind.DIE:
                 asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, os._exit, 1)

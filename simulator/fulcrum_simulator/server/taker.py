@@ -117,7 +117,10 @@ class Taker:
         runner, profile = self._runner, self._runner.engine.profile
         began_s = runner.now_s()
         answer = await peer.ask(
-            pull=fetch.source.request_id, blocks=fetch.remote_block_ids, bytes=fetch.kv_bytes
+            pull=fetch.source.request_id,
+            of=fetch.source.engine_id,
+            blocks=fetch.remote_block_ids,
+            bytes=fetch.kv_bytes,
         )
         held = answer.get("held")
         if not isinstance(held, list):

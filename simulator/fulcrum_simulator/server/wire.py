@@ -1,9 +1,13 @@
 """The side channel's wire format: one JSON object a line, each way, over TCP.
 
-taker → giver   {"hello": <model>}                    giver → taker   {"engine_id", "model"}
-                {"pull": <request id>, "blocks": [], "bytes": n}      {"held": [<digest>]} or {"error": ""}
-                {"beat": <request id>}                                (no answer)
-                {"done": <request id>}                                {"freed": true|false}
+| taker to giver                                                           | giver to taker              |
+|--------------------------------------------------------------------------|-----------------------------|
+| {"hello": model}                                                         | {"engine_id", "model"}      |
+| {"pull": request id, "of": engine id, "blocks": [block ids], "bytes": n} | {"held": [digests], in hex} |
+| {"beat": request id}                                                     | nothing                     |
+| {"done": request id}                                                     | {"freed": true or false}    |
+
+A pull that cannot be served is answered with {"error": why}.
 """
 
 import asyncio

@@ -1,0 +1,150 @@
+"""The engine on two clocks: one workload through the pure model and through the real server.
+
+The model on a virtual clock is what simulations and tests of whole runs rest on; the server adds sockets,
+an event loop and a busy machine. This prints mean TTFT and TPOT of both and how far they lie apart.
+
+    python bench/engine_clock.py [--seed N] [--for SECONDS] [--profile NAME]
+
+Exit code 1 if a mean is more than 5 % apart, or if a request went wrong.
+"""
+
+import argparse
+import json
+import random
+import secrets
+import subprocess
+import sys
+import urllib.request
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean
+
+import uvloop
+
+from fulcrum_core.profiles import EngineProfile, load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.client import LoadGenerator, Target
+from fulcrum_simulator.engine import Engine, EngineRequest, TokenOut
+from fulcrum_simulator.text import prompt_digest
+from fulcrum_simulator.workload import WorkloadRequest
+
+BAR = 0.05
+MODEL = "bench"
+NO_SLO = Slo(ttft_s=60.0, tpot_s=60.0)
+BUSY = 0.35  # share of the engine's time that the prompts alone ask for
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Mean TTFT and TPOT over all requests, seconds."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+def make_workload(profile: EngineProfile, *, seed: int, seconds: float) -> list[WorkloadRequest]:
+    """Poisson arrivals of mixed lengths that keep the engine busy without drowning it."""
+    rng = random.Random(seed)
+    prefill = profile.step_model.prefill_model(profile.token_budget)
+    mean_s = fmean(prefill.ttft_s(tokens) for tokens in range(64, 769, 64))
+    requests: list[WorkloadRequest] = []
+    arrival_s = 0.0
+    while (arrival_s := arrival_s + rng.expovariate(BUSY / mean_s)) < seconds:
+        request = WorkloadRequest(arrival_s, rng.randrange(64, 769), rng.randrange(8, 65))
+        requests.append(request)
+    return requests
+
+
+def on_virtual_clock(profile: EngineProfile, workload: list[WorkloadRequest]) -> Means:
+    """The pure model: time moves from event to event."""
+    engine = Engine(profile, engine_id="virtual")
+    coming = deque(enumerate(workload))
+    times: dict[str, list[float]] = {str(index): [] for index, _ in coming}
+    now_s = 0.0
+    while coming or engine.gauges.running or engine.gauges.waiting:
+        while coming and coming[0][1].arrival_s <= now_s:
+            engine.submit(_as_engine_request(*coming.popleft()))
+        step = engine.start_step(now_s)
+        if step is None:
+            now_s = coming[0][1].arrival_s
+            continue
+        now_s += step.duration_s
+        for event in engine.finish_step(now_s):
+            if isinstance(event, TokenOut):
+                times[event.request_id].append(now_s)
+    arrivals = [request.arrival_s for request in workload]
+    ttfts = [token_s[0] - arrival_s for token_s, arrival_s in zip(times.values(), arrivals, strict=True)]
+    return Means(fmean(ttfts), fmean((t[-1] - t[0]) / (len(t) - 1) for t in times.values()))
+
+
+def _as_engine_request(index: int, request: WorkloadRequest) -> EngineRequest:
+    return EngineRequest(
+        id=str(index),
+        arrival_s=request.arrival_s,
+        prompt_tokens=request.input_tokens,
+        max_tokens=request.output_tokens,
+        digest=prompt_digest(str(index).encode()),
+    )
+
+
+async def over_loopback(port: int, workload: list[WorkloadRequest], *, seed: int) -> Means:
+    """The real server, asked by the load generator. RuntimeError if a request did not end right."""
+    generator = LoadGenerator(Target(host="127.0.0.1", port=port, model=MODEL), slo=NO_SLO, seed=seed)
+    await generator.play(workload)
+    await generator.finish(timeout_s=60.0)
+    outcomes = generator.tally.since(float("-inf"))
+    await generator.close()
+    wrong = [
+        outcome for outcome in outcomes if outcome.ttft_s is None or outcome.tpot_s is None or outcome.reason
+    ]
+    if wrong or len(outcomes) != len(workload):
+        raise RuntimeError(f"{len(wrong)} of {len(outcomes)} requests went wrong, first: {wrong[:1]}")
+    return Means(
+        fmean(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None),
+        fmean(outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None),
+    )
+
+
+def in_real_time(
+    profile: str, workload: list[WorkloadRequest], *, seed: int
+) -> tuple[Means, dict[str, float]]:
+    """Start a server, run the workload, return the means and the server's own lateness."""
+    command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "bench", "--model", MODEL]
+    with subprocess.Popen([*command, "--profile", profile], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stdout.readline() if server.stdout else ""
+            port = json.loads(line.removeprefix("ready "))["port"]
+            means = uvloop.run(over_loopback(port, workload, seed=seed))
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/simulator/stats") as answer:
+                return means, json.load(answer)["lateness_ms"]
+        finally:
+            server.terminate()
+
+
+def main() -> int:
+    """Run both, print both, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32))
+    parser.add_argument("--for", dest="seconds", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--profile", default="laptop")
+    given = parser.parse_args()
+    profile = load_profile(given.profile)
+    workload = make_workload(profile, seed=given.seed, seconds=given.seconds)
+    print(f"seed {given.seed}, profile {profile.name}, {len(workload)} requests in {given.seconds:g} s")
+    virtual = on_virtual_clock(profile, workload)
+    real, lateness_ms = in_real_time(given.profile, workload, seed=given.seed)
+    print("              virtual        real  difference")
+    rows = [("TTFT", virtual.ttft_s, real.ttft_s), ("TPOT", virtual.tpot_s, real.tpot_s)]
+    apart = [found / expected - 1 for _, expected, found in rows]
+    for (name, expected, found), share in zip(rows, apart, strict=True):
+        print(f"mean {name}  {expected * 1000:9.2f} ms {found * 1000:9.2f} ms     {share:+.2%}")
+    print(
+        f"lateness ms   p50 {lateness_ms['p50']:g}, p99 {lateness_ms['p99']:g}, max {lateness_ms['max']:.2f}"
+    )
+    return 0 if all(abs(share) <= BAR for share in apart) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
