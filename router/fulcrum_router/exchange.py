@@ -1,0 +1,474 @@
+"""One request, from its last body byte to the last byte of its answer.
+
+Prefill leg, hand-off, decode leg, and what happens when one of them fails: until the client has seen a
+byte, another instance is asked; without any prefill instance the decode instance computes the prompt
+itself, and says so. A hand-off is used once: where an engine may have fetched it, the prompt is
+prefilled anew, since blocks that were given up hold other prompts' tokens and nobody would notice.
+"""
+
+import asyncio
+import time
+from typing import NamedTuple, Protocol
+
+import structlog
+
+from fulcrum_core.values import Role
+from fulcrum_router import answers
+from fulcrum_router.accounting import Outcome
+from fulcrum_router.bodies import (
+    BadBody,
+    Request,
+    decode_body,
+    parse_request,
+    prefill_body,
+    read_prefill_answer,
+)
+from fulcrum_router.fleet import Instance
+from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, relayed_head
+from fulcrum_router.policy import (
+    Decision,
+    Dispatch,
+    FlipRules,
+    FlipWanted,
+    NoInstance,
+    Reason,
+    choose_decode,
+    choose_prefill,
+)
+from fulcrum_router.policy.dispatch import NO_FLIPS
+from fulcrum_router.policy.ledger import HandoffEntry, PrefillEntry
+from fulcrum_router.relay import Broken, DecodeLeg
+from fulcrum_router.router import Router
+from fulcrum_router.settings import Settings
+from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
+
+log = structlog.get_logger()
+
+ATTEMPTS = 3
+"""Instances asked for one leg."""
+LEASE_S = 30.0
+"""For how long an engine keeps the blocks of a hand-off (vLLM's kv_lease_duration)."""
+HANDOFF_AGE_S = LEASE_S / 2
+"""An older hand-off is dropped: the decode instance's own queue counts against the lease, too."""
+
+
+class Client(Protocol):
+    """The client's connection."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it takes no more for now."""
+
+    def write(self, data: bytes) -> None:
+        """Send."""
+
+    def answered(self, *, keep: bool) -> None:
+        """The exchange is over; without `keep` the connection is to be closed."""
+
+
+class Call(NamedTuple):
+    """A POST as it came in."""
+
+    path: bytes
+    body: bytes
+    request_id: bytes | None
+    tier: str | None
+    trace: bytes
+    """Header lines of the W3C trace context."""
+    http10: bool
+    keep_alive: bool
+
+
+class _Answered(Exception):
+    """The client has its answer; nothing more is to be sent."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Exchange:
+    """One request in service."""
+
+    __slots__ = (
+        "_avoid_decode",
+        "_avoid_prefill",
+        "_call",
+        "_client",
+        "_first_s",
+        "_handoff",
+        "_handoff_at_s",
+        "_handoff_entry",
+        "_head_fields",
+        "_keep",
+        "_leg",
+        "_local",
+        "_local_entry",
+        "_request",
+        "_router",
+        "_settings",
+        "_source",
+        "_task",
+        "_tier",
+        "_tokens",
+        "arrival_s",
+    )
+
+    def __init__(self, router: Router, settings: Settings, client: Client, call: Call) -> None:
+        self.arrival_s = time.monotonic()
+        self._router, self._settings, self._client, self._call = router, settings, client, call
+        self._tier = settings.tier(call.tier)
+        self._keep = call.keep_alive
+        self._avoid_prefill: tuple[str, ...] = ()
+        self._avoid_decode: tuple[str, ...] = ()
+        self._source: Instance | None = None
+        self._handoff: bytes | None = None
+        self._handoff_at_s = 0.0
+        self._handoff_entry: HandoffEntry | None = None
+        self._local: str | None = None
+        self._local_entry: PrefillEntry | None = None
+        self._leg: DecodeLeg | None = None
+        self._first_s: float | None = None
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def cancel(self) -> None:
+        """The client left: drop both legs."""
+        self._task.cancel()
+
+    def pause(self) -> None:
+        """The client is slower than the engine."""
+        if self._leg is not None:
+            self._leg.connection.pause()
+
+    def resume(self) -> None:
+        """The client takes more."""
+        if self._leg is not None:
+            self._leg.connection.resume()
+
+    async def _run(self) -> None:
+        books = self._router.books
+        books.tier(self._tier.name).offered += 1
+        outcome, tpot_s = Outcome.CANCELLED, None
+        try:
+            outcome, tpot_s = await self._serve()
+        except _Answered as end:
+            outcome = end.outcome
+        except Broken as broken:
+            outcome = self._broken(broken)
+        except asyncio.CancelledError:
+            self._keep = False
+        except Exception:
+            log.exception("request failed by a fault of the router")
+            outcome, self._keep = Outcome.FAILED, False
+            if self._first_s is None:
+                self._client.write(answers.error(500, "internal error of the router", close=True))
+        finally:
+            self._close_handoff()
+            ttft_s = None if self._first_s is None else self._first_s - self.arrival_s
+            books.finish(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
+            self._client.answered(keep=self._keep)
+
+    async def _serve(self) -> tuple[Outcome, float | None]:
+        self._request = request = self._parse()
+        self._tokens = request.prompt_ids + self._router.ratio.tokens(request.prompt_bytes)
+        request_id = self._call.request_id or self._router.new_request_id()
+        self._head_fields = b"content-type: application/json\r\nx-request-id: %b\r\n%b" % (
+            request_id,
+            self._call.trace,
+        )
+        failed: LegFailed | None = None
+        for _ in range(ATTEMPTS):
+            if self._handoff is None:
+                await self._prefill()
+            instance = await self._pick_decode()
+            if instance is None:
+                break
+            try:
+                return await self._decode(instance)
+            except LegFailed as error:
+                failed = error
+                self._decode_failed(instance, error)
+        raise self._refuse(failed)
+
+    def _parse(self) -> Request:
+        try:
+            return parse_request(self._call.body, self._tier.engine_priority)
+        except BadBody as error:
+            self._client.write(answers.error(400, str(error)))
+            raise _Answered(Outcome.INVALID) from None
+
+    # --- prefill -------------------------------------------------------------------------------
+
+    async def _prefill(self) -> None:
+        """Have the prompt computed and its hand-off kept here; without one, `_local` tells why."""
+        self._local = self._request.several
+        self._source = None
+        while self._local is None:
+            if len(self._avoid_prefill) >= ATTEMPTS:
+                self._local = "prefill_failed"
+                return
+            instance = await self._pick_prefill()
+            if instance is None or instance.role is Role.BOTH:
+                return  # whoever serves both phases needs no hand-off
+            try:
+                await self._prefill_on(instance)
+            except LegFailed as error:
+                self._router.leg_failed(instance, Role.PREFILL, error)
+                self._router.books.retries[Role.PREFILL, error.failure] += 1
+                self._avoid_prefill += (instance.name,)
+                continue
+            return
+
+    async def _pick_prefill(self) -> Instance | None:
+        decision = self._choose_prefill(self._router.rules)
+        if type(decision) is FlipWanted:
+            await self._router.ask_for_flip(decision)
+            decision = self._choose_prefill(NO_FLIPS)
+        if type(decision) is Dispatch:
+            self._router.books.dispatched[Role.PREFILL, decision.reason] += 1
+            return self._router.fleet[decision.instance]
+        self._local = "prefill_failed" if self._avoid_prefill else "no_prefill_instance"
+        return None
+
+    def _choose_prefill(self, rules: FlipRules) -> Decision:
+        return choose_prefill(
+            self._router.fleet.all, self._tokens, self._tier.slo, rules=rules, avoid=self._avoid_prefill
+        )
+
+    async def _prefill_on(self, instance: Instance) -> None:
+        ledger, timeouts = instance.ledger, self._settings.timeouts
+        alone = not ledger.prefill_legs and not ledger.decode_requests
+        tokens = self._tokens
+        entry = ledger.open_prefill(tokens=tokens, seconds=instance.prefill_model.ttft_s(tokens))
+        predicted_s = ledger.prefill_s
+        pool = _pool(instance)
+        body = prefill_body(self._request)
+        sent_s = time.monotonic()
+        try:
+            status, content, head = await ask(
+                pool,
+                self._leg_head(pool, len(body)),
+                body,
+                connect_s=timeouts.connect,
+                answer_s=timeouts.prefill,
+            )
+        finally:
+            entry.release()
+        if status != 200:
+            self._prefill_status(instance, status, content, head)
+        self._handoff_at_s = now_s = time.monotonic()
+        self._take_handoff(instance, content, pool.host)
+        self._router.leg_succeeded(instance, Role.PREFILL)
+        self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
+        if alone:
+            instance.learn_prefill(tokens=self._tokens, seconds=now_s - sent_s)
+
+    def _prefill_status(self, instance: Instance, status: int, content: bytes, head: AnswerHead) -> None:
+        """A 5xx is the engine's fault, anything else the client's."""
+        if status >= 500:
+            raise LegFailed(Failure.STATUS, f"the engine answered {status}", status=status)
+        self._router.leg_succeeded(instance, Role.PREFILL)
+        if head.length == CHUNKED:
+            self._client.write(answers.answer(status, content))
+        else:
+            self._client.write(relayed_head(head.raw, b"") + content)
+        self._keep = self._keep and head.length != UNTIL_CLOSE
+        raise _Answered(Outcome.INVALID)
+
+    def _take_handoff(self, instance: Instance, content: bytes, host: str) -> None:
+        answer = read_prefill_answer(content, host)
+        if answer.prompt_tokens is not None:
+            request = self._request
+            self._router.ratio.learn(
+                size=request.prompt_bytes, tokens=answer.prompt_tokens - request.prompt_ids
+            )
+            self._tokens = answer.prompt_tokens
+        if answer.problem == "aborted":
+            raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")
+        if answer.problem in ("no_handoff", "not_json"):
+            raise LegFailed(Failure.HANDOFF, "the engine gave no hand-off")
+        self._local = answer.problem
+        self._handoff = answer.handoff
+        self._source = instance
+        if answer.handoff is not None:
+            self._handoff_entry = instance.ledger.open_handoff()
+
+    def _close_handoff(self) -> None:
+        if self._handoff_entry is not None:
+            self._handoff_entry.release()
+            self._handoff_entry = None
+        self._handoff = None
+
+    # --- decode --------------------------------------------------------------------------------
+
+    async def _pick_decode(self) -> Instance | None:
+        decision = self._choose_decode(self._router.rules)
+        if type(decision) is FlipWanted:
+            await self._router.ask_for_flip(decision)
+            decision = self._choose_decode(NO_FLIPS)
+        if type(decision) is NoInstance and self._source is not None:
+            self._close_handoff()  # nobody can read it, but somebody may compute the prompt again
+            self._source, self._local = None, "unreadable_handoff"
+            decision = self._choose_decode(NO_FLIPS)
+        if type(decision) is not Dispatch:
+            return None
+        self._router.books.dispatched[Role.DECODE, decision.reason] += 1
+        if decision.reason is Reason.PREFILLED_HERE:
+            self._close_handoff()  # its blocks are this engine's own prefix cache
+        elif self._handoff is not None and time.monotonic() - self._handoff_at_s > HANDOFF_AGE_S:
+            self._close_handoff()
+            self._local = "stale_handoff"
+        return self._router.fleet[decision.instance]
+
+    def _choose_decode(self, rules: FlipRules) -> Decision:
+        return choose_decode(
+            self._router.fleet.all,
+            self._tokens,
+            self._tier.slo,
+            prefilled_on=self._source,
+            rules=rules,
+            now_s=time.time(),
+            avoid=self._avoid_decode,
+        )
+
+    async def _decode(self, instance: Instance) -> tuple[Outcome, float | None]:
+        """Relay the answer of one instance.
+
+        Raises:
+            LegFailed: if the client has seen nothing of it.
+            Broken: if it has.
+        """
+        ledger, timeouts = instance.ledger, self._settings.timeouts
+        pool = _pool(instance)
+        body = decode_body(self._request, self._handoff)
+        head = self._leg_head(pool, len(body))
+        entry = ledger.open_decode(tokens=self._tokens)
+        if self._source is None or self._local is not None:
+            seconds = instance.prefill_model.ttft_s(self._tokens)
+            self._local_entry = ledger.open_local_prefill(tokens=self._tokens, seconds=seconds)
+        try:
+            connection = pool.kept() or await pool.connect(timeouts.connect)
+            while True:
+                leg = self._leg = DecodeLeg(
+                    connection, self._client, entry, self._fulcrum_fields(instance), self._first
+                )
+                connection.send(leg, head, body, first_byte_s=timeouts.first_byte, idle_s=timeouts.idle)
+                try:
+                    await leg
+                except LegFailed:
+                    if not connection.lost_reuse_race:
+                        raise
+                    connection = await pool.connect(timeouts.connect)
+                    continue
+                except asyncio.CancelledError:
+                    connection.abort()
+                    raise
+                return self._decoded(instance, leg)
+        except Broken as broken:
+            self._router.leg_failed(instance, Role.DECODE, LegFailed(broken.failure, broken.detail))
+            raise
+        finally:
+            entry.release()
+            self._close_local()
+
+    def _decoded(self, instance: Instance, leg: DecodeLeg) -> tuple[Outcome, float | None]:
+        books, head = self._router.books, leg.head
+        assert head is not None
+        self._router.leg_succeeded(instance, Role.DECODE)
+        if self._local is not None:
+            books.local[self._local] += 1
+        if head.length == UNTIL_CLOSE:
+            self._keep = False
+        if head.status >= 400:
+            return Outcome.INVALID, None
+        tokens = self._output_tokens(leg)
+        books.output_tokens += tokens
+        if tokens < 2:
+            return Outcome.OK, None
+        return Outcome.OK, (time.monotonic() - leg.first_s) / (tokens - 1)
+
+    def _output_tokens(self, leg: DecodeLeg) -> int:
+        """Events that carry a token: not `[DONE]`, nor the usage chunk, nor chat's first with the role."""
+        if not leg.streaming:
+            return 0
+        options = self._request.fields.get("stream_options")
+        usage = type(options) is dict and bool(options.get("include_usage"))
+        chat = self._call.path.endswith(b"/chat/completions")
+        return max(0, leg.events - 1 - usage - chat)
+
+    def _first(self, now_s: float) -> None:
+        """The first byte goes to the client."""
+        self._first_s = now_s
+        self._close_handoff()
+        self._close_local()
+
+    def _close_local(self) -> None:
+        if self._local_entry is not None:
+            self._local_entry.release()
+            self._local_entry = None
+
+    def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
+        self._router.leg_failed(instance, Role.DECODE, error)
+        self._router.books.retries[Role.DECODE, error.failure] += 1
+        self._avoid_decode += (instance.name,)
+        self._leg = None
+        if error.consumed:
+            self._close_handoff()
+
+    # --- what the client is told ---------------------------------------------------------------
+
+    def _leg_head(self, pool: EnginePool, length: int) -> bytes:
+        version = b"1.0" if self._call.http10 else b"1.1"
+        return b"POST %b HTTP/%b\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
+            self._call.path,
+            version,
+            pool.address,
+            self._head_fields,
+            length,
+        )
+
+    def _fulcrum_fields(self, decode: Instance) -> bytes:
+        """Who did the work, in front of the engine's own header."""
+        close = b"" if self._keep else b"connection: close\r\n"
+        source, local = self._source, self._local
+        degraded = b"x-fulcrum-local-prefill: %b\r\n" % local.encode() if local is not None else b""
+        if source is None:
+            return b"x-fulcrum-decode: %b\r\n%b%b" % (decode.encoded_name, degraded, close)
+        return b"x-fulcrum-prefill: %b\r\nx-fulcrum-decode: %b\r\n%b%b" % (
+            source.encoded_name,
+            decode.encoded_name,
+            degraded,
+            close,
+        )
+
+    def _refuse(self, failed: LegFailed | None) -> _Answered:
+        """No instance answered."""
+        if failed is None or failed.status == 503:
+            message = "no instance can take the request now" if failed is None else failed.detail
+            status = 503
+        else:
+            message = f"no instance answered: {failed.detail}"
+            status = 504 if failed.failure is Failure.TIMEOUT else 502
+        self._client.write(answers.error(status, message, close=not self._keep))
+        return _Answered(Outcome.FAILED)
+
+    def _broken(self, broken: Broken) -> Outcome:
+        """The stream ends here: an error event where one can be put, and no clean end."""
+        leg = self._leg
+        self._keep = False
+        if leg is not None:
+            words = leg.last_words(f"the engine failed in mid-stream: {broken.detail}")
+            if words:
+                self._client.write(words)
+        return Outcome.BROKEN
+
+
+def _pool(instance: Instance) -> EnginePool:
+    """Where the instance listens.
+
+    Raises:
+        LegFailed: if that is not known (any more).
+    """
+    if instance.pool is None:
+        raise LegFailed(Failure.REFUSED, "the instance has no endpoint", consumed=False)
+    return instance.pool

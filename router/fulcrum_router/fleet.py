@@ -1,0 +1,150 @@
+"""The instances that this router knows: where they are, what they play, how they fare.
+
+Roles come from the PDAssignment and endpoints from the PDInstances, by way of `watches`; health and
+latencies are the router's own. Dispatch reads an instance through `policy.InstanceView`.
+"""
+
+from collections.abc import Iterable
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.values import Identity, Role
+from fulcrum_router.health import Health
+from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
+from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.upstream import EnginePool
+
+
+class Instance:
+    """One engine instance."""
+
+    __slots__ = (
+        "_decode",
+        "_prefill",
+        "assigned",
+        "decode_model",
+        "encoded_name",
+        "health",
+        "identity",
+        "itl_s",
+        "kv_usage",
+        "ledger",
+        "missed_probes",
+        "name",
+        "pool",
+        "prefill_model",
+        "role",
+        "serving",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        prefill: PrefillModel = DEFAULT_PREFILL,
+        decode: DecodeModel = DEFAULT_DECODE,
+    ) -> None:
+        self.name = name
+        self.encoded_name = name.encode()
+        self.role = Role.DECODE
+        self.assigned = False
+        self.serving = False
+        self.identity: Identity | None = None
+        self.ledger = Ledger()
+        self.health = Health()
+        self.pool: EnginePool | None = None
+        self.itl_s: float | None = None
+        self.kv_usage: float | None = None
+        self.missed_probes = 0
+        self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
+        self.prefill_model, self.decode_model = prefill, decode
+
+    def place(self, host: str, port: int) -> None:
+        """It listens there. Another address than before is another engine process: no connection is kept."""
+        pool = self.pool
+        if pool is not None and (pool.host, pool.port) == (host, port):
+            return
+        if pool is not None:
+            pool.close()
+        self.pool = EnginePool(host, port)
+        self.health = Health()
+        self.missed_probes = 0
+        self.itl_s = self.kv_usage = None
+        self.refresh()
+
+    def assign(self, role: Role | None) -> None:
+        """It plays this role and gets work; None: no new work."""
+        if role is not None:
+            self.role = role
+        self.assigned = role is not None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draw the conclusion whether new work may be sent."""
+        self.serving = self.assigned and self.pool is not None and not self.health.ejected
+
+    def learn_prefill(self, *, tokens: int, seconds: float) -> None:
+        """A prompt that had the instance to itself took this long."""
+        self._prefill.learn(tokens=tokens, seconds=seconds)
+        self.prefill_model = self._prefill.model
+
+    def learn_decode(self, *, tokens: int, itl_s: float) -> None:
+        """A second's mean step with this much KV in the batch."""
+        self._decode.learn(tokens=tokens, itl_s=itl_s)
+        self.decode_model = self._decode.model
+
+
+class Fleet:
+    """All instances of the service, by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Instance] = {}
+        self.all: tuple[Instance, ...] = ()
+        """In the order of their names."""
+
+    def get(self, name: str) -> Instance | None:
+        """The instance of that name."""
+        return self._by_name.get(name)
+
+    def __getitem__(self, name: str) -> Instance:
+        return self._by_name[name]
+
+    def add(self, instance: Instance) -> None:
+        """Know one more."""
+        self._by_name[instance.name] = instance
+        self._order()
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Forget the others; their legs end where they are."""
+        kept = set(names)
+        for name in self._by_name.keys() - kept:
+            gone = self._by_name.pop(name)
+            gone.assign(None)
+            if gone.pool is not None:
+                gone.pool.close()
+        self._order()
+
+    def check(self, now_s: float) -> None:
+        """Fail every leg that waited too long."""
+        for instance in self.all:
+            if instance.pool is not None:
+                instance.pool.check(now_s)
+
+    def _order(self) -> None:
+        self.all = tuple(self._by_name[name] for name in sorted(self._by_name))
+
+
+def interned(identities: Iterable[Identity], identity: Identity) -> Identity:
+    """The equal one among `identities`, so that dispatch can compare by `is`."""
+    return next((known for known in identities if known == identity), identity)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of `host:port`, brackets of an IPv6 host taken off.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"endpoint {endpoint!r} is not host:port")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,39 @@
+"""When an instance is left out because it fails, and when it is tried again."""
+
+EJECT_AFTER = 3
+"""Failures in a row that eject an instance. A refused connection does at once: nobody listens there."""
+FIRST_PROBE_S = 0.25
+LAST_PROBE_S = 8.0
+
+
+class Health:
+    """The record of one endpoint. Times are monotonic seconds of the caller's."""
+
+    __slots__ = ("_backoff_s", "ejected", "failures", "probe_at_s")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.ejected = False
+        self.probe_at_s = 0.0
+        self._backoff_s = FIRST_PROBE_S
+
+    def failed(self, now_s: float, *, at_once: bool = False) -> bool:
+        """Count a failure; True if it ejects the instance now."""
+        self.failures += 1
+        if self.ejected or (self.failures < EJECT_AFTER and not at_once):
+            return False
+        self.ejected = True
+        self._backoff_s = FIRST_PROBE_S
+        self.probe_at_s = now_s + self._backoff_s
+        return True
+
+    def succeeded(self) -> bool:
+        """A leg or a probe was answered; True if that brings the instance back."""
+        self.failures = 0
+        back, self.ejected = self.ejected, False
+        return back
+
+    def probe_failed(self, now_s: float) -> None:
+        """Still dead: ask again after twice the time."""
+        self._backoff_s = min(LAST_PROBE_S, 2 * self._backoff_s)
+        self.probe_at_s = now_s + self._backoff_s

@@ -1,0 +1,178 @@
+"""HTTP/1.1 framing of engines' answers: just enough to relay bytes as they came.
+
+A head is read once, a body is never decoded: chunk framing is walked to learn where the answer ends
+and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
+"""
+
+from typing import NamedTuple
+
+MAX_HEAD_BYTES = 65_536
+MAX_SIZE_LINE_BYTES = 4_096
+CHUNKED = -1
+UNTIL_CLOSE = -2
+
+_HOP_BY_HOP = (
+    b"connection:",
+    b"keep-alive:",
+    b"proxy-connection:",
+    b"upgrade:",
+    b"te:",
+    b"proxy-authenticate:",
+)
+
+
+class FramingError(ValueError):
+    """An engine's answer is not HTTP/1.1 as we know it."""
+
+
+class AnswerHead(NamedTuple):
+    """The head of an answer. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
+
+    raw: bytes
+    status: int
+    length: int
+    keep_alive: bool
+    event_stream: bool
+
+
+def parse_head(raw: bytes) -> AnswerHead:
+    """The head that ends with an empty line.
+
+    Raises:
+        FramingError: if the status or the length cannot be read, or both framings are given.
+    """
+    low = raw.lower()
+    if not low.startswith(b"http/1.") or not raw[9:12].isdigit():
+        raise FramingError(f"not an HTTP/1.x status line: {raw[:40]!r}")
+    status = int(raw[9:12])
+    keep_alive = low.startswith(b"http/1.1")
+    connection = _field(low, b"\r\nconnection:")
+    if connection:
+        keep_alive = b"close" not in connection and (keep_alive or b"keep-alive" in connection)
+    length = _length(low, status)
+    if length == UNTIL_CLOSE:
+        keep_alive = False
+    return AnswerHead(raw, status, length, keep_alive, b"text/event-stream" in low)
+
+
+def _length(low: bytes, status: int) -> int:
+    if status in (204, 304) or status < 200:
+        return 0
+    length = _field(low, b"\r\ncontent-length:")
+    encoding = _field(low, b"\r\ntransfer-encoding:")
+    if encoding:
+        if encoding != b"chunked" or length is not None:
+            raise FramingError("transfer-encoding other than chunked, or with a content-length")
+        return CHUNKED
+    if length is None:
+        return UNTIL_CLOSE
+    if not length.isdigit():
+        raise FramingError(f"content-length {length[:20]!r}")
+    return int(length)
+
+
+def _field(low: bytes, name: bytes) -> bytes | None:
+    start = low.find(name)
+    if start < 0:
+        return None
+    start += len(name)
+    return low[start : low.index(b"\r\n", start)].strip()
+
+
+def relayed_head(raw: bytes, ours: bytes) -> bytes:
+    """The head for the client: `ours` behind the status line, an engine's hop-by-hop fields left out."""
+    end = raw.index(b"\r\n") + 2
+    low = raw.lower()
+    if any(b"\r\n" + name in low for name in _HOP_BY_HOP):
+        lines = raw[end:-4].split(b"\r\n")
+        kept = [line for line in lines if not line.lower().startswith(_HOP_BY_HOP)]
+        return raw[:end] + ours + b"".join(line + b"\r\n" for line in kept) + b"\r\n"
+    return raw[:end] + ours + raw[end:]
+
+
+class ChunkWalk:
+    """Where chunks end, over data that is split anywhere."""
+
+    __slots__ = ("_left", "_line", "_trailers", "done")
+
+    def __init__(self) -> None:
+        self._left = 0  # bytes to go in the chunk begun, its CRLF included
+        self._line = b""  # a size line or trailer begun
+        self._trailers = False
+        self.done = False
+
+    def feed(self, data: bytes) -> int:
+        """How many bytes of `data` lie before the end of its last whole chunk, or of the answer once `done`.
+
+        Raises:
+            FramingError: if a size cannot be read.
+        """
+        size, position, boundary = len(data), self._left, 0
+        if position > size:
+            self._left = position - size
+            return 0
+        boundary = position
+        while position < size:
+            end = data.find(b"\n", position)
+            if end < 0:
+                self._line += data[position:]
+                if len(self._line) > MAX_SIZE_LINE_BYTES:
+                    raise FramingError("chunk size line too long")
+                break
+            line = data[position:end]
+            if self._line:
+                line, self._line = self._line + line, b""
+            if self._trailers:
+                if not line.strip():
+                    self.done = True
+                    self._left = 0
+                    return end + 1
+                position = end + 1
+                continue
+            length = _chunk_size(line)
+            if length == 0:
+                self._trailers = True
+                position = end + 1
+                continue
+            position = end + 3 + length
+            if position > size:
+                self._left = position - size
+                return boundary
+            boundary = position
+        self._left = 0
+        return boundary
+
+
+def _chunk_size(line: bytes) -> int:
+    try:
+        size = int(line, 16)
+    except ValueError:
+        size = _extended_size(line)
+    if size < 0:
+        raise FramingError(f"chunk size {line[:20]!r}")
+    return size
+
+
+def _extended_size(line: bytes) -> int:
+    try:
+        return int(line.partition(b";")[0], 16)
+    except ValueError:
+        raise FramingError(f"chunk size {line[:20]!r}") from None
+
+
+def dechunk(framed: bytes) -> bytes:
+    """The content of a whole chunked body."""
+    parts: list[bytes] = []
+    position = 0
+    while True:
+        end = framed.index(b"\n", position)
+        size = _chunk_size(framed[position:end])
+        if size == 0:
+            return b"".join(parts)
+        parts.append(framed[end + 1 : end + 1 + size])
+        position = end + 3 + size
+
+
+def chunk(content: bytes) -> bytes:
+    """One chunk."""
+    return b"%x\r\n%b\r\n" % (len(content), content)

@@ -1,0 +1,109 @@
+"""What a router is started with."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from fulcrum_cluster.process import exit_with_error
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.values import Role
+from fulcrum_router.fleet import split_endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """One router. A port of 0 lets the system choose."""
+
+    service: str
+    namespace: str
+    host: str
+    port: int
+    state_port: int
+    token: str | None
+    """None: no state port."""
+    store: str | None
+    static: tuple[tuple[Role, str, int], ...]
+    """Fixed endpoints instead of a store."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse's own prints its usage, too
+        exit_with_error(message)
+
+
+def parse_options(arguments: Sequence[str] | None) -> Options:
+    """The options in `arguments` (None: the command line's).
+
+    Raises:
+        InvalidInput: for a value that breaks a rule.
+        SystemExit: code 2 and one line on stderr for arguments that cannot be parsed.
+    """
+    given = _parser().parse_args(arguments)
+    if (given.store is None) == (given.static is None):
+        raise InvalidInput(
+            "--store", given.store or "nothing", "is required, unless --static is given in its place"
+        )
+    if given.store is not None and given.token_file is None:
+        raise InvalidInput("--token-file", "nothing", "is required with --store")
+    for name, port in (("--port", given.port), ("--state-port", given.state_port)):
+        if not 0 <= port <= 65535:
+            raise InvalidInput(name, port, "is not between 0 and 65535")
+    return Options(
+        service=given.service,
+        namespace=given.namespace,
+        host=given.host,
+        port=given.port,
+        state_port=given.state_port,
+        token=None if given.token_file is None else _token(given.token_file),
+        store=given.store,
+        static=tuple(_endpoints(given.static or ())),
+    )
+
+
+def _token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise InvalidInput("--token-file", path, f"cannot be read: {reason.lower()}") from error
+    if not token:
+        raise InvalidInput("--token-file", path, "is empty")
+    return token
+
+
+def _endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
+    found: list[tuple[Role, str, int]] = []
+    for group in groups:
+        name, _, endpoints = group.partition("=")
+        role = {"prefill": Role.PREFILL, "decode": Role.DECODE}.get(name)
+        if role is None or not endpoints:
+            raise InvalidInput("--static", group, "is not prefill=HOST:PORT,… or decode=HOST:PORT,…")
+        for endpoint in endpoints.split(","):
+            try:
+                found.append((role, *split_endpoint(endpoint)))
+            except ValueError:
+                raise InvalidInput("--static", endpoint, "is not HOST:PORT") from None
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fulcrum_router", description="Routes one service's requests.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--service", default="static", help="name of the PDService")
+    add("--namespace", default="default", help="its namespace (%(default)s)")
+    add("--store", help="where the objects are: unix:PATH")
+    add(
+        "--static",
+        nargs="+",
+        metavar="ROLE=HOST:PORT,…",
+        help="fixed endpoints in place of a store, to measure the data path",
+    )
+    add("--host", default="127.0.0.1", help="address of both ports (%(default)s)")
+    add("--port", type=int, default=0, help="port for clients; 0: any (%(default)s)")
+    add("--state-port", type=int, default=0, help="port for the state; 0: any (%(default)s)")
+    add(
+        "--token-file", type=Path, help="file with the state port's token; without one there is no state port"
+    )
+    return parser

@@ -1,0 +1,278 @@
+"""Arrow's Algorithm 1: which instance takes a request's prefill, which its decode.
+
+    cost_prefill(r, i) = (Σ L(decoding on i), Σ T(queued on i) + T(r, i))            lexicographic
+    cost_decode (r, i) = (Σ L(prefilling on i), Σ L(decoding on i) + L(r) − MT(i, S_D))
+
+An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first
+part, work of the other phase, prefers clean instances to half-flipped ones. Of those that pass, the
+cheapest takes the request; if none passes, a flip is wanted and the cheapest of all is the fall-back.
+Equal costs go to the instance with fewer requests, then to the first by name.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeVar
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import Identity, Role, Slo
+from fulcrum_router.policy.ledger import LedgerView
+
+
+class InstanceView(Protocol):
+    """What dispatch reads of an instance."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def role(self) -> Role:
+        """The role that it plays now."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether it may be given new work."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """What must agree for a KV transfer; None: not known, and not held against it."""
+
+    @property
+    def ledger(self) -> LedgerView:
+        """Its books."""
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """T(n) of this instance."""
+
+    @property
+    def decode_model(self) -> DecodeModel:
+        """I(tokens) of this instance, and so MT."""
+
+    @property
+    def itl_s(self) -> float | None:
+        """Its mean inter-token latency over the last completed second; None: no tokens, or not read."""
+
+
+V = TypeVar("V", bound=InstanceView)
+
+
+class Reason(StrEnum):
+    """Why an instance was chosen."""
+
+    WITHIN_SLO = "within_slo"
+    PREFILLED_HERE = "prefilled_here"
+    LEAST_COST = "least_cost"
+    OTHER_ROLE = "other_role"
+
+
+class Dispatch(NamedTuple):
+    """The instance that takes the request, and its cost pair."""
+
+    instance: str
+    reason: Reason
+    cost: tuple[float, float]
+
+
+class FlipWanted(NamedTuple):
+    """No instance of `role` meets the SLO and one of the other may flip; `fallback` if none does."""
+
+    role: Role
+    fallback: Dispatch
+    reason: str
+
+
+class NoInstance(NamedTuple):
+    """Nobody can take it."""
+
+    reason: str
+
+
+Decision = Dispatch | FlipWanted | NoInstance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipRules:
+    """When a flip may be asked for."""
+
+    enabled: bool = False
+    shrink: float = 0.5
+    """D→P is wanted only while the decode load LD is below this (L_SHRINK)."""
+    to_decode_after_s: float = -math.inf
+    """P→D is wanted only from this Unix time on: the end of the cooldown."""
+
+
+NO_FLIPS = FlipRules()
+
+
+def choose_prefill(
+    instances: Sequence[V],
+    tokens: int,
+    slo: Slo,
+    *,
+    rules: FlipRules = NO_FLIPS,
+    avoid: Collection[str] = (),
+) -> Decision:
+    """Who computes a prompt of `tokens` tokens that the router does not believe to be cached.
+
+    Only serving instances whose KV some serving decode instance can read, and none of `avoid`. With
+    no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
+    """
+    readers = [d for d in instances if d.serving and d.role.serves(Role.DECODE)]
+    costs: list[tuple[float, float, int, str]] = []
+    for instance in instances:
+        if not instance.serving or not instance.role.serves(Role.PREFILL) or instance.name in avoid:
+            continue
+        if readers and not _some_can_read(readers, instance.identity):
+            continue
+        ledger = instance.ledger
+        seconds = _known(ledger.prefill_s + instance.prefill_model.ttft_s(tokens))
+        costs.append((_known(ledger.decode_tokens), seconds, ledger.decode_requests, instance.name))
+    if not costs:
+        return NoInstance("no serving prefill instance whose KV a decode instance can read")
+    chosen = _within(costs, slo.ttft_s)
+    if chosen:
+        return chosen
+    least = _least(costs)
+    why = _want_prefill(readers, slo, rules)
+    if why is None:
+        return least
+    return FlipWanted(
+        Role.PREFILL, least, f"{len(costs)} prefill instances, best TTFT {least.cost[1]:.3f} s; {why}"
+    )
+
+
+def choose_decode(
+    instances: Sequence[V],
+    tokens: int,
+    slo: Slo,
+    *,
+    prefilled_on: V | None = None,
+    rules: FlipRules = NO_FLIPS,
+    now_s: float = 0.0,
+    avoid: Collection[str] = (),
+) -> Decision:
+    """Who answers a prompt of `tokens` tokens whose KV lies on `prefilled_on` (None: nowhere).
+
+    If no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
+    """
+    if prefilled_on is not None and _decodes(prefilled_on, avoid):
+        cost = _decode_cost(prefilled_on, tokens, slo)
+        return Dispatch(prefilled_on.name, Reason.PREFILLED_HERE, cost[:2])
+    source = None if prefilled_on is None else prefilled_on.identity
+    costs = _decode_costs(instances, tokens, slo, Role.DECODE, source, avoid)
+    if not costs:
+        return _other_role(instances, tokens, slo, source, avoid)
+    chosen = _within(costs, 0.0)
+    if chosen:
+        return chosen
+    least = _least(costs)
+    why = _want_decode(instances, rules, now_s)
+    if why is None:
+        return least
+    return FlipWanted(
+        Role.DECODE, least, f"{len(costs)} decode instances, least over by {least.cost[1]:.0f} tokens; {why}"
+    )
+
+
+def decode_load(decoders: Iterable[InstanceView], slo: Slo) -> float | None:
+    """LD: mean inter-token latency of the decode instances over S_D. One without requests counts as 0.
+
+    None where one has requests and its latency is not known: an unknown load is not a low one.
+    """
+    total, count = 0.0, 0
+    for instance in decoders:
+        itl_s = instance.itl_s
+        if itl_s is None or math.isnan(itl_s):
+            if instance.ledger.decode_requests:
+                return None
+            itl_s = 0.0
+        total += itl_s
+        count += 1
+    return total / count / slo.tpot_s if count else None
+
+
+def _want_prefill(decoders: Sequence[InstanceView], slo: Slo, rules: FlipRules) -> str | None:
+    """Why a decode instance should flip, or None if it should not."""
+    if not rules.enabled or sum(not d.role.serves(Role.PREFILL) for d in decoders) <= 1:
+        return None
+    load = decode_load(decoders, slo)
+    if load is None or load >= rules.shrink:
+        return None
+    return f"decode load {load:.2f} is below {rules.shrink:g}"
+
+
+def _want_decode(instances: Sequence[InstanceView], rules: FlipRules, now_s: float) -> str | None:
+    """Why a prefill instance should flip, or None if it should not."""
+    if not rules.enabled or now_s < rules.to_decode_after_s:
+        return None
+    prefills = sum(p.serving and p.role is Role.PREFILL for p in instances)
+    return f"{prefills} prefill instances, cooldown over" if prefills > 1 else None
+
+
+def _decodes(instance: InstanceView, avoid: Collection[str]) -> bool:
+    return instance.serving and instance.role.serves(Role.DECODE) and instance.name not in avoid
+
+
+def _other_role(
+    instances: Sequence[InstanceView], tokens: int, slo: Slo, source: Identity | None, avoid: Collection[str]
+) -> Decision:
+    costs = _decode_costs(instances, tokens, slo, Role.PREFILL, source, avoid)
+    if not costs:
+        return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
+    return _least(costs)._replace(reason=Reason.OTHER_ROLE)
+
+
+def _decode_costs(
+    instances: Sequence[InstanceView],
+    tokens: int,
+    slo: Slo,
+    phase: Role,
+    source: Identity | None,
+    avoid: Collection[str],
+) -> list[tuple[float, float, int, str]]:
+    return [
+        _decode_cost(instance, tokens, slo)
+        for instance in instances
+        if instance.serving
+        and instance.role.serves(phase)
+        and instance.name not in avoid
+        and _can_read(source, instance.identity)
+    ]
+
+
+def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> tuple[float, float, int, str]:
+    ledger = instance.ledger
+    over = _known(ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s))
+    return (_known(ledger.prefill_tokens), over, ledger.decode_requests, instance.name)
+
+
+def _within(costs: Sequence[tuple[float, float, int, str]], bound: float) -> Dispatch | None:
+    passing = [cost for cost in costs if cost[1] <= bound]
+    if not passing:
+        return None
+    first, second, _, name = min(passing)
+    return Dispatch(name, Reason.WITHIN_SLO, (first, second))
+
+
+def _least(costs: Sequence[tuple[float, float, int, str]]) -> Dispatch:
+    first, second, _, name = min(costs)
+    return Dispatch(name, Reason.LEAST_COST, (first, second))
+
+
+def _known(value: float) -> float:
+    """NaN compares with nothing, so a cost that cannot be told counts as the worst."""
+    return value if value == value else math.inf  # the cheapest test for NaN
+
+
+def _can_read(source: Identity | None, reader: Identity | None) -> bool:
+    if source is None or reader is None or source is reader:
+        return True
+    return can_transfer(source, reader).allowed
+
+
+def _some_can_read(readers: Sequence[InstanceView], source: Identity | None) -> bool:
+    return any(_can_read(source, reader.identity) for reader in readers)

@@ -1,0 +1,228 @@
+"""What a request will cost, learned from what requests did cost.
+
+No tokeniser: tokens are the prompt's bytes times a ratio that the engines' `usage` corrects. Times are
+Arrow's two models, fitted by least squares of the *relative* error to what legs took, with a prior
+that never fades quite, so that a single prompt length cannot bend the curve elsewhere. Everything here
+ignores NaN, infinite and negative samples.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+
+DEFAULT_TOKENS_PER_BYTE = 0.25
+DEFAULT_PREFILL = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
+"""Before anything is known: 10,000 tokens a second, on the slow side for any accelerator."""
+DEFAULT_DECODE = DecodeModel(intercept=0.01, slope=5e-7)
+"""Before anything is known: 10 ms a step and 20 ms more at 40,000 tokens."""
+
+
+def prompt_size(request: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes of text in the prompt, and the tokens that are given as ids."""
+    prompt = request.get("prompt")
+    if prompt is None:
+        return _messages_size(request.get("messages")), 0
+    return _prompt_size(prompt)
+
+
+def _prompt_size(prompt: object) -> tuple[int, int]:
+    if isinstance(prompt, str):
+        return _utf8_size(prompt), 0
+    if not isinstance(prompt, list):
+        return 0, 0
+    if all(isinstance(item, int) for item in prompt[:1]):
+        return 0, len(prompt)
+    sizes = [_prompt_size(item) for item in prompt]
+    return sum(size for size, _ in sizes), sum(ids for _, ids in sizes)
+
+
+def _messages_size(messages: object) -> int:
+    if not isinstance(messages, list):
+        return 0
+    return sum(_content_size(message.get("content")) for message in messages if isinstance(message, dict))
+
+
+def _content_size(content: object) -> int:
+    if isinstance(content, str):
+        return _utf8_size(content)
+    if not isinstance(content, list):
+        return 0
+    texts = (part.get("text") for part in content if isinstance(part, dict))
+    return sum(_utf8_size(text) for text in texts if isinstance(text, str))
+
+
+def _utf8_size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+class TokenRatio:
+    """Tokens per byte of prompt, as one service's engines count them."""
+
+    __slots__ = ("_weight", "value")
+
+    def __init__(self, value: float = DEFAULT_TOKENS_PER_BYTE, *, weight: float = 0.05) -> None:
+        self.value = value
+        self._weight = weight
+
+    def tokens(self, size: int) -> int:
+        """Predicted tokens of `size` bytes, at least 1."""
+        return max(1, math.ceil(size * self.value))
+
+    def learn(self, *, size: int, tokens: float) -> None:
+        """What an engine counted. Short prompts, of which most is template, say little and count less."""
+        if size <= 0 or not 0 < tokens < math.inf:
+            return
+        ratio = min(4.0, max(0.01, tokens / size))
+        self.value += self._weight * min(1.0, size / 256) * (ratio - self.value)
+
+
+class NonNegativeFit:
+    """Coefficients ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)², old samples fading.
+
+    The normal equations are kept as sums; a fit tries every subset of coefficients (at most seven of
+    three) and keeps the best that has no negative one. That is exact, and needs no library.
+    """
+
+    __slots__ = ("_cross", "_fade", "_prior_cross", "_prior_square", "_square", "count")
+
+    def __init__(self, prior: Sequence[tuple[Sequence[float], float]], *, fade: float = 0.99) -> None:
+        size = len(prior[0][0])
+        self._fade = fade
+        self._square = [[0.0] * size for _ in range(size)]
+        self._cross = [0.0] * size
+        for features, value in prior:
+            self._accumulate(features, value)
+        self._prior_square, self._prior_cross = self._square, self._cross
+        self._square = [[0.0] * size for _ in range(size)]
+        self._cross = [0.0] * size
+        self.count = 0
+
+    def learn(self, features: Sequence[float], value: float) -> bool:
+        """One sample; False if it was not a usable one."""
+        if not 0 < value < math.inf or not all(0 <= x < math.inf for x in features):
+            return False
+        for row in self._square:
+            row[:] = [self._fade * cell for cell in row]
+        self._cross = [self._fade * cell for cell in self._cross]
+        self._accumulate(features, value)
+        self.count += 1
+        return True
+
+    def solve(self) -> tuple[float, ...]:
+        """The coefficients that fit best now."""
+        size = len(self._cross)
+        square = [
+            [a + b for a, b in zip(r, p, strict=True)]
+            for r, p in zip(self._square, self._prior_square, strict=True)
+        ]
+        cross = [a + b for a, b in zip(self._cross, self._prior_cross, strict=True)]
+        best, best_gain = (0.0,) * size, 0.0
+        for length in range(1, size + 1):
+            for chosen in itertools.combinations(range(size), length):
+                theta = _solve([[square[i][j] for j in chosen] for i in chosen], [cross[i] for i in chosen])
+                if theta is None or min(theta) < 0:
+                    continue
+                # At the minimum of a subset the loss has fallen by θ·(Xᵀy).
+                gain = sum(t * cross[i] for t, i in zip(theta, chosen, strict=True))
+                if gain > best_gain:
+                    spread = dict(zip(chosen, theta, strict=True))
+                    best, best_gain = tuple(spread.get(i, 0.0) for i in range(size)), gain
+        return best
+
+    def _accumulate(self, features: Sequence[float], value: float) -> None:
+        scaled = [x / value for x in features]
+        for i, left in enumerate(scaled):
+            row = self._square[i]
+            for j, right in enumerate(scaled):
+                row[j] += left * right
+            self._cross[i] += left
+
+
+def _solve(square: list[list[float]], cross: list[float]) -> list[float] | None:
+    """Gauss with partial pivoting; None if the system is singular."""
+    rows = [[*row, value] for row, value in zip(square, cross, strict=True)]
+    size = len(rows)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
+        if abs(rows[pivot][column]) < 1e-12:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for r in range(column + 1, size):
+            factor = rows[r][column] / rows[column][column]
+            rows[r] = [a - factor * b for a, b in zip(rows[r], rows[column], strict=True)]
+    theta = [0.0] * size
+    for r in reversed(range(size)):
+        known = sum(rows[r][k] * theta[k] for k in range(r + 1, size))
+        theta[r] = (rows[r][size] - known) / rows[r][r]
+    return theta if all(map(math.isfinite, theta)) else None
+
+
+_REFIT_EVERY = 32
+_PRIOR_PROMPTS = (64, 512, 4096)
+_PRIOR_BATCHES = (1_000, 20_000, 200_000)
+_PROMPT_UNIT = 1_000.0
+_BATCH_UNIT = 10_000.0
+
+
+class PrefillPredictor:
+    """T(n) of one instance."""
+
+    __slots__ = ("_fit", "model")
+
+    def __init__(self, prior: PrefillModel = DEFAULT_PREFILL) -> None:
+        self.model = prior
+        self._fit = NonNegativeFit([(self._features(n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPTS])
+
+    def learn(self, *, tokens: int, seconds: float) -> None:
+        """How long a prompt took that had the instance to itself."""
+        if self._fit.learn(self._features(tokens), seconds) and _due(self._fit.count):
+            c0, c1, c2 = self._fit.solve()
+            self.model = PrefillModel(c0=c0, c1=c1 / _PROMPT_UNIT, c2=c2 / _PROMPT_UNIT**2)
+
+    @staticmethod
+    def _features(tokens: float) -> tuple[float, float, float]:
+        unit = tokens / _PROMPT_UNIT
+        return (1.0, unit, unit * unit)
+
+
+class DecodePredictor:
+    """I(tokens) of one instance."""
+
+    __slots__ = ("_fit", "model")
+
+    def __init__(self, prior: DecodeModel = DEFAULT_DECODE) -> None:
+        self.model = prior
+        self._fit = NonNegativeFit(
+            [((1.0, n / _BATCH_UNIT), max(prior.itl_s(n), 1e-6)) for n in _PRIOR_BATCHES]
+        )
+
+    def learn(self, *, tokens: int, itl_s: float) -> None:
+        """The mean step of a second in which the batch held `tokens` tokens of KV."""
+        if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s) and _due(self._fit.count):
+            intercept, slope = self._fit.solve()
+            self.model = DecodeModel(intercept=intercept, slope=slope / _BATCH_UNIT)
+
+
+def _due(count: int) -> bool:
+    """Often at first, then every so many samples."""
+    return count % _REFIT_EVERY == 0 or (count < _REFIT_EVERY and count & (count - 1) == 0)
+
+
+class PredictionError:
+    """Mean of (predicted − measured)/measured of recent prefills; None before the first."""
+
+    __slots__ = ("_weight", "value")
+
+    def __init__(self, *, weight: float = 0.05) -> None:
+        self.value: float | None = None
+        self._weight = weight
+
+    def learn(self, *, predicted_s: float, measured_s: float) -> None:
+        """One prefill leg, from its dispatch to its answer."""
+        if not 0 < measured_s < math.inf or not 0 <= predicted_s < math.inf:
+            return
+        error = min(10.0, predicted_s / measured_s - 1.0)
+        self.value = error if self.value is None else self.value + self._weight * (error - self.value)

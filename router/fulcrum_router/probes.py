@@ -1,0 +1,164 @@
+"""What the router reads from the engines once a second, and how dead instances come back.
+
+Only sums that the data path cannot know: the engines' own inter-token latency (requests without a
+stream show it none) and KV use. A probe shares the pool of the instance and runs beside the requests.
+"""
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from fulcrum_router.fleet import Fleet, Instance
+from fulcrum_router.router import Router
+from fulcrum_router.upstream import EnginePool, LegFailed, ask
+
+log = structlog.get_logger()
+
+INTERVAL_S = 1.0
+PROBE_S = 1.0
+MISSED_EJECT = 3
+"""Probes without an answer, in a row, that eject an instance: it hangs."""
+
+_ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
+_ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
+_KV_USAGE = b"vllm:kv_cache_usage_perc"
+
+
+def read_sample(text: bytes, name: bytes) -> float | None:
+    """The sum of all samples of one name in an exposition; None if it has none, or one that is no number."""
+    total, found, start = 0.0, False, 0
+    while True:
+        start = text.find(name, start)
+        if start < 0:
+            return total if found and math.isfinite(total) else None
+        end = text.find(b"\n", start)
+        line = text[start : end if end >= 0 else len(text)]
+        at_line_start = start == 0 or text[start - 1 : start] == b"\n"
+        start += len(name)
+        if not at_line_start or line[len(name) : len(name) + 1] not in (b"{", b" "):
+            continue
+        try:
+            total += float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
+        except (ValueError, IndexError):
+            return None
+        found = True
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySums:
+    """An engine's inter-token latency since its start."""
+
+    seconds: float
+    count: float
+
+    def mean_since(self, before: "LatencySums | None") -> float | None:
+        """Mean over what came since `before`; None without tokens, or where the counters went back."""
+        if before is None:
+            return None
+        count, seconds = self.count - before.count, self.seconds - before.seconds
+        return seconds / count if count > 0 and seconds >= 0 else None
+
+
+class Prober:
+    """Keeps one probe running per instance."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Follow the fleet until cancelled."""
+        try:
+            while True:
+                self._follow(self._router.fleet)
+                await asyncio.sleep(INTERVAL_S / 4)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+    def _follow(self, fleet: Fleet) -> None:
+        for instance in fleet.all:
+            if instance.name not in self._tasks:
+                self._tasks[instance.name] = asyncio.create_task(self._watch(instance))
+        for name in [name for name in self._tasks if fleet.get(name) is None]:
+            self._tasks.pop(name).cancel()
+
+    async def _watch(self, instance: Instance) -> None:
+        """Probe one instance for as long as it exists."""
+        last: LatencySums | None = None
+        pool: EnginePool | None = None
+        while True:
+            began_s = time.monotonic()
+            if instance.pool is not pool:
+                pool, last = instance.pool, None
+            if instance.health.ejected:
+                await self._probe_back(instance)
+            elif pool is not None:
+                last = await self._scrape(instance, pool, last)
+            await asyncio.sleep(max(0.0, self._next_s(instance, began_s) - time.monotonic()))
+
+    @staticmethod
+    def _next_s(instance: Instance, began_s: float) -> float:
+        if instance.health.ejected:
+            return max(instance.health.probe_at_s, time.monotonic() + 0.01)
+        return began_s + INTERVAL_S
+
+    async def _scrape(
+        self, instance: Instance, pool: EnginePool, last: LatencySums | None
+    ) -> LatencySums | None:
+        try:
+            status, text = await _get(pool, b"/metrics")
+        except LegFailed as failed:
+            self._missed(instance, pool, failed.failure)
+            return None
+        if status != 200:
+            self._missed(instance, pool, "status")
+            return None
+        instance.missed_probes = 0
+        instance.kv_usage = read_sample(text, _KV_USAGE)
+        seconds, count = read_sample(text, _ITL_SUM), read_sample(text, _ITL_COUNT)
+        if seconds is None or count is None:
+            instance.itl_s = None
+            return None
+        sums = LatencySums(seconds, count)
+        instance.itl_s = sums.mean_since(last)
+        if instance.itl_s and not instance.ledger.prefill_tokens:
+            instance.learn_decode(tokens=instance.ledger.decode_tokens, itl_s=instance.itl_s)
+        return sums
+
+    def _missed(self, instance: Instance, pool: EnginePool, reason: str) -> None:
+        if instance.pool is not pool:
+            return  # it has moved meanwhile
+        instance.missed_probes += 1
+        instance.itl_s = instance.kv_usage = None
+        if instance.missed_probes >= MISSED_EJECT and instance.health.failed(time.monotonic(), at_once=True):
+            self._router.ejected(instance, f"probe_{reason}")
+
+    async def _probe_back(self, instance: Instance) -> None:
+        """Ask an ejected instance for its health; an answer brings it back."""
+        pool = instance.pool
+        if pool is None or time.monotonic() < instance.health.probe_at_s:
+            return
+        try:
+            status, _ = await _get(pool, b"/health")
+        except LegFailed:
+            status = 0
+        if instance.pool is not pool:
+            return
+        if status != 200:
+            instance.missed_probes += 1
+            instance.health.probe_failed(time.monotonic())
+            return
+        instance.missed_probes = 0
+        if instance.health.succeeded():
+            instance.refresh()
+            log.info("instance back", instance=instance.name)
+
+
+async def _get(pool: EnginePool, path: bytes) -> tuple[int, bytes]:
+    head = b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, pool.address)
+    status, content, _ = await ask(pool, head, b"", connect_s=PROBE_S, answer_s=PROBE_S)
+    return status, content

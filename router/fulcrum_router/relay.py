@@ -1,0 +1,206 @@
+"""The decode leg: an engine's answer on its way to the client, bytes as they came.
+
+Nothing reaches the client before the first content byte, so that until then another instance can take
+the request unseen: a stream is held to its first whole chunk, a small JSON answer to its end. From
+there on only whole chunks are passed, so that a stream that breaks can end in an error event.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from fulcrum_router.answers import error_event
+from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk, relayed_head
+from fulcrum_router.policy.ledger import DecodeEntry
+from fulcrum_router.upstream import EngineConnection, Failure, LegFailed
+
+HELD_WHOLE_BYTES = 1024 * 1024
+"""A JSON answer up to this size reaches the client only once it is whole."""
+HELD_CHUNK_BYTES = 65_536
+"""A chunk begun is held up to this size."""
+
+_ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+
+
+class Broken(Exception):
+    """The engine failed after the first byte went to the client."""
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.failure, self.detail = failure, detail
+
+
+class Sink(Protocol):
+    """The client's side."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether it takes no more for now."""
+
+    def write(self, data: bytes) -> None:
+        """Send."""
+
+
+class DecodeLeg:
+    """One attempt at the decode leg."""
+
+    __slots__ = (
+        "_committed",
+        "_future",
+        "_held",
+        "_parts",
+        "_size",
+        "_torn",
+        "connection",
+        "entry",
+        "events",
+        "extra",
+        "first_s",
+        "head",
+        "on_first",
+        "sink",
+        "streaming",
+    )
+
+    def __init__(
+        self,
+        connection: EngineConnection,
+        sink: Sink,
+        entry: DecodeEntry,
+        extra: bytes,
+        on_first: Callable[[float], None],
+    ) -> None:
+        self.connection, self.sink, self.entry = connection, sink, entry
+        self.extra = extra
+        """Header lines put in front of the engine's own."""
+        self.on_first = on_first
+        self.head: AnswerHead | None = None
+        self.streaming = False
+        self.first_s = 0.0
+        self.events = 0
+        self._committed = False
+        self._torn = False
+        self._held = b""
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._future.__await__()
+
+    @property
+    def committed(self) -> bool:
+        """Whether the client has seen any of it."""
+        return self._committed
+
+    def on_head(self, head: AnswerHead) -> None:
+        self.head = head
+        self.streaming = head.event_stream and head.status == 200
+
+    def on_body(self, data: bytes, boundary: int) -> None:
+        if self.streaming:
+            self._stream(data, boundary)
+        elif self._committed:
+            self.sink.write(data)
+        else:
+            self._collect(data)
+
+    def _stream(self, data: bytes, boundary: int) -> None:
+        if boundary < len(data):
+            data = self._hold(data, boundary)
+            if not data:
+                return
+        elif self._held or self._torn:
+            data, self._held, self._torn = self._held + data, b"", False
+        if b'"abort"' in data and _ABORT.search(data):
+            self._give_up(Failure.ABORTED, "the engine aborted the request")
+            return
+        events = data.count(b"\ndata:")
+        if not self._committed:
+            assert self.head is not None
+            self._commit()
+            data = relayed_head(self.head.raw, self.extra) + data
+        self.events += events
+        self.entry.grow(events)
+        self.sink.write(data)
+
+    def _hold(self, data: bytes, boundary: int) -> bytes:
+        """Keep what follows the last whole chunk; the rest may go."""
+        if boundary:
+            ready, self._held = self._held + data[:boundary], data[boundary:]
+            self._torn = False
+            return ready
+        self._held += data
+        if len(self._held) <= HELD_CHUNK_BYTES:
+            return b""
+        ready, self._held, self._torn = self._held, b"", True
+        return ready
+
+    def _collect(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        assert self.head is not None
+        if self._size > HELD_WHOLE_BYTES and self.head.status < 500:
+            self._send_collected()
+
+    def _send_collected(self) -> None:
+        assert self.head is not None
+        self._commit()
+        parts, self._parts = self._parts, []
+        self.sink.write(b"".join((relayed_head(self.head.raw, self.extra), *parts)))
+
+    def _commit(self) -> None:
+        self._committed = True
+        self.first_s = time.monotonic()
+        self.on_first(self.first_s)
+        if self.sink.paused:
+            self.connection.pause()
+
+    def on_end(self) -> None:
+        if self._future.done():
+            return
+        if not self._committed:
+            failed = self._judge()
+            if failed is not None:
+                self._future.set_exception(failed)
+                return
+            self._send_collected()
+        self._future.set_result(None)
+
+    def _judge(self) -> LegFailed | None:
+        """Whether a whole answer is one that another instance should be asked for instead."""
+        head = self.head
+        assert head is not None
+        if head.status >= 500:
+            return LegFailed(Failure.STATUS, f"the engine answered {head.status}", status=head.status)
+        if self.streaming:
+            return LegFailed(Failure.CLOSED, "the engine ended the stream before its first event")
+        for part in self._parts:
+            if b'"abort"' in part and _ABORT.search(b"".join(self._parts)):
+                return LegFailed(Failure.ABORTED, "the engine aborted the request")
+        return None
+
+    def on_failure(self, failure: Failure, detail: str) -> None:
+        if self._future.done():
+            return
+        if self._committed:
+            self._future.set_exception(Broken(failure, detail))
+        else:
+            status = self.head.status if self.head is not None and self.head.status >= 500 else 0
+            self._future.set_exception(LegFailed(failure, detail, status=status))
+
+    def _give_up(self, failure: Failure, detail: str) -> None:
+        self.connection.abort()
+        self.on_failure(failure, detail)
+
+    def last_words(self, message: str) -> bytes:
+        """What tells the client that its stream broke; empty where nothing can be put in."""
+        head = self.head
+        if not self.streaming or self._torn or head is None:
+            return b""
+        event = error_event(message)
+        if head.length == CHUNKED:
+            return chunk(event)
+        return event if head.length == UNTIL_CLOSE else b""

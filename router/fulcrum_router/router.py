@@ -1,0 +1,82 @@
+"""The router's common ground: what every request reads, and the few things it writes."""
+
+import itertools
+import os
+import time
+
+import structlog
+
+from fulcrum_core.values import AutoscalingMode, Role
+from fulcrum_router.accounting import Books
+from fulcrum_router.fleet import Fleet, Instance
+from fulcrum_router.policy import FlipRules, FlipWanted, PredictionError, TokenRatio
+from fulcrum_router.settings import Settings
+from fulcrum_router.signals import Epoch, FlipBoard
+from fulcrum_router.upstream import Failure, LegFailed
+
+log = structlog.get_logger()
+
+_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {Failure.HANDOFF}
+
+
+class Router:
+    """One service's instances, settings and books."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings
+        """None until the service was seen: the router is not ready then."""
+        self.fleet = Fleet()
+        self.books = Books()
+        self.ratio = TokenRatio()
+        self.prediction_error = PredictionError()
+        self.epoch = Epoch()
+        self.flips = FlipBoard(self.epoch)
+        self.rules = FlipRules()
+        self.stopping = False
+        self._id_prefix = os.urandom(6).hex()
+        self._ids = itertools.count()
+
+    def configure(self, settings: Settings, *, last_to_decode_s: float | None) -> None:
+        """Serve by these settings; `last_to_decode_s` is when the P→D cooldown began."""
+        self.settings = settings
+        self.flips.wait_for_grant = settings.mode is AutoscalingMode.AUTO
+        self.rules = FlipRules(
+            enabled=settings.mode is not AutoscalingMode.OFF,
+            shrink=settings.shrink,
+            to_decode_after_s=0.0 if last_to_decode_s is None else last_to_decode_s + settings.cooldown_s,
+        )
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would find an instance."""
+        return not self.stopping and self.settings is not None and any(i.serving for i in self.fleet.all)
+
+    def new_request_id(self) -> bytes:
+        """An id that no other request of this process or its successor has."""
+        return f"{self._id_prefix}{next(self._ids):x}".encode()
+
+    async def ask_for_flip(self, wanted: FlipWanted) -> None:
+        """Tell the autoscaler, and give it a moment."""
+        self.books.flips_wanted[wanted.role] += 1
+        await self.flips.ask(wanted.role, wanted.reason)
+
+    def leg_succeeded(self, instance: Instance, phase: Role) -> None:
+        """An instance answered."""
+        self.books.legs[phase, "ok"] += 1
+        if instance.health.failures and instance.health.succeeded():
+            instance.refresh()
+
+    def leg_failed(self, instance: Instance, phase: Role, failed: LegFailed) -> None:
+        """An instance did not answer, or not well: count it, and eject the instance when it is enough."""
+        self.books.legs[phase, failed.failure] += 1
+        if failed.failure not in _COUNTS_AGAINST_HEALTH:
+            return
+        refused = failed.failure is Failure.REFUSED
+        if instance.health.failed(time.monotonic(), at_once=refused):
+            self.ejected(instance, failed.failure)
+
+    def ejected(self, instance: Instance, reason: str) -> None:
+        """No new work until a probe is answered."""
+        instance.refresh()
+        self.books.ejections[reason] += 1
+        log.warning("instance ejected", instance=instance.name, reason=reason)

@@ -1,0 +1,61 @@
+"""What the service's manifest tells the router, resolved."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fulcrum_core.api.pdservice import PDService, TimeoutsSpec
+from fulcrum_core.api.qostier import QoSTier
+from fulcrum_core.values import AutoscalingMode, Slo
+
+DEFAULT_TIER = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A class of requests."""
+
+    name: str
+    slo: Slo
+    engine_priority: int = 0
+    """As engines read it: lower is earlier. 0: not sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One service as the data path sees it."""
+
+    service: str
+    model: str
+    timeouts: TimeoutsSpec
+    default_tier: Tier
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+    mode: AutoscalingMode = AutoscalingMode.OFF
+    shrink: float = 0.5
+    cooldown_s: float = 0.0
+
+    def tier(self, name: str | None) -> Tier:
+        """The tier a request names; the service's own where it names none that the service has."""
+        return self.tiers.get(name, self.default_tier) if name else self.default_tier
+
+
+def settings_of(service: PDService, tiers: Iterable[QoSTier]) -> Settings:
+    """What `service` says. A tier of it that does not exist (yet) is served as the service's own."""
+    spec = service.spec
+    slo = spec.slo.slo()
+    mode = AutoscalingMode.OFF if spec.autoscaling.flip.paused else spec.autoscaling.mode
+    known = {tier.metadata.name: tier for tier in tiers}
+    return Settings(
+        service=service.metadata.name,
+        model=spec.model,
+        timeouts=spec.router.timeouts,
+        default_tier=Tier(DEFAULT_TIER, slo),
+        tiers={name: _tier(known[name], slo) for name in spec.qos_tiers if name in known},
+        mode=mode,
+        shrink=spec.autoscaling.arrow.shrink,
+        cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
+    )
+
+
+def _tier(tier: QoSTier, slo: Slo) -> Tier:
+    own = tier.spec.slo.slo() if tier.spec.slo else slo
+    return Tier(tier.metadata.name, own, -tier.spec.priority)
