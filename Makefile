@@ -8,7 +8,8 @@ bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
 inner_tests := $(wildcard tests/unit tests/properties tests/golden tests/simulation)
 
-.PHONY: help play test check static generate verify lock bench clean
+.PHONY: help play test check generate verify lock bench clean \
+	static check-format check-lint check-types check-contracts
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,12 +23,20 @@ test: static ## everything that this machine can carry; says by name what it lef
 check: static ## the inner loop: format, lint, types, import contracts, generated files, fast tests
 	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
 
-static: .venv/.dev
+# Each on its own, so that `make -k check` shows all that is wrong.
+static: check-format check-lint check-types check-contracts verify
+
+check-format: .venv/.dev
 	$(bin)/ruff format --check --quiet .
+
+check-lint: .venv/.dev
 	$(bin)/ruff check --quiet .
+
+check-types: .venv/.dev
 	$(bin)/mypy
-	$(bin)/lint-imports --cache-dir .cache/import-linter
-	tools/verify
+
+check-contracts: .venv/.dev
+	$(bin)/lint-imports --cache-dir .cache/import-linter --no-logo
 
 generate: .venv/.dev ## rewrite what is made from code: crds/
 	$(bin)/python -m fulcrum_core.api.crds crds

@@ -84,10 +84,10 @@ def test_all_settings_name_the_same_rooms() -> None:
 
 def test_every_make_target_that_a_person_types_is_explained() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    explained = set(re.findall(r"^([a-z]+):.*## \S", makefile, re.MULTILINE))
-    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    explained = re.findall(r"^([a-z]+):.*## \S", makefile, re.MULTILINE)
+    phony = re.search(r"^\.PHONY: (.*)\\$", makefile, re.MULTILINE)
     assert phony
-    assert set(phony[1].split()) - explained == {"static"}
+    assert sorted(explained) == sorted(phony[1].split())
 
 
 def test_decisions_are_numbered_without_a_gap_and_fit_on_a_screen() -> None:
