@@ -133,8 +133,9 @@ def _draining(facts: Facts) -> Step:
         return _drained(facts, "drained")
     if waited and facts.now_s >= deadline_s:
         return _overdue(facts)
-    legs = "its requests" if facts.legs is None else f"{facts.legs} requests"
-    return Step(Phase.DRAINING, EngineAction.START, f"waits for {legs} to end", deadline_s=deadline_s)
+    return Step(
+        Phase.DRAINING, EngineAction.START, f"waits for {_requests(facts)} to end", deadline_s=deadline_s
+    )
 
 
 def _drained(facts: Facts, why: str) -> Step:
@@ -145,11 +146,16 @@ def _drained(facts: Facts, why: str) -> Step:
 
 def _overdue(facts: Facts) -> Step:
     """A deletion goes on and says what it cut; a flip is cancelled."""
-    cut = "an unknown number of" if facts.legs is None else str(facts.legs)
     if facts.leaving:
-        return _terminating(facts, f"cut {cut} requests that had not ended after {facts.drain_timeout_s:g} s")
-    why = f"not drained after {facts.drain_timeout_s:g} s, {cut} requests left"
+        return _terminating(facts, f"cut {_requests(facts)} not ended after {facts.drain_timeout_s:g} s")
+    why = f"not drained after {facts.drain_timeout_s:g} s, {_requests(facts)} left"
     return Step(Phase.SERVING, EngineAction.START, why, refused=why)
+
+
+def _requests(facts: Facts) -> str:
+    if facts.legs is None:
+        return "an unknown number of requests"
+    return "1 request" if facts.legs == 1 else f"{facts.legs} requests"
 
 
 def _switching(facts: Facts) -> Step:
@@ -166,6 +172,8 @@ def _switching(facts: Facts) -> Step:
         return Step(
             Phase.SWITCHING, EngineAction.START, f"its engine starts to serve {facts.assigned}", deadline_s
         )
-    if not facts.answers:
+    if (
+        facts.phase is Phase.SWITCHING or not facts.answers
+    ):  # what was known while it switched was the old engine's
         return Step(Phase.VERIFYING, EngineAction.START, "waits for the router to reach it", deadline_s)
     return Step(Phase.SERVING, EngineAction.START, "")

@@ -1,0 +1,33 @@
+"""A program that keeps the contract of spawned programs, and nothing more. Run by tests of the local runtime."""
+
+import argparse
+import signal
+import socket
+import sys
+
+
+def main() -> None:
+    """Listen, say so, and wait for SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
+    parser.add_argument("--silent", action="store_true", help="never become ready")
+    parser.add_argument("--refuse", help="turn the arguments down with this line")
+    given, _ = parser.parse_known_args()
+    if given.refuse:
+        print(f"error: {given.refuse}", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if given.deaf else lambda *_: sys.exit(0))
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", given.port))
+        listener.listen()
+        port = listener.getsockname()[1]
+        if not given.silent:
+            print(f'ready {{"port": {port}, "state_port": {port}}}', flush=True)
+        while True:
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Builders of what the operator plans from, so that a test shows only what it is about."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fulcrum_core.api import (
+    Floors,
+    IdentitySpec,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDInstance,
+    PDPool,
+    PDService,
+    QoSTier,
+    RoleAssignment,
+)
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
+from fulcrum_operator.plan import Observed
+from fulcrum_operator.plan.observed import EngineFacts
+
+NOW_S = 1_800_000_000.0
+P, D = Role.PREFILL, Role.DECODE
+RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineState.EXITED
+FACTS = EngineFacts(
+    IdentitySpec(model="m", engine="simulated", kv_dtype="auto", block_size=16, tensor_parallel=1),
+    FlipStrategy.RELABEL,
+)
+
+
+def service(**spec: Any) -> PDService:
+    """A service `chat` of the model `m`, of whose spec these fields differ from the defaults."""
+    meta = {"name": "chat", "uid": "u-service", "generation": 1}
+    return PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m", **spec}})
+
+
+def tier(name: str) -> QoSTier:
+    """A tier with nothing but a name."""
+    return QoSTier.model_validate({"metadata": {"name": name}})
+
+
+def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", bounds: Any = None) -> PDPool:
+    """A pool as the operator made it; `bounds` are (min, max)."""
+    low, high = bounds or (replicas, replicas)
+    meta = {"name": name, "uid": f"u-{name}", "labels": {"fulcrum.dev/service": "chat"}}
+    owner = {"kind": "PDService", "name": "chat", "uid": "u-service"}
+    spec = {
+        "service": "chat",
+        "model": "m",
+        "engine": {},
+        "role": role,
+        "replicas": replicas,
+        "instances": {"min": low, "max": high} if bounds else {"min": low},
+    }
+    return PDPool.model_validate({"metadata": {**meta, "ownerReferences": [owner]}, "spec": spec})
+
+
+def instance(
+    name: str, phase: Phase = Phase.SERVING, *, pool: str = "chat-flex", **status: Any
+) -> PDInstance:
+    """An instance in this phase since ten seconds ago."""
+    spec = {"service": "chat", "pool": pool, "model": "m", "engine": {}}
+    seen = {"phase": phase, "phase_since": NOW_S - 10, **status}
+    return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": seen})
+
+
+def entry(role: Role, by: Actor = Actor.OPERATOR, **fields: Any) -> RoleAssignment:
+    """A role given a hundred seconds ago."""
+    return RoleAssignment.model_validate({"role": role, "since": NOW_S - 100, "by": by, **fields})
+
+
+def wish(
+    roles: Mapping[str, RoleAssignment], *, floors: Floors | None = None, **fields: Any
+) -> PDAssignmentSpec:
+    """An assignment's spec."""
+    return PDAssignmentSpec(service="chat", roles=dict(roles), floors=floors or Floors(), **fields)
+
+
+def assignment(spec: PDAssignmentSpec, generation: int = 1) -> PDAssignment:
+    """The assignment of `chat`."""
+    return PDAssignment.model_validate(
+        {"metadata": {"name": "chat", "generation": generation}, "spec": spec.model_dump()}
+    )
+
+
+def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObservation:
+    """An engine as the runtime sees it."""
+    endpoint = f"127.0.0.1:{9000 + int(name.rpartition('-')[2])}" if state is RUNNING else None
+    return EngineObservation(**{"name": name, "state": state, "restarts": 0, "endpoint": endpoint, **fields})
+
+
+def router(generation: int = 1, legs: Mapping[str, int] | None = None, **handoffs: int) -> RouterState:
+    """A router that has acknowledged this generation and has so many legs on instances."""
+    states = tuple(
+        InstanceState(
+            name=name,
+            role=D,
+            serving=True,
+            prefill_queued_s=0.0,
+            prefill_tokens=0,
+            decode_tokens=0,
+            decode_requests=0,
+            legs=count,
+            open_handoffs=handoffs.get(name.replace("-", "_"), 0),
+            itl_s=None,
+        )
+        for name, count in (legs or {}).items()
+    )
+    return RouterState(
+        service="chat",
+        generation=generation,
+        acknowledged_at_s=NOW_S,
+        at_s=NOW_S,
+        instances=states,
+        flip_wanted=None,
+        flip_wanted_seq=0,
+        prediction_error=None,
+        local_prefills=0,
+        tiers=(),
+    )
+
+
+def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None, **fields: Any) -> Observed:
+    """A service whose instances all serve the roles given, as if nothing had ever happened to it."""
+    names = tuple(roles)
+    rolespec = wish({name: entry(role) for name, role in roles.items()})
+    instances = tuple(
+        instance(
+            name,
+            role=role,
+            endpoint=engine(name).endpoint,
+            identity=FACTS.identity.model_dump(),
+            strategy=FACTS.strategy,
+        )
+        for name, role in roles.items()
+    )
+    given = {
+        "service": service(**(spec or {"instances": len(names)})),
+        "now_s": NOW_S,
+        "pools": (pool(replicas=len(names)),),
+        "instances": instances,
+        "assignment": assignment(rolespec),
+        "engines": engines(names),
+        "facts": dict.fromkeys(names, FACTS),
+        "endpoint": "http://127.0.0.1:8000",
+        "accepted": rolespec,
+    }
+    return Observed(**{**given, **fields})
+
+
+def engines(names: Iterable[str], **states: EngineState) -> dict[str, EngineObservation]:
+    """Running engines of these names, but for the states given by name with `_` for `-`."""
+    return {name: engine(name, states.get(name.replace("-", "_"), RUNNING)) for name in names}
