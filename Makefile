@@ -9,7 +9,7 @@ bin := .venv/bin
 inner_tests := $(wildcard tests/unit tests/properties tests/golden tests/simulation)
 
 .PHONY: help play test check generate verify lock bench clean \
-	static check-format check-lint check-types check-contracts
+	static check-format check-lint check-types check-contracts check-tests
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,7 @@ play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" 
 test: static ## everything that this machine can carry; says by name what it left out
 	$(bin)/python -m pytest $(ARGS)
 
-check: static ## the inner loop: format, lint, types, import contracts, generated files, fast tests
-	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
+check: static check-tests ## the inner loop: format, lint, types, import contracts, generated files, fast tests
 
 # Each on its own, so that `make -k check` shows all that is wrong.
 static: check-format check-lint check-types check-contracts verify
@@ -37,6 +36,9 @@ check-types: .venv/.dev
 
 check-contracts: .venv/.dev
 	$(bin)/lint-imports --cache-dir .cache/import-linter --no-logo
+
+check-tests: .venv/.dev
+	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
 
 generate: .venv/.dev ## rewrite what is made from code: crds/
 	$(bin)/python -m fulcrum_core.api.crds crds
