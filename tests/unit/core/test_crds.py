@@ -1,0 +1,203 @@
+"""The CRDs: what an API server demands of a structural schema, and that it says what the models say."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from fulcrum_core.api import KINDS, PDAssignment, PDService, QoSTier, Resource
+from fulcrum_core.api.crds import crd, render
+
+JSON_SCHEMA_PROPS = {
+    "type", "format", "description", "default", "enum", "nullable",
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "pattern",
+    "items", "minItems", "maxItems", "uniqueItems",
+    "properties", "required", "additionalProperties", "minProperties", "maxProperties",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations",
+}  # fmt: skip
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+}
+
+Node = dict[str, Any]
+
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def version(kind: type[Resource]) -> Node:
+    (only,) = crd(kind)["spec"]["versions"]
+    assert isinstance(only, dict)
+    return only
+
+
+def schema(kind: type[Resource]) -> Node:
+    root = version(kind)["schema"]["openAPIV3Schema"]
+    assert isinstance(root, dict)
+    return root
+
+
+def nodes(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Every schema node with its path."""
+    yield path, node
+    for name, child in node.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    for key, suffix in (("items", "[*]"), ("additionalProperties", "{*}")):
+        if key in node:
+            yield from nodes(node[key], path + suffix)
+
+
+@every_kind
+def test_a_schema_is_structural(kind: type[Resource]) -> None:
+    unknown = {path: sorted(node.keys() - JSON_SCHEMA_PROPS) for path, node in nodes(schema(kind))}
+    assert {path: keys for path, keys in unknown.items() if keys} == {}
+    assert [path for path, node in nodes(schema(kind)) if node.get("type") not in TYPES] == []
+
+
+@every_kind
+def test_properties_and_values_of_any_name_are_never_mixed(kind: type[Resource]) -> None:
+    mixed = [
+        path for path, node in nodes(schema(kind)) if {"properties", "additionalProperties"} <= node.keys()
+    ]
+    assert mixed == []
+
+
+@every_kind
+def test_a_default_has_the_type_of_its_field(kind: type[Resource]) -> None:
+    wrong = {
+        path: node["default"]
+        for path, node in nodes(schema(kind))
+        if "default" in node and not isinstance(node["default"], TYPES[node["type"]])
+    }
+    assert wrong == {}
+
+
+@every_kind
+def test_a_default_obeys_its_own_pattern_and_enum(kind: type[Resource]) -> None:
+    for path, node in nodes(schema(kind)):
+        if "default" in node and "pattern" in node:
+            assert re.search(node["pattern"], node["default"]), path
+        if "default" in node and "enum" in node:
+            assert node["default"] in node["enum"], path
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (PDService, {"model": "m"}),
+        (PDService, {"model": "m", "pools": [{"name": "a", "instances": {"min": 1}}]}),
+        (QoSTier, {}),
+        (QoSTier, {"slo": {}}),
+        (PDAssignment, {"service": "chat"}),
+    ],
+)
+def test_an_api_server_fills_in_what_the_model_does(kind: type[Resource], spec: dict[str, Any]) -> None:
+    filled = defaulted(schema(kind)["properties"]["spec"], spec)
+    stored = kind.model_validate({"kind": kind.__name__, "metadata": {"name": "x"}, "spec": spec})
+    assert stored.dump()["spec"] == filled
+
+
+@every_kind
+def test_every_field_is_described(kind: type[Resource]) -> None:
+    named = (path for path, _ in nodes(schema(kind)) if not path.endswith(("[*]", "{*}")))
+    described = {path for path, node in nodes(schema(kind)) if node.get("description")}
+    api_servers_own = {".apiVersion", ".kind", ".metadata"}
+    assert [path for path in named if path not in described | api_servers_own] == []
+
+
+@every_kind
+def test_a_list_map_requires_its_keys(kind: type[Resource]) -> None:
+    for path, node in nodes(schema(kind)):
+        for key in node.get("x-kubernetes-list-map-keys", ()):
+            assert node["x-kubernetes-list-type"] == "map"
+            assert key in node["items"]["required"], path
+
+
+@every_kind
+def test_a_rule_has_a_message_for_the_user(kind: type[Resource]) -> None:
+    rules = [rule for _, node in nodes(schema(kind)) for rule in node.get("x-kubernetes-validations", ())]
+    assert [rule for rule in rules if not rule["message"] or "self" not in rule["rule"]] == []
+
+
+@every_kind
+def test_a_column_shows_a_field_that_there_is(kind: type[Resource]) -> None:
+    known = {path for path, _ in nodes(schema(kind))} | {".metadata.creationTimestamp"}
+    shown = {column["jsonPath"] for column in version(kind)["additionalPrinterColumns"]}
+    assert {path.replace("[*]", "{*}") if "[*]" in path else path for path in shown} - known == set()
+
+
+@every_kind
+def test_age_is_the_last_column(kind: type[Resource]) -> None:
+    assert version(kind)["additionalPrinterColumns"][-1] == {
+        "name": "Age",
+        "type": "date",
+        "jsonPath": ".metadata.creationTimestamp",
+    }
+
+
+@every_kind
+def test_the_names_are_those_that_kubectl_takes(kind: type[Resource]) -> None:
+    manifest = crd(kind)
+    assert manifest["metadata"]["name"] == f"{kind.plural}.fulcrum.dev"
+    assert manifest["spec"]["scope"] == "Namespaced"
+    assert manifest["spec"]["names"]["shortNames"] == [kind.short]
+
+
+@every_kind
+def test_status_is_a_subresource_where_there_is_one(kind: type[Resource]) -> None:
+    assert ("status" in schema(kind)["properties"]) == ("status" in version(kind).get("subresources", {}))
+
+
+@every_kind
+def test_a_crd_is_far_below_what_client_side_apply_can_carry(kind: type[Resource]) -> None:
+    assert len(render(kind).encode()) < 60_000
+
+
+@every_kind
+def test_what_is_written_is_what_was_made(kind: type[Resource]) -> None:
+    assert yaml.safe_load(render(kind)) == crd(kind)
+
+
+def test_rules_between_fields_stand_in_the_schema() -> None:
+    rules = {
+        f"{kind.__name__}{path}": [rule["message"] for rule in node["x-kubernetes-validations"]]
+        for kind in KINDS
+        for path, node in nodes(schema(kind))
+        if node["type"] == "object" and "x-kubernetes-validations" in node
+    }
+    assert rules == {
+        "PDService.spec": ["has both instances and pools: write one of them"],
+        "PDService.spec.pools[*].instances": ["min is greater than max"],
+        "PDService.spec.autoscaling.arrow": ["shrink is greater than expand"],
+        "PDPool.spec.instances": ["min is greater than max"],
+    }
+
+
+def test_a_bound_of_a_duration_is_a_rule_in_its_own_words() -> None:
+    arrow = dict(nodes(schema(PDService)))[".spec.autoscaling.arrow.interval"]
+    assert arrow["x-kubernetes-validations"] == [
+        {"rule": "duration(self) > duration('0s')", "message": "is not greater than 0s"},
+        {"rule": "duration(self) <= duration('1m')", "message": "is greater than 1m"},
+    ]
+
+
+def defaulted(node: Node, value: Any) -> Any:
+    """`value` as an API server would store it: structural defaulting, parents before children."""
+    if isinstance(value, list):
+        return [defaulted(node["items"], item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    out = dict(value)
+    for name, child in node.get("properties", {}).items():
+        if name not in out and "default" in child:
+            out[name] = child["default"]
+        if name in out:
+            out[name] = defaulted(child, out[name])
+    return out

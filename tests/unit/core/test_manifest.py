@@ -1,0 +1,194 @@
+"""Manifests: what users write, and the one line they get when it breaks a rule."""
+
+import pytest
+
+from fulcrum_core.api import (
+    Bounds,
+    ObjectMeta,
+    PDAssignment,
+    PDService,
+    PDServiceSpec,
+    PoolSpec,
+    QoSTier,
+    SloSpec,
+    load_manifest,
+)
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.values import AutoscalingMode
+
+HEAD = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDService\nmetadata: {name: chat}\n"
+ROLE = "spec: {service: chat, roles: {chat-0: {role: Prefill, since: 2026-01-01T00:00:00Z, by: Person}}}"
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(InvalidInput) as refused:
+        load_manifest(text, source="chat.yaml")
+    return str(refused.value)
+
+
+def test_six_lines_are_a_service() -> None:
+    text = HEAD.replace("{name: chat}", "\n  name: chat") + "spec:\n  model: m\n  instances: 8\n"
+    expected = PDService(metadata=ObjectMeta(name="chat"), spec=PDServiceSpec(model="m", instances=8))
+    assert load_manifest(text, source="chat.yaml") == (expected,)
+
+
+def test_several_documents_are_several_objects_and_empty_ones_are_passed_over() -> None:
+    tier_head = HEAD.replace("PDService", "QoSTier")
+    text = f"---\n{HEAD}spec: {{model: m}}\n---\n---\n{tier_head}spec: {{priority: 3}}"
+    service, tier = load_manifest(text, source="chat.yaml")
+    assert isinstance(service, PDService)
+    assert isinstance(tier, QoSTier)
+    assert tier.spec.priority == 3
+
+
+def test_pools_and_durations_are_read_as_written() -> None:
+    text = (
+        HEAD + "spec: {model: m, slo: {ttft: 1m30s, tpot: 12.5ms}, pools: [{name: a, instances: {min: 2}}]}"
+    )
+    (service,) = load_manifest(text, source="chat.yaml")
+    pools = (PoolSpec(name="a", instances=Bounds(min=2)),)
+    assert service == PDService(
+        metadata=ObjectMeta(name="chat"),
+        spec=PDServiceSpec(model="m", slo=SloSpec(ttft=90.0, tpot=0.0125), pools=pools),
+    )
+
+
+def test_a_bare_off_is_the_mode_and_no_truth_value() -> None:
+    (service,) = load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: Off}}", source="chat.yaml")
+    assert isinstance(service, PDService)
+    assert service.spec.autoscaling.mode is AutoscalingMode.OFF
+
+
+def test_a_bare_time_is_a_time() -> None:
+    (assignment,) = load_manifest(HEAD.replace("PDService", "PDAssignment") + ROLE, source="chat.yaml")
+    assert isinstance(assignment, PDAssignment)
+    assert assignment.spec.roles["chat-0"].since == 1767225600.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        pytest.param("{model: m, x: 1}", "spec.x (1) is not a field", id="an unknown field"),
+        pytest.param(
+            "{model: m, qos_tiers: []}", "spec.qos_tiers ([]) is not a field", id="our own spelling"
+        ),
+        pytest.param("{}", "spec.model (nothing) is required", id="no model"),
+        pytest.param("", "spec (null) is not an object", id="no spec"),
+        pytest.param("{model: 5}", "spec.model (5) is not text", id="a number for text"),
+        pytest.param("{model: m, instances: 0}", "spec.instances (0) is less than 1", id="no instance"),
+        pytest.param(
+            "{model: m, instances: 2000}", "spec.instances (2000) is greater than 1024", id="too many"
+        ),
+        pytest.param("{model: m, instances: '3'}", "spec.instances (3) is not a whole number", id="text"),
+        pytest.param(
+            "{model: m, instances: true}", "spec.instances (true) is not a whole number", id="a truth value"
+        ),
+        pytest.param(
+            "{model: m, pools: [{name: a, instances: {min: 5, max: 4}}]}",
+            "spec.pools[0].instances ({min: 5, max: 4}) min (5) is greater than max (4)",
+            id="min above max",
+        ),
+        pytest.param(
+            "{model: m, pools: [{name: a}]}",
+            "spec.pools[0].instances (nothing) is required",
+            id="a pool without instances",
+        ),
+        pytest.param(
+            "{model: m, instances: 2, pools: [{name: a, instances: {min: 1}}]}",
+            "spec ({model: m, instances: 2, pools: [{name: a, instances: {min: 1}}]}) "
+            "has both instances and pools: write one of them",
+            id="instances and pools",
+        ),
+        pytest.param(
+            "{model: m, slo: {ttft: 0s}}", "spec.slo.ttft (0.0) is not greater than 0", id="an SLO of zero"
+        ),
+        pytest.param(
+            "{model: m, slo: {ttft: .nan}}",
+            "spec.slo.ttft (.nan) is not a duration such as 1s, 50ms or 1h30m",
+            id="not a number",
+        ),
+        pytest.param(
+            "{model: m, slo: {ttft: .inf}}",
+            "spec.slo.ttft (.inf) is not a duration such as 1s, 50ms or 1h30m",
+            id="no end",
+        ),
+        pytest.param(
+            "{model: m, autoscaling: {mode: Maybe}}",
+            "spec.autoscaling.mode (Maybe) is none of 'Off', 'Advise' or 'Auto'",
+            id="no such mode",
+        ),
+        pytest.param(
+            "{model: m, engine: {type: vLLM}}",
+            "spec.engine.type (vLLM) is not 'Simulated'",
+            id="no such engine",
+        ),
+        pytest.param(
+            "{model: m, autoscaling: {arrow: {shrink: 2.0}}}",
+            "spec.autoscaling.arrow ({shrink: 2.0}) shrink (2) is greater than expand (1)",
+            id="thresholds out of order",
+        ),
+    ],
+)
+def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str) -> None:
+    assert refusal(f"{HEAD}spec: {spec}\n") == f"chat.yaml[0]: {line}"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        pytest.param("", "chat.yaml (empty) holds no object", id="nothing"),
+        pytest.param(
+            "a: [", "chat.yaml (YAML line 1) expected the node content, but found '<stream end>'", id="cut"
+        ),
+        pytest.param(
+            "? {a: 1}\n: 2", "chat.yaml (YAML line 1) found unhashable key", id="an object as a key"
+        ),
+        pytest.param("\0", "chat.yaml (YAML) cannot be read", id="no text"),
+        pytest.param(
+            HEAD + "spec: {model: m}\nspec: {model: n}",
+            "chat.yaml (YAML line 5) spec is written twice",
+            id="twice",
+        ),
+        pytest.param(
+            "- 1",
+            "chat.yaml[0]: manifest ([1]) is not an object with apiVersion, kind, metadata and spec",
+            id="list",
+        ),
+        pytest.param(
+            "kind: Pod",
+            "chat.yaml[0]: kind (Pod) is none of PDService, PDPool, PDInstance, PDAssignment, QoSTier",
+            id="another's kind",
+        ),
+        pytest.param("kind: [PDService]", "", id="a kind that is a list"),
+        pytest.param("kind: PDService", "chat.yaml[0]: apiVersion (nothing) is required", id="no version"),
+        pytest.param(
+            HEAD.replace("v1alpha1", "v2"),
+            "chat.yaml[0]: apiVersion (fulcrum.dev/v2) is not 'fulcrum.dev/v1alpha1'",
+            id="another version",
+        ),
+        pytest.param(
+            HEAD.replace("{name: chat}", "{name: chat, label: x}"),
+            "chat.yaml[0]: metadata.label (x) is not a field",
+            id="a slip in metadata",
+        ),
+        pytest.param(
+            HEAD.replace("{name: chat}", "{name: Chat_1}") + "spec: {model: m}",
+            "chat.yaml[0]: metadata.name (Chat_1) does not match ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+            id="no name for a cluster",
+        ),
+    ],
+)
+def test_a_text_that_is_no_manifest_is_refused_in_one_line(text: str, line: str) -> None:
+    message = refusal(text)
+    assert "\n" not in message
+    assert message == line or not line
+
+
+def test_the_second_of_two_documents_is_named() -> None:
+    text = f"{HEAD}spec: {{model: m}}\n---\n{HEAD}spec: {{}}\n"
+    assert refusal(text) == "chat.yaml[1]: spec.model (nothing) is required"
+
+
+def test_a_long_value_is_cut() -> None:
+    message = refusal(f"{HEAD}spec: {{model: m, instances: {'x' * 500}}}")
+    assert message == f"chat.yaml[0]: spec.instances ({'x' * 77}...) is not a whole number"
