@@ -156,7 +156,7 @@ def installed_with(room: str) -> set[str]:
         extras["router"] & extras["autoscaler"] & extras["operator"]
     )  # each of them stands on it
     extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
-    return distributions(project["dependencies"]) | extras[room]
+    return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # pydantic's other half
 
 
 def distributions(requirements: list[str]) -> set[str]:
