@@ -28,8 +28,10 @@ class Case:
     files: dict[str, str]
 
 
+AS_THEY_ARE = "the rooms as they are"
+
 CASES = [
-    Case("the rooms as they are", None, {}),
+    Case(AS_THEY_ARE, None, {}),
     Case("core may not import the store", "layers", {"core/fulcrum_core/x.py": "import fulcrum_cluster"}),
     Case(
         "core may not import the simulator", "layers", {"core/fulcrum_core/x.py": "import fulcrum_simulator"}
@@ -200,10 +202,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.sentence)
 def test_a_forbidden_import_breaks_its_contract(case: Case, broken: dict[str, list[str]]) -> None:
-    if case.breaks is None:
-        assert broken[case.sentence] == []
-    else:
-        assert case.breaks in broken[case.sentence]
+    untouched = broken[AS_THEY_ARE] if case.sentence != AS_THEY_ARE else []
+    new = sorted(set(broken[case.sentence]) - set(untouched))
+    assert (new == []) if case.breaks is None else (case.breaks in broken[case.sentence])
 
 
 def test_every_contract_is_broken_once() -> None:
