@@ -27,12 +27,12 @@ from fulcrum_simulator.workload import (
 ENDLESS_S = 24 * 3600.0
 """How long a load lasts if nobody says."""
 
-TURN_S = 12.0
+TURN_S = 15.0
 
 
 def _moving(duration_s: float, seed: int) -> GeneratedLoad:
     turns = (
-        Turn(PREFILL_HEAVY.scaled(input=0.5, output=0.12), rate_rps=13.0, lasts_s=TURN_S),
+        Turn(PREFILL_HEAVY.scaled(input=0.5, output=0.12), rate_rps=12.0, lasts_s=TURN_S),
         Turn(DECODE_HEAVY.scaled(output=0.25), rate_rps=14.0, lasts_s=TURN_S),
     )
     return moving(turns=turns, duration_s=duration_s, seed=seed)
