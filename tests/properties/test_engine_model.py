@@ -1,8 +1,8 @@
 """Two engine models, a giver and a taker, under whatever order of calls Hypothesis finds.
 
 What must hold after every call: no block lost, none owned twice without a count; every request ends exactly
-once; prompt tokens are computed, cached or pulled and nothing else; a lease that lives protects its blocks, and
-a stale read is right exactly as long as nobody wrote over it.
+once; prompt tokens are computed, cached or pulled and nothing else; a living lease protects its blocks, and a
+stale read is right exactly as long as nobody wrote over it.
 """
 
 import random
@@ -127,11 +127,11 @@ class Side:
     def still_right(self, export: KvExport, prompt: bytes) -> bool:
         """Whether the pool's blocks still hold this prompt, judged by its bytes."""
         for i, block in enumerate(export.block_ids):
-            held, position = self.engine._pool._content[block]
-            wrote = self.prompts[held.digest]
+            pool = self.engine._pool
+            wrote = self.prompts[pool._writer[block].digest]
             end = (i + 1) * BLOCK_BYTES
             same = wrote == prompt or (len(prompt) >= end and wrote[:end] == prompt[:end])
-            if position != i or not same:
+            if pool._position[block] != i or not same:
                 return False
         return True
 

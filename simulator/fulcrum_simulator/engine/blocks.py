@@ -4,7 +4,7 @@ A block keeps what was written to it until it is written again, whoever owns it:
 after its lease ran out gets the right KV as long as nobody took the block, and another prompt's afterwards.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,31 +22,26 @@ class Prompt(NamedTuple):
         return self.hashes[index] if 0 <= index < len(self.hashes) else None
 
 
-class _Content(NamedTuple):
-    """What a block holds: the block at `position` of a prompt and its output."""
-
-    prompt: Prompt
-    position: int
-
-
-_UNWRITTEN = _Content(Prompt(bytes(16), ()), 0)
+_NOTHING = Prompt(bytes(16), ())
 
 
 class BlockPool:
-    """`size` blocks. Free ones are taken least recently used first, so that cached prefixes live long."""
+    """`size` blocks. Blocks outside the prefix cache are taken first, then those unused for longest."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(size))
+        self._blank = deque(range(size))  # free, and not in the prefix cache
+        self._idle: OrderedDict[int, None] = OrderedDict()  # free, but in the prefix cache
         self._holders = [0] * size
-        self._content = [_UNWRITTEN] * size
+        self._writer = [_NOTHING] * size  # whose KV a block holds, and which block of it
+        self._position = [0] * size
         self._cached: dict[bytes, int] = {}
         self._key: list[bytes | None] = [None] * size
 
     @property
     def available(self) -> int:
         """Blocks that nobody holds, cached or not."""
-        return len(self._free)
+        return len(self._blank) + len(self._idle)
 
     def holders(self, block: int) -> int:
         """How many requests and leases hold this block."""
@@ -64,22 +59,23 @@ class BlockPool:
 
     def fits(self, prefix: Sequence[int], fresh: int) -> bool:
         """Whether `fresh` blocks can be taken besides holding `prefix`."""
-        return fresh <= len(self._free) - sum(not self._holders[block] for block in prefix)
+        return fresh <= self.available - sum(not self._holders[block] for block in prefix)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Count one more holder of each."""
+        """Count one more holder of each of these cached blocks."""
         for block in blocks:
             if not self._holders[block]:
-                del self._free[block]
+                del self._idle[block]
             self._holders[block] += 1
 
     def take(self, count: int, prompt: Prompt, first_index: int) -> list[int]:
         """`count` free blocks for the prompt's blocks from `first_index` on. Only where they fit."""
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for index, block in enumerate(taken, first_index):
-            self._forget(block)
+        blank = min(count, len(self._blank))
+        taken = [self._blank.popleft() for _ in range(blank)]
+        taken += [self._evict() for _ in range(count - blank)]
+        for block in taken:
             self._holders[block] = 1
-            self._content[block] = _Content(prompt, index)
+        self.overwrite(taken, prompt, first_index)
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -87,7 +83,10 @@ class BlockPool:
         for block in reversed(blocks):
             self._holders[block] -= 1
             if not self._holders[block]:
-                self._free[block] = None
+                if self._key[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._idle[block] = None
 
     def remember(self, prompt: Prompt, blocks: Sequence[int], first_index: int) -> None:
         """Enter computed, full blocks into the prefix cache, as far as the prompt has hashes for them."""
@@ -97,49 +96,51 @@ class BlockPool:
                 self._key[block] = key
 
     def overwrite(self, blocks: Sequence[int], prompt: Prompt, first_index: int) -> None:
-        """Note that these held blocks were written with another prompt's KV than they were taken for."""
+        """Note whose KV is written to these held blocks."""
         for index, block in enumerate(blocks, first_index):
-            self._content[block] = _Content(prompt, index)
+            self._writer[block] = prompt
+            self._position[block] = index
 
     def foreign_digest(self, prompt: Prompt, blocks: Sequence[int]) -> bytes | None:
         """The digest of whose KV lies in a prompt's leading `blocks` in place of its own; else None."""
-        return next(
-            (
-                found
-                for i, block in enumerate(blocks)
-                if (found := self._digest_at(block, prompt, i)) != prompt.digest
-            ),
-            None,
-        )
+        held = (self._digest_at(block, prompt, index) for index, block in enumerate(blocks))
+        return next((digest for digest in held if digest != prompt.digest), None)
 
     def read(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
         """Per block the digest of the prompt that it holds; the last block tells whose tail is being read.
 
-        A block that another prompt wrote, but with the same prefix, counts as the prompt's own.
-        InvalidInput for a block that does not exist.
+        A block that another prompt wrote, but with the same prefix, counts as the prompt's own. InvalidInput
+        for a block that does not exist.
         """
-        for block in blocks:
-            if not 0 <= block < self.size:
-                raise InvalidInput("block_ids", block, f"is not one of the {self.size} KV blocks")
         if not blocks:
             return ()
-        prompt, last_index = self._content[blocks[-1]]
-        first_index = last_index - len(blocks) + 1
-        return tuple(self._digest_at(block, prompt, index) for index, block in enumerate(blocks, first_index))
+        for block in (min(blocks), max(blocks)):
+            if not 0 <= block < self.size:
+                raise InvalidInput("block_ids", block, f"is not one of the {self.size} KV blocks")
+        prompt = self._writer[blocks[-1]]
+        first_index = self._position[blocks[-1]] - len(blocks) + 1
+        return tuple(
+            [self._digest_at(block, prompt, index) for index, block in enumerate(blocks, first_index)]
+        )
 
     def _digest_at(self, block: int, prompt: Prompt, index: int) -> bytes:
         """The prompt's digest if the block holds its `index`-th block, else that of what it holds."""
-        held, position = self._content[block]
-        if position == index:
+        held = self._writer[block]
+        if self._position[block] == index:
+            if held is prompt or held.digest == prompt.digest:
+                return prompt.digest
             key = prompt.hash_at(index)
-            if held.digest == prompt.digest or (key is not None and held.hash_at(index) == key):
+            if key is not None and held.hash_at(index) == key:
                 return prompt.digest
         if held.digest == prompt.digest:
             return prompt.digest[::-1]  # the right prompt in the wrong place reads as nobody's
         return held.digest
 
-    def _forget(self, block: int) -> None:
+    def _evict(self) -> int:
+        """The block of the least recently used prefix, forgotten by the cache."""
+        block, _ = self._idle.popitem(last=False)
         key = self._key[block]
-        if key is not None:
-            del self._cached[key]
-            self._key[block] = None
+        assert key is not None, "only cached blocks are idle"
+        del self._cached[key]
+        self._key[block] = None
+        return block

@@ -131,6 +131,8 @@ class Engine:
 
     def finish_step(self, now_s: float) -> list[Event]:
         """End the step under way: its preemptions first, then tokens, then the ends of requests."""
+        if not self.busy:
+            raise RuntimeError("no step is under way: start one first")
         self.expire_leases(now_s)
         self.busy = False
         events: list[Event] = [event for event in self._preempted if event.request_id in self._runs]
@@ -139,8 +141,7 @@ class Engine:
         for run, chunk in self._chunks:
             if run.state is RunState.PREFILLING and self._finish_chunk(run, chunk, events, now_s):
                 ended.append(run)
-        for run in ended:
-            events.append(self._complete(run, now_s))
+        events.extend(self._complete(run, now_s) for run in ended)
         return events
 
     # The taker's side of a hand-off

@@ -264,7 +264,7 @@ def test_the_prefix_unused_for_longest_is_overwritten_first_and_from_its_tail() 
     it.submit(request("b again", 16, block_hashes=hashes("b0", "b1", "b2", "b3")))
     it.submit(request("a again", 16, block_hashes=hashes("a0", "a1", "a2", "a3"), arrival_s=1.0))
     ends = {e.request_id: e.cached_tokens for e in drain(it) if isinstance(e, Finished)}
-    assert ends == {"b again": 12, "a again": 4}  # c took a's last two blocks, and b's last token a third
+    assert ends == {"b again": 12, "a again": 8}  # c took the last two blocks of a
 
 
 def drain(engine: Engine, now_s: float = 0.0) -> list[object]:
@@ -331,9 +331,73 @@ def test_what_can_never_run_is_refused(bad: EngineRequest, message: str) -> None
     assert str(refusal.value) == message
 
 
-def test_a_step_cannot_start_while_one_is_under_way() -> None:
+def test_steps_start_and_finish_by_turns() -> None:
     it = engine()
     it.submit(request("a", 4))
+    with pytest.raises(RuntimeError, match="start one first"):
+        it.finish_step(0.0)
     it.start_step(0.0)
     with pytest.raises(RuntimeError, match="finish it first"):
         it.start_step(0.5)
+
+
+def test_the_chunks_of_a_prompt_attend_to_what_was_done_before_them() -> None:
+    it = engine(c=0.25)
+    it.submit(request("a", 20))
+    durations_s = []
+    while (step := it.start_step(0.0)) is not None:
+        durations_s.append(step.duration_s)
+        it.finish_step(0.0)
+    expected = [(8, 8 * 8), (8, 16 * 16 - 8 * 8), (4, 20 * 20 - 16 * 16)]
+    assert durations_s == [0.5 + 0.125 * chunk + 0.25 * attention for chunk, attention in expected]
+
+
+def test_a_block_is_shared_only_once_it_is_full() -> None:
+    it = engine(token_budget=6)
+    it.submit(request("a", 10, block_hashes=hashes("h0", "h1")))
+    it.start_step(0.0)
+    it.finish_step(1.0)  # six tokens: one full block and a half
+    it.abort("a", 1.0)
+    it.submit(request("b", 10, block_hashes=hashes("h0", "h1")))
+    assert [e.cached_tokens for e in drain(it) if isinstance(e, Finished)] == [4]
+
+
+def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_twice() -> None:
+    it = engine(kv_capacity_tokens=16)
+    it.submit(request("cached", 8, block_hashes=hashes("h0", "h1")))
+    drain(it)
+    it.submit(request("holds one", 4, 3))
+    it.start_step(0.0)
+    it.finish_step(1.0)
+    it.submit(request("long", 14, 1, block_hashes=hashes("h0", "h1", "h2")))
+    assert it.start_step(1.0) == Step(
+        duration_s=0.5 + 0.0625 + 5 * 0.03125, prefill_tokens=0, decodes=1, context_tokens=5
+    )
+
+
+def test_nobody_is_admitted_beside_an_eviction() -> None:
+    it = engine(kv_capacity_tokens=16)
+    it.submit(request("a", 4, 9))
+    it.submit(request("b", 4, 9, arrival_s=1.0))
+    running = steps_of(it, 1.0)
+    assert [next(running)[1] for _ in range(5)] == [[f"a{i}", f"b{i}"] for i in range(5)]
+    it.submit(request("urgent", 4, priority=-1))
+    assert [next(running) for _ in range(2)] == [
+        ((0, 1), ["b preempted", "a5"]),
+        ((4, 1), ["a6", "urgent0", "urgent length"]),
+    ]
+
+
+def test_a_prompt_computed_again_is_counted_as_it_was_at_first() -> None:
+    it = engine(kv_capacity_tokens=12)
+    it.submit(request("a", 4, 4))
+    it.submit(request("b", 4, 3, block_hashes=hashes("h0")))
+    ends = {e.request_id: e for e in drain(it) if isinstance(e, Finished)}
+    assert (ends["b"].preemptions, ends["b"].computed_tokens, ends["b"].cached_tokens) == (1, 4, 0)
+    counted = (
+        it.stats.prefix_queries,
+        it.stats.prefix_hits,
+        it.stats.prompt_tokens,
+        it.stats.generation_tokens,
+    )
+    assert counted == (8, 0, 8, 7)
