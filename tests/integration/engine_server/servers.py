@@ -1,0 +1,178 @@
+"""Engine servers as processes, and the calls that tests make to them."""
+
+import asyncio
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from fulcrum_simulator.text import output_text, prompt_digest
+
+MODEL = "tiny"
+BLOCK = 16
+BLOCKS = 64
+DEADLINE_S = 8.0
+PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass
+class Server:
+    """One engine server process."""
+
+    process: subprocess.Popen[str]
+    url: str
+    port: int
+    side_channel_port: int
+
+    def kill(self) -> None:
+        """Make sure that it is gone."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe:
+                pipe.close()
+
+
+Start = Callable[..., Server]
+
+
+def launch(profile: Path | str, *arguments: str) -> subprocess.Popen[str]:
+    """An engine server process that may not be ready yet, or never be."""
+    command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "a", "--model", MODEL]
+    return subprocess.Popen(
+        [*command, "--profile", str(profile), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ready(process: subprocess.Popen[str]) -> Server:
+    """The server once it printed its ready line."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
+    line = process.stdout.readline() if readable else ""
+    assert line.startswith("ready "), (line, process.poll())
+    ports = json.loads(line.removeprefix("ready "))
+    return Server(process, f"http://127.0.0.1:{ports['port']}", ports["port"], ports["side_channel_port"])
+
+
+class Client:
+    """The calls that the tests make."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def post(
+        self, server: Server, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, Any]]:
+        async with self._session.post(server.url + path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def complete(self, server: Server, prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
+        """A completion that must be answered with 200."""
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **fields}
+        status, answer = await self.post(server, "/v1/completions", body)
+        assert status == 200, answer
+        return answer
+
+    async def text(self, server: Server, prompt: str, tokens: int, **fields: Any) -> str:
+        answer = await self.complete(server, prompt, tokens, **fields)
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    async def prefill(self, server: Server, prompt: str) -> dict[str, Any]:
+        """What P hands over."""
+        answer = await self.complete(server, prompt, 1, kv_transfer_params=PREFILL_ONLY)
+        handoff: dict[str, Any] = answer["kv_transfer_params"]
+        return handoff
+
+    async def get(self, server: Server, path: str) -> dict[str, Any]:
+        async with self._session.get(server.url + path) as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    async def stream(
+        self, server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> list[str]:
+        """The data of every event of a streamed answer."""
+        body = {"model": MODEL, "stream": True, **body}
+        async with self._session.post(server.url + path, json=body, headers=headers) as answer:
+            assert answer.status == 200
+            raw = (await answer.read()).decode()
+        assert raw.endswith("\n\n")
+        events = raw.removesuffix("\n\n").split("\n\n")
+        assert all(event.startswith("data: ") for event in events)
+        return [event.removeprefix("data: ") for event in events]
+
+    async def metric(self, server: Server, name: str, label: str = "") -> float:
+        """The value of one series."""
+        async with self._session.get(server.url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{") and label in line
+        )
+
+    async def stats(self, server: Server) -> dict[str, Any]:
+        return await self.get(server, "/simulator/stats")
+
+    async def runs(self, server: Server) -> bool:
+        """Whether one request runs there."""
+        return bool((await self.stats(server))["running"] == 1)
+
+    async def health(self, server: Server) -> int:
+        async with self._session.get(server.url + "/health") as answer:
+            return answer.status
+
+    async def fault(self, server: Server, kind: str, **fields: Any) -> None:
+        status, answer = await self.post(server, "/simulator/fault", {"kind": kind, **fields})
+        assert (status, answer) == (200, {"kind": kind})
+
+    async def idle(self, server: Server) -> None:
+        """Returns once the server holds nothing."""
+        await eventually(lambda: self._is_idle(server))
+
+    async def _is_idle(self, server: Server) -> bool:
+        stats = await self.stats(server)
+        return (stats["running"], stats["waiting"], stats["kv_usage"], stats["leases"]) == (0, 0, 0, 0)
+
+
+async def eventually(claim: Callable[[], Any], limit_s: float = DEADLINE_S) -> None:
+    """Waits until the claim holds; fails at the limit."""
+    deadline_s = time.monotonic() + limit_s
+    while not await claim():
+        assert time.monotonic() < deadline_s, "did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+async def exit_code(server: Server, limit_s: float = DEADLINE_S) -> int:
+    """The code with which the process ends within the limit."""
+
+    async def ended() -> bool:
+        return server.process.poll() is not None
+
+    await eventually(ended, limit_s)
+    return int(server.process.returncode)
+
+
+def prompt_of(name: str, tokens: int = 100) -> str:
+    """A prompt of that many tokens, unlike any of another name from its first byte on."""
+    return (f"{name} " * tokens * 4)[: tokens * 4]
+
+
+def answer_to(prompt: str, tokens: int) -> str:
+    """The right text."""
+    return output_text(prompt_digest(prompt.encode()), tokens)
+
+
+async def fill_cache(client: Client, server: Server, name: str) -> None:
+    """Writes every free block again."""
+    for part in range(2):
+        await client.complete(server, prompt_of(f"{name} {part}", BLOCK * BLOCKS - 50), 1)

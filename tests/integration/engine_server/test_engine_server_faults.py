@@ -1,0 +1,105 @@
+"""Faults switched on at run time."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.integration.engine_server.servers import (
+    MODEL,
+    Client,
+    Server,
+    Start,
+    answer_to,
+    exit_code,
+    prompt_of,
+)
+
+
+class TestFaults:
+    async def test_die_ends_the_process_at_once(self, client: Client, start: Start) -> None:
+        server = start()
+        await client.fault(server, "die")
+        assert await exit_code(server, 2.0) == 1
+
+    async def test_hang_answers_nothing_and_goes_on_after_none(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
+        server, _ = pair
+        await client.fault(server, "hang")
+        calls = [
+            asyncio.ensure_future(client.health(server)),
+            asyncio.ensure_future(client.text(server, "waits", 2)),
+        ]
+        done, _ = await asyncio.wait(calls, timeout=0.3)
+        assert not done
+        await client.fault(server, "none")
+        assert await asyncio.gather(*calls) == [200, answer_to("waits", 2)]
+
+    async def test_slow_stretches_every_step(self, client: Client, pair: tuple[Server, Server]) -> None:
+        server, _ = pair
+        took_s = []
+        for fields in ({"kind": "none"}, {"kind": "slow", "factor": 10}):
+            await client.post(server, "/simulator/fault", fields)
+            began_s = time.monotonic()
+            await client.text(server, f"timed {fields['kind']}", 20)
+            took_s.append(time.monotonic() - began_s)
+        await client.fault(server, "none")
+        assert took_s[1] > 4 * took_s[0]
+        assert took_s[1] > 20 * 0.02
+
+    async def test_refuse_answers_503_and_stays_healthy(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
+        server, _ = pair
+        await client.fault(server, "refuse")
+        status, answer = await client.post(server, "/v1/completions", {"model": MODEL, "prompt": "no"})
+        assert (status, answer["error"]["code"], await client.health(server)) == (503, 503, 200)
+        await client.fault(server, "none")
+        assert await client.text(server, "yes", 2) == answer_to("yes", 2)
+
+    async def test_abort_draining_answers_like_an_engine_after_sigterm(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
+        server, _ = pair
+        await client.fault(server, "abort_draining")
+        answer = await client.complete(server, "no", 4)
+        events = await client.stream(server, "/v1/chat/completions", {"messages": [{"content": "no"}]})
+        await client.fault(server, "none")
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "abort")
+        assert [json.loads(event)["choices"][0]["finish_reason"] for event in events[:-1]] == [None, "abort"]
+
+    async def test_fail_transfers_fails_as_many_pulls_as_told(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
+        p, d = pair
+        await client.fault(d, "fail_transfers", count=2)
+        cached = []
+        for number in range(3):
+            prompt = prompt_of(f"failing {number}")
+            handoff = await client.prefill(p, prompt)
+            del handoff["remote_prefill_cached_tokens"]
+            answer = await client.complete(d, prompt, 2, kv_transfer_params=handoff)
+            assert answer["choices"][0]["text"] == answer_to(prompt, 2)
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert cached == [0, 0, 100]
+        await client.fault(p, "expire_leases")
+
+    @pytest.mark.parametrize(
+        ("body", "message"),
+        [
+            ({"kind": "melt"}, "fault.kind (melt) is not one of die, hang, slow, refuse"),
+            ({"kind": "slow"}, "fault.factor (None) is not a number above 0"),
+            ({"kind": "slow", "factor": -1}, "fault.factor (-1) is not a number above 0"),
+            ({"kind": "fail_transfers", "count": 0}, "fault.count (0) is not a whole number"),
+            ({"kind": "hang", "for_s": 3}, "fault.for_s (3) is not a field of fault hang"),
+        ],
+    )
+    async def test_a_bad_fault_is_refused_in_one_line(
+        self, client: Client, pair: tuple[Server, Server], body: dict[str, Any], message: str
+    ) -> None:
+        status, answer = await client.post(pair[0], "/simulator/fault", body)
+        assert status == 400
+        assert answer["error"]["message"].startswith(message)
