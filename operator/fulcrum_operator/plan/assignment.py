@@ -102,7 +102,8 @@ def _judged(seen: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
     if seen.assignment is None:
         return None
     wish, last = seen.assignment.spec, seen.accepted or rebuilt(seen) or seen.assignment.spec
-    verdict = may_apply(last, wish, seen.serving, rules, now_s=seen.now_s)
+    floored = wish.model_copy(update={"floors": seen.service.spec.roles.floors()})  # the spec's, whatever it says
+    verdict = may_apply(last, floored, seen.serving, rules, now_s=seen.now_s)
     if verdict.allowed:
         return wish
     return refused(last, wish, verdict.reason, now_s=seen.now_s)

@@ -1,0 +1,280 @@
+"""What holds for every service, whatever its instances, engines and router are at."""
+
+from random import Random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum_core.api import (
+    Floors,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDInstance,
+    PDPool,
+    PDService,
+    RoleAssignment,
+)
+from fulcrum_core.assignment import may_apply, serving
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
+from fulcrum_operator.plan import Observed, Plan, plan_service
+from fulcrum_operator.plan.assignment import Member, first_split, rules_of
+
+NOW_S = 1_800_000_000.0
+ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
+NEAR = st.floats(NOW_S - 300, NOW_S).map(lambda at_s: round(at_s, 3))
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> RoleAssignment:
+    fields = {
+        "role": draw(ROLES),
+        "since": draw(NEAR),
+        "by": draw(st.sampled_from(Actor)),
+        "cordoned": draw(st.booleans()),
+    }
+    return RoleAssignment.model_validate(fields)
+
+
+@st.composite
+def engines(draw: st.DrawFn, name: str) -> EngineObservation | None:
+    state = draw(st.one_of(st.none(), st.sampled_from(EngineState)))
+    if state is None:
+        return None
+    endpoint = "127.0.0.1:1" if state is EngineState.RUNNING else None
+    return EngineObservation(name=name, state=state, restarts=draw(st.integers(0, 3)), endpoint=endpoint)
+
+
+@st.composite
+def routers(draw: st.DrawFn, names: list[str]) -> RouterState | None:
+    if draw(st.booleans()):
+        return None
+    states = tuple(
+        InstanceState(
+            name=name,
+            role=draw(ROLES),
+            serving=True,
+            prefill_queued_s=0.0,
+            prefill_tokens=0,
+            decode_tokens=0,
+            decode_requests=0,
+            legs=draw(st.integers(0, 3)),
+            open_handoffs=draw(st.integers(0, 1)),
+            itl_s=None,
+        )
+        for name in names
+    )
+    return RouterState(
+        service="chat",
+        generation=draw(st.integers(1, 3)),
+        acknowledged_at_s=NOW_S,
+        at_s=NOW_S,
+        instances=states,
+        flip_wanted=None,
+        flip_wanted_seq=0,
+        prediction_error=None,
+        local_prefills=0,
+        tiers=(),
+    )
+
+
+@st.composite
+def pictures(draw: st.DrawFn) -> Observed:
+    """A service in any state: half-made, scaled, flipped, crashed."""
+    count, ceiling = draw(st.integers(1, 6)), 8
+    pool = {"name": "flex", "instances": {"min": 1, "max": ceiling}}
+    floors = {"prefill": {"min": draw(st.integers(1, 2))}, "decode": {"min": draw(st.integers(1, 2))}}
+    service = PDService.model_validate(
+        {"metadata": {"name": "chat", "uid": "u"}, "spec": {"model": "m", "pools": [pool], "roles": floors}}
+    )
+    made = PDPool.model_validate(
+        {
+            "metadata": {"name": "chat-flex", "uid": "u-pool"},
+            "spec": {
+                "service": "chat",
+                "model": "m",
+                "engine": {},
+                "role": "Flexible",
+                "replicas": draw(st.integers(0, 9)),
+                "instances": pool["instances"],
+            },
+        }
+    )
+    names = [f"chat-{number}" for number in range(count)]
+    instances = tuple(draw(instance(name)) for name in names)
+    spec = PDAssignmentSpec(
+        service="chat", roles={name: draw(entries()) for name in names}, floors=service.spec.roles.floors()
+    )
+    seen = {name: draw(engines(name)) for name in names}
+    wished = draw(st.one_of(st.none(), st.just(spec)))
+    assignment = PDAssignment.model_validate(
+        {"metadata": {"name": "chat", "generation": 2}, "spec": spec.dump()}
+    )
+    return Observed(
+        service=service,
+        now_s=NOW_S,
+        pools=(made,),
+        instances=instances,
+        assignment=assignment if wished else None,
+        engines={name: engine for name, engine in seen.items() if engine},
+        router=draw(routers(names)),
+        accepted=wished,
+    )
+
+
+@st.composite
+def instance(draw: st.DrawFn, name: str) -> PDInstance:
+    status = {
+        "phase": draw(st.sampled_from(Phase)),
+        "phase_since": draw(NEAR),
+        "role": draw(st.one_of(st.none(), ROLES)),
+        "strategy": draw(st.one_of(st.none(), st.sampled_from(FlipStrategy))),
+    }
+    spec: dict[str, Any] = {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {}}
+    return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": status})
+
+
+def wished(plan: Plan) -> PDAssignmentSpec:
+    return next(obj.spec for obj in plan.objects if isinstance(obj, PDAssignment))
+
+
+def after(seen: Observed, plan: Plan) -> Observed:
+    """The same moment with the plan's objects written, the engines not having moved yet."""
+    made = [obj for obj in plan.objects if isinstance(obj, PDInstance)]
+    gone = {obj.metadata.name for obj in plan.delete if isinstance(obj, PDInstance)}
+    left = [i for i in seen.instances if i.metadata.name in gone]
+    return Observed(
+        service=next(obj for obj in plan.objects if isinstance(obj, PDService)),
+        now_s=seen.now_s,
+        pools=tuple(obj for obj in plan.objects if isinstance(obj, PDPool)),
+        instances=(*made, *left),
+        assignment=next(obj for obj in plan.objects if isinstance(obj, PDAssignment)),
+        engines=seen.engines,
+        router=None,
+        accepted=plan.accepted,
+    )
+
+
+@given(pictures())
+def test_planning_ends(seen: Observed) -> None:
+    """As long as engines and router do not move, the objects come to rest after a few passes."""
+    for _ in range(6):
+        plan = plan_service(seen)
+        if after(seen, plan) == seen:
+            break
+        seen = after(seen, plan)
+    assert plan_service(seen).objects == plan_service(after(seen, plan_service(seen))).objects
+
+
+@given(pictures())
+def test_the_same_picture_gives_the_same_plan(seen: Observed) -> None:
+    assert plan_service(seen) == plan_service(seen)
+
+
+@given(pictures(), st.integers())
+def test_the_order_of_instances_does_not_matter(seen: Observed, seed: int) -> None:
+    shuffled, engines = list(seen.instances), list(seen.engines.items())
+    Random(seed).shuffle(shuffled)
+    Random(seed).shuffle(engines)
+    other = Observed(
+        service=seen.service,
+        now_s=seen.now_s,
+        pools=seen.pools,
+        instances=tuple(shuffled),
+        assignment=seen.assignment,
+        engines=dict(engines),
+        router=seen.router,
+        accepted=seen.accepted,
+    )
+    assert plan_service(other) == plan_service(seen)
+
+
+@given(pictures())
+def test_what_the_operator_writes_may_always_be_applied(seen: Observed) -> None:
+    """No cordon, removal or new entry takes a role below its floor of serving instances."""
+    if seen.assignment is None or seen.accepted is None:
+        return
+    plan = plan_service(seen)
+    members = [Member(name, None) for name in wished(plan).roles]
+    rules = rules_of(seen.service, members)
+    verdict = may_apply(seen.accepted, wished(plan), seen.serving, rules, now_s=seen.now_s)
+    assert verdict.allowed, verdict.reason
+
+
+@given(pictures())
+def test_every_instance_has_an_entry_and_every_entry_an_instance(seen: Observed) -> None:
+    plan = plan_service(seen)
+    standing = {obj.metadata.name for obj in (*plan.objects, *plan.delete) if isinstance(obj, PDInstance)}
+    assert set(wished(plan).roles) == standing
+
+
+@given(pictures())
+def test_only_running_engines_have_an_endpoint(seen: Observed) -> None:
+    running = {name for name, engine in seen.engines.items() if engine.state is EngineState.RUNNING}
+    shown = {
+        obj.metadata.name
+        for obj in plan_service(seen).objects
+        if isinstance(obj, PDInstance) and obj.status.endpoint
+    }
+    assert shown <= running
+
+
+@given(pictures())
+def test_nothing_is_started_and_ended_at_once(seen: Observed) -> None:
+    plan = plan_service(seen)
+    assert not {i.metadata.name for i in plan.start} & set(plan.stop)
+
+
+@given(
+    st.lists(st.one_of(st.none(), ROLES), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_the_first_split_holds_the_floors_where_it_can(
+    fixed: list[Role | None], prefill_floor: int, decode_floor: int
+) -> None:
+    members = [Member(f"chat-{number}", role) for number, role in enumerate(fixed)]
+    split = first_split(members, prefill_floor=prefill_floor, decode_floor=decode_floor)
+    had = {role: list(split.values()).count(role) for role in (Role.PREFILL, Role.DECODE)}
+    free = fixed.count(None)
+    lacking = max(0, decode_floor - fixed.count(Role.DECODE))
+    assert had[Role.DECODE] >= min(decode_floor, fixed.count(Role.DECODE) + free)
+    assert had[Role.PREFILL] >= min(prefill_floor, fixed.count(Role.PREFILL) + max(0, free - lacking))
+    assert {name: split[name] for name, role in _fixed(members)} == dict(_fixed(members))
+
+
+def _fixed(members: list[Member]) -> list[tuple[str, Role]]:
+    return [(member.name, member.fixed) for member in members if member.fixed]
+
+
+@given(pictures(), ROLES)
+def test_no_wish_takes_a_role_below_its_floor(seen: Observed, role: Role) -> None:
+    """Whatever somebody wrote into the assignment: what stands after the operator's pass holds the floors."""
+    if seen.assignment is None or seen.accepted is None:
+        return
+    everyone = {
+        name: entry.model_copy(update={"role": role}) for name, entry in seen.assignment.spec.roles.items()
+    }
+    patched = seen.assignment.spec.model_copy(
+        update={"roles": everyone, "floors": Floors(prefill=0, decode=0)}
+    )
+    asked = seen.assignment.replace(spec=patched)
+    plan = plan_service(
+        Observed(
+            service=seen.service,
+            now_s=seen.now_s,
+            pools=seen.pools,
+            instances=seen.instances,
+            assignment=asked,
+            engines=seen.engines,
+            router=seen.router,
+            accepted=seen.accepted,
+        )
+    )
+    floors = seen.service.spec.roles.floors()
+    for phase in (Role.PREFILL, Role.DECODE):
+        before = serving(seen.accepted.roles, seen.serving, phase)
+        now = serving(wished(plan).roles, seen.serving, phase)
+        assert len(now) >= min(len(before), floors.of(phase))
