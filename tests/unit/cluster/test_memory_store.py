@@ -1,0 +1,106 @@
+"""What the memory store does beyond the contract of every adapter (`tests/integration/conformance`)."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from fulcrum_cluster.memory import MemoryStore, applied_document
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, SloSpec
+from fulcrum_core.errors import Gone, InvalidInput
+
+
+@dataclass
+class FakeClock:
+    at_s: float = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+
+def tier(name: str = "gold", priority: int = 0) -> QoSTier:
+    return QoSTier(metadata=ObjectMeta(name=name), spec=QoSTierSpec(priority=priority))
+
+
+async def test_objects_are_dated_by_the_clock_and_versioned_from_its_milliseconds() -> None:
+    store = MemoryStore(FakeClock(1767225600.25), new_uid=lambda: "uid-1")
+    created = await store.create(tier())
+    assert created.metadata == ObjectMeta(
+        name="gold",
+        uid="uid-1",
+        resource_version="1767225600251",
+        generation=1,
+        creation_timestamp=1767225600.25,
+    )
+
+
+async def test_readers_share_one_object() -> None:
+    store = MemoryStore(FakeClock())
+    created = await store.create(tier())
+    assert await store.get(QoSTier, "gold", namespace="default") is created
+    assert (await store.list(QoSTier, namespace="default")).items[0] is created
+
+
+async def test_a_watch_that_outlived_a_store_is_gone_at_the_next() -> None:
+    clock = FakeClock(1000.0)
+    old = MemoryStore(clock)
+    await old.create(tier())
+    since = (await old.list(QoSTier, namespace="default")).resource_version
+    clock.at_s = 1001.0
+    new = MemoryStore(clock)
+    await new.create(tier())
+    with pytest.raises(Gone):
+        await anext(new.watch(QoSTier, namespace="default", since=since))
+
+
+@pytest.mark.parametrize("since", ["", "-1", "soon", "999999"])
+async def test_a_version_of_no_store_is_gone(since: str) -> None:
+    store = MemoryStore(FakeClock(1.0))
+    with pytest.raises(Gone):
+        await anext(store.watch(QoSTier, namespace="default", since=since))
+
+
+async def test_a_watch_that_falls_behind_the_history_is_gone() -> None:
+    store = MemoryStore(FakeClock(), history=4)
+    await store.create(tier())
+    events = store.watch(QoSTier, namespace="default", since="0")
+    await anext(events)
+    for priority in range(1, 6):
+        await store.patch(QoSTier, "gold", {"spec": {"priority": priority}}, namespace="default")
+    with pytest.raises(Gone):
+        await anext(events)
+
+
+async def test_a_waiting_watch_is_woken_by_a_write() -> None:
+    store = MemoryStore(FakeClock())
+    waiting = asyncio.ensure_future(anext(store.watch(QoSTier, namespace="default", since="0")))
+    await asyncio.sleep(0)
+    created = await store.create(tier())
+    assert (await waiting).object is created
+
+
+async def test_durations_are_kept_as_they_are_written() -> None:
+    """In memory as on the wire: what a store hands out does not depend on the adapter."""
+    store = MemoryStore(FakeClock())
+    spec = PDServiceSpec(model="m", slo=SloSpec(ttft=0.1234567891, tpot=0.05))
+    created = await store.create(PDService(metadata=ObjectMeta(name="chat"), spec=spec))
+    assert created == PDService.model_validate(created.dump())
+
+
+async def test_an_object_that_was_made_unchecked_is_checked() -> None:
+    broken = tier().replace(spec=QoSTierSpec.model_construct(priority=10**6))
+    with pytest.raises(InvalidInput, match=r"spec\.priority"):
+        await MemoryStore(FakeClock()).create(broken)
+
+
+def test_what_is_applied_is_what_was_written_down() -> None:
+    spec = PDServiceSpec(model="m", slo=SloSpec(ttft=2.0))
+    assert applied_document(PDService(metadata=ObjectMeta(name="chat"), spec=spec)) == {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": "PDService",
+        "metadata": {"name": "chat", "namespace": "default"},
+        "spec": {"model": "m", "slo": {"ttft": "2s"}},
+    }

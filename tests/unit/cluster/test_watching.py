@@ -1,0 +1,229 @@
+"""The mirror: current while the store is there, standing while it is away, whole again after."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import pytest
+
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.watching import Mirror
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, Resource
+from fulcrum_core.errors import Gone, StoreUnavailable
+from fulcrum_core.ports import Listing, WatchEvent
+
+R = TypeVar("R", bound=Resource)
+Change = tuple[int | None, int | None]
+
+
+class FakeClock:
+    def now_s(self) -> float:
+        return 0.0
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+
+class FrailStore(MemoryStore):
+    """A memory store that can go away, cut its watches or have forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeClock(), bookmark_every_s=0.0)
+        self.away = False
+        self.forgotten = False
+        self.cut = asyncio.Event()
+        self.lists = 0
+        self.resumed_from: list[str] = []
+
+    async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
+        self.lists += 1
+        if self.away:
+            raise StoreUnavailable("away")
+        return await super().list(kind, namespace=namespace)
+
+    async def watch(
+        self, kind: type[R], *, namespace: str, since: str
+    ) -> AsyncGenerator[WatchEvent[R], None]:
+        self.resumed_from.append(since)
+        if self.forgotten:
+            self.forgotten = False
+            raise Gone("forgotten")
+        events = super().watch(kind, namespace=namespace, since=since)
+        while not self.away:
+            following, cut = asyncio.ensure_future(anext(events)), asyncio.ensure_future(self.cut.wait())
+            try:
+                await asyncio.wait((following, cut), return_when=asyncio.FIRST_COMPLETED)
+                if cut.done():
+                    break
+                yield following.result()
+            finally:
+                following.cancel()
+                cut.cancel()
+        raise StoreUnavailable("cut")
+
+    async def break_watches(self) -> None:
+        self.cut.set()
+        await settle()
+        self.cut.clear()
+
+
+class Sleeper:
+    """Records how long it was asked to wait, and does not."""
+
+    def __init__(self) -> None:
+        self.slept_s: list[float] = []
+
+    async def __call__(self, delay_s: float) -> None:
+        self.slept_s.append(delay_s)
+        await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    """Let everything that can run do so."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def following(
+    store: FrailStore, *, sleep: Sleeper, changes: list[Change] | None = None
+) -> AsyncIterator[Mirror[QoSTier]]:
+    def on_change(old: QoSTier | None, new: QoSTier | None) -> None:
+        if changes is not None:
+            changes.append((old.spec.priority if old else None, new.spec.priority if new else None))
+
+    mirror = Mirror(
+        store, QoSTier, namespace="default", on_change=on_change, rng=random.Random(1), sleep=sleep
+    )
+    task = asyncio.ensure_future(mirror.run())
+    await settle()
+    try:
+        yield mirror
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+def sleep() -> Sleeper:
+    return Sleeper()
+
+
+@pytest.fixture
+async def store() -> FrailStore:
+    return FrailStore()
+
+
+async def put(store: FrailStore, name: str, priority: int) -> None:
+    if name in {
+        obj.metadata.name for obj in (await MemoryStore.list(store, QoSTier, namespace="default")).items
+    }:
+        await store.patch(QoSTier, name, {"spec": {"priority": priority}}, namespace="default")
+    else:
+        await store.create(QoSTier(metadata=ObjectMeta(name=name), spec=QoSTierSpec(priority=priority)))
+
+
+def priorities(mirror: Mirror[QoSTier]) -> dict[str, int]:
+    return {name: obj.spec.priority for name, obj in mirror.objects.items()}
+
+
+async def test_it_starts_with_what_is_there(store: FrailStore, sleep: Sleeper) -> None:
+    await put(store, "a", 1)
+    async with following(store, sleep=sleep) as mirror:
+        assert mirror.synced.is_set()
+        assert priorities(mirror) == {"a": 1}
+
+
+async def test_each_change_is_told_with_before_and_after(store: FrailStore, sleep: Sleeper) -> None:
+    changes: list[Change] = []
+    await put(store, "a", 1)
+    async with following(store, sleep=sleep, changes=changes):
+        await put(store, "a", 2)
+        await put(store, "b", 7)
+        await store.delete(QoSTier, "a", namespace="default")
+        await settle()
+    assert changes == [(None, 1), (1, 2), (None, 7), (2, None)]
+
+
+async def test_it_is_not_synced_before_the_first_list(store: FrailStore, sleep: Sleeper) -> None:
+    store.away = True
+    async with following(store, sleep=sleep) as mirror:
+        assert not mirror.synced.is_set()
+        store.away = False
+        await settle()
+        assert mirror.synced.is_set()
+
+
+async def test_the_last_known_state_stands_while_the_store_is_away(store: FrailStore, sleep: Sleeper) -> None:
+    changes: list[Change] = []
+    await put(store, "a", 1)
+    async with following(store, sleep=sleep, changes=changes) as mirror:
+        store.away = True
+        await store.break_watches()
+        assert priorities(mirror) == {"a": 1}
+        assert mirror.synced.is_set()
+    assert changes == [(None, 1)]
+
+
+async def test_a_cut_watch_resumes_without_a_new_list(store: FrailStore, sleep: Sleeper) -> None:
+    changes: list[Change] = []
+    async with following(store, sleep=sleep, changes=changes):
+        await put(store, "a", 1)
+        await settle()
+        await store.break_watches()
+        await put(store, "a", 2)
+        await settle()
+    assert (changes, store.lists) == ([(None, 1), (1, 2)], 1)
+
+
+async def test_after_gone_only_the_differences_are_told(store: FrailStore, sleep: Sleeper) -> None:
+    changes: list[Change] = []
+    for name in ("same", "changed", "deleted"):
+        await put(store, name, 1)
+    async with following(store, sleep=sleep, changes=changes) as mirror:
+        changes.clear()
+        store.away = True
+        await store.break_watches()
+        await put(store, "changed", 2)
+        await put(store, "new", 3)
+        await store.delete(QoSTier, "deleted", namespace="default")
+        store.forgotten, store.away = True, False
+        await settle()
+        assert priorities(mirror) == {"same": 1, "changed": 2, "new": 3}
+    assert changes == [(1, None), (1, 2), (None, 3)]
+
+
+async def test_retries_slow_down_to_two_seconds_and_never_come_in_step(
+    store: FrailStore, sleep: Sleeper
+) -> None:
+    store.away = True
+    async with following(store, sleep=sleep):
+        await settle()
+    whole = [min(2.0, 0.05 * 2**attempt) for attempt in range(len(sleep.slept_s))]
+    shares = [slept / most for slept, most in zip(sleep.slept_s, whole, strict=True)]
+    assert len(shares) > 10
+    assert all(0.5 <= share <= 1.0 for share in shares)
+    assert len(set(shares)) == len(shares)
+
+
+async def test_news_make_the_next_retry_quick_again(store: FrailStore, sleep: Sleeper) -> None:
+    store.away = True
+    async with following(store, sleep=sleep):
+        store.away = False
+        await settle()
+        await put(store, "a", 1)
+        await settle()
+        sleep.slept_s.clear()
+        await store.break_watches()
+    assert 0.025 <= sleep.slept_s[0] <= 0.05
+
+
+async def test_a_bookmark_is_where_it_resumes(store: FrailStore, sleep: Sleeper) -> None:
+    async with following(store, sleep=sleep):
+        await store.create(PDService(metadata=ObjectMeta(name="chat"), spec=PDServiceSpec(model="m")))
+        await settle()
+        await store.break_watches()
+        await settle()
+    assert (store.resumed_from[0], {*store.resumed_from[1:]}) == ("0", {"1"})
