@@ -28,7 +28,7 @@ from fulcrum_simulator.engine.events import (
 )
 from fulcrum_simulator.engine.leases import HEARTBEATS_PER_LEASE, Leases
 from fulcrum_simulator.engine.requests import EngineRequest, ExportKv, ImportKv
-from fulcrum_simulator.engine.run import Run, RunState
+from fulcrum_simulator.engine.run import Order, Run, RunState
 from fulcrum_simulator.engine.stats import EngineStats, Gauges
 
 
@@ -62,9 +62,7 @@ class Engine:
         self._leases = Leases(lease_s)
         self._runs: dict[str, Run] = {}
         self._submitted = 0
-        self._waiting: list[
-            tuple[tuple[int, float, int], Run]
-        ] = []  # heap; runs that left it are skipped when met
+        self._waiting: list[tuple[Order, Run]] = []  # a heap; aborted runs are skipped when met
         self._ready: deque[Run] = deque()
         self._prefilling: list[Run] = []
         self._decoding: list[Run] = []

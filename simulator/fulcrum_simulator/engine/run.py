@@ -8,6 +8,9 @@ from fulcrum_simulator.engine.events import Finished, FinishReason, KvExport
 from fulcrum_simulator.engine.requests import EngineRequest, ImportKv
 
 
+Order = tuple[int, float, int]  # priority, arrival, sequence
+
+
 class RunState(Enum):
     """WAITING → (FETCHING → READY →) PREFILLING → DECODING → ENDED; preemption leads back."""
 
@@ -54,7 +57,7 @@ class Run:
         self.fetch = request.handoff if isinstance(request.handoff, ImportKv) else None
 
     @property
-    def order(self) -> tuple[int, float, int]:
+    def order(self) -> Order:
         """Earlier is served first, and preempted last."""
         return (self.request.priority, self.request.arrival_s, self.sequence)
 
