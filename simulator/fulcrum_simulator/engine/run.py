@@ -7,7 +7,6 @@ from fulcrum_simulator.engine.blocks import Prompt
 from fulcrum_simulator.engine.events import Finished, FinishReason, KvExport
 from fulcrum_simulator.engine.requests import EngineRequest, ImportKv
 
-
 Order = tuple[int, float, int]  # priority, arrival, sequence
 
 
