@@ -156,7 +156,7 @@ def _refuse_cooldown(
 def _refuse_unrecorded(
     name: str, before: RoleAssignment | None, after: RoleAssignment, proposed: PDAssignmentSpec
 ) -> str | None:
-    """The autoscaler's flip to Decode must start the cooldown in the same write: the next one waits for it."""
+    """The autoscaler's flip to Decode must start the cooldown in the same write; the next waits for it."""
     if before is None or before.role is after.role or after.role is not Role.DECODE:
         return None
     if after.by is not Actor.AUTOSCALER:

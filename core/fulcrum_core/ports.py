@@ -46,8 +46,8 @@ class Listing(Generic[R]):
 class Store(Protocol):
     """List, watch and write resources of one cluster. Every method may raise `StoreUnavailable`.
 
-    Writes are validated and defaulted by the kind's model; a rule broken raises `InvalidInput`. A write of the main
-    resource cannot touch `status`, and `patch_status` cannot touch anything else. `metadata.generation`
+    Writes are validated and defaulted by the kind's model; a rule broken raises `InvalidInput`. A write of
+    the main resource cannot touch `status`, and `patch_status` cannot touch anything else. `metadata.generation`
     grows with every change of `spec`, `metadata.resourceVersion` with every change; a write that changes
     nothing changes neither and is not seen by watches.
     """
@@ -69,7 +69,7 @@ class Store(Protocol):
         ...
 
     async def apply(self, obj: R, *, manager: str) -> R:
-        """Server-side apply: create or merge. Fields that `manager` applied before and leaves out now are removed.
+        """Server-side apply: create or merge. What `manager` applied before and leaves out now is removed.
 
         A field that another manager owns raises `Conflict` naming it.
         """
@@ -84,7 +84,7 @@ class Store(Protocol):
         namespace: str,
         resource_version: str | None = None,
     ) -> R:
-        """JSON merge patch of everything but status; `Conflict` if `resource_version` is given and is not current."""
+        """JSON merge patch of all but status; `Conflict` if `resource_version` is given and not current."""
         ...
 
     async def patch_status(

@@ -24,9 +24,15 @@ class InstanceState(_Wire):
     decode_tokens: int = Field(description="KV tokens of decode legs in flight: prompt and output so far.")
     decode_requests: int = Field(description="Decode legs in flight.")
     legs: int = Field(description="All legs in flight.")
-    open_handoffs: int = Field(description="Prompts prefilled here whose KV no decode instance has taken yet.")
-    itl_s: float | None = Field(description="Mean inter-token latency over the last completed second; None: no tokens.")
-    kv_usage: float | None = Field(default=None, description="The engine's KV cache use, 0 to 1; None: not read.")
+    open_handoffs: int = Field(
+        description="Prompts prefilled here whose KV no decode instance has taken yet."
+    )
+    itl_s: float | None = Field(
+        description="Mean inter-token latency over the last completed second; None: no tokens."
+    )
+    kv_usage: float | None = Field(
+        default=None, description="The engine's KV cache use, 0 to 1; None: not read."
+    )
     missed_probes: int = Field(default=0, description="Probes in a row that the engine did not answer.")
 
 
@@ -50,10 +56,18 @@ class RouterState(_Wire):
     acknowledged_at_s: float = Field(description="Unix time at which that generation was applied.")
     at_s: float = Field(description="Unix time of this picture.")
     instances: tuple[InstanceState, ...]
-    flip_wanted: Role | None = Field(description="The phase for which dispatch last found no instance within the SLO.")
-    flip_wanted_seq: int = Field(description="Counts such findings; the long-poll of `/flip-wanted` resumes after one.")
-    prediction_error: float | None = Field(description="Mean of (predicted − measured)/measured of recent prefills.")
-    local_prefills: int = Field(description="Requests decoded without a prefill leg because no prefill answered.")
+    flip_wanted: Role | None = Field(
+        description="The phase for which dispatch last found no instance within the SLO."
+    )
+    flip_wanted_seq: int = Field(
+        description="Counts such findings; the long-poll of `/flip-wanted` resumes after one."
+    )
+    prediction_error: float | None = Field(
+        description="Mean of (predicted − measured)/measured of recent prefills."
+    )
+    local_prefills: int = Field(
+        description="Requests decoded without a prefill leg because no prefill answered."
+    )
     tiers: tuple[TierState, ...]
 
 

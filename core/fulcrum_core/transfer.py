@@ -15,7 +15,8 @@ def can_transfer(prefill: Identity, decode: Identity) -> Verdict:
     for name in _EQUAL:
         ours, theirs = getattr(prefill, name), getattr(decode, name)
         if ours != theirs:
-            return Verdict(False, f"{name.replace('_', ' ')} differs: prefill has {ours}, decode has {theirs}")
+            what = name.replace("_", " ")
+            return Verdict(False, f"{what} differs: prefill has {ours}, decode has {theirs}")
     if decode.tensor_parallel < prefill.tensor_parallel:
         return Verdict(
             False,

@@ -24,7 +24,7 @@ def prompt_digest(prompt: bytes) -> bytes:
 
 
 def output_token(digest: bytes, index: int) -> str:
-    """The `index`-th token (from 0) of the answer to the prompt with this digest: three letters and a space."""
+    """The `index`-th token (from 0) of the answer to the prompt with this digest: three letters, a space."""
     word = hashlib.blake2b(digest + index.to_bytes(4, "big"), digest_size=3).digest()
     return "".join(chr(ord("a") + byte % 26) for byte in word) + " "
 
@@ -35,6 +35,6 @@ def output_text(digest: bytes, tokens: int) -> str:
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """The prompt that a chat request stands for: one `<|role|>content` line per message, then the assistant's tag."""
+    """The prompt of a chat request: one `<|role|>content` line per message, then the assistant's tag."""
     lines = [f"<|{message.get('role', 'user')}|>{message.get('content') or ''}\n" for message in messages]
     return ("".join(lines) + "<|assistant|>").encode()

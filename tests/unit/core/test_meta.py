@@ -9,7 +9,15 @@ from fulcrum_core.api.meta import format_duration, format_time, parse_duration, 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("50ms", 0.05), ("1s", 1.0), ("1.5s", 1.5), ("2m", 120.0), ("1h30m", 5400.0), ("1m0.5s", 60.5), ("0s", 0.0)],
+    [
+        ("50ms", 0.05),
+        ("1s", 1.0),
+        ("1.5s", 1.5),
+        ("2m", 120.0),
+        ("1h30m", 5400.0),
+        ("1m0.5s", 60.5),
+        ("0s", 0.0),
+    ],
 )
 def test_durations_are_read_as_kubernetes_users_write_them(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
