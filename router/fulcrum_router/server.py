@@ -32,14 +32,15 @@ GRACE_S = 0.7
 class Server:
     """The clients' port, and the sweep that guards all waiting."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, *, sweep_s: float = SWEEP_S, grace_s: float = GRACE_S) -> None:
         self.router = router
+        self._sweep_s, self._grace_s = sweep_s, grace_s
         self.clients = ClientServer(router, registry_of(router))
 
-    async def sweep(self, interval_s: float = SWEEP_S) -> None:
+    async def _sweep(self) -> None:
         """End what waits too long, until cancelled."""
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._sweep_s)
             now_s = time.monotonic()
             self.router.fleet.check(now_s)
             self.clients.check(now_s)
@@ -49,7 +50,7 @@ class Server:
         """Serve clients on a bound socket; at the end requests in flight get a moment."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.clients, sock=bound, backlog=4096)
-        sweep = asyncio.create_task(self.sweep())
+        sweep = asyncio.create_task(self._sweep())
         prober = asyncio.create_task(Prober(self.router).run())
         try:
             yield
@@ -64,7 +65,7 @@ class Server:
 
     async def _drain(self) -> None:
         self.clients.close()
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._grace_s
         while self.clients.connections and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for connection in list(self.clients.connections):

@@ -1,0 +1,308 @@
+"""Engines made for testing a router: each answers as its script says and remembers what it was asked."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.values import Identity, Role, Slo
+from fulcrum_router.fleet import Instance
+from fulcrum_router.router import Router
+from fulcrum_router.server import Server, bind
+from fulcrum_router.settings import Settings, Tier
+
+DEADLINE_S = 5.0
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+
+
+@dataclass
+class Asked:
+    """One request as an engine saw it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prefill leg."""
+        return bool((self.body.get("kv_transfer_params") or {}).get("do_remote_decode"))
+
+
+@dataclass
+class Answering:
+    """What a script writes to."""
+
+    engine: "FakeEngine"
+    asked: Asked
+    writer: asyncio.StreamWriter
+
+    async def json(self, status: int, body: object) -> None:
+        """A whole JSON answer."""
+        await self.raw(whole(status, body))
+
+    async def start_stream(self) -> None:
+        """The head of a stream."""
+        await self.raw(STREAM_HEAD)
+
+    async def event(self, text: str) -> None:
+        """One chunk with one event."""
+        await self.raw(event_chunk(text))
+
+    async def raw(self, data: bytes) -> None:
+        """Bytes as they are."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    def close(self) -> None:
+        """Close the connection, in mid-answer or not."""
+        self.writer.transport.abort()
+
+    async def hang(self) -> None:
+        """Say nothing until the router leaves."""
+        await asyncio.Event().wait()
+
+
+Script = Callable[[Answering], Awaitable[None]]
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+
+def whole(status: int, body: object) -> bytes:
+    """A JSON answer."""
+    content = json.dumps(body).encode()
+    head = (
+        f"HTTP/1.1 {status} Some\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def event_chunk(text: str) -> bytes:
+    """One chunk with one event."""
+    content = f"data: {text}\n\n".encode()
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+def handoff(engine: "FakeEngine", **changes: Any) -> dict[str, Any]:
+    """The hand-off that a prefill engine gives."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": engine.name,
+        "remote_request_id": "cmpl-x-0-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1234,
+        "tp_size": 1,
+        "remote_prefill_cached_tokens": 0,
+        "a_later_field": {"kept": True},
+        **changes,
+    }
+
+
+async def give_handoff(answering: Answering) -> None:
+    """The prefill leg as it should be."""
+    params = handoff(answering.engine)
+    await answering.json(200, {"choices": [{}], "usage": {"prompt_tokens": 7}, "kv_transfer_params": params})
+
+
+def decode_words(count: int = 3) -> Script:
+    """The decode leg as it should be: words that name the engine whose KV it was given."""
+
+    async def script(answering: Answering) -> None:
+        source = (answering.asked.body.get("kv_transfer_params") or {}).get("remote_engine_id", "own")
+        if not answering.asked.body.get("stream"):
+            choice = {"text": f"{source} " * count, "finish_reason": "length"}
+            return await answering.json(200, {"choices": [choice]})
+        await answering.start_stream()
+        for _ in range(count):
+            await answering.event(json.dumps({"choices": [{"text": f"{source} ", "finish_reason": None}]}))
+        await answering.event("[DONE]")
+        await answering.raw(b"0\r\n\r\n")
+
+    return script
+
+
+def answer_status(status: int) -> Script:
+    """An error and nothing else."""
+
+    async def script(answering: Answering) -> None:
+        await answering.json(status, {"error": {"message": "no", "code": status}})
+
+    return script
+
+
+async def close_at_once(answering: Answering) -> None:
+    """Read the request and close."""
+    answering.close()
+
+
+async def hang(answering: Answering) -> None:
+    """Read the request and say nothing."""
+    await answering.hang()
+
+
+def stream_then(words: int, then: Script) -> Script:
+    """Some events, then something else."""
+
+    async def script(answering: Answering) -> None:
+        await answering.start_stream()
+        for _ in range(words):
+            await answering.event(json.dumps({"choices": [{"text": "word ", "finish_reason": None}]}))
+        await then(answering)
+
+    return script
+
+
+@dataclass
+class FakeEngine:
+    """One engine."""
+
+    name: str
+    prefill: Script = give_handoff
+    decode: Script = field(default_factory=decode_words)
+    metrics: bytes = b""
+    asked: list[Asked] = field(default_factory=list)
+    """Requests for work; probes are left out."""
+    abandoned: list[Asked] = field(default_factory=list)
+    """Requests that the router left before their answer was whole."""
+    connections: int = 0
+    port: int = 0
+
+    @property
+    def prefills(self) -> list[dict[str, Any]]:
+        """Bodies of prefill legs."""
+        return [asked.body for asked in self.asked if asked.is_prefill]
+
+    @property
+    def decodes(self) -> list[dict[str, Any]]:
+        """Bodies of decode legs."""
+        return [asked.body for asked in self.asked if not asked.is_prefill]
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        self.connections += 1
+        try:
+            while (asked := await read_request(reader)) is not None:
+                if asked.method == "POST":
+                    self.asked.append(asked)
+                if not await self._answer(asked, reader, writer):
+                    break
+        except ConnectionError:
+            pass
+        finally:
+            writer.transport.abort()
+
+    async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        answering = Answering(self, asked, writer)
+        script = asyncio.ensure_future(self._script(asked)(answering))
+        left = asyncio.ensure_future(reader.read(1))
+        await asyncio.wait((script, left), return_when=asyncio.FIRST_COMPLETED)
+        if script.done():
+            left.cancel()
+            with suppress(asyncio.CancelledError, ConnectionError):
+                await left
+            with suppress(ConnectionError):
+                script.result()
+            return not writer.is_closing()
+        script.cancel()
+        with suppress(asyncio.CancelledError, ConnectionError):
+            await script
+        self.abandoned.append(asked)
+        return False
+
+    def _script(self, asked: Asked) -> Script:
+        if asked.method == "GET":
+            return self._page
+        return self.prefill if asked.is_prefill else self.decode
+
+    async def _page(self, answering: Answering) -> None:
+        content = self.metrics
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n" % len(content)
+        await answering.raw(head + content)
+
+
+async def read_request(reader: asyncio.StreamReader) -> Asked | None:
+    """The next request on a connection; None at its end."""
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    except asyncio.IncompleteReadError:
+        return None
+    line, *fields = head[:-4].split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in fields)}
+    content = await reader.readexactly(int(headers.get("content-length", 0)))
+    method, path, _ = line.split(" ")
+    return Asked(method, path, headers, json.loads(content) if content else {})
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something holds."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"not within {DEADLINE_S} s: {what}") from None
+
+
+@dataclass
+class World:
+    """A router and its engines."""
+
+    router: Router
+    server: Server
+    engines: dict[str, FakeEngine]
+    port: int
+    servers: dict[str, asyncio.Server]
+
+    def __getitem__(self, name: str) -> FakeEngine:
+        return self.engines[name]
+
+    def url(self, path: str = "/v1/completions") -> str:
+        """Where clients send requests."""
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def ledgers_are_empty(self) -> bool:
+        """Whether no work is in the books."""
+        names = ("prefill_s", "prefill_tokens", "legs", "local_prefills", "decode_tokens", "open_handoffs")
+        return all(not getattr(i.ledger, name) for i in self.router.fleet.all for name in names)
+
+
+@asynccontextmanager
+async def running(*engines: FakeEngine, settings: Settings | None = None) -> AsyncIterator[World]:
+    """A router over these engines: those named `p…` play prefill, the others decode."""
+    router = Router()
+    router.configure(settings or quick_settings(), last_to_decode_s=None)
+    servers = {}
+    for engine in engines:
+        server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+        servers[engine.name] = server
+        engine.port = server.sockets[0].getsockname()[1]
+        instance = Instance(engine.name)
+        instance.identity = Identity("m", "fake 1", "bf16", 16, 1)
+        instance.place("127.0.0.1", engine.port)
+        instance.assign(Role.PREFILL if engine.name.startswith("p") else Role.DECODE)
+        router.fleet.add(instance)
+    bound = bind("127.0.0.1", 0, "--port")
+    served = Server(router, sweep_s=0.01, grace_s=0.0)
+    world = World(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
+    try:
+        async with served.listening(bound):
+            yield world
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def quick_settings(**timeouts: float) -> Settings:
+    """Default settings with time-outs fit for a test."""
+    quick = {"connect": 0.5, "prefill": 2.0, "first_byte": 2.0, "idle": 2.0, **timeouts}
+    spec = TimeoutsSpec.model_validate(quick)
+    tiers = {"premium": Tier("premium", SLO, -5)}
+    return Settings(service="s", model="m", timeouts=spec, default_tier=Tier("default", SLO), tiers=tiers)
