@@ -47,9 +47,9 @@ class Store(Protocol):
     """List, watch and write resources of one cluster. Every method may raise `StoreUnavailable`.
 
     Writes are validated and defaulted by the kind's model; a rule broken raises `InvalidInput`. A write of
-    the main resource cannot touch `status`, and `patch_status` cannot touch anything else. `metadata.generation`
-    grows with every change of `spec`, `metadata.resourceVersion` with every change; a write that changes
-    nothing changes neither and is not seen by watches.
+    the main resource cannot touch `status`, and `patch_status` cannot touch anything else.
+    `metadata.generation` grows with every change of `spec`, `metadata.resourceVersion` with every change; a
+    write that changes nothing changes neither and is not seen by watches.
     """
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:

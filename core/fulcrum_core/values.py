@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Which phase an instance serves. `BOTH` is only ever an effective role: nobody is there to share with."""
+    """Which phase an instance serves. `BOTH` is only ever effective, where there is nobody to share with."""
 
     PREFILL = "Prefill"
     DECODE = "Decode"
