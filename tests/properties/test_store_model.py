@@ -1,0 +1,163 @@
+"""The memory store against a dictionary: whatever is written in whatever order, both say the same.
+
+The dictionary knows nothing of versions, events or ownership; beside it run checkers for what holds of these
+in every history: versions only grow, a replayed watch ends in what a list shows, generations follow spec.
+"""
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, PDServiceStatus
+from fulcrum_core.errors import AlreadyExists, Conflict, NotFound
+from fulcrum_core.ports import EventType
+
+T = TypeVar("T")
+
+NAMESPACE = "default"
+
+names = st.sampled_from(["a", "b", "c"])
+numbers = st.integers(1, 3)
+
+
+class StoppedClock:
+    def now_s(self) -> float:
+        return 0.0
+
+    def monotonic_s(self) -> float:
+        return 0.0
+
+
+def done(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call that never waits."""
+    try:
+        call.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("a call of the memory store waited")
+
+
+class StoreAgainstDictionary(RuleBasedStateMachine):
+    """`model` maps a name to (instances, flips)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = MemoryStore(StoppedClock(), history=10_000)
+        self.model: dict[str, tuple[int, int]] = {}
+        self.versions: dict[str, str] = {}
+        self.last_version = 0
+
+    def read(self, name: str) -> PDService:
+        return done(self.store.get(PDService, name, namespace=NAMESPACE))
+
+    @rule(name=names, instances=numbers)
+    def create(self, name: str, instances: int) -> None:
+        spec = PDServiceSpec(model="m", instances=instances)
+        wish = PDService(metadata=ObjectMeta(name=name), spec=spec, status=PDServiceStatus(flips=9))
+        try:
+            done(self.store.create(wish))
+        except AlreadyExists:
+            assert name in self.model
+        else:
+            assert name not in self.model
+            self.model[name] = (instances, 0)
+
+    @rule(name=names, instances=numbers)
+    def patch(self, name: str, instances: int) -> None:
+        patch = {"spec": {"instances": instances}, "status": {"flips": 9}}
+        try:
+            done(self.store.patch(PDService, name, patch, namespace=NAMESPACE))
+        except NotFound:
+            assert name not in self.model
+        else:
+            self.model[name] = (instances, self.model[name][1])
+
+    @rule(name=names, flips=numbers)
+    def patch_status(self, name: str, flips: int) -> None:
+        try:
+            done(self.store.patch_status(PDService, name, {"flips": flips}, namespace=NAMESPACE))
+        except NotFound:
+            assert name not in self.model
+        else:
+            self.model[name] = (self.model[name][0], flips)
+
+    @rule(name=names)
+    def remember_a_version(self, name: str) -> None:
+        if name in self.model:
+            self.versions[name] = self.read(name).metadata.resource_version
+
+    @precondition(lambda self: self.versions)
+    @rule(data=st.data(), instances=numbers)
+    def patch_what_was_read(self, data: st.DataObject, instances: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.versions)))
+        known, patch = self.versions.pop(name), {"spec": {"instances": instances}}
+        current = self.read(name).metadata.resource_version if name in self.model else None
+        try:
+            done(self.store.patch(PDService, name, patch, namespace=NAMESPACE, resource_version=known))
+        except Conflict:
+            assert current != known
+        except NotFound:
+            assert current is None
+        else:
+            assert current == known
+            self.model[name] = (instances, self.model[name][1])
+
+    @rule(name=names, instances=numbers, manager=st.sampled_from(["me", "you"]))
+    def apply(self, name: str, instances: int, manager: str) -> None:
+        spec = PDServiceSpec(model="m", instances=instances)
+        wish = PDService(metadata=ObjectMeta(name=name), spec=spec)
+        try:
+            done(self.store.apply(wish, manager=manager))
+        except Conflict:
+            assert self.model[name][0] != instances
+        else:
+            self.model[name] = (instances, self.model.get(name, (0, 0))[1])
+
+    @rule(name=names)
+    def delete(self, name: str) -> None:
+        try:
+            done(self.store.delete(PDService, name, namespace=NAMESPACE))
+        except NotFound:
+            assert name not in self.model
+        else:
+            del self.model[name]
+
+    @invariant()
+    def both_hold_the_same(self) -> None:
+        items = done(self.store.list(PDService, namespace=NAMESPACE)).items
+        held = {obj.metadata.name: (obj.spec.instances, obj.status.flips) for obj in items}
+        assert held == self.model
+        assert [obj.metadata.name for obj in items] == sorted(self.model)
+
+    @invariant()
+    def versions_only_grow(self) -> None:
+        version = int(done(self.store.list(PDService, namespace=NAMESPACE)).resource_version)
+        assert version >= self.last_version
+        self.last_version = version
+
+    def teardown(self) -> None:
+        """A watch from the beginning ends in what a list shows, and each generation follows its spec."""
+        listing = done(self.store.list(PDService, namespace=NAMESPACE))
+        events = self.store.watch(PDService, namespace=NAMESPACE, since="0")
+        seen: dict[str, PDService] = {}
+        for version in range(1, int(listing.resource_version) + 1):
+            event = done(anext(events))
+            assert event.object is not None
+            assert event.resource_version == event.object.metadata.resource_version == str(version)
+            name, before = event.object.metadata.name, seen.pop(event.object.metadata.name, None)
+            assert (event.type is EventType.ADDED) == (before is None)
+            if before is not None:
+                changed = before.spec != event.object.spec
+                assert event.object.metadata.generation == before.metadata.generation + changed
+            if event.type is not EventType.DELETED:
+                seen[name] = event.object
+        assert tuple(seen[name] for name in sorted(seen)) == listing.items
+
+
+TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase
+TestStoreAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
