@@ -25,6 +25,7 @@ from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
 from fulcrum_simulator.server.service import EngineService  # noqa: E402
 
 DEATH_THROES_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
+KEEP_ALIVE_S = 5.0  # vLLM closes idle connections this soon; a router's pool must cope
 CLOSE_S = 0.5  # how long open connections get at the end
 
 
@@ -60,7 +61,11 @@ async def serve(options: Options, http: socket.socket, side: socket.socket, *, s
     giver = Giver(service.runner, model=options.model, while_hung=service.while_hung)
     peers = await start_giver(giver, side)
     runner = web.AppRunner(
-        EngineApp(service).build(), access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S
+        EngineApp(service).build(),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=KEEP_ALIVE_S,
+        shutdown_timeout=CLOSE_S,
     )
     await runner.setup()
     await web.SockSite(runner, http, backlog=1024).start()

@@ -116,8 +116,12 @@ class Runner:
     def abort_all(self) -> None:
         """End every request with reason "abort"; their clients get what there is."""
         for request_id in list(self._sinks):
+            try:
+                end = self.engine.abort(request_id, self.now_s())
+            except EngineDead:
+                self._die()
+                return
             sink = self._sinks.pop(request_id)
-            end = self.engine.abort(request_id, self.now_s())
             self._forget(request_id, end)
             sink.finished(end)
 

@@ -178,6 +178,22 @@ class TestShutdown:
         assert answer_to("cut short", 900).startswith(choice["text"])
         assert await exit_code(server, 2.0) == 0
 
+    async def test_a_request_that_hangs_does_not_keep_the_process(self, client: Client, start: Start) -> None:
+        p, d = start(), start()
+        prompt = prompt_of("hangs at the end")
+        handoff = await client.prefill(p, prompt)
+        del handoff["remote_request_id"]
+        body = {"model": MODEL, "prompt": prompt, "kv_transfer_params": handoff}
+        hanging = asyncio.ensure_future(client.post(d, "/v1/completions", body))
+
+        async def waits() -> bool:
+            return bool((await client.stats(d))["waiting"] == 1)
+
+        await eventually(waits)
+        d.process.send_signal(signal.SIGTERM)
+        assert (await hanging)[0] == 500
+        assert await exit_code(d, 2.0) == 0
+
     async def test_a_drain_that_takes_too_long_never_answers_and_ends_when_the_client_leaves(
         self, client: Client, start: Start
     ) -> None:
