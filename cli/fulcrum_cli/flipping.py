@@ -36,6 +36,7 @@ async def flip(
         InvalidInput: if the service has no such instance, or the flip may not be made.
         Conflict: if others were quicker `TRIES` times in a row.
     """
+    rules, ready = await _rules(store, service, namespace)
     for _ in range(TRIES):
         current = await store.get(PDAssignment, service, namespace=namespace)
         if instance not in current.spec.roles:
@@ -52,7 +53,6 @@ async def flip(
             now_s=now_s,
             pinned_until_s=pinned_until_s,
         )
-        rules, ready = await _rules(store, service, namespace)
         verdict = may_apply(current.spec, proposed, ready, rules, now_s=now_s)
         if not verdict.allowed:
             raise InvalidInput("instance", instance, f"may not flip to {to}: {verdict.reason}")

@@ -18,6 +18,7 @@ from fulcrum_simulator.workload import (
     DECODE_HEAVY,
     PREFILL_HEAVY,
     GeneratedLoad,
+    Mix,
     Turn,
     bursty,
     moving,
@@ -29,6 +30,9 @@ ENDLESS_S = 24 * 3600.0
 
 TURN_S = 15.0
 
+LONGEST_TOKENS = 2048
+"""Of a chat's prompt, and four times that of its answer: a short run cannot wait for the longest recorded."""
+
 
 def _moving(duration_s: float, seed: int) -> GeneratedLoad:
     turns = (
@@ -39,7 +43,9 @@ def _moving(duration_s: float, seed: int) -> GeneratedLoad:
 
 
 def _steady(duration_s: float, seed: int) -> GeneratedLoad:
-    return steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=CHAT.scaled(input=0.6, output=0.4))
+    chat = CHAT.scaled(input=0.6, output=0.4)
+    mix = Mix(chat.name, chat.input.at_most(LONGEST_TOKENS), chat.output.at_most(LONGEST_TOKENS // 4))
+    return steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=mix)
 
 
 def _bursty(duration_s: float, seed: int) -> GeneratedLoad:

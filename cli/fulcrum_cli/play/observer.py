@@ -112,7 +112,7 @@ class Observer:
         while True:
             next_s += 1.0
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-            self.recorder.second({name: i.status.phase for name, i in self.instances.items()})
+            self.recorder.second({name: i.status for name, i in self.instances.items()})
 
     async def _read_decisions(self) -> None:
         assert self._autoscaler_url is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
+from fulcrum_core.api.pdinstance import PDInstanceStatus
 from fulcrum_core.values import Phase, Role
 
 
@@ -44,6 +45,7 @@ class Recorder:
         self.marks: dict[str, set[int]] = {}
         self.roles: dict[str, Role] = {}
         self._seconds = 0
+        self._restarts: dict[str, int] = {}
         self._acknowledgements: list[tuple[int, float]] = []
 
     def assigned(self, assignment: PDAssignment) -> Sequence[Flip]:
@@ -84,18 +86,21 @@ class Recorder:
             return None
         return round((self._acknowledgements[first][1] - at_s) * 1000, 3)
 
-    def second(self, phases: Mapping[str, Phase]) -> None:
+    def second(self, instances: Mapping[str, PDInstanceStatus]) -> None:
         """Closes one second: one more cell in every instance's band."""
-        for name, phase in phases.items():
+        for name, status in instances.items():
             band = self.bands.setdefault(name, [Cell.STARTING] * self._seconds)
-            band.append(self._cell(name, phase))
+            band.append(self._cell(name, status))
         self._seconds += 1
         for name, band in self.bands.items():
-            if len(band) < self._seconds and name not in phases:
+            if len(band) < self._seconds and name not in instances:
                 band.append(Cell.DEAD)
 
-    def _cell(self, name: str, phase: Phase) -> Cell:
-        if phase is Phase.FAILED:
+    def _cell(self, name: str, status: PDInstanceStatus) -> Cell:
+        """An engine that was started again within the second was dead in it, too."""
+        phase, restarts = status.phase, self._restarts.get(name, 0)
+        self._restarts[name] = status.restarts
+        if phase is Phase.FAILED or status.restarts > restarts:
             return Cell.DEAD
         role = self.roles.get(name)
         if role is None or phase in (Phase.PENDING, Phase.STARTING):

@@ -4,7 +4,8 @@ Prefill is orange and decode is blue, a pair that colour-blind people tell apart
 half-high cells say the same without colour.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from textwrap import wrap
 
 from rich.console import Group
 from rich.text import Text
@@ -36,7 +37,7 @@ def draw(frame: Frame, *, width: int, height: int) -> Group:
     lines += [*_objectives(frame), *_gap(roomy), *_split(frame), *_gap(True)]
     footer = [_keys(width)]
     room = max(0, height - len(lines) - len(footer) - 1)
-    lines += _decisions(frame, room, width)
+    lines += _decisions(frame.decisions, room, width)
     lines += [Text("")] * (height - len(lines) - len(footer))
     return Group(*(_fit(line, width) for line in lines + footer))
 
@@ -235,17 +236,25 @@ def _ratio(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
     yield (str(split[1]), DECODE)
 
 
-def _decisions(frame: Frame, room: int, width: int) -> list[Text]:
+def _decisions(decisions: Sequence[Decision], room: int, width: int) -> list[Text]:
+    """The last ones, newest first, each over as many lines as it needs, while there is room."""
     if room < 2:
         return []
-    shown = frame.decisions[-(room - 1) :]
-    head = Text(" last decisions" if shown else " no decision yet", DIM)
-    return [head, *(_decision(decision, width) for decision in reversed(shown))]
+    lines = [Text(" last decisions" if decisions else " no decision yet", DIM)]
+    for decision in reversed(decisions):
+        lines += _decision(decision, width)
+        if len(lines) >= room:
+            break
+    return lines[:room]
 
 
-def _decision(decision: Decision, width: int) -> Text:
-    line = Text.assemble((f" {_clock(decision.at_s)} ", DIM), (decision.text, role_style(decision.to)))
-    return _fit(line, width)
+_INDENT = 7
+
+
+def _decision(decision: Decision, width: int) -> list[Text]:
+    first, *more = wrap(decision.text, max(20, width - _INDENT - 1)) or [""]
+    head = Text.assemble((f" {_clock(decision.at_s)} ", DIM), (first, role_style(decision.to)))
+    return [head, *(Text(" " * _INDENT + line, DIM) for line in more)]
 
 
 def _keys(width: int) -> Text:

@@ -36,6 +36,10 @@ class LengthLaw:
         """The same shape, every length times `factor`."""
         return LengthLaw(self.median * factor, self.sigma, max(1, round(self.max_tokens * factor)))
 
+    def at_most(self, max_tokens: int) -> "LengthLaw":
+        """The same shape without its longest: what is longer is drawn again."""
+        return LengthLaw(self.median, self.sigma, min(self.max_tokens, max_tokens))
+
     def draw(self, rng: random.Random) -> int:
         """One length, at least 1."""
         while True:
@@ -76,7 +80,7 @@ DECODE_HEAVY = Mix(
 
 @dataclass(frozen=True, slots=True)
 class LoadPhase:
-    """A stretch of time with one mean rate and one mix; `gap_cv`: the gaps' deviation over mean (1: Poisson)."""
+    """A stretch of time with one mean rate and one mix; `gap_cv`: deviation over mean of its gaps."""
 
     name: str
     start_s: float
