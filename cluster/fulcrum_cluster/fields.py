@@ -134,7 +134,7 @@ def _replaced(document: Document, path: Path, change: Any) -> dict[str, Any]:
 
 def _keyed(items: Any, path: str, key: str) -> Any:
     if not isinstance(items, list):
-        return items  # a wrong type: the model says so
+        raise InvalidInput(path, items, "is not a list")
     keyed: dict[str, Any] = {}
     for index, item in enumerate(items):
         name = item.get(key) if isinstance(item, Mapping) else None

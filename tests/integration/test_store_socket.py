@@ -1,0 +1,291 @@
+"""The store's socket: who may open it, what it says in Kubernetes' words, what a client makes of its end."""
+
+import asyncio
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fulcrum_cluster.client import SocketStore, open_store
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.server import serve_store
+from fulcrum_core.api import ObjectMeta, PDService, QoSTier, QoSTierSpec
+from fulcrum_core.errors import InvalidInput, StoreUnavailable
+
+TIERS = "/apis/fulcrum.dev/v1alpha1/namespaces/default/qostiers"
+SERVICES = "/apis/fulcrum.dev/v1alpha1/namespaces/default/pdservices"
+GOLD = QoSTier(metadata=ObjectMeta(name="gold"), spec=QoSTierSpec(priority=1))
+MERGE = {"content-type": "application/merge-patch+json"}
+APPLY = {"content-type": "application/apply-patch+yaml"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "store.sock"
+
+
+@pytest.fixture
+def memory() -> MemoryStore:
+    return MemoryStore(SystemClock(), bookmark_every_s=0.05, history=8)
+
+
+@pytest.fixture
+async def http(memory: MemoryStore, path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain HTTP client, as curl would be."""
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with (
+        serve_store(memory, path),
+        httpx.AsyncClient(transport=transport, base_url="http://store") as client,
+    ):
+        yield client
+
+
+class TestSocket:
+    async def test_only_its_owner_may_open_it(self, memory: MemoryStore, path: Path) -> None:
+        async with serve_store(memory, path):
+            modes = [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)]
+        assert modes == [0o600, 0o700]
+
+    async def test_it_is_gone_with_its_server(self, memory: MemoryStore, path: Path) -> None:
+        async with serve_store(memory, path):
+            assert path.is_socket()
+        assert not path.exists()
+
+    async def test_one_that_a_dead_process_left_is_replaced(self, memory: MemoryStore, path: Path) -> None:
+        path.parent.mkdir()
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(os.fspath(path))
+        async with serve_store(memory, path), SocketStore(path) as client:
+            assert (await client.list(QoSTier, namespace="default")).items == ()
+
+    async def test_one_that_lives_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
+        async with serve_store(memory, path):
+            with pytest.raises(InvalidInput, match="in use"):
+                async with serve_store(MemoryStore(SystemClock()), path):
+                    pass
+            async with SocketStore(path) as client:
+                await client.create(GOLD)
+
+    async def test_a_file_in_its_place_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
+        path.parent.mkdir()
+        path.write_text("precious")
+        with pytest.raises(InvalidInput, match="is a file"):
+            async with serve_store(memory, path):
+                pass
+        assert path.read_text() == "precious"
+
+    async def test_a_path_too_long_for_a_socket_is_refused(self, memory: MemoryStore, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="longer than the 107 bytes"):
+            async with serve_store(memory, tmp_path / ("x" * 108)):
+                pass
+
+    async def test_open_watches_do_not_hold_up_the_end(self, memory: MemoryStore, path: Path) -> None:
+        async with SocketStore(path) as client:
+            async with serve_store(memory, path):
+                since = (await client.list(QoSTier, namespace="default")).resource_version
+                watch = client.watch(QoSTier, namespace="default", since=since)
+                await anext(watch)
+                began = asyncio.get_running_loop().time()
+            assert asyncio.get_running_loop().time() - began < 1.0
+            with suppress(
+                StoreUnavailable
+            ):  # whether the end was clean is the server's luck; that it came is not
+                async with aclosing(watch), asyncio.timeout(5.0):
+                    assert [event.object async for event in watch if event.object] == []
+
+
+class TestClient:
+    async def test_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
+        async with SocketStore(path) as client:
+            with pytest.raises(StoreUnavailable, match=r"store\.sock does not answer"):
+                await client.list(QoSTier, namespace="default")
+
+    async def test_a_watch_of_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
+        async with SocketStore(path) as client:
+            with pytest.raises(StoreUnavailable):
+                await anext(client.watch(QoSTier, namespace="default", since="1"))
+
+    async def test_a_store_that_falls_silent_is_unavailable(self, path: Path) -> None:
+        mute = MemoryStore(SystemClock(), bookmark_every_s=60.0)
+        async with serve_store(mute, path), SocketStore(path, silence_s=0.05) as client:
+            since = (await client.list(QoSTier, namespace="default")).resource_version
+            with pytest.raises(StoreUnavailable):
+                await anext(client.watch(QoSTier, namespace="default", since=since))
+
+    async def test_a_client_outlives_its_store(self, memory: MemoryStore, path: Path) -> None:
+        async with SocketStore(path) as client:
+            async with serve_store(memory, path):
+                await client.create(GOLD)
+            with pytest.raises(StoreUnavailable):
+                await client.get(QoSTier, "gold", namespace="default")
+            async with serve_store(memory, path):
+                assert (await client.get(QoSTier, "gold", namespace="default")).spec == GOLD.spec
+
+    @pytest.mark.parametrize("address", ["", "unix:", "/run/store.sock", "http://localhost"])
+    def test_an_address_that_is_no_socket_is_refused(self, address: str) -> None:
+        with pytest.raises(InvalidInput, match="is not unix: and a path"):
+            open_store(address)
+
+
+class TestRest:
+    async def test_a_manifest_in_yaml_is_applied(self, http: httpx.AsyncClient) -> None:
+        text = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDService\nmetadata: {name: chat}\nspec: {model: m}\n"
+        answer = await http.patch(
+            f"{SERVICES}/chat", content=text, headers=APPLY, params={"fieldManager": "me"}
+        )
+        assert answer.status_code == 200
+        assert answer.json()["spec"]["slo"] == {"ttft": "1s", "tpot": "50ms"}
+
+    async def test_a_list_is_a_list_of_its_kind(self, http: httpx.AsyncClient, memory: MemoryStore) -> None:
+        created = await memory.create(GOLD)
+        assert (await http.get(TIERS)).json() == {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "QoSTierList",
+            "metadata": {"resourceVersion": created.metadata.resource_version},
+            "items": [created.dump()],
+        }
+
+    async def test_a_created_object_is_answered_with_201(self, http: httpx.AsyncClient) -> None:
+        assert (await http.post(TIERS, json=GOLD.dump())).status_code == 201
+
+    async def test_a_watch_too_old_ends_in_an_error_event(
+        self, http: httpx.AsyncClient, memory: MemoryStore
+    ) -> None:
+        await memory.create(GOLD)
+        for priority in range(2, 12):
+            await memory.patch(QoSTier, "gold", {"spec": {"priority": priority}}, namespace="default")
+        answer = await http.get(TIERS, params={"watch": "true", "resourceVersion": "1"})
+        event = json.loads(answer.text)
+        assert (answer.status_code, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
+
+    async def test_bookmarks_come_to_those_who_ask(
+        self, http: httpx.AsyncClient, memory: MemoryStore
+    ) -> None:
+        since = (await memory.list(QoSTier, namespace="default")).resource_version
+        query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
+        async with http.stream("GET", TIERS, params=query) as answer:
+            event = json.loads(await anext(answer.aiter_lines()))
+        assert event == {
+            "type": "BOOKMARK",
+            "object": {
+                "apiVersion": "fulcrum.dev/v1alpha1",
+                "kind": "QoSTier",
+                "metadata": {"resourceVersion": since},
+            },
+        }
+
+    @pytest.mark.parametrize(
+        ("method", "url", "options", "code", "reason"),
+        [
+            pytest.param("GET", f"{TIERS}/none", {}, 404, "NotFound", id="no such object"),
+            pytest.param("GET", TIERS.replace("qostiers", "pods"), {}, 404, "NotFound", id="no such kind"),
+            pytest.param("GET", f"{TIERS}?watch=true", {}, 422, "Invalid", id="a watch from nowhere"),
+            pytest.param("POST", TIERS, {"content": "{"}, 422, "Invalid", id="no JSON"),
+            pytest.param("POST", TIERS, {"content": "[]"}, 422, "Invalid", id="no object"),
+            pytest.param("POST", TIERS, {"json": {"metadata": []}}, 422, "Invalid", id="no metadata"),
+            pytest.param(
+                "POST",
+                TIERS,
+                {"json": {"metadata": {"namespace": "x"}}},
+                422,
+                "Invalid",
+                id="another namespace",
+            ),
+            pytest.param(
+                "POST", f"{TIERS}?fieldValidation=Ignore", {"json": {}}, 422, "Invalid", id="lax validation"
+            ),
+            pytest.param(
+                "PATCH", f"{TIERS}/gold", {"json": {}}, 422, "Invalid", id="a patch of unknown type"
+            ),
+            pytest.param(
+                "PATCH",
+                f"{TIERS}/gold",
+                {"content": "{}", "headers": APPLY},
+                422,
+                "Invalid",
+                id="apply by nobody",
+            ),
+            pytest.param(
+                "PATCH",
+                f"{TIERS}/gold?fieldManager=me",
+                {"content": "a: [", "headers": APPLY},
+                422,
+                "Invalid",
+                id="no YAML",
+            ),
+            pytest.param(
+                "PATCH",
+                f"{SERVICES}/chat?fieldManager=me",
+                {"content": '{"spec": {"pools": {"a": {}}}}', "headers": APPLY},
+                422,
+                "Invalid",
+                id="an object for a list",
+            ),
+            pytest.param(
+                "PATCH",
+                f"{TIERS}/gold?fieldManager=me",
+                {"content": '{"metadata": {"name": "silver"}}', "headers": APPLY},
+                422,
+                "Invalid",
+                id="another name",
+            ),
+            pytest.param(
+                "PATCH",
+                f"{TIERS}/gold",
+                {"json": {"metadata": {"resourceVersion": "1"}}, "headers": MERGE},
+                409,
+                "Conflict",
+                id="an old version",
+            ),
+            pytest.param("POST", TIERS, {"json": GOLD.dump()}, 409, "AlreadyExists", id="a second one"),
+        ],
+    )
+    async def test_a_refusal_is_a_status_object(
+        self,
+        http: httpx.AsyncClient,
+        memory: MemoryStore,
+        method: str,
+        url: str,
+        options: dict[str, Any],
+        code: int,
+        reason: str,
+    ) -> None:
+        await memory.create(GOLD)
+        answer = await http.request(method, url, **options)
+        status = answer.json()
+        assert (answer.status_code, status["kind"], status["code"], status["reason"]) == (
+            code,
+            "Status",
+            code,
+            reason,
+        )
+
+    async def test_a_refused_field_is_named_as_an_api_server_does(self, http: httpx.AsyncClient) -> None:
+        body = {**GOLD.dump(), "spec": {"priority": "high"}}
+        answer = await http.post(TIERS, json=body)
+        assert answer.json()["details"] == {
+            "causes": [
+                {
+                    "reason": "FieldValueInvalid",
+                    "field": "spec.priority",
+                    "message": 'Invalid value: "high": is not a whole number',
+                }
+            ]
+        }
+
+    async def test_a_status_is_patched_at_its_own_address(
+        self, http: httpx.AsyncClient, memory: MemoryStore
+    ) -> None:
+        wish = {"metadata": {"name": "chat"}, "kind": "PDService", "spec": {"model": "m"}}
+        await memory.create(PDService.model_validate(wish))
+        body = {"status": {"flips": 2}, "spec": {"model": "other"}}
+        answer = await http.patch(f"{SERVICES}/chat/status", json=body, headers=MERGE)
+        assert (answer.json()["status"]["flips"], answer.json()["spec"]["model"]) == (2, "m")
