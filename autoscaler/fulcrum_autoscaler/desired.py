@@ -1,6 +1,7 @@
 """The objects of one service as the watches last told them; they stand while the store is away."""
 
 import asyncio
+import random
 from collections.abc import Iterable
 
 from fulcrum_cluster.watching import Mirror
@@ -12,14 +13,16 @@ from fulcrum_core.ports import Store
 
 
 class WatchedService:
-    """`loop.Desired` kept current by four watches."""
+    """`loop.Desired` kept current by four watches; `rng` spreads their retries."""
 
-    def __init__(self, store: Store, *, service: str, namespace: str) -> None:
+    def __init__(
+        self, store: Store, *, service: str, namespace: str, rng: random.Random | None = None
+    ) -> None:
         self._name = service
-        self._services = Mirror(store, PDService, namespace=namespace)
-        self._assignments = Mirror(store, PDAssignment, namespace=namespace)
-        self._instances = Mirror(store, PDInstance, namespace=namespace)
-        self._pools = Mirror(store, PDPool, namespace=namespace)
+        self._services = Mirror(store, PDService, namespace=namespace, rng=rng)
+        self._assignments = Mirror(store, PDAssignment, namespace=namespace, rng=rng)
+        self._instances = Mirror(store, PDInstance, namespace=namespace, rng=rng)
+        self._pools = Mirror(store, PDPool, namespace=namespace, rng=rng)
 
     async def run(self) -> None:
         """Follow the store until cancelled."""

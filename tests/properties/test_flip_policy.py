@@ -199,6 +199,20 @@ def test_more_decode_load_never_turns_a_refusal_of_prefill_into_a_flip(
 
 
 @given(observations(), flip_rules())
+def test_with_shrink_at_half_of_expand_or_less_decode_load_is_judged_by_shrink_alone(
+    seen: Observation, rules: FlipRules
+) -> None:
+    """So at Arrow's own thresholds, 1.0 and 0.5, the policy is Arrow's."""
+    arrows = replace(auto(rules), expand=max(rules.expand, 2 * rules.shrink))
+    decision = answer(wanted(Role.PREFILL), seen, arrows, now_s=NOW_S)
+    load = decision.loads.decode if decision.loads else None
+    if load is not None and load.instances > 1 and load.high < arrows.shrink:
+        assert not decision.reason.startswith(
+            "the router wants Prefill: no instance within the SLO; decode can"
+        )
+
+
+@given(observations(), flip_rules())
 def test_the_monitor_never_flips_to_prefill(seen: Observation, rules: FlipRules) -> None:
     decision = monitor(Memory(rules.passes), seen, auto(rules), now_s=NOW_S)[1]
     assert decision.to in (None, Role.DECODE)

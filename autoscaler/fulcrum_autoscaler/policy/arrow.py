@@ -108,11 +108,21 @@ def _why_content(loads: Loads, rules: FlipRules) -> str:
 
 
 def _why_decode_not_low(loads: Loads, rules: FlipRules) -> str | None:
-    if loads.decode is None:
+    """Why decode can spare no instance; None if it can.
+
+    Low is LD < shrink. Where shrink is above half of expand, as an engine with a high floor under its
+    latency needs it, that alone would let decode give away what it asks back at once; so its load must also
+    stay below expand on one instance fewer, LD·n/(n − 1). With Arrow's own thresholds that always holds.
+    """
+    load = loads.decode
+    if load is None:
         return "cannot tell whether decode can spare an instance: decode load unknown"
-    if loads.decode.high < rules.shrink:
-        return None
-    return f"decode can spare none: decode load {loads.decode} is not below {rules.shrink:.2f}"
+    if load.high >= rules.shrink:
+        return f"decode can spare none: decode load {load} is not below {rules.shrink:.2f}"
+    fewer = load.instances - 1
+    if fewer and load.high * load.instances / fewer >= rules.expand:
+        return f"decode can spare none: load {load} on {fewer} instances would reach {rules.expand:.2f}"
+    return None
 
 
 def _hold(

@@ -283,6 +283,21 @@ def test_wanted_prefill_is_granted_only_while_decode_is_low(
     assert words in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        pytest.param(2, Action.REFUSE, id="0.55 on one of two would be 1.10"),
+        pytest.param(3, Action.FLIP, id="0.55 on two of three would be 0.83"),
+    ],
+)
+def test_with_a_high_shrink_decode_gives_only_what_it_will_not_ask_back(count: int, expected: Action) -> None:
+    decodes = [decode(f"d-{n}", 0.055) for n in range(count)]
+    decision = answer(
+        wanted(Role.PREFILL), seen(prefill("p-0", 2.0), *decodes), rules(shrink=0.6), now_s=NOW_S
+    )
+    assert decision.action is expected
+
+
 def test_a_flip_back_to_prefill_never_waits() -> None:
     observation = seen(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
     just_flipped = replace(observation, assignment=replace_last(observation, NOW_S))
