@@ -79,6 +79,10 @@ class TokenRatio:
         self.value += self._weight * min(1.0, size / 256) * (ratio - self.value)
 
 
+_PRIOR_WEIGHT = 0.05
+"""What a sample of the prior counts, for ever; a measured one counts 1 and fades."""
+
+
 class NonNegativeFit:
     """Coefficients ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)², old samples fading.
 
@@ -94,7 +98,7 @@ class NonNegativeFit:
         self._square = [[0.0] * size for _ in range(size)]
         self._cross = [0.0] * size
         for features, value in prior:
-            self._accumulate(features, value)
+            self._accumulate(features, value, _PRIOR_WEIGHT)
         self._prior_square, self._prior_cross = self._square, self._cross
         self._square = [[0.0] * size for _ in range(size)]
         self._cross = [0.0] * size
@@ -107,7 +111,7 @@ class NonNegativeFit:
         for row in self._square:
             row[:] = [self._fade * cell for cell in row]
         self._cross = [self._fade * cell for cell in self._cross]
-        self._accumulate(features, value)
+        self._accumulate(features, value, 1.0)
         self.count += 1
         return True
 
@@ -132,13 +136,13 @@ class NonNegativeFit:
                     best, best_gain = tuple(spread.get(i, 0.0) for i in range(size)), gain
         return best
 
-    def _accumulate(self, features: Sequence[float], value: float) -> None:
+    def _accumulate(self, features: Sequence[float], value: float, weight: float) -> None:
         scaled = [x / value for x in features]
         for i, left in enumerate(scaled):
             row = self._square[i]
             for j, right in enumerate(scaled):
-                row[j] += left * right
-            self._cross[i] += left
+                row[j] += weight * left * right
+            self._cross[i] += weight * left
 
 
 def _solve(square: list[list[float]], cross: list[float]) -> list[float] | None:

@@ -1,0 +1,159 @@
+"""What holds for every fleet and load that dispatch may see."""
+
+import math
+import random
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum_core.latency import DecodeModel
+from fulcrum_core.values import Role
+from fulcrum_router.policy import (
+    Decision,
+    DecodeEntry,
+    Dispatch,
+    FlipRules,
+    FlipWanted,
+    HandoffEntry,
+    Ledger,
+    PrefillEntry,
+    choose_decode,
+    choose_prefill,
+)
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, View, instance
+
+RULES = FlipRules(enabled=True, shrink=0.5)
+Choose = Callable[[list[View], int], Decision]
+
+
+def prefill(fleet: list[View], tokens: int) -> Decision:
+    return choose_prefill(fleet, tokens, SLO, rules=RULES)
+
+
+def decode(fleet: list[View], tokens: int) -> Decision:
+    return choose_decode(fleet, tokens, SLO, rules=RULES, now_s=0.0)
+
+
+PHASES = st.sampled_from([prefill, decode])
+TOKENS = st.integers(1, 100_000)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[View]:
+    """Up to six instances with distinct names and any work; some measurements are nonsense."""
+    names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6))
+    return [
+        instance(
+            name,
+            role=draw(st.sampled_from(Role)),
+            queued_s=draw(st.one_of(st.floats(0, 100), st.just(math.nan), st.just(math.inf))),
+            prefilling=draw(st.integers(0, 10_000)),
+            decoding=draw(st.integers(0, 10_000)),
+            serving=draw(st.booleans()),
+            identity=draw(st.sampled_from([IDENTITY, OTHER_MODEL, None])),
+            itl_s=draw(st.one_of(st.none(), st.floats(0, 1), st.just(math.nan))),
+        )
+        for name in names
+    ]
+
+
+def chosen(decision: Decision) -> str | None:
+    """Whose turn it would be."""
+    if isinstance(decision, FlipWanted):
+        return decision.fallback.instance
+    return decision.instance if isinstance(decision, Dispatch) else None
+
+
+@given(fleets(), TOKENS, PHASES, st.randoms(use_true_random=False))
+def test_the_order_of_instances_does_not_matter(
+    fleet: list[View], tokens: int, choose: Choose, rng: random.Random
+) -> None:
+    shuffled = rng.sample(fleet, len(fleet))
+    assert repr(choose(shuffled, tokens)) == repr(choose(fleet, tokens))  # NaN is not equal to itself
+
+
+@given(fleets(), TOKENS, PHASES)
+def test_only_who_serves_is_chosen(fleet: list[View], tokens: int, choose: Choose) -> None:
+    name = chosen(choose(fleet, tokens))
+    assert name is None or name in {view.name for view in fleet if view.serving}
+
+
+@given(fleets(), TOKENS)
+def test_somebody_decodes_as_long_as_anybody_serves(fleet: list[View], tokens: int) -> None:
+    assert (chosen(decode(fleet, tokens)) is None) == (not any(view.serving for view in fleet))
+
+
+@given(fleets(), TOKENS, PHASES)
+def test_deciding_twice_decides_the_same(fleet: list[View], tokens: int, choose: Choose) -> None:
+    assert repr(choose(fleet, tokens)) == repr(choose(fleet, tokens))
+
+
+@given(fleets(), TOKENS, PHASES, st.integers(1, 10_000), st.floats(0, 10))
+def test_more_load_never_draws_a_request(
+    fleet: list[View], tokens: int, choose: Choose, more_tokens: int, more_s: float
+) -> None:
+    before = chosen(choose(fleet, tokens))
+    for view in fleet:
+        if view.name != before:
+            view.ledger.open_prefill(tokens=more_tokens, seconds=more_s)
+            view.ledger.open_decode(tokens=more_tokens)
+    after = chosen(choose(fleet, tokens))
+    assert after == before
+
+
+@given(fleets(), TOKENS)
+def test_a_flip_is_wanted_only_from_a_role_that_keeps_one(fleet: list[View], tokens: int) -> None:
+    for decision in (prefill(fleet, tokens), decode(fleet, tokens)):
+        if isinstance(decision, FlipWanted):
+            giving = [v for v in fleet if v.serving and v.role is decision.role.other]
+            assert len(giving) > 1
+
+
+@given(fleets(), TOKENS)
+def test_kv_is_only_sent_where_it_can_be_read(fleet: list[View], tokens: int) -> None:
+    source = instance("source", serving=False)
+    decision = choose_decode([*fleet, source], tokens, SLO, prefilled_on=source)
+    reader = {view.name: view.identity for view in fleet}.get(chosen(decision) or "")
+    assert reader in (IDENTITY, None)
+
+
+def open_entry(ledger: Ledger, kind: str, tokens: int) -> PrefillEntry | DecodeEntry | HandoffEntry:
+    match kind:
+        case "prefill":
+            return ledger.open_prefill(tokens=tokens, seconds=tokens / 1000)
+        case "local":
+            return ledger.open_local_prefill(tokens=tokens, seconds=tokens / 1000)
+        case "decode":
+            return ledger.open_decode(tokens=tokens)
+        case _:
+            return ledger.open_handoff()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["prefill", "local", "decode", "handoff"]), st.integers(0, 9999)),
+        max_size=30,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_released_work_leaves_the_books_as_they_were(work: list[tuple[str, int]], rng: random.Random) -> None:
+    ledger = Ledger()
+    opened = [open_entry(ledger, kind, tokens) for kind, tokens in work]
+    for entry in rng.sample(opened, len(opened)):
+        entry.release()
+        entry.release()
+    left = [getattr(ledger, name) for name in Ledger.__slots__]
+    assert left == [0] * len(left)
+
+
+@given(st.floats(0.001, 1), st.floats(0, 1e-3), st.integers(0, 100_000), st.integers(0, 100_000))
+def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens: int, more: int) -> None:
+    def cost(decoding: int) -> float:
+        view = instance("d1", decoding=decoding)
+        view.decode_model = DecodeModel(intercept=intercept, slope=slope)
+        decision = choose_decode([view], 1, SLO)
+        assert isinstance(decision, Dispatch)
+        return decision.cost[1]
+
+    assert cost(tokens) <= cost(tokens + more)
