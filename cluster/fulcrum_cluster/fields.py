@@ -69,9 +69,9 @@ def check_conflicts(
 
 def claim_changes(before: Document, after: Document, managers: Managers) -> dict[str, frozenset[Path]]:
     """The managers after a plain write: what it changed is `UPDATES`' now and nobody else's."""
-    written, removed = frozenset(_additions(before, after)), frozenset(_additions(after, before))
+    written, overwritten = frozenset(_additions(before, after)), frozenset(_additions(after, before))
     ancestors = {path[:length] for path in written for length in range(1, len(path))}
-    left = {name: owned - written - removed for name, owned in managers.items()}
+    left = {name: owned - overwritten for name, owned in managers.items()}
     return {**left, UPDATES: left.get(UPDATES, frozenset()) | written | ancestors}
 
 

@@ -65,7 +65,7 @@ class Store(Protocol):
         ...
 
     async def create(self, obj: R) -> R:
-        """The stored object, or `AlreadyExists`. A status given is dropped, a resourceVersion given refused."""
+        """The stored object, or `AlreadyExists`. A status is dropped, a resourceVersion refused."""
         ...
 
     async def apply(self, obj: R, *, manager: str) -> R:
