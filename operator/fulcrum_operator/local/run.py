@@ -87,7 +87,7 @@ class LocalRun:
         self.folder = folder
         self.store = MemoryStore(SystemClock())
         self._options, self._commands = options, commands
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
         token_file = write_token(folder)
         self._around = Surroundings(
             service=self.key.name,
@@ -153,13 +153,18 @@ class LocalRun:
             StartFailed: if an engine never will.
         """
         while True:
-            self._changed.clear()
             for name, reason in self.runtime.hopeless().items():
                 raise StartFailed(f"engine {name}", reason)
             found = (await self.store.list(PDInstance, namespace=self.key.namespace)).items
             if found and all(instance.status.phase is Phase.SERVING for instance in found):
                 return found
-            await self._changed.wait()
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Returns when something of the run has changed: an object, a program."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     def kill(self, instance: str) -> None:
         """Kill an engine as a crash would; it is started again. `KeyError` if there is none of that name."""
@@ -184,7 +189,10 @@ class LocalRun:
 
     def _look(self) -> None:
         """Something happened: have the operator look, and whoever waits for it."""
-        self._changed.set()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         self._queue.add(self.key)
 
     def _program(self, name: str, command: Callable[[Ports | None], tuple[str, ...]]) -> Program:

@@ -52,15 +52,14 @@ def runs_root() -> Path:
 @contextmanager
 def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
     """The folder of a run. A folder of the user's own keeps its logs; one made here is gone afterwards."""
-    folder = given or runs_root() / f"{service}-{os.getpid()}-{secrets.token_hex(2)}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(
-            "run folder", folder, f"cannot be made: {(error.strerror or '').lower()}"
-        ) from error
-    if given and alive(folder):
-        raise InvalidInput("run folder", folder, "is used by another run")
+    if given:
+        _make_folder(given)
+        if alive(given):
+            raise InvalidInput("run folder", given, "is used by another run")
+    else:
+        _make_folder(runs_root())
+        _sweep(runs_root())
+    folder = given or _make_folder(runs_root() / f"{service}-{os.getpid()}-{secrets.token_hex(2)}")
     try:
         yield folder
     finally:
@@ -68,6 +67,36 @@ def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
             (folder / name).unlink(missing_ok=True)
         if given is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folder(path: Path) -> Path:
+    """The folder, for this user alone; somebody else's is refused, for they could change what is in it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be made: {(error.strerror or 'unknown error').lower()}"
+        raise InvalidInput("run folder", path, rule) from error
+    if path.stat().st_uid != os.getuid():
+        raise InvalidInput("run folder", path, "belongs to another user")
+    return path
+
+
+def _sweep(root: Path) -> None:
+    """Remove what runs that were killed have left. A folder's name tells the process."""
+    for folder in root.iterdir():
+        pid = folder.name.split("-")[-2:][0]
+        if pid.isdecimal() and not _lives(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_token(folder: Path) -> Path:
@@ -91,10 +120,9 @@ def alive(folder: Path) -> RunInfo | None:
     """What `run.json` of that folder says, if its run is still there."""
     try:
         info = RunInfo(**json.loads((folder / _INFO).read_text(encoding="utf-8")))
-        os.kill(info.pid, 0)
     except (OSError, ValueError, TypeError):
         return None
-    return info
+    return info if _lives(info.pid) else None
 
 
 def find_runs(root: Path | None = None) -> tuple[RunInfo, ...]:

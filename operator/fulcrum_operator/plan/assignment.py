@@ -102,7 +102,9 @@ def _judged(seen: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
     if seen.assignment is None:
         return None
     wish, last = seen.assignment.spec, seen.accepted or rebuilt(seen) or seen.assignment.spec
-    floored = wish.model_copy(update={"floors": seen.service.spec.roles.floors()})  # the spec's, whatever it says
+    floored = wish.model_copy(
+        update={"floors": seen.service.spec.roles.floors()}
+    )  # the spec's, whatever it says
     verdict = may_apply(last, floored, seen.serving, rules, now_s=seen.now_s)
     if verdict.allowed:
         return wish

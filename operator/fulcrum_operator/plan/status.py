@@ -128,7 +128,10 @@ def _ready(
     elif endpoint is None:
         reason, message = words.ROUTER_STARTING, "waiting for the router"
     else:
-        reason, message = words.INSTANCES_SERVING, f"{len(ready)} of {len(roles)} instances serve at {endpoint}"
+        reason, message = (
+            words.INSTANCES_SERVING,
+            f"{len(ready)} of {len(roles)} instances serve at {endpoint}",
+        )
     return _condition(
         service, words.READY, holds=reason == words.INSTANCES_SERVING, reason=reason, message=message
     )

@@ -1,0 +1,199 @@
+"""Supervised processes: started, seen to die, started again, ended; with a program that does nothing else."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_operator.local import LocalRuntime, ProgramOptions, StartFailed
+from fulcrum_operator.local.program import Program, last_words, restart_delay_s
+
+TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
+RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineState.EXITED
+
+
+class Watched:
+    """A runtime, and all that was ever seen of its engines."""
+
+    def __init__(self, logs: Path, options: ProgramOptions | None = None) -> None:
+        self.changed = asyncio.Event()
+        self.trace: list[EngineObservation] = []
+        self.runtime = LocalRuntime(host="127.0.0.1", logs=logs, on_change=self._note, options=options)
+
+    def _note(self, name: str) -> None:
+        self.trace += [seen for seen in self.runtime.observe() if seen.name == name]
+        self.changed.set()
+
+    async def until(self, holds: Callable[[], bool], within_s: float = 10.0) -> float:
+        """Waits until this holds; returns how long that took."""
+        began_s = asyncio.get_running_loop().time()
+        async with asyncio.timeout(within_s):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+        return asyncio.get_running_loop().time() - began_s
+
+    def state(self, name: str = "e-0") -> EngineState:
+        return next(seen.state for seen in self.runtime.observe() if seen.name == name)
+
+    async def running(self, *arguments: str, name: str = "e-0") -> int:
+        """Start an engine; returns its process id once it runs."""
+        await self.runtime.start(name, (*TINY, *arguments))
+        await self.until(lambda: self.state(name) is RUNNING)
+        return self.runtime.pids()[name]
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    made = Watched(tmp_path, ProgramOptions(stop_grace_s=0.3))
+    yield made
+    await asyncio.gather(*(made.runtime.stop(seen.name) for seen in made.runtime.observe()))
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def test_an_engine_that_says_ready_runs_at_the_port_it_named(watched: Watched) -> None:
+    await watched.running()
+    seen = watched.runtime.observe()[0]
+    host, _, port = (seen.endpoint or "").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await writer.wait_closed()
+    assert seen == EngineObservation("e-0", RUNNING, 0, f"127.0.0.1:{port}")
+
+
+async def test_starting_what_was_started_changes_nothing(watched: Watched) -> None:
+    pid = await watched.running()
+    await watched.runtime.start("e-0", (*TINY, "--refuse", "something else"))
+    assert watched.runtime.pids() == {"e-0": pid}
+
+
+async def test_a_killed_engine_is_seen_at_once_and_started_again_elsewhere(watched: Watched) -> None:
+    pid = await watched.running()
+    before = watched.runtime.observe()[0].endpoint
+    watched.trace.clear()
+    watched.runtime.kill("e-0")
+    seen_s = await watched.until(lambda: watched.state() is EXITED)
+    again_s = await watched.until(lambda: watched.state() is STARTING)
+    await watched.until(lambda: watched.state() is RUNNING)
+    after = watched.runtime.observe()[0].endpoint
+    assert watched.trace == [
+        EngineObservation("e-0", EXITED, 0, None, "signal SIGKILL"),
+        EngineObservation("e-0", STARTING, 1, None, "signal SIGKILL"),
+        EngineObservation("e-0", RUNNING, 1, after, "signal SIGKILL"),
+    ]
+    assert (gone(pid), before != after) == (True, True)
+    assert seen_s < 0.05
+    assert again_s < 0.2
+
+
+async def test_a_stopped_engine_is_gone(watched: Watched) -> None:
+    pid = await watched.running()
+    await watched.runtime.stop("e-0")
+    assert (gone(pid), watched.runtime.observe()) == (True, ())
+
+
+async def test_stopping_what_is_not_there_changes_nothing(watched: Watched) -> None:
+    await watched.runtime.stop("e-0")
+    assert watched.trace == []
+
+
+async def test_an_engine_that_does_not_listen_to_sigterm_is_killed(watched: Watched) -> None:
+    pid = await watched.running("--deaf")
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await watched.runtime.stop("e-0")
+    assert gone(pid)
+    assert 0.25 < loop.time() - began_s < 1.0
+
+
+async def test_an_engine_may_be_stopped_before_it_is_ready(watched: Watched) -> None:
+    await watched.runtime.start("e-0", (*TINY, "--silent"))
+    await watched.runtime.stop("e-0")
+    assert (watched.runtime.observe(), watched.runtime.pids()) == ((), {})
+
+
+async def test_an_engine_that_never_gets_ready_is_ended_and_tried_again(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.2, stop_grace_s=0.3))
+    await watched.runtime.start("e-0", (*TINY, "--silent"))
+    await watched.until(lambda: watched.runtime.observe()[0].restarts == 1)
+    await watched.runtime.stop("e-0")
+    assert watched.trace[1].exit_reason == "not ready within 0.2 s"
+
+
+async def test_an_engine_that_turns_down_its_arguments_says_why(watched: Watched) -> None:
+    await watched.runtime.start("e-0", (*TINY, "--refuse", "profile (x.yaml) cannot be read"))
+    await watched.until(lambda: bool(watched.runtime.hopeless()))
+    assert watched.runtime.hopeless() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
+
+
+async def test_a_program_that_is_not_there_says_why(watched: Watched) -> None:
+    await watched.runtime.start("e-0", ("/nowhere/at/all",))
+    await watched.until(lambda: watched.state() is EXITED)
+    assert watched.trace[-1].exit_reason == "cannot be started: No such file or directory"
+
+
+async def test_a_program_that_crashes_before_it_serves_is_given_up_by_who_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    program = Program(
+        "router",
+        lambda _: (sys.executable, "-c", "raise SystemExit('no such module')"),
+        log=tmp_path / "router.log",
+        on_change=lambda: None,
+    )
+    program.start()
+    with pytest.raises(StartFailed) as failed:
+        await program.served()
+    await program.stop()
+    assert str(failed.value) == "router does not start: exit code 1: no such module"
+
+
+async def test_a_program_that_keeps_its_port_is_started_again_on_it(tmp_path: Path) -> None:
+    changed = asyncio.Event()
+    program = Program(
+        "router",
+        lambda last: (*TINY, "--port", str(last["port"] if last else 0)),
+        log=tmp_path / "router.log",
+        on_change=changed.set,
+    )
+    program.start()
+    before = await program.served()
+    program.kill()
+    async with asyncio.timeout(10):
+        while not (program.restarts and program.state is RUNNING):
+            changed.clear()
+            await changed.wait()
+    after = program.ports
+    await program.stop()
+    assert after == before
+
+
+def test_restarts_come_at_once_and_then_later_and_later() -> None:
+    assert [restart_delay_s(lives) for lives in (1, 2, 3, 4, 99)] == [0.1, 0.2, 0.4, 0.8, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        pytest.param(
+            "started\nerror: port (8000) is in use\n", "port (8000) is in use", id="a line for users"
+        ),
+        pytest.param("Traceback\nValueError: no\n\n", "ValueError: no", id="the end of a traceback"),
+        pytest.param("", "", id="nothing"),
+    ],
+)
+def test_the_last_words_of_a_log(tmp_path: Path, log: str, words: str) -> None:
+    path = tmp_path / "x.log"
+    path.write_text(log)
+    assert last_words(path) == words
