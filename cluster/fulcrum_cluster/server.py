@@ -22,7 +22,7 @@ from aiohttp import web
 
 from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.statuses import status_of
-from fulcrum_core.api.manifest import parse_as
+from fulcrum_core.api.manifest import parse_as, read_yaml
 from fulcrum_core.api.meta import API_VERSION, Resource
 from fulcrum_core.api.registry import KINDS
 from fulcrum_core.errors import FulcrumError, Gone, InvalidInput, NotFound
@@ -211,7 +211,7 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
 
 
 def _json_or_yaml(text: str) -> Any:
-    return json.loads(text) if text.startswith("{") else yaml.safe_load(text)
+    return json.loads(text) if text.startswith("{") else read_yaml(text)
 
 
 def _check_validation(request: web.Request) -> None:

@@ -144,6 +144,14 @@ class TestRest:
         assert answer.status_code == 200
         assert answer.json()["spec"]["slo"] == {"ttft": "1s", "tpot": "50ms"}
 
+    async def test_a_bare_time_in_yaml_is_a_time(self, http: httpx.AsyncClient) -> None:
+        role = "{role: Decode, since: 2026-01-01T00:00:00Z, by: Person}"
+        head = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDAssignment\n"
+        text = f"{head}spec: {{service: chat, roles: {{a: {role}}}}}"
+        url = SERVICES.replace("pdservices", "pdassignments/chat")
+        answer = await http.patch(url, content=text, headers=APPLY, params={"fieldManager": "me"})
+        assert answer.json()["spec"]["roles"]["a"]["since"] == "2026-01-01T00:00:00.000000Z"
+
     async def test_a_list_is_a_list_of_its_kind(self, http: httpx.AsyncClient, memory: MemoryStore) -> None:
         created = await memory.create(GOLD)
         assert (await http.get(TIERS)).json() == {

@@ -101,6 +101,11 @@ def parse_object(raw: object) -> Resource:
     return parse_as(kind, raw)
 
 
+def read_yaml(text: str) -> Any:
+    """What one YAML document says, or `yaml.YAMLError`."""
+    return yaml.load(text, _Loader)
+
+
 def load_manifest(text: str, *, source: str) -> tuple[Resource, ...]:
     """All objects of a YAML text. Errors name `source` and the number of the document."""
     try:
