@@ -7,7 +7,7 @@ answered waits as raw bytes up to a limit, so that reading goes on and a client 
 import asyncio
 import time
 from collections import deque
-from typing import cast
+from typing import Any, cast
 
 import httptools
 from prometheus_client import CollectorRegistry
@@ -28,7 +28,15 @@ STALLED_S = 60.0
 
 _POSTS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 _READ = frozenset(
-    {b"content-length", b"expect", b"x-request-id", b"x-customer-tier", b"traceparent", b"tracestate"}
+    {
+        b"content-length",
+        b"expect",
+        b"traceparent",
+        b"tracestate",
+        b"transfer-encoding",
+        b"x-customer-tier",
+        b"x-request-id",
+    }
 )
 _MAX_ID_BYTES = 200
 
@@ -88,7 +96,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, server: ClientServer) -> None:
         self._server = server
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._exchange: Exchange | None = None
         self._calls: deque[Call | bytes] = deque()
         """Requests read and not begun, and answers to give at their turn."""
@@ -187,9 +195,9 @@ class ClientConnection(asyncio.Protocol):
             self._parser.feed_data(data)
             if not self._head_done and len(data) + self._head_size > MAX_HEAD_BYTES:
                 self._check_open_head(len(data))
-        except httptools.HttpParserUpgrade:
-            refusal = b""  # not taken up; the request is answered as it is, and is the last one
-            self._last_call_closes()
+        except httptools.HttpParserUpgrade as offer:
+            self._pass_over_upgrade(data[offer.args[0] :])
+            return
         except httptools.HttpParserError as error:
             refused = error.__context__
             if isinstance(refused, _Refused):
@@ -202,9 +210,17 @@ class ClientConnection(asyncio.Protocol):
             self._refusal = refusal
         self._next()
 
-    def _last_call_closes(self) -> None:
-        if self._calls and isinstance(self._calls[-1], Call):
-            self._calls[-1] = self._calls[-1]._replace(keep_alive=False)
+    def _pass_over_upgrade(self, rest: bytes) -> None:
+        """Read the request again without the offer (Java's clients make it): with it the parser skips the body."""
+        self._calls.pop()
+        method, path = self._parser.get_method(), self._path
+        kept = b"".join(b"%b: %b\r\n" % field for field in self._headers.items() if field[0] != b"expect")
+        self._parser = httptools.HttpRequestParser(self)
+        if method == b"CONNECT":
+            self._refusal = answers.error(405, "CONNECT is not served", close=True)
+            self._next()
+        else:
+            self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, kept, rest))
 
     def _check_open_head(self, size: int) -> None:
         """A head that does not end is kept by the parser, so what was fed to it counts."""

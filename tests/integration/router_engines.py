@@ -260,6 +260,7 @@ class World:
     engines: dict[str, FakeEngine]
     port: int
     servers: dict[str, asyncio.Server]
+    background: list[asyncio.Future[None]] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> FakeEngine:
         return self.engines[name]
@@ -268,6 +269,15 @@ class World:
         """Where clients send requests."""
         return f"http://127.0.0.1:{self.port}{path}"
 
+    def stopping(self, then: Callable[[], object]) -> None:
+        """Call `then` once the router is shutting down."""
+
+        async def wait() -> None:
+            await until(lambda: self.router.stopping, "the router is stopping")
+            then()
+
+        self.background.append(asyncio.ensure_future(wait()))
+
     def ledgers_are_empty(self) -> bool:
         """Whether no work is in the books."""
         names = ("prefill_s", "prefill_tokens", "legs", "local_prefills", "decode_tokens", "open_handoffs")
@@ -275,7 +285,9 @@ class World:
 
 
 @asynccontextmanager
-async def running(*engines: FakeEngine, settings: Settings | None = None) -> AsyncIterator[World]:
+async def running(
+    *engines: FakeEngine, settings: Settings | None = None, grace_s: float = 0.0
+) -> AsyncIterator[World]:
     """A router over these engines: those named `p…` play prefill, the others decode."""
     router = Router()
     router.configure(settings or quick_settings(), last_to_decode_s=None)
@@ -290,7 +302,7 @@ async def running(*engines: FakeEngine, settings: Settings | None = None) -> Asy
         instance.assign(Role.PREFILL if engine.name.startswith("p") else Role.DECODE)
         router.fleet.add(instance)
     bound = bind("127.0.0.1", 0, "--port")
-    served = Server(router, sweep_s=0.01, grace_s=0.0)
+    served = Server(router, sweep_s=0.01, grace_s=grace_s)
     world = World(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
     try:
         async with served.listening(bound):

@@ -1,0 +1,40 @@
+"""What is read from an engine's exposition."""
+
+import pytest
+
+from fulcrum_router.probes import LatencySums, read_sample
+
+NAME = b"vllm:x_sum"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        pytest.param(b'vllm:x_sum{engine="0"} 1.5\n', 1.5, id="labels"),
+        pytest.param(b"vllm:x_sum 2\n", 2.0, id="no labels"),
+        pytest.param(b'vllm:x_sum{engine="0"} 1\nvllm:x_sum{engine="1"} 2\n', 3.0, id="several add up"),
+        pytest.param(b"# HELP vllm:x_sum 9\nvllm:x_sum 1\n", 1.0, id="comments are passed over"),
+        pytest.param(b"vllm:x_sum_more 5\nvllm:x_sum 1\n", 1.0, id="longer names are others"),
+        pytest.param(b"vllm:x_sum 1 1700000000\n", 1.0, id="a time stamp"),
+        pytest.param(b"vllm:x_sum 1", 1.0, id="no last newline"),
+        pytest.param(b"", None, id="nothing"),
+        pytest.param(b"vllm:x_sum\n", None, id="no value"),
+        pytest.param(b"vllm:x_sum NaN\n", None, id="NaN"),
+        pytest.param(b'vllm:x_sum{a="}"} x\n', None, id="no number"),
+    ],
+)
+def test_samples(text: bytes, value: float | None) -> None:
+    assert read_sample(text, NAME) == value
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "mean"),
+    [
+        pytest.param(LatencySums(1.0, 10), LatencySums(2.0, 30), 0.05, id="the mean of what came since"),
+        pytest.param(None, LatencySums(2.0, 30), None, id="nothing to compare with"),
+        pytest.param(LatencySums(2.0, 30), LatencySums(2.0, 30), None, id="no tokens"),
+        pytest.param(LatencySums(2.0, 30), LatencySums(0.5, 3), None, id="a restart"),
+    ],
+)
+def test_means(before: LatencySums | None, now: LatencySums, mean: float | None) -> None:
+    assert now.mean_since(before) == (None if mean is None else pytest.approx(mean))
