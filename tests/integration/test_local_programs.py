@@ -93,8 +93,8 @@ async def test_a_killed_engine_is_seen_at_once_and_started_again_elsewhere(watch
         EngineObservation("e-0", RUNNING, 1, after, "signal SIGKILL"),
     ]
     assert (gone(pid), before != after) == (True, True)
-    assert seen_s < 0.05
-    assert again_s < 0.2
+    assert seen_s < 0.25  # 2 ms on an idle machine
+    assert again_s < 0.5  # 100 ms
 
 
 async def test_a_stopped_engine_is_gone(watched: Watched) -> None:
