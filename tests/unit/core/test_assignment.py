@@ -1,0 +1,286 @@
+"""`may_apply` and what writers build their wishes with: refusals first, each with its words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
+from fulcrum_core.assignment import (
+    CLOCK_SKEW_S,
+    AssignmentRules,
+    effective_roles,
+    may_apply,
+    serving,
+    with_flip,
+)
+from fulcrum_core.decisions import Verdict
+from fulcrum_core.values import Actor, Role
+
+NOW_S = 1_000_000.0
+P, D = Role.PREFILL, Role.DECODE
+ALLOWED = Verdict(True, "within floors, cooldown and pins")
+RULES = AssignmentRules(prefill_to_decode_cooldown_s=10.0)
+Change = Callable[[PDAssignmentSpec], PDAssignmentSpec]
+
+
+def entry(role: Role, **fields: Any) -> RoleAssignment:
+    return RoleAssignment(role=role, **{"since": NOW_S - 1000, "by": Actor.OPERATOR, **fields})
+
+
+def wish(roles: str, **fields: Any) -> PDAssignmentSpec:
+    """`PPD`: three instances a, b, c."""
+    entries = {
+        name: entry(P if letter == "P" else D) for name, letter in zip("abcdefgh", roles, strict=False)
+    }
+    return PDAssignmentSpec(service="chat", roles=entries, **fields)
+
+
+def flip(name: str, to: Role, by: Actor = Actor.AUTOSCALER, *, now_s: float = NOW_S) -> Change:
+    return lambda spec: with_flip(spec, name, to, by=by, reason="because", now_s=now_s)
+
+
+def edit(name: str, **fields: Any) -> Change:
+    """Somebody changes fields of an entry by hand."""
+    return lambda spec: spec.model_copy(
+        update={"roles": {**spec.roles, name: spec.roles[name].model_copy(update=fields)}}
+    )
+
+
+def drop(name: str) -> Change:
+    return lambda spec: spec.model_copy(update={"roles": {n: e for n, e in spec.roles.items() if n != name}})
+
+
+def put(name: str, role: Role) -> Change:
+    return lambda spec: spec.model_copy(update={"roles": {**spec.roles, name: entry(role)}})
+
+
+def judge(current: PDAssignmentSpec, change: Change, ready: str, rules: AssignmentRules = RULES) -> Verdict:
+    return may_apply(current, change(current), frozenset(ready), rules, now_s=NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("current", "change", "ready", "reason"),
+    [
+        pytest.param(
+            wish("PDD"),
+            flip("a", D),
+            "abc",
+            "0 instances would serve Prefill, the floor is 1; leaving: a",
+            id="the last prefill instance",
+        ),
+        pytest.param(
+            wish("PPD"),
+            flip("c", P, Actor.PERSON),
+            "abc",
+            "0 instances would serve Decode, the floor is 1; leaving: c",
+            id="not even a person takes the last decode instance",
+        ),
+        pytest.param(
+            wish("PPPD", floors=Floors(prefill=3, decode=1)),
+            flip("a", D),
+            "abcd",
+            "2 instances would serve Prefill, the floor is 3; leaving: a",
+            id="a floor above one",
+        ),
+        pytest.param(
+            wish("PPD"),
+            flip("a", D),
+            "ac",
+            "0 instances would serve Prefill, the floor is 1; leaving: a",
+            id="who is not ready does not count",
+        ),
+        pytest.param(
+            wish("PPD"),
+            edit("c", cordoned=True),
+            "abc",
+            "0 instances would serve Decode, the floor is 1; leaving: c",
+            id="a cordon leaves the role, too",
+        ),
+        pytest.param(
+            wish("PPD"),
+            drop("c"),
+            "abc",
+            "0 instances would serve Decode, the floor is 1; leaving: c",
+            id="removal of a serving instance",
+        ),
+        pytest.param(
+            wish("PPD"),
+            flip("c", P),
+            "ab",
+            "0 instances would be assigned to Decode, the floor is 1; leaving: c",
+            id="a crashed instance is still the last one assigned",
+        ),
+        pytest.param(
+            wish("PPD", last_prefill_to_decode=NOW_S - 4),
+            flip("a", D),
+            "abc",
+            "instance 'a' may not flip to Decode 4.0 s after the last such flip; the cooldown is 10s",
+            id="autoscaler within the cooldown",
+        ),
+        pytest.param(
+            wish("PPD"),
+            edit("a", role=D, since=NOW_S, by=Actor.AUTOSCALER),
+            "abc",
+            "the flip of instance 'a' to Decode is not recorded in lastPrefillToDecode",
+            id="autoscaler that does not start the cooldown",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            flip("a", D),
+            "abc",
+            "instance 'a' is pinned to Prefill for 1m30s more",
+            id="pinned",
+        ),
+        pytest.param(
+            edit("a", refused=Refusal(role=D, reason="did not verify", until=NOW_S + 1))(wish("PPD")),
+            flip("a", D),
+            "abc",
+            "the flip of instance 'a' to Decode was refused: did not verify",
+            id="refused before",
+        ),
+        pytest.param(
+            wish("PPD"),
+            flip("a", D, now_s=NOW_S + CLOCK_SKEW_S + 1),
+            "abc",
+            "the flip of instance 'a' is dated 6 s ahead",
+            id="dated in the future",
+        ),
+        pytest.param(
+            wish("PPD", last_prefill_to_decode=NOW_S),
+            lambda spec: spec.model_copy(update={"last_prefill_to_decode": None}),
+            "abc",
+            "lastPrefillToDecode may not be cleared or set back",
+            id="the cooldown cleared",
+        ),
+        pytest.param(
+            wish("PPD", last_prefill_to_decode=NOW_S),
+            lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S - 60}),
+            "abc",
+            "lastPrefillToDecode may not be cleared or set back",
+            id="the cooldown set back",
+        ),
+    ],
+)
+def test_refused(current: PDAssignmentSpec, change: Change, ready: str, reason: str) -> None:
+    assert judge(current, change, ready) == Verdict(False, reason)
+
+
+@pytest.mark.parametrize(
+    ("current", "change", "ready"),
+    [
+        pytest.param(wish("PPD"), flip("a", D), "abc", id="a flip that keeps the floor"),
+        pytest.param(wish("PPD"), lambda spec: spec, "abc", id="no change"),
+        pytest.param(wish("PPD"), put("z", D), "abc", id="a new instance"),
+        pytest.param(wish(""), put("a", P), "", id="the first instance"),
+        pytest.param(wish("PDD"), drop("c"), "ab", id="removal of a crashed instance"),
+        pytest.param(wish("PD"), drop("b"), "a", id="removal of the last of a role, gone for good"),
+        pytest.param(wish("PPD"), edit("a", cordoned=True), "abc", id="a cordon that keeps the floor"),
+        pytest.param(
+            edit("a", cordoned=True)(wish("PPD")), edit("a", cordoned=False), "abc", id="a cordon lifted"
+        ),
+        pytest.param(
+            wish("PDD"), flip("b", P), "ac", id="a crashed instance flips while others hold its role"
+        ),
+        pytest.param(wish("PPD"), flip("b", D), "ab", id="help for a role whose instances crashed"),
+        pytest.param(
+            wish("PPD", last_prefill_to_decode=NOW_S - 10), flip("a", D), "abc", id="just after the cooldown"
+        ),
+        pytest.param(
+            wish("PDD", last_prefill_to_decode=NOW_S), flip("c", P), "abc", id="back to prefill at once"
+        ),
+        pytest.param(
+            wish("PPD", last_prefill_to_decode=NOW_S),
+            flip("a", D, Actor.PERSON),
+            "abc",
+            id="a person within the cooldown",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            flip("a", D, Actor.PERSON),
+            "abc",
+            id="a person against a pin",
+        ),
+        pytest.param(
+            edit("a", refused=Refusal(role=D, reason="-", until=NOW_S + 9))(wish("PPD")),
+            flip("a", D, Actor.PERSON),
+            "abc",
+            id="a person against a refusal",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S)(wish("PPD")), flip("a", D), "abc", id="a pin that ran out"
+        ),
+        pytest.param(
+            wish("PPD"), flip("a", D, now_s=NOW_S + CLOCK_SKEW_S), "abc", id="a clock that is a little ahead"
+        ),
+    ],
+)
+def test_allowed(current: PDAssignmentSpec, change: Change, ready: str) -> None:
+    assert judge(current, change, ready) == ALLOWED
+
+
+def test_an_instance_of_a_fixed_pool_never_leaves_its_role_whoever_asks() -> None:
+    fixed = AssignmentRules(10.0, {"a": P})
+    for actor in Actor:
+        verdict = judge(wish("PPD"), flip("a", D, actor), "abc", fixed)
+        assert verdict == Verdict(False, "instance 'a' belongs to a pool that only serves Prefill")
+
+
+def test_a_flip_signs_dates_counts_and_starts_the_cooldown() -> None:
+    after = with_flip(wish("PPD", flips=3), "a", D, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
+    expected = wish("PPD", flips=4, last_prefill_to_decode=NOW_S)
+    signed = entry(D, since=NOW_S, by=Actor.AUTOSCALER, reason="busy")
+    assert after == expected.model_copy(update={"roles": {**expected.roles, "a": signed}})
+
+
+def test_a_flip_back_to_prefill_does_not_touch_the_cooldown() -> None:
+    after = flip("c", P)(wish("PDD", last_prefill_to_decode=NOW_S - 3))
+    assert (after.flips, after.last_prefill_to_decode) == (1, NOW_S - 3)
+
+
+def test_pinning_an_instance_to_the_role_it_has_is_no_flip() -> None:
+    before = wish("PPD", last_prefill_to_decode=NOW_S - 3)
+    after = with_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    assert (after.flips, after.last_prefill_to_decode) == (0, NOW_S - 3)
+    assert after.roles["c"].pinned_until == NOW_S + 60
+
+
+def test_a_writer_whose_clock_is_behind_never_sets_the_cooldown_back() -> None:
+    before = wish("PPD", last_prefill_to_decode=NOW_S)
+    after = flip("a", D, Actor.PERSON, now_s=NOW_S - 30)(before)
+    assert after.last_prefill_to_decode == NOW_S
+    assert may_apply(before, after, frozenset("abc"), RULES, now_s=NOW_S) == ALLOWED
+
+
+def test_a_flip_takes_a_refusal_and_a_pin_that_ran_out_with_it() -> None:
+    before = edit("a", pinned_until=NOW_S - 1, refused=Refusal(role=D, reason="-", until=NOW_S - 1))(
+        wish("PPD")
+    )
+    after = flip("a", D)(before).roles["a"]
+    assert (after.pinned_until, after.refused) == (None, None)
+
+
+def test_an_unknown_instance_cannot_be_flipped() -> None:
+    with pytest.raises(KeyError):
+        flip("z", D)(wish("PPD"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "ready", "expected"),
+    [
+        pytest.param("PD", "ab", {"a": P, "b": D}, id="two share the work"),
+        pytest.param("PD", "b", {"b": Role.BOTH}, id="the only one ready does both"),
+        pytest.param("P", "a", {"a": Role.BOTH}, id="a service of one does both"),
+        pytest.param("PP", "ab", {"a": P, "b": P}, id="two of one role keep it"),
+        pytest.param("PD", "", {}, id="nobody is ready"),
+        pytest.param("PD", "abz", {"a": P, "b": D}, id="who has no entry plays nothing"),
+    ],
+)
+def test_effective_roles(roles: str, ready: str, expected: dict[str, Role]) -> None:
+    assert effective_roles(wish(roles).roles, frozenset(ready)) == expected
+
+
+def test_who_serves_is_ready_not_cordoned_and_listed_by_name() -> None:
+    roles = edit("b", cordoned=True)(wish("PPPD")).roles
+    assert serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
+    assert serving(roles, frozenset("bcd"), P) == ("c",)

@@ -1,0 +1,45 @@
+"""Who may hand KV blocks to whom."""
+
+from dataclasses import replace
+
+import pytest
+
+from fulcrum_core.decisions import Verdict
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import Identity
+
+ONE = Identity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"model": "M"}, "model differs: prefill has m, decode has M", id="model by spelling"),
+        pytest.param(
+            {"engine": "vllm 0.13"},
+            "engine differs: prefill has vllm 0.12, decode has vllm 0.13",
+            id="engine version",
+        ),
+        pytest.param(
+            {"kv_dtype": "fp8"}, "kv dtype differs: prefill has bf16, decode has fp8", id="KV data type"
+        ),
+        pytest.param(
+            {"block_size": 32}, "block size differs: prefill has 16, decode has 32", id="block size"
+        ),
+        pytest.param(
+            {"tensor_parallel": 1},
+            "decode's tensor-parallel size (1) is smaller than prefill's (2)",
+            id="decode split over fewer",
+        ),
+    ],
+)
+def test_no_transfer_where(changes: dict[str, object], reason: str) -> None:
+    assert can_transfer(ONE, replace(ONE, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tensor_parallel", [pytest.param(2, id="the same split"), pytest.param(4, id="decode split over more")]
+)
+def test_transfer_where(tensor_parallel: int) -> None:
+    verdict = can_transfer(ONE, replace(ONE, tensor_parallel=tensor_parallel))
+    assert verdict == Verdict(True, "same model, engine, KV data type and block size")
