@@ -1,0 +1,110 @@
+"""The autoscaler as a process: its one line, its port, its end, and its refusals."""
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+DEADLINE_S = 20.0
+
+
+async def start(*args: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "fulcrum_autoscaler",
+        *args,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+def arguments(tmp_path: Path, **changes: str) -> list[str]:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    given = {
+        "service": "chat",
+        "store": f"unix:{tmp_path}/store.sock",
+        "router-state": "http://127.0.0.1:9",
+        "token-file": str(token),
+        "port": "0",
+        **changes,
+    }
+    return [part for name, value in given.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture
+async def process(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    started = await start(*arguments(tmp_path))
+    yield started
+    if started.returncode is None:
+        started.kill()
+    await started.communicate()
+
+
+async def ready_port(process: asyncio.subprocess.Process) -> int:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
+    word, _, ports = line.decode().partition(" ")
+    assert word == "ready"
+    port: int = json.loads(ports)["port"]
+    return port
+
+
+async def test_without_store_and_router_it_serves_and_says_that_it_cannot_tell(
+    process: asyncio.subprocess.Process,
+) -> None:
+    port = await ready_port(process)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        async with asyncio.timeout(DEADLINE_S):
+            while not (decisions := (await client.get("/decisions", params={"limit": 1})).json()):
+                await asyncio.sleep(0.01)
+        assert (decisions[0]["action"], decisions[0]["reason"]) == (
+            "hold",
+            "cannot tell: the store shows no PDService",
+        )
+        assert (await client.get("/health")).status_code == 200
+        assert "fulcrum_autoscaler_decisions_total" in (await client.get("/metrics")).text
+        assert (await client.get("/decisions", params={"limit": "many"})).status_code == 400
+
+
+async def test_sigterm_ends_it_at_once_and_cleanly(process: asyncio.subprocess.Process) -> None:
+    await ready_port(process)
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(process.wait(), 2.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param({"token-file": "/nowhere/token"}, "/nowhere/token", id="no token file"),
+        pytest.param(
+            {"store": "chat.sock"}, "--store (chat.sock) is not unix: and a path", id="no unix store"
+        ),
+        pytest.param({"port": "http"}, "--port", id="port that is no number"),
+    ],
+)
+async def test_bad_arguments_end_it_with_one_line(
+    tmp_path: Path, changes: dict[str, str], words: str
+) -> None:
+    process = await start(*arguments(tmp_path, **changes))
+    out, err = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    lines = err.decode().splitlines()
+    assert (process.returncode, out, len(lines)) == (2, b"", 1)
+    assert lines[0].startswith("error: ")
+    assert words in lines[0]
+
+
+async def test_a_port_in_use_ends_it_with_one_line(tmp_path: Path) -> None:
+    holder = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0)
+    async with holder:
+        port = holder.sockets[0].getsockname()[1]
+        process = await start(*arguments(tmp_path, port=str(port)))
+        out, err = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert (process.returncode, out, err.decode().count("\n")) == (2, b"", 1)
+    assert str(port) in err.decode()
