@@ -5,6 +5,7 @@ logs to standard error, which goes to its file. It is ended with SIGTERM, and wi
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -114,7 +115,7 @@ class Program:
     def kill(self) -> None:
         """Kill the process as a crash would; it is started again."""
         if self._process:
-            self._process.send_signal(signal.SIGKILL)
+            _signal(self._process, signal.SIGKILL)
 
     async def stop(self) -> None:
         """End it for good; returns when it is gone."""
@@ -167,10 +168,10 @@ class Program:
             async with asyncio.timeout(self._options.ready_timeout_s):
                 ports = await _ready(process.stdout)
         except TimeoutError:
-            process.kill()
+            _signal(process, signal.SIGKILL)
             return f"not ready within {self._options.ready_timeout_s:g} s"
         except ValueError:
-            process.kill()
+            _signal(process, signal.SIGKILL)
             return "its ready line cannot be read"
         if ports is not None:
             self.ports = ports
@@ -180,12 +181,10 @@ class Program:
         return None
 
     def _end(self) -> None:
-        process = self._process
-        if process is None or process.returncode is not None:
-            return
-        process.terminate()
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._options.stop_grace_s, _kill_if_alive, process)
+        if self._process:
+            _signal(self._process, signal.SIGTERM)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._options.stop_grace_s, _signal, self._process, signal.SIGKILL)
 
     async def _stopped_within(self, delay_s: float) -> bool:
         try:
@@ -225,9 +224,11 @@ async def _ready(output: asyncio.StreamReader) -> Ports | None:
     return None
 
 
-def _kill_if_alive(process: Process) -> None:
+def _signal(process: Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended meanwhile."""
     if process.returncode is None:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
 
 
 def _reason(code: int, log: Path) -> str:
