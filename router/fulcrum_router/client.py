@@ -211,7 +211,7 @@ class ClientConnection(asyncio.Protocol):
         self._next()
 
     def _pass_over_upgrade(self, rest: bytes) -> None:
-        """Read the request again without the offer (Java's clients make it): with it the parser skips the body."""
+        """Read the request again without the offer (Java's clients make one): it has the body skipped."""
         self._calls.pop()
         method, path = self._parser.get_method(), self._path
         kept = b"".join(b"%b: %b\r\n" % field for field in self._headers.items() if field[0] != b"expect")

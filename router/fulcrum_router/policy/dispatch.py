@@ -137,7 +137,7 @@ def choose_prefill(
     if chosen:
         return chosen
     least = _least(costs)
-    why = _want_prefill(readers, slo, rules)
+    why = _want_prefill(readers, tokens, slo, rules)
     if why is None:
         return least
     return FlipWanted(
@@ -170,7 +170,7 @@ def choose_decode(
     if chosen:
         return chosen
     least = _least(costs)
-    why = _want_decode(instances, rules, now_s)
+    why = _want_decode(instances, tokens, slo, rules, now_s)
     if why is None:
         return least
     return FlipWanted(
@@ -195,9 +195,14 @@ def decode_load(decoders: Iterable[InstanceView], slo: Slo) -> float | None:
     return total / count / slo.tpot_s if count else None
 
 
-def _want_prefill(decoders: Sequence[InstanceView], slo: Slo, rules: FlipRules) -> str | None:
-    """Why a decode instance should flip, or None if it should not."""
-    if not rules.enabled or sum(not d.role.serves(Role.PREFILL) for d in decoders) <= 1:
+def _want_prefill(decoders: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipRules) -> str | None:
+    """Why a decode instance should flip, or None if it should not.
+
+    A prompt that is too long for the SLO even on an instance without a queue is no reason: it would be
+    late there, too, and the next long one would have yet another instance flipped.
+    """
+    spare = [d for d in decoders if not d.role.serves(Role.PREFILL)] if rules.enabled else []
+    if len(spare) <= 1 or all(d.prefill_model.ttft_s(tokens) > slo.ttft_s for d in spare):
         return None
     load = decode_load(decoders, slo)
     if load is None or load >= rules.shrink:
@@ -205,12 +210,16 @@ def _want_prefill(decoders: Sequence[InstanceView], slo: Slo, rules: FlipRules) 
     return f"decode load {load:.2f} is below {rules.shrink:g}"
 
 
-def _want_decode(instances: Sequence[InstanceView], rules: FlipRules, now_s: float) -> str | None:
-    """Why a prefill instance should flip, or None if it should not."""
+def _want_decode(
+    instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipRules, now_s: float
+) -> str | None:
+    """Why a prefill instance should flip, or None if it should not; it must be of use to this request."""
     if not rules.enabled or now_s < rules.to_decode_after_s:
         return None
-    prefills = sum(p.serving and p.role is Role.PREFILL for p in instances)
-    return f"{prefills} prefill instances, cooldown over" if prefills > 1 else None
+    spare = [p for p in instances if p.serving and p.role is Role.PREFILL]
+    if len(spare) <= 1 or all(tokens > p.decode_model.max_tokens(slo.tpot_s) for p in spare):
+        return None
+    return f"{len(spare)} prefill instances, cooldown over"
 
 
 def _decodes(instance: InstanceView, avoid: Collection[str]) -> bool:

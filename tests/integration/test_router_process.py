@@ -1,0 +1,224 @@
+"""A router as a process over a store and engine servers: right text through flips, and its state."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.server import serve_store
+from fulcrum_core.api.manifest import parse_as
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.state import FlipWanted, RouterState
+from fulcrum_core.values import Role
+from fulcrum_simulator.text import output_text, prompt_digest
+from tests.integration.engine_server.servers import DEADLINE_S, MODEL, Server, launch, ready
+
+TOKEN = "a-token"
+FLIPS = 20
+SINCE = "2026-01-01T00:00:00Z"
+IDENTITY = {"model": MODEL, "engine": "e", "kvDtype": "bf16", "blockSize": 16, "tensorParallel": 1}
+
+
+@dataclass
+class Stack:
+    """Everything that runs."""
+
+    store: MemoryStore
+    router: subprocess.Popen[str]
+    engines: dict[str, Server]
+    session: aiohttp.ClientSession
+    port: int
+    state_port: int
+
+    async def ask(self, prompt: str, tokens: int = 4) -> tuple[int, str, dict[str, str]]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
+        async with self.session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body) as answer:
+            content = await answer.json()
+            text = content["choices"][0]["text"] if answer.status == 200 else json.dumps(content)
+            return answer.status, text, {k.lower(): v for k, v in answer.headers.items()}
+
+    async def state(self, path: str = "/state", token: str = TOKEN) -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with self.session.get(f"http://127.0.0.1:{self.state_port}{path}", headers=headers) as answer:
+            return answer.status, await answer.text()
+
+    async def flip(self, name: str, role: Role) -> int:
+        """Patch the assignment; its new generation."""
+        wish = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
+        return (await self.store.patch(PDAssignment, "s", wish, namespace="default")).metadata.generation
+
+
+def named(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def right(prompt: str, tokens: int = 4) -> str:
+    return output_text(prompt_digest(prompt.encode()), tokens)
+
+
+@contextmanager
+def router_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fulcrum_router", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def ports_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    assert process.stdout is not None
+    line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), DEADLINE_S)
+    ports: dict[str, int] = json.loads(line.removeprefix("ready "))
+    return ports
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Server]]:
+    """Three engine servers of the laptop's profile."""
+    processes = {f"s-{n}": launch("laptop", "--port", "0") for n in range(3)}
+    servers = {name: ready(process) for name, process in processes.items()}
+    yield servers
+    for server in servers.values():
+        server.kill()
+
+
+@pytest.fixture
+async def stack(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[Stack]:
+    """A service of the three engines: the first plays prefill."""
+    store, path, token = MemoryStore(SystemClock()), tmp_path / "store.sock", tmp_path / "token"
+    token.write_text(TOKEN)
+    await store.create(parse_as(PDService, named("PDService", "s", {"model": MODEL, "instances": 3})))
+    for name, engine in engines.items():
+        spec = {"service": "s", "pool": "s-flex", "model": MODEL, "engine": {"profile": "laptop"}}
+        await store.create(parse_as(PDInstance, named("PDInstance", name, spec)))
+        status = {"phase": "Serving", "endpoint": f"127.0.0.1:{engine.port}", "identity": IDENTITY}
+        await store.patch_status(PDInstance, name, status, namespace="default")
+    roles = {
+        n: {"role": "Prefill" if n == "s-0" else "Decode", "since": SINCE, "by": "Operator"} for n in engines
+    }
+    await store.create(parse_as(PDAssignment, named("PDAssignment", "s", {"service": "s", "roles": roles})))
+    arguments = ("--service", "s", "--store", f"unix:{path}", "--token-file", str(token))
+    async with serve_store(store, path), aiohttp.ClientSession() as session:
+        with router_process(*arguments) as process:
+            ports = await ports_of(process)
+            made = Stack(store, process, engines, session, ports["port"], ports["state_port"])
+            assert (await made.state("/state?min_generation=1&timeout_s=5"))[0] == 200
+            yield made
+
+
+async def test_text_is_right_by_hand_off(stack: Stack) -> None:
+    status, text, headers = await stack.ask("the quick brown fox")
+    assert (status, text) == (200, right("the quick brown fox"))
+    assert (headers["x-fulcrum-prefill"], headers["x-fulcrum-decode"]) == ("s-0", "s-1")
+    assert "x-fulcrum-local-prefill" not in headers
+
+
+async def test_text_is_right_while_roles_turn_over(stack: Stack) -> None:
+    """Every flip is acknowledged, and no request notices."""
+
+    async def load(number: int) -> list[bool]:
+        asked = [f"prompt {number} {n} " * 20 for n in range(12)]
+        return [(await stack.ask(prompt))[:2] == (200, right(prompt)) for prompt in asked]
+
+    async def flips() -> None:
+        for turn in range(FLIPS):
+            await stack.flip(f"s-{turn % 3}", Role.DECODE if turn % 2 else Role.PREFILL)
+            generation = await stack.flip(f"s-{(turn + 1) % 3}", Role.PREFILL if turn % 2 else Role.DECODE)
+            _, text = await stack.state(f"/state?min_generation={generation - 1}&timeout_s=1")
+            assert RouterState.model_validate_json(text).generation >= 1
+
+    async with asyncio.timeout(4 * DEADLINE_S):
+        *answers, _ = await asyncio.gather(*(load(n) for n in range(6)), flips())
+    assert [all(right) for right in answers] == [True] * 6
+
+
+async def test_the_state_needs_the_token(stack: Stack) -> None:
+    assert [(await stack.state(path, token="wrong"))[0] for path in ("/state", "/flip-wanted")] == [401, 401]
+
+
+async def test_the_state_tells_of_every_instance_and_request(stack: Stack) -> None:
+    for n in range(3):
+        await stack.ask(f"prompt {n}")
+    state = RouterState.model_validate_json((await stack.state())[1])
+    assert {(i.name, i.role, i.serving, i.legs, i.open_handoffs) for i in state.instances} == {
+        ("s-0", Role.PREFILL, True, 0, 0),
+        ("s-1", Role.DECODE, True, 0, 0),
+        ("s-2", Role.DECODE, True, 0, 0),
+    }
+    [tier] = state.tiers
+    assert (state.service, tier.offered, tier.ok, state.local_prefills) == ("s", 3, 3, 0)
+
+
+async def test_the_long_poll_answers_when_its_generation_is_applied(stack: Stack) -> None:
+    poll = asyncio.create_task(stack.state("/state?min_generation=2&timeout_s=30"))
+    await stack.state()
+    assert not poll.done()
+    assert await stack.flip("s-1", Role.PREFILL) == 2
+    _, text = await asyncio.wait_for(poll, DEADLINE_S)
+    state = RouterState.model_validate_json(text)
+    assert (state.generation, {i.name: i.role for i in state.instances}["s-1"]) == (2, Role.PREFILL)
+    assert abs(state.acknowledged_at_s - time.time()) < DEADLINE_S
+
+
+async def test_a_poll_in_vain_ends_with_what_there_is(stack: Stack) -> None:
+    assert (await stack.state("/flip-wanted?after=0&timeout_s=0.01"))[0] == 204
+    status, text = await stack.state("/state?min_generation=99&timeout_s=0.01")
+    assert (status, RouterState.model_validate_json(text).generation) == (200, 1)
+    assert (await stack.state("/state?min_generation=nan"))[0] == 400
+
+
+async def test_a_queue_beyond_the_slo_asks_for_a_flip_at_once(stack: Stack) -> None:
+    poll = asyncio.create_task(stack.state("/flip-wanted?after=0&timeout_s=30"))
+    requests = asyncio.gather(*(stack.ask(f"{n} " + "x" * 12_000) for n in range(12)))
+    _, text = await asyncio.wait_for(poll, DEADLINE_S)
+    requests.cancel()
+    wanted = FlipWanted.model_validate_json(text)
+    assert (wanted.role, wanted.seq >= 1) == (Role.PREFILL, True)
+
+
+async def test_it_serves_on_while_the_store_is_away(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "store.sock").unlink()
+    assert (await stack.ask("still there?"))[:2] == (200, right("still there?"))
+
+
+async def test_it_ends_within_a_second_of_the_signal(stack: Stack) -> None:
+    stack.router.send_signal(signal.SIGTERM)
+    began_s = time.monotonic()
+    assert await asyncio.to_thread(stack.router.wait, DEADLINE_S) == 0
+    assert time.monotonic() - began_s < 1.5
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with router_process("--static", "decode=127.0.0.1:1", "--port", str(port)) as process:
+            out, err = process.communicate(timeout=DEADLINE_S)
+    expected = f"error: --port (127.0.0.1:{port}) cannot be bound: address already in use\n"
+    assert (process.returncode, out, err) == (2, "", expected)
+
+
+def test_bad_arguments_are_one_line_and_exit_code_2() -> None:
+    with router_process("--port", "many") as process:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out, err.count("\n"), err.startswith("error: ")) == (2, "", 1, True)

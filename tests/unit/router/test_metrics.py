@@ -1,0 +1,84 @@
+"""What Prometheus reads."""
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from fulcrum_core.values import Role, Slo
+from fulcrum_router.accounting import TTFT_BOUNDS_S, Outcome
+from fulcrum_router.fleet import Instance
+from fulcrum_router.metrics import exposition, registry_of
+from fulcrum_router.router import Router
+from fulcrum_router.settings import Tier
+
+TIER = Tier("gold", Slo(ttft_s=1.0, tpot_s=0.05))
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(router: Router) -> Samples:
+    text = exposition(registry_of(router)).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("fulcrum_router_")
+    }
+
+
+def test_requests_by_outcome_and_tier() -> None:
+    router = Router()
+    books = router.books
+    books.tier("gold").offered = 4
+    books.finish(TIER, Outcome.OK, ttft_s=0.5, tpot_s=0.04)
+    books.finish(TIER, Outcome.OK, ttft_s=1.5, tpot_s=0.04)
+    books.finish(TIER, Outcome.FAILED, ttft_s=None, tpot_s=None)
+    books.finish(TIER, Outcome.INVALID, ttft_s=None, tpot_s=None)
+    got = samples(router)
+    gold = ("tier", "gold")
+    assert {
+        "ok": got["fulcrum_router_requests_total", (("outcome", "ok"), gold)],
+        "failed": got["fulcrum_router_requests_total", (("outcome", "failed"), gold)],
+        "offered": got["fulcrum_router_requests_offered_total", (gold,)],
+        "met": got["fulcrum_router_requests_slo_met_total", (gold,)],
+        "ttft count": got["fulcrum_router_ttft_seconds_count", (gold,)],
+        "ttft sum": got["fulcrum_router_ttft_seconds_sum", (gold,)],
+        "within 0.5 s": got["fulcrum_router_ttft_seconds_bucket", (("le", "0.5"), gold)],
+    } == {"ok": 2, "failed": 1, "offered": 3, "met": 1, "ttft count": 2, "ttft sum": 2.0, "within 0.5 s": 1}
+
+
+def test_buckets_are_cumulative_and_end_in_infinity() -> None:
+    router = Router()
+    for value in (*TTFT_BOUNDS_S, 1e9):
+        router.books.finish(TIER, Outcome.OK, ttft_s=value, tpot_s=None)
+    got = samples(router)
+    counts = [
+        got["fulcrum_router_ttft_seconds_bucket", (("le", bound), ("tier", "gold"))]
+        for bound in (*map(str, TTFT_BOUNDS_S), "+Inf")
+    ]
+    assert counts == list(range(1, len(TTFT_BOUNDS_S) + 2))
+
+
+def test_series_of_an_instance_that_is_gone_are_gone() -> None:
+    router = Router()
+    for name in ("a", "b"):
+        router.fleet.add(Instance(name))
+    router.fleet["a"].ledger.open_prefill(tokens=5, seconds=1.5)
+    key = ("fulcrum_router_instance_prefill_queued_seconds", (("instance", "a"), ("role", "decode")))
+    assert samples(router)[key] == 1.5
+    router.fleet.keep_only(["b"])
+    assert {dict(labels).get("instance") for _, labels in samples(router)} == {None, "b"}
+
+
+def test_what_went_wrong_is_counted_by_reason() -> None:
+    router = Router()
+    router.books.retries[Role.PREFILL, "closed"] += 1
+    router.books.local["no_prefill_instance"] += 2
+    router.books.flips_wanted[Role.DECODE] += 3
+    router.epoch.advance(7, 1.0)
+    router.prediction_error.learn(predicted_s=2.0, measured_s=1.0)
+    got = samples(router)
+    assert {
+        "retry": got["fulcrum_router_retries_total", (("reason", "closed"), ("role", "prefill"))],
+        "local": got["fulcrum_router_local_prefills_total", (("reason", "no_prefill_instance"),)],
+        "flips": got["fulcrum_router_flips_wanted_total", (("role", "decode"),)],
+        "generation": got["fulcrum_router_assignment_generation", ()],
+        "error": got["fulcrum_router_prefill_prediction_error_ratio", ()],
+    } == {"retry": 1, "local": 2, "flips": 3, "generation": 7, "error": 1.0}

@@ -1,0 +1,72 @@
+"""What a router may be started with, and the one line that says what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.values import Role
+from fulcrum_router.options import Options, parse_options
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    return path
+
+
+def test_a_store_and_a_token(token: Path) -> None:
+    given = ["--service", "chat", "--store", "unix:/s", "--token-file", str(token), "--port", "8000"]
+    assert parse_options(given) == Options(
+        service="chat",
+        namespace="default",
+        host="127.0.0.1",
+        port=8000,
+        state_port=0,
+        token="secret",
+        store="unix:/s",
+        static=(),
+    )
+
+
+def test_static_endpoints() -> None:
+    options = parse_options(["--static", "prefill=a:1,b:2", "decode=[::1]:3"])
+    expected = ((Role.PREFILL, "a", 1), (Role.PREFILL, "b", 2), (Role.DECODE, "::1", 3))
+    assert (options.static, options.token) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        pytest.param(
+            [], "--store (nothing) is required, unless --static is given in its place", id="neither"
+        ),
+        pytest.param(
+            ["--store", "unix:/s"], "--token-file (nothing) is required with --store", id="no token"
+        ),
+        pytest.param(["--static", "x=a:1"], "--static (x=a:1) is not prefill=", id="another role"),
+        pytest.param(["--static", "decode=a"], "--static (a) is not HOST:PORT", id="no port"),
+        pytest.param(
+            ["--static", "decode=a:1", "--port", "70000"],
+            "--port (70000) is not between 0 and 65535",
+            id="a port that is none",
+        ),
+        pytest.param(
+            ["--store", "unix:/s", "--token-file", "/nowhere/token"],
+            "--token-file (/nowhere/token) cannot be read: no such file or directory",
+            id="no such file",
+        ),
+    ],
+)
+def test_bad_arguments(arguments: list[str], line: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_options(arguments)
+    assert str(caught.value).startswith(line)
+
+
+def test_an_empty_token_is_none(tmp_path: Path) -> None:
+    empty = tmp_path / "token"
+    empty.write_text("\n")
+    with pytest.raises(InvalidInput, match="is empty"):
+        parse_options(["--store", "unix:/s", "--token-file", str(empty)])
