@@ -1,5 +1,6 @@
 """The whole plan of one service: desired objects, engines to start and to end, when to look again."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -48,8 +49,10 @@ class Plan:
 
 def asks_router(service: PDService, pools: tuple[PDPool, ...], instances: tuple[PDInstance, ...]) -> bool:
     """Whether a plan depends on the router's ledger: someone drains or is verified, or somebody must go."""
+    wanted = {pool.metadata.name: wanted_replicas(pool) for pool in desired_pools(service, pools)}
+    had = Counter(instance.spec.pool for instance in instances)
     waits = any(i.status.phase in (Phase.DRAINING, Phase.VERIFYING) for i in instances)
-    return waits or len(instances) > sum(wanted_replicas(pool) for pool in desired_pools(service, pools))
+    return waits or any(count > wanted.get(pool, 0) for pool, count in had.items())
 
 
 def plan_removal(service: str, engines: Mapping[str, EngineObservation]) -> Plan:

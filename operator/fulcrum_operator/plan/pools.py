@@ -1,7 +1,8 @@
 """PDPools: one for each pool of the PDService.
 
 `replicas` is written when the pool is made and never again: from then on it belongs to whoever scales.
-The bounds clamp every writer, and a clamp is reported.
+The bounds clamp every writer, and a clamp is reported. A changed model or engine reaches the pool and its
+future instances; those that run keep what they were started with.
 """
 
 from fulcrum_core.api import (

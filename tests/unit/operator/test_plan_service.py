@@ -343,6 +343,13 @@ def test_the_router_is_not_asked_where_nothing_depends_on_it() -> None:
     assert not asks_router(seen.service, seen.pools, seen.instances)
 
 
+def test_the_router_is_asked_for_one_pool_although_another_lacks_instances() -> None:
+    two = {"chat-0": P, "chat-1": D}
+    spec = {"pools": [{"name": name, "instances": {"min": 1, "max": 3}} for name in ("flex", "more")]}
+    pools = (pool(replicas=1, bounds=(1, 3)), pool("chat-more", replicas=1, bounds=(1, 3)))
+    assert asks_router(service(**spec), pools, settled(two).instances)
+
+
 def test_an_instance_whose_engine_is_gone_is_deleted() -> None:
     instances = (*settled(FOUR).instances[:3], instance("chat-3", Phase.TERMINATING))
     plan = plan_service(draining(instances=instances, engines=engines(["chat-0", "chat-1", "chat-2"])))
