@@ -6,6 +6,7 @@ Every run prints its seed; `FULCRUM_SEED=n` repeats one.
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import mean
 
@@ -14,6 +15,9 @@ import pytest
 from tests.simulation.checkers import LIVENESS, SAFETY, violations
 from tests.simulation.plans import HEALED_S, STARTS_S, faulty, moving_mix, steady_load
 from tests.simulation.world import Ended, simulate
+
+faulty_world = cache(lambda seed: simulate(faulty(seed)))
+moving_world = cache(lambda seed, mode: simulate(moving_mix(seed, mode)))
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +31,7 @@ def seeds(count: int) -> list[int]:
 @pytest.mark.parametrize("seed", seeds(6))
 def test_faults_break_no_promise_and_leave_no_trace(seed: int) -> None:
     print(f"FULCRUM_SEED={seed}")
-    ended = simulate(faulty(seed))
+    ended = faulty_world(seed)
     assert violations(ended, *SAFETY, *LIVENESS) == []
     outcomes = {answer.outcome for answer in ended.answers}
     assert outcomes <= {"ok", "broken"}, "a request failed before its first token"
@@ -37,7 +41,7 @@ def test_faults_break_no_promise_and_leave_no_trace(seed: int) -> None:
 
 def test_faults_do_happen() -> None:
     """The plans of the test above reach what they are meant to reach."""
-    worlds = [simulate(faulty(seed)) for seed in seeds(3)]
+    worlds = [faulty_world(seed) for seed in seeds(3)]
     kinds = {event.facts["fault"] for world in worlds for event in world.history.of("fault")}
     assert {"kill", "hang", "store away", "person flips", "autoscaler stalls"} <= kinds
     assert sum(world.lives[-1].life for world in worlds) > 0, "no engine was started twice"
@@ -51,7 +55,7 @@ def test_auto_beats_off_on_a_moving_mix() -> None:
 
 
 def _both(mode: str) -> list[float]:
-    return [_clean(simulate(moving_mix(seed, mode))).attainment() for seed in seeds(2)]
+    return [_clean(moving_world(seed, mode)).attainment() for seed in seeds(2)]
 
 
 def _clean(ended: Ended) -> Ended:
@@ -61,7 +65,7 @@ def _clean(ended: Ended) -> Ended:
 
 
 def test_a_moving_mix_is_followed_both_ways() -> None:
-    flips = simulate(moving_mix(seeds(1)[0], "Auto")).flips()
+    flips = moving_world(seeds(1)[0], "Auto").flips()
     assert min(sum(flip["to"] == role for flip in flips) for role in ("Prefill", "Decode")) >= 2
 
 
@@ -75,8 +79,7 @@ def test_a_steady_load_settles(seed: int) -> None:
 
 def test_off_and_advise_flip_nothing() -> None:
     for mode in ("Off", "Advise"):
-        ended = simulate(moving_mix(seeds(1)[0], mode))
-        assert ended.flips() == []
+        assert moving_world(seeds(1)[0], mode).flips() == []
 
 
 def test_the_same_seed_gives_the_same_history_under_any_hash_seed() -> None:
