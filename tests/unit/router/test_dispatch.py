@@ -132,6 +132,11 @@ def test_no_flip_is_wanted_where_flips_are_off() -> None:
     assert rounded(choose_prefill(late, 100, SLO)) == least("p1", (0, LATE + 0.1))
 
 
+def test_a_prompt_too_long_for_the_slo_on_any_instance_flips_none() -> None:
+    late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
+    assert rounded(choose_prefill(late, 1001, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.001))
+
+
 def test_a_prefill_instance_that_failed_is_avoided() -> None:
     fleet = [instance("p1"), instance("p2", queued_s=0.5), instance("d1")]
     assert rounded(choose_prefill(fleet, 100, SLO, avoid=("p1",))) == within("p2", (0, 0.6))
