@@ -134,7 +134,7 @@ def test_no_flip_is_wanted_where_flips_are_off() -> None:
 
 def test_a_prompt_too_long_for_the_slo_on_any_instance_flips_none() -> None:
     late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
-    assert rounded(choose_prefill(late, 1001, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.001))
+    assert rounded(choose_prefill(late, 1500, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.5))
 
 
 def test_a_prefill_instance_that_failed_is_avoided() -> None:
