@@ -7,7 +7,7 @@ from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import InvalidInput
 
 _PACKAGE = Path(__file__).parent
-_PLAY_PLACES = (_PACKAGE / "play.yaml", _PACKAGE.parents[1] / "examples" / "play.yaml")
+_PLACES = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
 
 
 def read_manifest(path: Path) -> tuple[Resource, ...]:
@@ -25,6 +25,7 @@ def read_manifest(path: Path) -> tuple[Resource, ...]:
     return load_manifest(text, source=str(path))
 
 
-def play_manifest() -> Path:
-    """What `fulcrum play` runs: in an installed package beside this file, in a checkout an example."""
-    return next((place for place in _PLAY_PLACES if place.exists()), _PLAY_PLACES[-1])
+def built_in(name: str) -> Path:
+    """A manifest that comes along: in an installed package beside this file, in a checkout an example."""
+    files = [place / f"{name}.yaml" for place in _PLACES]
+    return next((file for file in files if file.exists()), files[-1])

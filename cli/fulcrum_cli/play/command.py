@@ -25,8 +25,8 @@ from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 from fulcrum_simulator.client import LoadGenerator, Target
 
 MAX_CONNECTIONS = 2048
-CHAT_SHARE, WHOLE_SHARE = 0.2, 0.05
-"""Most requests are streamed completions; some are chats, and a few want their answer in one piece."""
+CHAT_SHARE = 0.2
+"""Most requests are plain completions, some are chats; all are streamed, as a whole answer has no TTFT."""
 
 INTERRUPTED = 130
 
@@ -79,8 +79,8 @@ async def _perform(
                 await background.enter_async_context(_background(show(session.frame)))
             await service.serving()
             figures = await session.run()
-        if options.snapshot is not None:
-            save_picture(session.frame(), options.snapshot)
+        if options.snapshot is not None and session.last_frame is not None:
+            save_picture(session.last_frame, options.snapshot)
     return figures
 
 
@@ -125,7 +125,6 @@ def _load(options: PlayOptions, url: str) -> LoadGenerator:
         port=int(port),
         model=options.service.spec.model,
         chat_share=CHAT_SHARE,
-        whole_share=WHOLE_SHARE,
         max_connections=MAX_CONNECTIONS,
     )
     return LoadGenerator(target, slo=options.service.spec.slo.slo(), seed=options.seed)

@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 
 from fulcrum_cli.arguments import duration_s, one_of
 from fulcrum_cli.loads import SHAPES
-from fulcrum_cli.manifests import play_manifest, read_manifest
+from fulcrum_cli.manifests import built_in, read_manifest
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
@@ -62,7 +62,7 @@ def parse_options(**given: Unpack[Given]) -> PlayOptions:
         InvalidInput: for the first rule that is broken.
     """
     _check_numbers(given)
-    objects = read_manifest(given["file"] or play_manifest())
+    objects = read_manifest(given["file"] or built_in("replay" if given["trace"] else "play"))
     service = _with_mode(check_manifest(objects), given["mode"])
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),

@@ -5,6 +5,7 @@ Drawing happens at most `FRAMES_PER_S` times a second, since it shares two proce
 
 import asyncio
 import os
+import re
 import sys
 import termios
 import tty
@@ -20,6 +21,10 @@ from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.view import draw
 
 FRAMES_PER_S = 4
+
+
+_FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+"""Fonts that a reader's browser would have to fetch from somewhere; any fixed-width one will do."""
 
 
 class Key(StrEnum):
@@ -86,7 +91,8 @@ def save_picture(frame: Frame, path: Path, *, width: int = 120, height: int = 32
     with open(os.devnull, "w") as nowhere:
         console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
         console.print(draw(frame, width=width, height=height))
-        console.save_svg(str(path), title="fulcrum play")
+        picture = _FONT_FACE.sub("", console.export_svg(title="fulcrum play"))
+    path.write_text(picture, encoding="utf-8")
 
 
 def on_terminal() -> bool:

@@ -20,7 +20,7 @@ from fulcrum_cli.play.screen import Key
 from fulcrum_core.errors import FulcrumError
 from fulcrum_core.ports import Store
 from fulcrum_simulator.client import LoadGenerator
-from fulcrum_simulator.workload import GeneratedLoad, LengthLimit
+from fulcrum_simulator.workload import GeneratedLoad, LengthLimit, LoadPhase
 
 DRAIN_S = 120.0
 """Longest wait for the answers to what was sent."""
@@ -55,7 +55,9 @@ class Session:
         self._selected = 0
         self._notice, self._notice_until_s = "", 0.0
         self._began_at_s, self._began_s = time.time(), 0.0
-        self.begun = False
+        self.begun = self._draining = False
+        self.last_frame: Frame | None = None
+        """The picture at the end of the load."""
 
     def quit(self) -> None:
         """Ends the run without waiting for answers."""
@@ -73,7 +75,8 @@ class Session:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.ends_s):
                 await self._end.wait()
-        lasted_s = self.elapsed_s
+        lasted_s, self.last_frame = self.elapsed_s, self.frame()
+        self._draining = True
         await self._stop(*self._tasks, *([self._sending] if self._sending else []))
         await self._drain()
         await self._observer.scrape()
@@ -112,12 +115,19 @@ class Session:
             elapsed_s=self.elapsed_s,
             clock_s=clock_s,
             load=self._options.recording_name or self._shape,
-            load_phase=phase.name if phase else "" if self.begun else "waits for the engines to start",
-            rate_rps=phase.rate_rps if phase else None,
+            load_phase=self._phase_name(phase),
+            rate_rps=phase.rate_rps if phase and not self._draining else None,
             selected=self._selected,
             notice=self._notice if clock_s < self._notice_until_s else "",
             began_at_s=self._began_at_s,
         )
+
+    def _phase_name(self, phase: LoadPhase | None) -> str:
+        if not self.begun:
+            return "waits for the engines to start"
+        if self._draining:
+            return "is over, waits for the last answers"
+        return phase.name if phase else ""
 
     def _figures(self, lasted_s: float) -> RunFigures:
         options = self._options

@@ -14,7 +14,8 @@ FIELDS = LAPTOP.model_dump()
 
 def test_the_shipped_profiles_load_and_stand_above_their_floors() -> None:
     assert {name: load_profile(name).name for name in PROFILE_NAMES} == {
-        name: name for name in ("l70-a100-tp8", "l70-h100-tp4", "l8-h100", "laptop", "q32-a100")
+        name: name
+        for name in ("l70-a100-tp8", "l70-h100-tp4", "l70-h100-tp4-warm", "l8-h100", "laptop", "q32-a100")
     }
 
 
