@@ -10,7 +10,7 @@ from textwrap import wrap
 from rich.console import Group
 from rich.text import Text
 
-from fulcrum_cli.play.frame import Decision, Frame, InstanceRow
+from fulcrum_cli.play.frame import Counts, Decision, Frame, InstanceRow
 from fulcrum_cli.play.recorder import Cell
 from fulcrum_core.values import Phase, Role
 
@@ -33,8 +33,8 @@ _NAME_MAX = 18
 def draw(frame: Frame, *, width: int, height: int) -> Group:
     """The frame as lines, none wider than `width`; decisions fill what `height` leaves."""
     roomy = height >= 30
-    lines = [_title(frame, width), _load(frame), *_gap(roomy), *_instances(frame, width), *_gap(True)]
-    lines += [*_objectives(frame), *_gap(roomy), *_split(frame), *_gap(True)]
+    lines = [_title(frame, width), *_load(frame, width), *_gap(roomy), *_instances(frame, width), *_gap(True)]
+    lines += [*_objectives(frame, width), *_gap(roomy), *_split(frame), *_gap(True)]
     footer = [_keys(width)]
     room = max(0, height - len(lines) - len(footer) - 1)
     lines += _decisions(frame.decisions, room, width)
@@ -75,13 +75,20 @@ def _clock(seconds: float | None) -> str:
     return f"{minutes:02d}:{rest:02d}"
 
 
-def _load(frame: Frame) -> Text:
-    counts = frame.counts
+def _load(frame: Frame, width: int) -> list[Text]:
+    """What is sent and what became of it: on one line, or on two where that is too long."""
     rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
+    load = Text.assemble((" load ", DIM), (frame.load, TITLE), f" {frame.load_phase}", (rate, DIM))
+    counts = _counted(frame.counts)
+    if load.cell_len + counts.cell_len + 2 > width:
+        return [load, counts]
+    return [Text.assemble(load, "  ", counts)]
+
+
+def _counted(counts: Counts) -> Text:
     bad = counts.failed + counts.broken + counts.wrong
     return Text.assemble(
-        (" load ", DIM), (frame.load, TITLE), f" {frame.load_phase}", (rate, DIM),
-        ("   offered ", DIM), f"{counts.offered:,}", ("  in flight ", DIM), f"{counts.in_flight}",
+        (" offered ", DIM), f"{counts.offered:,}", ("  in flight ", DIM), f"{counts.in_flight}",
         ("  ok ", DIM), (f"{counts.ok:,}", GOOD if counts.ok else DIM),
         ("  failed/broken/wrong ", DIM),
         (f"{counts.failed}/{counts.broken}/{counts.wrong}", BAD if bad else DIM),
@@ -163,38 +170,42 @@ def _bar(share: float, width: int, style: str) -> Text:
     return Text(text.ljust(width), f"{BAD if share > 1 else style} on grey19")
 
 
-def _objectives(frame: Frame) -> list[Text]:
+def _objectives(frame: Frame, width: int) -> list[Text]:
     recent, slo = frame.recent, frame.slo
+    bar_width = 10 if width >= 100 else 5
+    queued = Text.assemble(
+        ("   queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL),
+        ("  decode ", DIM), (f"{frame.decode_requests}×, {_thousands(frame.decode_tokens)} tokens", DECODE),
+    )  # fmt: skip
     return [
-        _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, "objective"),
-        _objective("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, "objective"),
+        _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, bar_width),
+        _objective("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, bar_width),
         Text.assemble(
-            (" attainment  ", DIM), *_share("last 10 s", frame.attainment_recent), "   ",
-            *_share("run", frame.attainment),
-            ("   queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL),
-            ("  decode ", DIM),
-            (f"{frame.decode_requests} req, {_thousands(frame.decode_tokens)} tok", DECODE),
+            (" attained ", DIM), *_share("last 10 s", frame.attainment_recent), "  ",
+            *_share("run", frame.attainment), queued,
         ),
     ]  # fmt: skip
 
 
-def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: float, word: str) -> Text:
+def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: float, bar_width: int) -> Text:
     return Text.assemble(
-        (f" {name}  last 10 s   ", DIM),
-        *_latency("p50", p50_s, goal_s),
+        (f" {name} last 10 s   ", DIM),
+        *_latency("p50", p50_s, goal_s, bar_width),
         "  ",
-        *_latency("p99", p99_s, goal_s),
-        (f"   {word} {_short_s(goal_s)}", DIM),
+        *_latency("p99", p99_s, goal_s, bar_width),
+        (f"  objective {_short_s(goal_s)}", DIM),
     )
 
 
-def _latency(name: str, value_s: float | None, goal_s: float) -> Iterable[Text | tuple[str, str]]:
+def _latency(
+    name: str, value_s: float | None, goal_s: float, bar_width: int
+) -> Iterable[Text | tuple[str, str]]:
     yield (f"{name} ", DIM)
     if value_s is None:
-        yield ("     –".ljust(15), DIM)
+        yield ("–".rjust(8) + " " * (bar_width + 1), DIM)
         return
     yield (f"{_short_s(value_s):>8} ", BAD if value_s > goal_s else GOOD)
-    yield _bar(value_s / goal_s, 10, GOOD)
+    yield _bar(value_s / goal_s, bar_width, GOOD)
 
 
 def _short_s(seconds: float) -> str:

@@ -76,9 +76,7 @@ def _requests(path: Path, rows: Iterator[Mapping[str, str | None]]) -> Iterator[
         arrival = _Cell(path, number, "arrival_s", row["arrival_s"] or "")
         arrival_s = _arrival(arrival)
         if arrival_s < before_s:
-            raise arrival.broken(
-                f"must not be earlier than the row before ({before_s:g}): rows are sorted by arrival"
-            )
+            raise arrival.broken(f"must not be earlier than the row before ({before_s:g} s)")
         before_s = arrival_s
         yield WorkloadRequest(
             arrival_s=arrival_s,

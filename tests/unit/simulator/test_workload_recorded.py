@@ -69,7 +69,7 @@ def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
             (HEADER, "1,1,1", "0.5,1,1"),
             "row 2 arrival_s",
             "0.5",
-            "must not be earlier than the row before (1): rows are sorted by arrival",
+            "must not be earlier than the row before (1 s)",
             id="unsorted times",
         ),
         pytest.param(

@@ -1,0 +1,136 @@
+"""The live view fits any terminal from 80 × 24 up and says in letters what it says in colours."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fulcrum_cli.play.frame import Counts, Decision, Frame, InstanceRow
+from fulcrum_cli.play.recorder import Cell
+from fulcrum_cli.play.screen import Key, read_keys, save_picture
+from fulcrum_cli.play.view import draw
+from fulcrum_core.values import Phase, Role, Slo
+from fulcrum_simulator.client import Latencies
+
+
+def row(number: int, seconds: int = 90) -> InstanceRow:
+    role = Role.PREFILL if number % 2 else Role.DECODE
+    cells = tuple(Cell.PREFILL if (number + second // 9) % 2 else Cell.DECODE for second in range(seconds))
+    return InstanceRow(f"play-{number}", role, Phase.SERVING, cells, frozenset({9, 80}), 0.4, 9340, 12, 0.42)
+
+
+def frame(**changes: object) -> Frame:
+    made = Frame(
+        service="play",
+        model="laptop-1b",
+        endpoint="http://127.0.0.1:8000",
+        mode="Auto",
+        seed=1,
+        elapsed_s=90.0,
+        ends_s=120.0,
+        load="moving",
+        load_phase="prefill-heavy",
+        rate_rps=12.0,
+        slo=Slo(1.5, 0.05),
+        instances=tuple(row(number) for number in range(8)),
+        selected=2,
+        counts=Counts(offered=12_345, ok=12_300, failed=1, broken=2, wrong=3, in_flight=39),
+        recent=Latencies(0.42, 1.71, 0.034, 0.052),
+        attainment=0.942,
+        attainment_recent=0.871,
+        wanted=(5, 3),
+        had=(4, 4),
+        flips_to_prefill=14,
+        flips_to_decode=13,
+        ack_p99_ms=5.2,
+        lateness_p99_ms=3.1,
+        decisions=tuple(
+            Decision(float(at), f"play-{at % 8} → Decode  {'why ' * 30}", Role.DECODE) for at in range(20)
+        ),
+        notice="play-3 killed",
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]  # each test names a field of Frame
+
+
+def lines(shown: Frame, width: int, height: int) -> list[str]:
+    console = Console(width=width, height=height, color_system=None)
+    with console.capture() as capture:
+        console.print(draw(shown, width=width, height=height))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (120, 40), (200, 60)])
+def test_a_frame_fills_the_terminal_and_no_more(width: int, height: int) -> None:
+    shown = lines(frame(), width, height)
+    assert len(shown) == height
+    assert max(map(len, shown)) <= width
+    assert "quit" in shown[-1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
+def test_everything_that_matters_is_on_screen(width: int, height: int) -> None:
+    text = "\n".join(lines(frame(), width, height))
+    wanted = (
+        "play-0",
+        "play-7",
+        "1/2/3",
+        "1.71 s",
+        "52 ms",
+        "87.1%",
+        "94.2%",
+        "5:3",
+        "4:4",
+        "→P 14",
+        "→D 13",
+        "5.2 ms",
+    )
+    assert [word for word in wanted if word not in text] == []
+
+
+def test_roles_can_be_told_without_colours() -> None:
+    shown = lines(frame(), 120, 40)
+    assert next(line for line in shown if "play-1" in line).split()[1] == "P"
+    assert next(line for line in shown if "play-0" in line).split()[1] == "D"
+    assert "█" in shown[5]
+    assert "▄" in shown[5]
+    assert "◆" in shown[5]
+
+
+def test_a_dead_engine_and_a_slow_machine_are_said_in_words() -> None:
+    dead = replace(row(0), phase=Phase.FAILED, restarts=2, band=(Cell.DEAD,))
+    text = "\n".join(lines(frame(instances=(dead,), lateness_p99_ms=25.0), 80, 24))
+    assert "failed, restart 2" in text
+    assert "MACHINE TOO SLOW" in text
+
+
+def test_a_run_that_has_just_begun_can_be_drawn() -> None:
+    begun = frame(
+        instances=(), counts=Counts(), recent=Latencies(None, None, None, None), attainment=None,
+        attainment_recent=None, ack_p99_ms=None, lateness_p99_ms=None, decisions=(), notice="", rate_rps=None,
+        ends_s=None,
+    )  # fmt: skip
+    assert "no decision yet" in "\n".join(lines(begun, 80, 24))
+
+
+def test_a_picture_needs_nothing_from_anywhere(tmp_path: object) -> None:
+    from pathlib import Path
+
+    path = Path(str(tmp_path)) / "play.svg"
+    save_picture(frame(), path)
+    picture = path.read_text()
+    assert picture.startswith("<svg")
+    assert "@font-face" not in picture
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        ("1", [Key.MOVING]),
+        ("msb", [Key.MOVING, Key.STEADY, Key.BURSTY]),
+        ("\x1b[A\x1b[B", [Key.UP, Key.DOWN]),
+        ("zfxkq", [Key.FLIP, Key.KILL, Key.QUIT]),
+        ("", []),
+    ],
+)
+def test_keys_are_read_and_strangers_passed_over(typed: str, keys: list[Key]) -> None:
+    assert list(read_keys(typed)) == keys

@@ -1,0 +1,142 @@
+"""What `explain` and `status` print."""
+
+import time
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from fulcrum_cli.explain import tell
+from fulcrum_cli.loads import SHAPES, make_load
+from fulcrum_cli.status import attainment, instance_table, service_table
+from fulcrum_core.api.manifest import parse_object
+from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.state import RouterState, TierState
+from fulcrum_simulator.workload import LoadPhase
+
+LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
+FLIP = {
+    "at_s": 1_700_000_000.25,
+    "action": "flip",
+    "trigger": "tick",
+    "reason": "decode load 1.04 is at least 0.90, for 2 ticks",
+    "instance": "chat-3",
+    "to": "Decode",
+    "loads": {"prefill": LOAD, "decode": {**LOAD, "low": 0.9, "high": 1.1, "unknown": 1}},
+    "passes": 2,
+    "split": "5:3",
+    "generation": 7,
+    "rejected": [{"instance": "chat-1", "reason": "pinned"}],
+}
+
+
+def test_a_decision_is_told_with_its_numbers_and_who_was_passed_over() -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
+    assert tell([FLIP]) == [
+        f"{clock}.2  flip    chat-3 → Decode: decode load 1.04 is at least 0.90, for 2 ticks"
+        "  [prefill load 0.12, decode load 0.90 to 1.10, P:D 5:3, 2 passes, tick]",
+        "                          not chat-1: pinned",
+    ]
+
+
+def test_a_held_decision_names_no_instance() -> None:
+    held = {
+        **FLIP,
+        "action": "hold",
+        "instance": None,
+        "to": None,
+        "loads": None,
+        "passes": 0,
+        "rejected": [],
+    }
+    assert tell([held])[0].split("  ", 1)[1] == (
+        "hold    decode load 1.04 is at least 0.90, for 2 ticks  [P:D 5:3, tick]"
+    )
+
+
+def test_nothing_decided_is_said() -> None:
+    assert tell([]) == ["no decision yet"]
+
+
+def printed(table: Table) -> list[list[str]]:
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.split() for line in capture.get().splitlines()]
+
+
+def service() -> PDService:
+    made = parse_object(
+        {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "PDService",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "m"},
+        }
+    )
+    assert isinstance(made, PDService)
+    return made
+
+
+def state(*tiers: TierState) -> RouterState:
+    return RouterState(
+        service="chat", generation=1, acknowledged_at_s=0.0, at_s=0.0, instances=(), flip_wanted=None,
+        flip_wanted_seq=0, prediction_error=None, local_prefills=0, tiers=tiers,
+    )  # fmt: skip
+
+
+def tier(offered: int, met: int) -> TierState:
+    return TierState(name="t", offered=offered, ok=met, failed=0, broken=0, cancelled=0, slo_met=met)
+
+
+def test_a_service_is_one_line_like_kubectls() -> None:
+    head, line = printed(service_table(service(), None, now_s=0.0))
+    assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE"]
+    assert line == ["chat", "m", "–", "0", "0", "–", "–", "0", "–"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        pytest.param(None, "–", id="no router"),
+        pytest.param(state(), "–", id="no tier"),
+        pytest.param(state(tier(0, 0)), "–", id="no request yet"),
+        pytest.param(state(tier(30, 30), tier(10, 9)), "97.5", id="over all tiers"),
+    ],
+)
+def test_attainment_is_over_all_that_was_offered(seen: RouterState | None, expected: str) -> None:
+    assert attainment(seen) == expected
+
+
+def test_instances_without_a_router_are_still_listed() -> None:
+    assert printed(instance_table([], None, None))[0][:3] == ["INSTANCE", "PHASE", "ROLE"]
+
+
+LAPTOP = load_profile("laptop")
+
+
+def prefill_instances(phase: LoadPhase) -> float:
+    """Instances busy with the phase's prompts: rate · mean T(n), by the profile's own model."""
+    requests = make_load("moving", duration_s=3600.0, seed=1)
+    lengths = [
+        r.input_tokens for r in requests if (p := requests.phase_at(r.arrival_s)) and p.name == phase.name
+    ]
+    model = LAPTOP.step_model.prefill_model(LAPTOP.token_budget)
+    return phase.rate_rps * sum(map(model.ttft_s, lengths)) / len(lengths)
+
+
+def test_the_moving_load_needs_more_prefill_than_half_and_then_much_less() -> None:
+    heavy, light = (
+        prefill_instances(phase) for phase in make_load("moving", duration_s=60.0, seed=1).phases[:2]
+    )
+    assert 4.2 < heavy < 6.0
+    assert light < 2.0
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_every_shape_fits_the_engine_that_it_is_sized_for(shape: str) -> None:
+    requests = list(make_load(shape, duration_s=300.0, seed=3))
+    assert requests
+    assert max(r.input_tokens + r.output_tokens for r in requests) <= LAPTOP.kv_capacity_tokens
+    assert list(make_load(shape, duration_s=300.0, seed=3)) == requests
