@@ -4,18 +4,15 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from fulcrum_autoscaler.routers import HttpRouter, RouterAway, open_router
 from fulcrum_cli.running import find_running
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api.meta import format_duration
-from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import NotFound
-from fulcrum_core.state import RouterState
+from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_operator.local import RunInfo
 
 _NOTHING = "–"
@@ -23,12 +20,11 @@ _NOTHING = "–"
 
 def run(service: str | None) -> None:
     """Prints how the service stands."""
-    console = Console()
-    for table in asyncio.run(_tables(find_running(service))):
-        console.print(table)
+    for line in asyncio.run(_lines(find_running(service))):
+        print(line)
 
 
-async def _tables(running: RunInfo) -> Sequence[Table | str]:
+async def _lines(running: RunInfo) -> Sequence[str]:
     namespace = running.namespace
     async with open_store(running.store) as store:
         service = await store.get(PDService, running.service, namespace=namespace)
@@ -39,8 +35,9 @@ async def _tables(running: RunInfo) -> Sequence[Table | str]:
             assignment = None
     instances = [instance for instance in listed if instance.spec.service == running.service]
     state = await _state(running)
-    service_line = service_table(service, state, now_s=time.time())
-    return service_line, "", instance_table(instances, assignment, state), f"\nendpoint {running.router_url}"
+    about_service = service_table(service, state, now_s=time.time())
+    about_instances = instance_table(instances, assignment, state)
+    return *about_service, "", *about_instances, "", f"endpoint {running.router_url}"
 
 
 async def _state(running: RunInfo) -> RouterState | None:
@@ -51,18 +48,20 @@ async def _state(running: RunInfo) -> RouterState | None:
             return None
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table
+def _columns(*rows: Sequence[str]) -> list[str]:
+    """Rows with their columns in line, three blanks between, as wide as they are: as kubectl prints them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
-def service_table(service: PDService, state: RouterState | None, *, now_s: float) -> Table:
+def service_table(service: PDService, state: RouterState | None, *, now_s: float) -> list[str]:
     """One line, as `kubectl get pds` prints it."""
     status, created_s = service.status, service.metadata.creation_timestamp
-    table = _table("NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE")
-    table.add_row(
+    head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE")
+    line = (
         service.metadata.name,
         service.spec.model,
         status.ready or _NOTHING,
@@ -73,7 +72,7 @@ def service_table(service: PDService, state: RouterState | None, *, now_s: float
         str(status.flips),
         _NOTHING if created_s is None else format_duration(max(1.0, round(now_s - created_s))),
     )
-    return table
+    return _columns(head, line)
 
 
 def attainment(state: RouterState | None) -> str:
@@ -86,24 +85,28 @@ def attainment(state: RouterState | None) -> str:
 
 def instance_table(
     instances: Iterable[PDInstance], assignment: PDAssignment | None, state: RouterState | None
-) -> Table:
+) -> list[str]:
     """One line an instance: what it is, what it is wished to be, what it carries."""
-    table = _table("INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY")
+    head = ("INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY")
     loads = {load.name: load for load in state.instances} if state else {}
     roles = assignment.spec.roles if assignment else {}
-    for instance in instances:
-        name, load = instance.metadata.name, loads.get(instance.metadata.name)
-        wish = roles.get(name)
-        table.add_row(
-            name,
-            instance.status.phase,
-            wish.role if wish else _NOTHING,
-            f"{load.prefill_queued_s:.2f} s" if load else _NOTHING,
-            str(load.decode_requests) if load else _NOTHING,
-            str(load.decode_tokens) if load else _NOTHING,
-            f"{load.itl_s * 1000:.0f} ms" if load and load.itl_s is not None else _NOTHING,
-            f"{load.kv_usage:.0%}" if load and load.kv_usage is not None else _NOTHING,
-            str(instance.status.restarts),
-            f"{wish.by}{', pinned' if wish.pinned_until else ''}" if wish else _NOTHING,
-        )
-    return table
+    rows = [_instance(i, roles.get(i.metadata.name), loads.get(i.metadata.name)) for i in instances]
+    return _columns(head, *rows)
+
+
+def _instance(
+    instance: PDInstance, wish: RoleAssignment | None, load: InstanceState | None
+) -> tuple[str, ...]:
+    itl_s, kv_usage = (load.itl_s, load.kv_usage) if load else (None, None)
+    return (
+        instance.metadata.name,
+        instance.status.phase,
+        wish.role if wish else _NOTHING,
+        f"{load.prefill_queued_s:.2f} s" if load else _NOTHING,
+        str(load.decode_requests) if load else _NOTHING,
+        str(load.decode_tokens) if load else _NOTHING,
+        _NOTHING if itl_s is None else f"{itl_s * 1000:.0f} ms",
+        _NOTHING if kv_usage is None else f"{kv_usage:.0%}",
+        str(instance.status.restarts),
+        f"{wish.by}{', pinned' if wish.pinned_until else ''}" if wish else _NOTHING,
+    )

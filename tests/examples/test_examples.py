@@ -1,0 +1,34 @@
+"""Every example is brought up and answers a request with the right text."""
+
+from pathlib import Path
+
+import pytest
+
+from fulcrum_core.api.manifest import load_manifest
+from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.values import Slo
+from fulcrum_operator.local import LocalOptions, run_local
+from fulcrum_simulator.client import LoadGenerator, Target
+from fulcrum_simulator.workload import WorkloadRequest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+async def test_an_example_comes_up_and_answers(path: Path) -> None:
+    objects = load_manifest(path.read_text(), source=path.name)
+    service = next(obj for obj in objects if isinstance(obj, PDService))
+    async with run_local(objects, LocalOptions(port=0)) as run:
+        instances = await run.serving()
+        host, port = run.info.router_url.removeprefix("http://").split(":")
+        target = Target(host=host, port=int(port), model=service.spec.model, chat_share=0.5)
+        load = LoadGenerator(target, slo=Slo(60.0, 60.0), seed=1)
+        await load.play([WorkloadRequest(number * 0.02, 100, 5) for number in range(6)])
+        await load.finish(timeout_s=20.0)
+    report = load.tally.report()
+    assert (report.ok, report.reasons) == (6, {})
+    assert len(instances) == sum(pool.instances.min for pool in service.spec.resolved_pools())
+
+
+def test_there_are_examples() -> None:
+    assert {path.stem for path in EXAMPLES} >= {"chat", "play", "replay"}

@@ -1,0 +1,139 @@
+"""`fulcrum play` as a user runs it: a process of its own, with everything that it starts and ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = ("fulcrum_simulator.server", "fulcrum_router", "fulcrum_autoscaler")
+
+
+@pytest.fixture
+def surroundings() -> Iterator[dict[str, str]]:
+    """An environment whose runs are apart from the user's; its path is short, as a socket's must be."""
+    with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
+        yield {**os.environ, "XDG_RUNTIME_DIR": folder}
+
+
+def play(surroundings: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fulcrum_cli", "play", "--headless", *arguments]
+    return subprocess.Popen(
+        command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def figures(surroundings: dict[str, str], *arguments: str) -> dict[str, Any]:
+    path = Path(surroundings["XDG_RUNTIME_DIR"]) / "figures.json"
+    process = play(surroundings, "--json", str(path), *arguments)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, out + err
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def children(surroundings: dict[str, str]) -> list[str]:
+    """Command lines of the processes started in these surroundings."""
+    mark = f"XDG_RUNTIME_DIR={surroundings['XDG_RUNTIME_DIR']}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it ended meanwhile, or is another user's
+    return [line for line in found if any(program in line for program in PROGRAMS)]
+
+
+def wait_until(holds: Callable[[], bool], *, within_s: float) -> float:
+    """Seconds until `holds`, or a failure."""
+    start_s = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start_s < within_s, f"not within {within_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - start_s
+
+
+def accounts(requests: dict[str, Any]) -> bool:
+    return bool(requests["offered"] == sum(requests[key] for key in ("ok", "failed", "broken", "wrong")))
+
+
+def test_a_short_run_serves_every_request_right_and_leaves_nothing(surroundings: dict[str, str]) -> None:
+    report = figures(surroundings, "--for", "6s", "--seed", "1")
+    requests = report["requests"]
+    assert accounts(requests)
+    assert requests["offered"] > 40
+    assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
+    assert len(report["roles_over_time"]) == 8
+    assert report["flips"], "a load for prefill makes the autoscaler flip within seconds"
+    assert children(surroundings) == []
+    assert list(Path(surroundings["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
+
+
+def test_mode_off_never_flips(surroundings: dict[str, str]) -> None:
+    report = figures(surroundings, "--for", "4s", "--mode", "Off")
+    assert (report["mode"], report["flips"]) == ("Off", [])
+    assert {letter for band in report["roles_over_time"].values() for letter in band} <= set("PD.")
+
+
+def test_forced_flips_are_all_acknowledged_and_harm_no_request(surroundings: dict[str, str]) -> None:
+    report = figures(surroundings, "--flips", "40", "--load", "steady", "--mode", "Off")
+    forced = [flip for flip in report["flips"] if flip["reason"].startswith("forced")]
+    requests = report["requests"]
+    assert len(forced) == 40
+    assert all(flip["ack_ms"] is not None for flip in forced)
+    assert [flip["to"] for flip in forced] == ["Decode", "Prefill"] * 20
+    assert accounts(requests)
+    assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
+
+
+def test_a_killed_engine_is_restarted_and_its_requests_are_accounted_for(
+    surroundings: dict[str, str],
+) -> None:
+    report = figures(surroundings, "--for", "8s", "--kill-every", "2s")
+    requests = report["requests"]
+    assert accounts(requests)
+    assert (requests["failed"], requests["wrong"], requests["broken_silently"]) == (0, 0, 0)
+    killed = [name for name, band in report["roles_over_time"].items() if re.search(r"[PD][x.]+[PD]", band)]
+    assert len(killed) >= 2
+
+
+def test_a_recording_is_replayed_whole(surroundings: dict[str, str]) -> None:
+    path = Path(surroundings["XDG_RUNTIME_DIR"]) / "trace.csv"
+    rows = "".join(f"{number / 4},{200 + number},{1 + number % 5}\n" for number in range(60))
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    report = figures(surroundings, "--trace", str(path), "--speed", "5")
+    assert (report["load"], report["requests"]["ok"]) == ("trace.csv", 60)
+    assert report["requests"]["output_tokens"] == sum(1 + number % 5 for number in range(60))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_every_process_within_two_seconds(
+    surroundings: dict[str, str], number: signal.Signals
+) -> None:
+    process = play(surroundings, "--for", "60s")
+    try:
+        wait_until(lambda: len(children(surroundings)) == 10, within_s=30)
+        process.send_signal(number)
+        gone_s = wait_until(lambda: process.poll() is not None and not children(surroundings), within_s=10)
+    finally:
+        process.kill()
+        process.communicate()
+    assert gone_s <= 2.0
+    assert list(Path(surroundings["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
+
+
+def test_a_killed_command_takes_its_processes_along(surroundings: dict[str, str]) -> None:
+    process = play(surroundings, "--for", "60s")
+    wait_until(lambda: len(children(surroundings)) == 10, within_s=30)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not children(surroundings), within_s=5)
