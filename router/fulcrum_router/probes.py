@@ -53,6 +53,8 @@ class LatencySums:
 
     seconds: float
     count: float
+    batch_tokens: int = 0
+    """KV tokens of the decode batch when this was read; 0: none, or prompts were computed beside it."""
 
     def mean_since(self, before: "LatencySums | None") -> float | None:
         """Mean over what came since `before`; None without tokens, or where the counters went back."""
@@ -123,10 +125,13 @@ class Prober:
         if seconds is None or count is None:
             instance.itl_s = None
             return None
-        sums = LatencySums(seconds, count)
+        ledger = instance.ledger
+        sums = LatencySums(seconds, count, 0 if ledger.prefill_tokens else ledger.decode_tokens)
         instance.itl_s = sums.mean_since(last)
-        if instance.itl_s and not instance.ledger.prefill_tokens:
-            instance.learn_decode(tokens=instance.ledger.decode_tokens, itl_s=instance.itl_s)
+        if instance.itl_s and last and last.batch_tokens and sums.batch_tokens:
+            # A second's latency belongs to that second's batch. With the batch at its end alone, every burst
+            # that had just ended would teach that tokens cost nothing, and no flip to decode be wanted.
+            instance.learn_decode(tokens=(last.batch_tokens + sums.batch_tokens) // 2, itl_s=instance.itl_s)
         return sums
 
     def _missed(self, instance: Instance, pool: EnginePool, reason: str) -> None:

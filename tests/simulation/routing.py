@@ -31,7 +31,9 @@ from fulcrum_router.policy import (
     choose_decode,
     choose_prefill,
 )
+from fulcrum_router.policy.estimate import DecodePredictor, PrefillPredictor
 from fulcrum_router.signals import FLIP_PATIENCE_S, FLIP_SILENCE_S
+from fulcrum_router.watches import TYPICAL_TOKENS
 from fulcrum_simulator.engine import (
     EngineRequest,
     ExportKv,
@@ -45,7 +47,6 @@ from fulcrum_simulator.engine import (
 from tests.simulation.engines import EngineProcess, Leg, LegBroken, Network
 from tests.simulation.history import History
 
-TYPICAL_TOKENS = 300
 SILENCE_S = 8.0
 """A leg on which nothing comes for so long is given up."""
 PREFILL_TRIES = 2
@@ -68,8 +69,8 @@ class Instance:
     """What the router knows of one instance: `policy.InstanceView`."""
 
     name: str
-    prefill_model: PrefillModel
-    decode_model: DecodeModel
+    prefill: PrefillPredictor
+    decode: DecodePredictor
     role: Role = Role.DECODE
     assigned: bool = False
     process: EngineProcess | None = None
@@ -77,7 +78,16 @@ class Instance:
     ledger: Ledger = field(default_factory=Ledger)
     health: Health = field(default_factory=Health)
     itl_s: float | None = None
+    batch_tokens: int = 0
     missed_probes: int = 0
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        return self.prefill.model
+
+    @property
+    def decode_model(self) -> DecodeModel:
+        return self.decode.model
 
     @property
     def serving(self) -> bool:
@@ -137,7 +147,9 @@ class Router:
             return
         roles = effective_roles(self.accepted.roles, ready)
         for name, obj in objects.items():
-            known = self.instances.get(name) or Instance(name, self._prefill_model, self._decode_model)
+            known = self.instances.get(name) or Instance(
+                name, PrefillPredictor(self._prefill_model), DecodePredictor(self._decode_model)
+            )
             self.instances[name] = known
             entry = self.accepted.roles.get(name)
             known.assigned = name in ready and entry is not None and not entry.cordoned
@@ -251,6 +263,11 @@ class Router:
         instance.health.succeeded()
         samples = process.engine.stats.take_samples().itl_s
         instance.itl_s = sum(samples) / len(samples) if samples else None
+        ledger = instance.ledger
+        before, now = instance.batch_tokens, 0 if ledger.prefill_tokens else ledger.decode_tokens
+        instance.batch_tokens = now
+        if instance.itl_s and before and now:
+            instance.decode.learn(tokens=(before + now) // 2, itl_s=instance.itl_s)
 
     # Requests
 
@@ -300,13 +317,18 @@ class Router:
 
     async def _prefill_leg(self, leg_id: str, request: ClientRequest, instance: Instance) -> Finished | None:
         seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
+        alone, sent_s = not instance.ledger.legs, self._clock.monotonic_s()
         entry = instance.ledger.open_prefill(tokens=request.prompt_tokens, seconds=seconds)
         try:
-            return await self._leg(
+            end = await self._leg(
                 self._engine_request(leg_id, request, ExportKv(), max_tokens=1), instance, lambda _: None
             )
         finally:
             entry.release()
+        if alone and end is not None:
+            took_s = self._clock.monotonic_s() - sent_s
+            instance.prefill.learn(tokens=request.prompt_tokens, seconds=took_s)
+        return end
 
     async def _decode(
         self,
