@@ -8,9 +8,9 @@ import time
 
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.api.pdpool import PDPool, fixed_role
+from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import AssignmentRules, may_apply, with_flip
+from fulcrum_core.assignment import AssignmentRules, may_apply, rules_of, with_flip
 from fulcrum_core.errors import Conflict, InvalidInput
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Store
@@ -75,11 +75,5 @@ async def _rules(store: Store, service: str, namespace: str) -> tuple[Assignment
     pools = await store.list(PDPool, namespace=namespace)
     listed = await store.list(PDInstance, namespace=namespace)
     instances = [instance for instance in listed.items if instance.spec.service == service]
-    fixed = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools.items}
-    rules = AssignmentRules(
-        prefill_to_decode_cooldown_s=wanted.spec.autoscaling.flip.prefill_to_decode_cooldown,
-        fixed_roles={
-            i.metadata.name: role for i in instances if (role := fixed.get(i.spec.pool)) is not None
-        },
-    )
+    rules = rules_of(wanted.spec, pools.items, instances)
     return rules, frozenset(i.metadata.name for i in instances if i.status.phase is Phase.SERVING)

@@ -110,7 +110,7 @@ class Session:
 
     def _moment(self) -> Moment:
         clock_s = self._clock_s()
-        phase = self._generated.phase_at(clock_s - self._shape_began_s) if self._generated else None
+        phase = self._phase(clock_s - self._shape_began_s)
         return Moment(
             elapsed_s=self.elapsed_s,
             clock_s=clock_s,
@@ -121,6 +121,12 @@ class Session:
             notice=self._notice if clock_s < self._notice_until_s else "",
             began_at_s=self._began_at_s,
         )
+
+    def _phase(self, at_s: float) -> LoadPhase | None:
+        """The load's phase, at its end the last one."""
+        if self._generated is None or not self._generated.phases:
+            return None
+        return self._generated.phase_at(at_s) or self._generated.phases[-1]
 
     def _phase_name(self, phase: LoadPhase | None) -> str:
         if not self.begun:

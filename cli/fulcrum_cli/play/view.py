@@ -10,7 +10,7 @@ from textwrap import wrap
 from rich.console import Group
 from rich.text import Text
 
-from fulcrum_cli.play.frame import Counts, Decision, Frame, InstanceRow
+from fulcrum_cli.play.frame import Decision, Frame, InstanceRow
 from fulcrum_cli.play.recorder import Cell
 from fulcrum_core.values import Phase, Role
 
@@ -32,14 +32,13 @@ _NAME_MAX = 18
 
 def draw(frame: Frame, *, width: int, height: int) -> Group:
     """The frame as lines, none wider than `width`; decisions fill what `height` leaves."""
-    roomy = height >= 30
-    lines = [_title(frame, width), *_load(frame, width), *_gap(roomy), *_instances(frame, width), *_gap(True)]
-    lines += [*_objectives(frame, width), *_gap(roomy), *_split(frame), *_gap(True)]
-    footer = [_keys(width)]
-    room = max(0, height - len(lines) - len(footer) - 1)
-    lines += _decisions(frame.decisions, room, width)
-    lines += [Text("")] * (height - len(lines) - len(footer))
-    return Group(*(_fit(line, width) for line in lines + footer))
+    lines = [_title(frame, width), *_load(frame, width)]
+    for part in (_instances(frame, width), _objectives(frame, width), _split(frame, width)):
+        lines += [*_gap(height >= 30), *part]
+    lines += _gap(height >= 26)
+    lines += _decisions(frame.decisions, max(0, height - len(lines) - 2), width)
+    lines += [Text("")] * (height - len(lines) - 1)
+    return Group(*(_fit(line, width) for line in [*lines, _keys(width)]))
 
 
 def _fit(line: Text, width: int) -> Text:
@@ -75,24 +74,29 @@ def _clock(seconds: float | None) -> str:
     return f"{minutes:02d}:{rest:02d}"
 
 
+def _flow(parts: Iterable[Text], width: int) -> list[Text]:
+    """The parts on as few lines as they fit on, in order."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + part.cell_len + 2 <= width:
+            lines[-1].append("  ").append_text(part)
+        else:
+            lines.append(Text(" ").append_text(part))
+    return lines
+
+
 def _load(frame: Frame, width: int) -> list[Text]:
-    """What is sent and what became of it: on one line, or on two where that is too long."""
-    rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
-    load = Text.assemble((" load ", DIM), (frame.load, TITLE), f" {frame.load_phase}", (rate, DIM))
-    counts = _counted(frame.counts)
-    if load.cell_len + counts.cell_len + 2 > width:
-        return [load, counts]
-    return [Text.assemble(load, "  ", counts)]
-
-
-def _counted(counts: Counts) -> Text:
+    counts = frame.counts
     bad = counts.failed + counts.broken + counts.wrong
-    return Text.assemble(
-        (" offered ", DIM), f"{counts.offered:,}", ("  in flight ", DIM), f"{counts.in_flight}",
+    rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
+    load = Text.assemble(("load ", DIM), (frame.load, TITLE), f" {frame.load_phase}", (rate, DIM))
+    counted = Text.assemble(
+        ("offered ", DIM), f"{counts.offered:,}", ("  in flight ", DIM), f"{counts.in_flight}",
         ("  ok ", DIM), (f"{counts.ok:,}", GOOD if counts.ok else DIM),
         ("  failed/broken/wrong ", DIM),
         (f"{counts.failed}/{counts.broken}/{counts.wrong}", BAD if bad else DIM),
     )  # fmt: skip
+    return _flow((load, counted), width)
 
 
 def _instances(frame: Frame, width: int) -> list[Text]:
@@ -100,14 +104,23 @@ def _instances(frame: Frame, width: int) -> list[Text]:
     band_width = max(_BAND_MIN, width - name_width - _METERS_WIDTH - 5)
     head = Text.assemble(
         (" " * (name_width + 5), DIM),
-        (f"roles, last {band_width} s, now at the right"[:band_width].ljust(band_width), DIM),
-        ("  prefill queue    decode   KV cache", DIM),
+        (_caption(band_width).ljust(band_width), DIM),
+        ("  prefill queue  req×tokens  KV cache", DIM),
     )
     rows = [
         _instance(row, index == frame.selected, name_width, band_width, frame.slo.ttft_s)
         for index, row in enumerate(frame.instances)
     ]
     return [head, *rows]
+
+
+def _caption(seconds: int) -> str:
+    captions = (
+        f"roles, one cell a second, now at the right ({seconds} s)",
+        f"roles, last {seconds} s",
+        "roles",
+    )
+    return next(caption for caption in captions if len(caption) <= seconds)
 
 
 def _instance(row: InstanceRow, selected: bool, name_width: int, band_width: int, ttft_s: float) -> Text:
@@ -173,18 +186,21 @@ def _bar(share: float, width: int, style: str) -> Text:
 def _objectives(frame: Frame, width: int) -> list[Text]:
     recent, slo = frame.recent, frame.slo
     bar_width = 10 if width >= 100 else 5
+    attained = Text.assemble(
+        ("attained ", DIM),
+        *_share("last 10 s", frame.attainment_recent),
+        "  ",
+        *_share("run", frame.attainment),
+    )
     queued = Text.assemble(
-        ("   queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL),
-        ("  decode ", DIM), (f"{frame.decode_requests}×, {_thousands(frame.decode_tokens)} tokens", DECODE),
+        ("queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL), ("  decode ", DIM),
+        (f"{frame.decode_requests} requests, {_thousands(frame.decode_tokens)} tokens", DECODE),
     )  # fmt: skip
     return [
         _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, bar_width),
         _objective("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, bar_width),
-        Text.assemble(
-            (" attained ", DIM), *_share("last 10 s", frame.attainment_recent), "  ",
-            *_share("run", frame.attainment), queued,
-        ),
-    ]  # fmt: skip
+        *_flow((attained, queued), width),
+    ]
 
 
 def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: float, bar_width: int) -> Text:
@@ -220,21 +236,24 @@ def _share(name: str, share: float | None) -> Iterable[tuple[str, str]]:
         yield (f"{share:.1%}", GOOD if share >= 0.9 else BAD)
 
 
-def _split(frame: Frame) -> list[Text]:
-    line = Text.assemble((" P:D  wanted ", DIM), *_ratio(frame.wanted), ("  had ", DIM), *_ratio(frame.had))
-    line.append("   flips ", DIM)
-    line.append(f"→P {frame.flips_to_prefill}", PREFILL)
-    line.append("  ")
-    line.append(f"→D {frame.flips_to_decode}", DECODE)
+def _split(frame: Frame, width: int) -> list[Text]:
+    parts = [
+        Text.assemble(("P:D wanted ", DIM), *_ratio(frame.wanted), (" had ", DIM), *_ratio(frame.had)),
+        Text.assemble(
+            ("flips ", DIM),
+            (f"→P {frame.flips_to_prefill}", PREFILL),
+            " ",
+            (f"→D {frame.flips_to_decode}", DECODE),
+        ),
+    ]
     if frame.ack_p99_ms is not None:
-        line.append("   acknowledged in ", DIM)
-        line.append(f"{frame.ack_p99_ms:.1f} ms")
-        line.append(" (p99)", DIM)
-    if frame.lateness_p99_ms is not None:
-        line.append("   engines late ", DIM)
-        line.append(f"{frame.lateness_p99_ms:.1f} ms", BAD if frame.lateness_p99_ms > TOO_SLOW_MS else "")
-    lines = [line]
-    if frame.lateness_p99_ms is not None and frame.lateness_p99_ms > TOO_SLOW_MS:
+        parts.append(Text.assemble(("acknowledged in ", DIM), f"{frame.ack_p99_ms:.1f} ms", (" (p99)", DIM)))
+    late_ms = frame.lateness_p99_ms
+    if late_ms is not None:
+        style = BAD if late_ms > TOO_SLOW_MS else ""
+        parts.append(Text.assemble(("engines late ", DIM), (f"{late_ms:.1f} ms", style), (" (p99)", DIM)))
+    lines = _flow(parts, width)
+    if late_ms is not None and late_ms > TOO_SLOW_MS:
         lines.append(Text(" MACHINE TOO SLOW: engine steps come late, latencies are not the model's", BAD))
     if frame.notice:
         lines.append(Text(f" {frame.notice}", TITLE))
