@@ -6,7 +6,7 @@ process stands in the objects, so it may be restarted at any point.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,13 +28,14 @@ from fulcrum_autoscaler.policy import (
 from fulcrum_autoscaler.routers import RouterAway, RouterPort
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.api.pdpool import PDPool, fixed_role
+from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.assignment import rules_of
 from fulcrum_core.errors import Conflict, FulcrumError
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Clock, Store
 from fulcrum_core.state import FlipWanted, RouterState
-from fulcrum_core.values import Phase, Role
+from fulcrum_core.values import Phase
 
 log = structlog.get_logger()
 
@@ -160,7 +161,8 @@ class Autoscaler:
         if service is None or assignment is None:
             missing = "PDService" if service is None else "PDAssignment"
             return self._hold(trigger, f"cannot tell: the store shows no {missing}")
-        rules = FlipRules.of(service.spec, fixed_roles=self._fixed_roles())
+        judge = rules_of(service.spec, self._desired.pools(), self._desired.instances())
+        rules = FlipRules.of(service.spec, assignment=judge)
         try:
             for _ in range(WRITE_TRIES):
                 seen = await self._observe(assignment)
@@ -207,11 +209,6 @@ class Autoscaler:
             self._meters.conflicts.inc()
             return False
         return True
-
-    def _fixed_roles(self) -> Mapping[str, Role]:
-        roles = {pool.metadata.name: fixed_role(pool.spec.role) for pool in self._desired.pools()}
-        fixed = ((i.metadata.name, roles.get(i.spec.pool)) for i in self._desired.instances())
-        return {name: role for name, role in fixed if role is not None}
 
     def _hold(self, trigger: Trigger, reason: str) -> Decision:
         return Decision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)

@@ -9,7 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fulcrum_core.api.meta import format_duration
-from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdpool import PDPool, fixed_role
+from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Actor, Role
 
@@ -24,6 +27,21 @@ class AssignmentRules:
     prefill_to_decode_cooldown_s: float
     fixed_roles: Mapping[str, Role] = field(default_factory=dict)
     """Instances of pools that never flip."""
+    floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
+    """The service's own floors: an assignment that was patched by hand may raise them, not lower them."""
+
+
+def rules_of(
+    spec: PDServiceSpec, pools: Iterable[PDPool], instances: Iterable[PDInstance]
+) -> AssignmentRules:
+    """What judges the assignment of a service with these pools and instances."""
+    by_pool = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools}
+    fixed = {instance.metadata.name: by_pool.get(instance.spec.pool) for instance in instances}
+    return AssignmentRules(
+        prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
+        fixed_roles={name: role for name, role in fixed.items() if role is not None},
+        floors=spec.roles.floors(),
+    )
 
 
 def may_apply(
@@ -49,8 +67,9 @@ def may_apply(
     if _lost_time(current, proposed):
         return Verdict(False, "lastPrefillToDecode may not be cleared or set back")
     for role in (Role.PREFILL, Role.DECODE):
-        refusal = _refuse_floor(role, current, proposed, ready)
-        refusal = refusal or _refuse_last_assigned(role, current, proposed)
+        floor = max(rules.floors.of(role), proposed.floors.of(role))
+        refusal = _refuse_floor(role, floor, current, proposed, ready)
+        refusal = refusal or _refuse_last_assigned(role, floor, current, proposed)
         if refusal:
             return Verdict(False, refusal)
     return Verdict(True, "within floors, cooldown and pins")
@@ -173,18 +192,19 @@ def _lost_time(current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
 
 
 def _refuse_floor(
-    role: Role, current: PDAssignmentSpec, proposed: PDAssignmentSpec, ready: Collection[str]
+    role: Role, floor: int, current: PDAssignmentSpec, proposed: PDAssignmentSpec, ready: Collection[str]
 ) -> str | None:
     before = serving(current.roles, ready, role)
     after = serving(proposed.roles, ready, role)
-    floor = proposed.floors.of(role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
     return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"
 
 
-def _refuse_last_assigned(role: Role, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> str | None:
+def _refuse_last_assigned(
+    role: Role, floor: int, current: PDAssignmentSpec, proposed: PDAssignmentSpec
+) -> str | None:
     """Of the instances that stay, serving or not, the floor must stay assigned to the role.
 
     Instances that leave the map do not count: dropping one that is gone for good must always be possible.
@@ -192,7 +212,6 @@ def _refuse_last_assigned(role: Role, current: PDAssignmentSpec, proposed: PDAss
     staying = [name for name in current.roles if name in proposed.roles]
     before = serving(current.roles, staying, role)
     after = serving(proposed.roles, proposed.roles, role)
-    floor = proposed.floors.of(role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))

@@ -13,10 +13,10 @@ import structlog
 from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.api.pdpool import PDPool, fixed_role
+from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.assignment import AssignmentRules, effective_roles, may_apply
+from fulcrum_core.assignment import AssignmentRules, effective_roles, may_apply, rules_of
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Store
@@ -152,12 +152,7 @@ class Watches:
         service = self._services.objects.get(self._service)
         if service is None:
             return AssignmentRules(prefill_to_decode_cooldown_s=0.0)
-        fixed = {pool.metadata.name: fixed_role(pool.spec.role) for pool in self._pools.objects.values()}
-        roles = {name: fixed.get(instance.spec.pool) for name, instance in self._mine().items()}
-        return AssignmentRules(
-            prefill_to_decode_cooldown_s=service.spec.autoscaling.flip.prefill_to_decode_cooldown,
-            fixed_roles={name: role for name, role in roles.items() if role is not None},
-        )
+        return rules_of(service.spec, self._pools.objects.values(), self._mine().values())
 
 
 def _name(subject: PDService | PDAssignment | None) -> str:

@@ -27,8 +27,8 @@ class FlipRules:
     assignment: AssignmentRules
 
     @classmethod
-    def of(cls, spec: PDServiceSpec, *, fixed_roles: Mapping[str, Role]) -> "FlipRules":
-        """The rules of one service; `fixed_roles` are the instances of its pools that never flip."""
+    def of(cls, spec: PDServiceSpec, *, assignment: AssignmentRules) -> "FlipRules":
+        """The rules of one service; `assignment` is what judges its PDAssignment."""
         scaling = spec.autoscaling
         return cls(
             mode=scaling.mode,
@@ -38,7 +38,7 @@ class FlipRules:
             shrink=scaling.arrow.shrink,
             passes=scaling.arrow.passes,
             interval_s=scaling.arrow.interval,
-            assignment=AssignmentRules(scaling.flip.prefill_to_decode_cooldown, fixed_roles),
+            assignment=assignment,
         )
 
 

@@ -65,6 +65,7 @@ def rules_of(service: PDService, members: Iterable[Member]) -> AssignmentRules:
     return AssignmentRules(
         prefill_to_decode_cooldown_s=service.spec.autoscaling.flip.prefill_to_decode_cooldown,
         fixed_roles={member.name: member.fixed for member in members if member.fixed},
+        floors=service.spec.roles.floors(),
     )
 
 
@@ -102,10 +103,7 @@ def _judged(seen: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
     if seen.assignment is None:
         return None
     wish, last = seen.assignment.spec, seen.accepted or rebuilt(seen) or seen.assignment.spec
-    floored = wish.model_copy(
-        update={"floors": seen.service.spec.roles.floors()}
-    )  # the spec's, whatever it says
-    verdict = may_apply(last, floored, seen.serving, rules, now_s=seen.now_s)
+    verdict = may_apply(last, wish, seen.serving, rules, now_s=seen.now_s)
     if verdict.allowed:
         return wish
     return refused(last, wish, verdict.reason, now_s=seen.now_s)

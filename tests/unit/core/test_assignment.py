@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from fulcrum_core.api import PDInstance, PDPool, PDService, load_manifest
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.assignment import (
     CLOCK_SKEW_S,
     AssignmentRules,
     effective_roles,
     may_apply,
+    rules_of,
     serving,
     with_flip,
 )
@@ -284,3 +286,35 @@ def test_who_serves_is_ready_not_cordoned_and_listed_by_name() -> None:
     roles = edit("b", cordoned=True)(wish("PPPD")).roles
     assert serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
     assert serving(roles, frozenset("bcd"), P) == ("c",)
+
+
+def test_a_patch_that_lowers_its_own_floor_is_held_to_the_services_floor() -> None:
+    current = wish("PPD", floors=Floors(prefill=2, decode=1))
+    lowered = flip("a", D, Actor.PERSON)(current).model_copy(update={"floors": Floors(prefill=0, decode=0)})
+    rules = AssignmentRules(prefill_to_decode_cooldown_s=0.0, floors=Floors(prefill=2, decode=1))
+
+    verdict = may_apply(current, lowered, frozenset("abc"), rules, now_s=NOW_S)
+
+    assert verdict == Verdict(False, "1 instances would serve Prefill, the floor is 2; leaving: a")
+
+
+def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
+    manifest = """
+{apiVersion: fulcrum.dev/v1alpha1, kind: PDService, metadata: {name: chat}, spec: {model: m, roles: {prefill: {min: 3}}}}
+---
+{apiVersion: fulcrum.dev/v1alpha1, kind: PDPool, metadata: {name: chat-p}, spec: {service: chat, model: m, engine: {},
+ role: Prefill, replicas: 1, instances: {min: 1}}}
+---
+{apiVersion: fulcrum.dev/v1alpha1, kind: PDInstance, metadata: {name: chat-0}, spec: {service: chat, model: m, engine: {},
+ pool: chat-p}}
+---
+{apiVersion: fulcrum.dev/v1alpha1, kind: PDInstance, metadata: {name: chat-1}, spec: {service: chat, model: m, engine: {},
+ pool: chat-flex}}
+"""
+    service, pool, *instances = load_manifest(manifest, source="test")
+    assert isinstance(service, PDService)
+    assert isinstance(pool, PDPool)
+
+    rules = rules_of(service.spec, [pool], [i for i in instances if isinstance(i, PDInstance)])
+
+    assert rules == AssignmentRules(10.0, {"chat-0": P}, Floors(prefill=3, decode=1))
