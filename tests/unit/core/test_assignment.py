@@ -299,17 +299,16 @@ def test_a_patch_that_lowers_its_own_floor_is_held_to_the_services_floor() -> No
 
 
 def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
-    manifest = """
-{apiVersion: fulcrum.dev/v1alpha1, kind: PDService, metadata: {name: chat}, spec: {model: m, roles: {prefill: {min: 3}}}}
+    base = "apiVersion: fulcrum.dev/v1alpha1, metadata: {name:"
+    of = "service: chat, model: m, engine: {}"
+    manifest = f"""
+{{{base} chat}}, kind: PDService, spec: {{model: m, roles: {{prefill: {{min: 3}}}}}}}}
 ---
-{apiVersion: fulcrum.dev/v1alpha1, kind: PDPool, metadata: {name: chat-p}, spec: {service: chat, model: m, engine: {},
- role: Prefill, replicas: 1, instances: {min: 1}}}
+{{{base} chat-p}}, kind: PDPool, spec: {{{of}, role: Prefill, replicas: 1, instances: {{min: 1}}}}}}
 ---
-{apiVersion: fulcrum.dev/v1alpha1, kind: PDInstance, metadata: {name: chat-0}, spec: {service: chat, model: m, engine: {},
- pool: chat-p}}
+{{{base} chat-0}}, kind: PDInstance, spec: {{{of}, pool: chat-p}}}}
 ---
-{apiVersion: fulcrum.dev/v1alpha1, kind: PDInstance, metadata: {name: chat-1}, spec: {service: chat, model: m, engine: {},
- pool: chat-flex}}
+{{{base} chat-1}}, kind: PDInstance, spec: {{{of}, pool: chat-flex}}}}
 """
     service, pool, *instances = load_manifest(manifest, source="test")
     assert isinstance(service, PDService)
