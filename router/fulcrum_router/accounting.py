@@ -17,6 +17,10 @@ BY_DESIGN = frozenset({"several_prompts", "several_answers"})
 """Reasons for a local prefill that are the request's, not a fault's."""
 
 
+PREFILL, DECODE = "prefill", "decode"
+"""The phases, as labels."""
+
+
 class Outcome(StrEnum):
     """How a request ended. Invalid ones are the client's fault and no load that was offered."""
 
@@ -25,6 +29,8 @@ class Outcome(StrEnum):
     FAILED = "failed"
     BROKEN = "broken"
     CANCELLED = "cancelled"
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
 class Histogram:
@@ -61,13 +67,13 @@ class Books:
 
     def __init__(self) -> None:
         self.tiers: dict[str, TierBooks] = {}
-        self.legs: defaultdict[tuple[Role, str], int] = defaultdict(int)
+        self.legs: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Legs by phase and outcome (`ok`, or the failure)."""
-        self.retries: defaultdict[tuple[Role, str], int] = defaultdict(int)
+        self.retries: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Attempts after a failure, by phase and reason of the failure."""
         self.local: defaultdict[str, int] = defaultdict(int)
         """Requests decoded without a hand-off, by reason."""
-        self.dispatched: defaultdict[tuple[Role, str], int] = defaultdict(int)
+        self.dispatched: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Choices by phase and reason."""
         self.flips_wanted: defaultdict[Role, int] = defaultdict(int)
         self.ejections: defaultdict[str, int] = defaultdict(int)

@@ -10,7 +10,7 @@ import orjson
 
 from fulcrum_router.policy.estimate import prompt_size
 
-ROUTERS_FIELDS = ("kv_transfer_params", "ec_transfer_params", "priority", "request_id")
+ROUTERS_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 """Fields that a client may not set: the first two make an engine dial any address, or kill it."""
 
 _PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -46,7 +46,7 @@ def parse_request(raw: bytes, priority: int) -> Request:
         raise BadBody(f"the body is not JSON: {error}") from None
     if type(fields) is not dict:
         raise BadBody("the body is not a JSON object")
-    if any(name in fields for name in ROUTERS_FIELDS):
+    if not ROUTERS_FIELDS.isdisjoint(fields):
         for name in ROUTERS_FIELDS:
             fields.pop(name, None)
         raw = orjson.dumps(fields)

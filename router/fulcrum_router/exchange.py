@@ -14,7 +14,7 @@ import structlog
 
 from fulcrum_core.values import Role
 from fulcrum_router import answers
-from fulcrum_router.accounting import Outcome
+from fulcrum_router.accounting import DECODE, PREFILL, Outcome
 from fulcrum_router.bodies import (
     BadBody,
     Request,
@@ -24,7 +24,7 @@ from fulcrum_router.bodies import (
     read_prefill_answer,
 )
 from fulcrum_router.fleet import Instance
-from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, relayed_head
+from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead
 from fulcrum_router.policy import (
     Decision,
     Dispatch,
@@ -213,8 +213,8 @@ class Exchange:
             try:
                 await self._prefill_on(instance)
             except LegFailed as error:
-                self._router.leg_failed(instance, Role.PREFILL, error)
-                self._router.books.retries[Role.PREFILL, error.failure] += 1
+                self._router.leg_failed(instance, PREFILL, error)
+                self._router.books.retries[PREFILL, error.failure] += 1
                 self._avoid_prefill += (instance.name,)
                 continue
             return
@@ -225,7 +225,7 @@ class Exchange:
             await self._router.ask_for_flip(decision)
             decision = self._choose_prefill(NO_FLIPS)
         if type(decision) is Dispatch:
-            self._router.books.dispatched[Role.PREFILL, decision.reason] += 1
+            self._router.books.dispatched[PREFILL, decision.reason] += 1
             return self._router.fleet[decision.instance]
         self._local = "prefill_failed" if self._avoid_prefill else "no_prefill_instance"
         return None
@@ -258,7 +258,7 @@ class Exchange:
             self._prefill_status(instance, status, content, head)
         self._handoff_at_s = now_s = time.monotonic()
         self._take_handoff(instance, content, pool.host)
-        self._router.leg_succeeded(instance, Role.PREFILL)
+        self._router.leg_succeeded(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
         if alone:
             instance.learn_prefill(tokens=self._tokens, seconds=now_s - sent_s)
@@ -267,11 +267,11 @@ class Exchange:
         """A 5xx is the engine's fault, anything else the client's."""
         if status >= 500:
             raise LegFailed(Failure.STATUS, f"the engine answered {status}", status=status)
-        self._router.leg_succeeded(instance, Role.PREFILL)
+        self._router.leg_succeeded(instance, PREFILL)
         if head.length == CHUNKED:
             self._client.write(answers.answer(status, content))
         else:
-            self._client.write(relayed_head(head.raw, b"") + content)
+            self._client.write(head.with_fields(b"") + content)
         self._keep = self._keep and head.length != UNTIL_CLOSE
         raise _Answered(Outcome.INVALID)
 
@@ -312,7 +312,7 @@ class Exchange:
             decision = self._choose_decode(NO_FLIPS)
         if type(decision) is not Dispatch:
             return None
-        self._router.books.dispatched[Role.DECODE, decision.reason] += 1
+        self._router.books.dispatched[DECODE, decision.reason] += 1
         if decision.reason is Reason.PREFILLED_HERE:
             self._close_handoff()  # its blocks are this engine's own prefix cache
         elif self._handoff is not None and time.monotonic() - self._handoff_at_s > HANDOFF_AGE_S:
@@ -365,7 +365,7 @@ class Exchange:
                     raise
                 return self._decoded(instance, leg)
         except Broken as broken:
-            self._router.leg_failed(instance, Role.DECODE, LegFailed(broken.failure, broken.detail))
+            self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
             entry.release()
@@ -374,7 +374,7 @@ class Exchange:
     def _decoded(self, instance: Instance, leg: DecodeLeg) -> tuple[Outcome, float | None]:
         books, head = self._router.books, leg.head
         assert head is not None
-        self._router.leg_succeeded(instance, Role.DECODE)
+        self._router.leg_succeeded(instance, DECODE)
         if self._local is not None:
             books.local[self._local] += 1
         if head.length == UNTIL_CLOSE:
@@ -408,8 +408,8 @@ class Exchange:
             self._local_entry = None
 
     def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
-        self._router.leg_failed(instance, Role.DECODE, error)
-        self._router.books.retries[Role.DECODE, error.failure] += 1
+        self._router.leg_failed(instance, DECODE, error)
+        self._router.books.retries[DECODE, error.failure] += 1
         self._avoid_decode += (instance.name,)
         self._leg = None
         if error.consumed:

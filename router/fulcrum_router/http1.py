@@ -4,6 +4,7 @@ A head is read once, a body is never decoded: chunk framing is walked to learn w
 and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_HEAD_BYTES = 65_536
@@ -28,13 +29,21 @@ class FramingError(ValueError):
 class AnswerHead(NamedTuple):
     """The head of an answer. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
 
-    raw: bytes
+    line: bytes
+    """The status line."""
+    fields: bytes
+    """The fields as they came, the hop-by-hop ones left out, and the empty line."""
     status: int
     length: int
     keep_alive: bool
     event_stream: bool
 
+    def with_fields(self, ours: bytes) -> bytes:
+        """The head for the client, our fields in front of the engine's."""
+        return self.line + ours + self.fields
 
+
+@lru_cache(maxsize=256)  # an engine's heads repeat, but for their lengths
 def parse_head(raw: bytes) -> AnswerHead:
     """The head that ends with an empty line.
 
@@ -52,7 +61,14 @@ def parse_head(raw: bytes) -> AnswerHead:
     length = _length(low, status)
     if length == UNTIL_CLOSE:
         keep_alive = False
-    return AnswerHead(raw, status, length, keep_alive, b"text/event-stream" in low)
+    line, fields = _end_to_end(raw)
+    return AnswerHead(line, fields, status, length, keep_alive, b"text/event-stream" in low)
+
+
+def _end_to_end(raw: bytes) -> tuple[bytes, bytes]:
+    line, *fields = raw[:-4].split(b"\r\n")
+    kept = [field + b"\r\n" for field in fields if not field.lower().startswith(_HOP_BY_HOP)]
+    return line + b"\r\n", b"".join(kept) + b"\r\n"
 
 
 def _length(low: bytes, status: int) -> int:
@@ -77,17 +93,6 @@ def _field(low: bytes, name: bytes) -> bytes | None:
         return None
     start += len(name)
     return low[start : low.index(b"\r\n", start)].strip()
-
-
-def relayed_head(raw: bytes, ours: bytes) -> bytes:
-    """The head for the client: `ours` behind the status line, an engine's hop-by-hop fields left out."""
-    end = raw.index(b"\r\n") + 2
-    low = raw.lower()
-    if any(b"\r\n" + name in low for name in _HOP_BY_HOP):
-        lines = raw[end:-4].split(b"\r\n")
-        kept = [line for line in lines if not line.lower().startswith(_HOP_BY_HOP)]
-        return raw[:end] + ours + b"".join(line + b"\r\n" for line in kept) + b"\r\n"
-    return raw[:end] + ours + raw[end:]
 
 
 class ChunkWalk:

@@ -119,10 +119,10 @@ def _counts(books: Books) -> Iterator[Metric]:
     )
 
 
-def _by_phase(name: str, text: str, label: str, counts: Mapping[tuple[Role, str], int]) -> Metric:
+def _by_phase(name: str, text: str, label: str, counts: Mapping[tuple[str, str], int]) -> Metric:
     family = CounterMetricFamily(f"fulcrum_router_{name}", text, labels=["role", label])
-    for (role, value), count in sorted(counts.items()):
-        family.add_metric([role.lower(), value], count)
+    for labels, count in sorted(counts.items()):
+        family.add_metric(list(labels), count)
     return family
 
 

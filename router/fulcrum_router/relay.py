@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 from fulcrum_router.answers import error_event
-from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk, relayed_head
+from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.upstream import EngineConnection, Failure, LegFailed
 
@@ -121,7 +121,7 @@ class DecodeLeg:
         if not self._committed:
             assert self.head is not None
             self._commit()
-            data = relayed_head(self.head.raw, self.extra) + data
+            data = self.head.with_fields(self.extra) + data
         self.events += events
         self.entry.grow(events)
         self.sink.write(data)
@@ -149,7 +149,7 @@ class DecodeLeg:
         assert self.head is not None
         self._commit()
         parts, self._parts = self._parts, []
-        self.sink.write(b"".join((relayed_head(self.head.raw, self.extra), *parts)))
+        self.sink.write(b"".join((self.head.with_fields(self.extra), *parts)))
 
     def _commit(self) -> None:
         self._committed = True

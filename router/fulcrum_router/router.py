@@ -6,7 +6,7 @@ import time
 
 import structlog
 
-from fulcrum_core.values import AutoscalingMode, Role
+from fulcrum_core.values import AutoscalingMode
 from fulcrum_router.accounting import Books
 from fulcrum_router.fleet import Fleet, Instance
 from fulcrum_router.policy import FlipRules, FlipWanted, PredictionError, TokenRatio
@@ -60,13 +60,13 @@ class Router:
         self.books.flips_wanted[wanted.role] += 1
         await self.flips.ask(wanted.role, wanted.reason)
 
-    def leg_succeeded(self, instance: Instance, phase: Role) -> None:
+    def leg_succeeded(self, instance: Instance, phase: str) -> None:
         """An instance answered."""
         self.books.legs[phase, "ok"] += 1
         if instance.health.failures and instance.health.succeeded():
             instance.refresh()
 
-    def leg_failed(self, instance: Instance, phase: Role, failed: LegFailed) -> None:
+    def leg_failed(self, instance: Instance, phase: str, failed: LegFailed) -> None:
         """An instance did not answer, or not well: count it, and eject the instance when it is enough."""
         self.books.legs[phase, failed.failure] += 1
         if failed.failure not in _COUNTS_AGAINST_HEALTH:

@@ -41,6 +41,8 @@ class Failure(StrEnum):
     MALFORMED = "malformed"
     HANDOFF = "handoff"
 
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
 
 class LegFailed(Exception):
     """A leg that gave no answer. `status` is the engine's own where it sent one."""

@@ -154,7 +154,7 @@ async def test_a_failed_prefill_leg_goes_to_another_instance(
         answer = await ask(client, world, stream=True)
         ours = {"x-fulcrum-prefill": "p2", "x-fulcrum-decode": "d1"}
         assert answer == (200, "p2 p2 p2 ", ours)
-        assert world.router.books.retries == {(Role.PREFILL, failure): 1}
+        assert world.router.books.retries == {("prefill", failure): 1}
         assert world.ledgers_are_empty()
 
 
@@ -177,7 +177,7 @@ async def test_a_decode_leg_that_fails_before_its_first_byte_is_unseen_by_the_cl
         answer = await ask(client, world, stream=stream)
         ours = {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"}
         assert answer == (200, "p1 p1 p1 ", ours)
-        assert world.router.books.retries == {(Role.DECODE, failure): 1}
+        assert world.router.books.retries == {("decode", failure): 1}
         assert len(world["p1"].prefills) == 2, "a hand-off that may have been fetched is not used again"
         assert world.ledgers_are_empty()
 
@@ -190,7 +190,7 @@ async def test_an_abort_that_nobody_asked_for_is_a_failure(client: aiohttp.Clien
     async with running(*four(d1=abort_after_nothing)) as world:
         status, text, _ = await ask(client, world)
         assert (status, text) == (200, "p1 p1 p1 ")
-        assert world.router.books.retries == {(Role.DECODE, "aborted"): 1}
+        assert world.router.books.retries == {("decode", "aborted"): 1}
 
 
 async def test_an_unfetched_hand_off_serves_another_decode_instance(client: aiohttp.ClientSession) -> None:

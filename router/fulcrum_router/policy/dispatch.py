@@ -68,6 +68,8 @@ class Reason(StrEnum):
     LEAST_COST = "least_cost"
     OTHER_ROLE = "other_role"
 
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
 
 class Dispatch(NamedTuple):
     """The instance that takes the request, and its cost pair."""
@@ -92,6 +94,11 @@ class NoInstance(NamedTuple):
 
 
 Decision = Dispatch | FlipWanted | NoInstance
+
+Cost = tuple[float, float, int, str]
+"""A cost pair, and what decides between equal ones."""
+
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +128,19 @@ def choose_prefill(
     Only serving instances whose KV some serving decode instance can read, and none of `avoid`. With
     no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
     """
-    readers = [d for d in instances if d.serving and d.role.serves(Role.DECODE)]
-    costs: list[tuple[float, float, int, str]] = []
+    readers: list[V] = []
+    takers: list[V] = []
     for instance in instances:
-        if not instance.serving or not instance.role.serves(Role.PREFILL) or instance.name in avoid:
-            continue
-        if readers and not _some_can_read(readers, instance.identity):
-            continue
-        ledger = instance.ledger
-        seconds = _known(ledger.prefill_s + instance.prefill_model.ttft_s(tokens))
-        costs.append((_known(ledger.decode_tokens), seconds, ledger.decode_requests, instance.name))
+        if instance.serving:
+            if instance.role is not _PREFILL:
+                readers.append(instance)
+            if instance.role is not _DECODE:
+                takers.append(instance)
+    costs = [
+        _prefill_cost(taker, tokens)
+        for taker in takers
+        if taker.name not in avoid and (not readers or _some_can_read(readers, taker.identity))
+    ]
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
     chosen = _within(costs, slo.ttft_s)
@@ -163,7 +173,7 @@ def choose_decode(
         cost = _decode_cost(prefilled_on, tokens, slo)
         return Dispatch(prefilled_on.name, Reason.PREFILLED_HERE, cost[:2])
     source = None if prefilled_on is None else prefilled_on.identity
-    costs = _decode_costs(instances, tokens, slo, Role.DECODE, source, avoid)
+    costs = _decode_costs(instances, tokens, slo, _PREFILL, source, avoid)
     if not costs:
         return _other_role(instances, tokens, slo, source, avoid)
     chosen = _within(costs, 0.0)
@@ -229,7 +239,7 @@ def _decodes(instance: InstanceView, avoid: Collection[str]) -> bool:
 def _other_role(
     instances: Sequence[InstanceView], tokens: int, slo: Slo, source: Identity | None, avoid: Collection[str]
 ) -> Decision:
-    costs = _decode_costs(instances, tokens, slo, Role.PREFILL, source, avoid)
+    costs = _decode_costs(instances, tokens, slo, _DECODE, source, avoid)
     if not costs:
         return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
     return _least(costs)._replace(reason=Reason.OTHER_ROLE)
@@ -239,35 +249,42 @@ def _decode_costs(
     instances: Sequence[InstanceView],
     tokens: int,
     slo: Slo,
-    phase: Role,
+    barred: Role,
     source: Identity | None,
     avoid: Collection[str],
-) -> list[tuple[float, float, int, str]]:
+) -> list[Cost]:
+    """The costs of those that serve, do not play the `barred` role, and can read the KV of `source`."""
     return [
         _decode_cost(instance, tokens, slo)
         for instance in instances
         if instance.serving
-        and instance.role.serves(phase)
+        and instance.role is not barred
         and instance.name not in avoid
-        and _can_read(source, instance.identity)
+        and (source is None or source is instance.identity or _can_read(source, instance.identity))
     ]
 
 
-def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> tuple[float, float, int, str]:
+def _prefill_cost(instance: InstanceView, tokens: int) -> Cost:
     ledger = instance.ledger
-    over = _known(ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s))
-    return (_known(ledger.prefill_tokens), over, ledger.decode_requests, instance.name)
+    seconds = ledger.prefill_s + instance.prefill_model.ttft_s(tokens)
+    return (ledger.decode_tokens, _known(seconds), ledger.decode_requests, instance.name)
 
 
-def _within(costs: Sequence[tuple[float, float, int, str]], bound: float) -> Dispatch | None:
-    passing = [cost for cost in costs if cost[1] <= bound]
-    if not passing:
-        return None
-    first, second, _, name = min(passing)
-    return Dispatch(name, Reason.WITHIN_SLO, (first, second))
+def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
+    ledger = instance.ledger
+    over = ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s)
+    return (ledger.prefill_tokens, _known(over), ledger.decode_requests, instance.name)
 
 
-def _least(costs: Sequence[tuple[float, float, int, str]]) -> Dispatch:
+def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
+    best = min(costs)
+    if best[1] > bound:  # the least of all need not be the least of those that pass
+        best = min((cost for cost in costs if cost[1] <= bound), default=best)
+    first, second, _, name = best
+    return Dispatch(name, Reason.WITHIN_SLO, (first, second)) if second <= bound else None
+
+
+def _least(costs: Sequence[Cost]) -> Dispatch:
     first, second, _, name = min(costs)
     return Dispatch(name, Reason.LEAST_COST, (first, second))
 
@@ -284,4 +301,6 @@ def _can_read(source: Identity | None, reader: Identity | None) -> bool:
 
 
 def _some_can_read(readers: Sequence[InstanceView], source: Identity | None) -> bool:
+    if readers[0].identity is source:  # one kind of engine everywhere: the usual case
+        return True
     return any(_can_read(source, reader.identity) for reader in readers)

@@ -69,7 +69,7 @@ def test_series_of_an_instance_that_is_gone_are_gone() -> None:
 
 def test_what_went_wrong_is_counted_by_reason() -> None:
     router = Router()
-    router.books.retries[Role.PREFILL, "closed"] += 1
+    router.books.retries["prefill", "closed"] += 1
     router.books.local["no_prefill_instance"] += 2
     router.books.flips_wanted[Role.DECODE] += 3
     router.epoch.advance(7, 1.0)

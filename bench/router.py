@@ -1,0 +1,132 @@
+"""The router's CPU per request beside vllm-router's, in one interleaved run over mock engines.
+
+    ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16]
+
+DIR holds the harness: bench.py, mockvllm.c and loadgen.c. The two C programs, and vllm-router in an
+environment of its own, are made once in a cache folder. Scenarios are the harness's: `ns` is PD with
+short prompts and one token, 32 connections; `s16` streams 16 tokens on 64 connections. Every run counts only
+if the mock saw as many decodes with a hand-off as prefill legs, none recomputed and none bad.
+
+Exit code 1 if CPU per request in `ns` is not below half of vllm-router's.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PEER = "vllm-router==0.1.17"
+OURS, THEIRS = "fulcrum", "vllm-router"
+PREFILL, DECODE = (7701, 7702), (7703, 7704)
+BAR = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build what is missing, run, and print the table."""
+    given = _parser().parse_args(arguments)
+    folder = os.environ.get("ROUTER_BENCH")
+    if not folder or not (Path(folder) / "bench.py").is_file():
+        print(f"error: ROUTER_BENCH ({folder or 'nothing'}) is not a folder with bench.py", file=sys.stderr)
+        return 2
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
+    harness = Path(folder)
+    _build(harness, cache)
+    results = _run(harness, cache, given)
+    return _report(results)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="runs of each system and scenario (%(default)s)"
+    )
+    parser.add_argument("--secs", type=float, default=4.0, help="seconds of a run (%(default)s)")
+    parser.add_argument("--scenarios", default="ns", help="of the harness, by commas (%(default)s)")
+    return parser
+
+
+def _build(harness: Path, cache: Path) -> None:
+    programs = cache / "bin"
+    programs.mkdir(parents=True, exist_ok=True)
+    for name in ("mockvllm", "loadgen"):
+        source, program = harness / f"{name}.c", programs / name
+        if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+            subprocess.run(["cc", "-O2", "-w", "-o", program, source, "-lm"], check=True)
+    peer = cache / "venv"
+    if not (peer / "bin" / "vllm-router").exists():
+        venv.create(peer, with_pip=True)
+        subprocess.run([peer / "bin" / "python", "-m", "pip", "install", "--quiet", PEER], check=True)
+
+
+def _run(harness: Path, cache: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
+    systems, out = cache / "systems.py", cache / "results.json"
+    systems.write_text(f"SUTS = {_systems(cache)!r}\n", encoding="utf-8")
+    command = [
+        *(sys.executable, str(harness / "bench.py"), "--config", str(systems), "--logs", str(cache / "logs")),
+        *("--suts", f"{OURS},{THEIRS}", "--scen", given.scenarios, "--out", str(out)),
+        *("--rounds", str(given.rounds), "--secs", str(given.secs)),
+    ]
+    subprocess.run(command, check=True, env={**os.environ, "BENCH_BIN": str(cache / "bin")})
+    results: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return results
+
+
+def _systems(cache: Path) -> dict[str, Any]:
+    def urls(flag: str, ports: Sequence[int]) -> list[str]:
+        return [part for port in ports for part in (flag, f"http://127.0.0.1:{port}")]
+
+    def endpoints(ports: Sequence[int]) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in ports)
+
+    static = ["--static", f"prefill={endpoints(PREFILL)}", f"decode={endpoints(DECODE)}"]
+    ours = [sys.executable, "-m", "fulcrum_router", "--service", "mock", "--port", "7901", *static]
+    theirs = [
+        *(str(cache / "venv" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", "7801"),
+        *("--prometheus-port", "27601", "--log-level", "warning", "--worker-startup-check-interval", "1"),
+        *("--vllm-pd-disaggregation", "--policy", "round_robin"),
+        *urls("--prefill", PREFILL),
+        *urls("--decode", DECODE),
+    ]
+    return {OURS: {"port": 7901, "cmd": [ours]}, THEIRS: {"port": 7801, "cmd": [theirs]}}
+
+
+def _report(results: Sequence[dict[str, Any]]) -> int:
+    """One line per system and scenario, from the least disturbed half of its runs."""
+    below = True
+    for scenario in dict.fromkeys(run["scen"] for run in results):
+        cpu: dict[str, float] = {}
+        for name in (OURS, THEIRS):
+            runs = [run for run in results if run["scen"] == scenario and run["sut"] == name]
+            sound = [run for run in runs if _is_sound(run)]
+            quiet = sorted(sound, key=lambda run: float(run["foreign"]))[: max(1, (len(sound) + 1) // 2)]
+            if not quiet:
+                print(f"error: {name} has no sound run of {scenario}", file=sys.stderr)
+                return 1
+            cpu[name] = statistics.median(run["cpu_us_req"] for run in quiet)
+            rate = statistics.median(run["rps"] for run in quiet)
+            dropped = f", {len(runs) - len(sound)} runs not sound" if len(sound) < len(runs) else ""
+            print(
+                f"{scenario:6} {name:12} {cpu[name]:7.1f} us CPU a request, {rate:7.0f} requests/s{dropped}"
+            )
+        ratio = cpu[OURS] / cpu[THEIRS]
+        print(f"{scenario:6} ratio        {ratio:7.2f}")
+        below = below and (scenario != "ns" or ratio < BAR)
+    return 0 if below else 1
+
+
+def _is_sound(run: dict[str, Any]) -> bool:
+    """Whether the run was PD all through: every prefill leg with its decode, nothing recomputed, nothing bad."""
+    seen: dict[str, int] = run["mock"]
+    prefills, decodes = seen.get("prefill_leg_total", 0), seen.get("decode_remote_total", 0)
+    wrong = sum(seen.get(name, 0) for name in ("decode_recompute_total", "bad_total", "plain_total"))
+    return run["err"] == 0 and prefills > 0 and abs(prefills - decodes) <= 128 and wrong == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
