@@ -121,7 +121,7 @@ def _report(results: Sequence[dict[str, Any]]) -> int:
 
 
 def _is_sound(run: dict[str, Any]) -> bool:
-    """Whether the run was PD all through: every prefill leg with its decode, nothing recomputed, nothing bad."""
+    """Whether it was PD all through: each prefill leg with its decode, nothing recomputed, nothing bad."""
     seen: dict[str, int] = run["mock"]
     prefills, decodes = seen.get("prefill_leg_total", 0), seen.get("decode_remote_total", 0)
     wrong = sum(seen.get(name, 0) for name in ("decode_recompute_total", "bad_total", "plain_total"))

@@ -76,6 +76,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_backlog",
         "_backlog_size",
+        "_beginning",
         "_body",
         "_body_size",
         "_calls",
@@ -104,6 +105,7 @@ class ClientConnection(asyncio.Protocol):
         self._backlog: list[bytes] = []
         self._backlog_size = 0
         self._closing = False
+        self._beginning = False
         self.paused = False
         self._clear()
 
@@ -282,7 +284,9 @@ class ClientConnection(asyncio.Protocol):
         """Begin with the next request, or give the next answer, in the order they came in."""
         while self._exchange is None and not self._closing:
             if self._calls:
+                self._beginning = True
                 self._begin(self._calls.popleft())
+                self._beginning = False
             elif self._refusal is not None:
                 self._transport.write(self._refusal)
                 self._close()
@@ -306,6 +310,7 @@ class ClientConnection(asyncio.Protocol):
                 self._close()
             return
         self._exchange = Exchange(router, router.settings, self, call)
+        self._exchange.start()
 
     # --- for the exchange ----------------------------------------------------------------------
 
@@ -317,7 +322,7 @@ class ClientConnection(asyncio.Protocol):
         self._waiting_since_s = time.monotonic()
         if not keep or self._server.router.stopping:
             self._close()
-        elif self._calls or self._refusal is not None or self._backlog:
+        elif not self._beginning and (self._calls or self._refusal is not None or self._backlog):
             self._next()
 
     def _close(self) -> None:

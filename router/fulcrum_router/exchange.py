@@ -24,6 +24,7 @@ from fulcrum_router.bodies import (
     read_prefill_answer,
 )
 from fulcrum_router.fleet import Instance
+from fulcrum_router.flow import Flow, in_task
 from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead
 from fulcrum_router.policy import (
     Decision,
@@ -96,6 +97,7 @@ class Exchange:
         "_call",
         "_client",
         "_first_s",
+        "_flow",
         "_handoff",
         "_handoff_at_s",
         "_handoff_entry",
@@ -108,7 +110,6 @@ class Exchange:
         "_router",
         "_settings",
         "_source",
-        "_task",
         "_tier",
         "_tokens",
         "arrival_s",
@@ -129,11 +130,15 @@ class Exchange:
         self._local_entry: PrefillEntry | None = None
         self._leg: DecodeLeg | None = None
         self._first_s: float | None = None
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._flow = Flow(self._run())
+
+    def start(self) -> None:
+        """Begin. May end at once, and tell the client so."""
+        self._flow.resume()
 
     def cancel(self) -> None:
         """The client left: drop both legs."""
-        self._task.cancel()
+        self._flow.cancel()
 
     def pause(self) -> None:
         """The client is slower than the engine."""
@@ -164,6 +169,7 @@ class Exchange:
                 self._client.write(answers.error(500, "internal error of the router", close=True))
         finally:
             self._close_handoff()
+            self._leg = None  # it refers back to us: without this only a garbage collection would free both
             ttft_s = None if self._first_s is None else self._first_s - self.arrival_s
             books.finish(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
             self._client.answered(keep=self._keep)
@@ -222,7 +228,7 @@ class Exchange:
     async def _pick_prefill(self) -> Instance | None:
         decision = self._choose_prefill(self._router.rules)
         if type(decision) is FlipWanted:
-            await self._router.ask_for_flip(decision)
+            await in_task(self._router.ask_for_flip(decision))
             decision = self._choose_prefill(NO_FLIPS)
         if type(decision) is Dispatch:
             self._router.books.dispatched[PREFILL, decision.reason] += 1
@@ -304,7 +310,7 @@ class Exchange:
     async def _pick_decode(self) -> Instance | None:
         decision = self._choose_decode(self._router.rules)
         if type(decision) is FlipWanted:
-            await self._router.ask_for_flip(decision)
+            await in_task(self._router.ask_for_flip(decision))
             decision = self._choose_decode(NO_FLIPS)
         if type(decision) is NoInstance and self._source is not None:
             self._close_handoff()  # nobody can read it, but somebody may compute the prompt again
@@ -347,7 +353,9 @@ class Exchange:
             seconds = instance.prefill_model.ttft_s(self._tokens)
             self._local_entry = ledger.open_local_prefill(tokens=self._tokens, seconds=seconds)
         try:
-            connection = pool.kept() or await pool.connect(timeouts.connect)
+            connection = pool.kept()
+            if connection is None:
+                connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
                     connection, self._client, entry, self._fulcrum_fields(instance), self._first
@@ -358,7 +366,7 @@ class Exchange:
                 except LegFailed:
                     if not connection.lost_reuse_race:
                         raise
-                    connection = await pool.connect(timeouts.connect)
+                    connection = await in_task(pool.connect(timeouts.connect))
                     continue
                 except asyncio.CancelledError:
                     connection.abort()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import structlog
 
 from fulcrum_router.fleet import Fleet, Instance
+from fulcrum_router.flow import from_task
 from fulcrum_router.router import Router
 from fulcrum_router.upstream import EnginePool, LegFailed, ask
 
@@ -165,5 +166,5 @@ class Prober:
 
 async def _get(pool: EnginePool, path: bytes) -> tuple[int, bytes]:
     head = b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, pool.address)
-    status, content, _ = await ask(pool, head, b"", connect_s=PROBE_S, answer_s=PROBE_S)
+    status, content, _ = await from_task(ask(pool, head, b"", connect_s=PROBE_S, answer_s=PROBE_S))
     return status, content

@@ -5,13 +5,13 @@ the request unseen: a stream is held to its first whole chunk, a small JSON answ
 there on only whole chunks are passed, so that a stream that breaks can end in an error event.
 """
 
-import asyncio
 import re
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Protocol
 
 from fulcrum_router.answers import error_event
+from fulcrum_router.flow import Completion
 from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.upstream import EngineConnection, Failure, LegFailed
@@ -48,8 +48,8 @@ class DecodeLeg:
 
     __slots__ = (
         "_committed",
-        "_future",
         "_held",
+        "_over",
         "_parts",
         "_size",
         "_torn",
@@ -85,10 +85,10 @@ class DecodeLeg:
         self._held = b""
         self._parts: list[bytes] = []
         self._size = 0
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._over: Completion[None] = Completion()
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._future.__await__()
+    def __await__(self) -> Generator[Completion[None], None, None]:
+        return self._over.__await__()
 
     @property
     def committed(self) -> bool:
@@ -159,15 +159,15 @@ class DecodeLeg:
             self.connection.pause()
 
     def on_end(self) -> None:
-        if self._future.done():
+        if self._over.done:
             return
         if not self._committed:
             failed = self._judge()
             if failed is not None:
-                self._future.set_exception(failed)
+                self._over.set_exception(failed)
                 return
             self._send_collected()
-        self._future.set_result(None)
+        self._over.set_result(None)
 
     def _judge(self) -> LegFailed | None:
         """Whether a whole answer is one that another instance should be asked for instead."""
@@ -183,13 +183,13 @@ class DecodeLeg:
         return None
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        if self._future.done():
+        if self._over.done:
             return
         if self._committed:
-            self._future.set_exception(Broken(failure, detail))
+            self._over.set_exception(Broken(failure, detail))
         else:
             status = self.head.status if self.head is not None and self.head.status >= 500 else 0
-            self._future.set_exception(LegFailed(failure, detail, status=status))
+            self._over.set_exception(LegFailed(failure, detail, status=status))
 
     def _give_up(self, failure: Failure, detail: str) -> None:
         self.connection.abort()

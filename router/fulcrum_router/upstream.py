@@ -9,8 +9,9 @@ import contextlib
 import time
 from collections.abc import Generator
 from enum import StrEnum
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
+from fulcrum_router.flow import Completion, in_task
 from fulcrum_router.http1 import (
     CHUNKED,
     MAX_HEAD_BYTES,
@@ -315,17 +316,17 @@ class EnginePool:
 class WholeAnswer:
     """A leg that collects its answer: prefill legs and probes."""
 
-    __slots__ = ("_future", "_parts", "_size", "connection", "head")
+    __slots__ = ("_parts", "_size", "_whole", "connection", "head")
 
     def __init__(self, connection: EngineConnection) -> None:
         self.connection = connection
         self.head: AnswerHead | None = None
         self._parts: list[bytes] = []
         self._size = 0
-        self._future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._whole: Completion[bytes] = Completion()
 
-    def __await__(self) -> Generator[Any, None, bytes]:
-        return self._future.__await__()
+    def __await__(self) -> Generator[Completion[bytes], None, bytes]:
+        return self._whole.__await__()
 
     def on_head(self, head: AnswerHead) -> None:
         self.head = head
@@ -337,28 +338,27 @@ class WholeAnswer:
         self._parts.append(data)
 
     def on_end(self) -> None:
-        if self._future.done():
-            return
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         assert self.head is not None
-        self._future.set_result(dechunk(body) if self.head.length == CHUNKED else body)
+        self._whole.set_result(dechunk(body) if self.head.length == CHUNKED else body)
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        if not self._future.done():
-            self._future.set_exception(LegFailed(failure, detail))
+        self._whole.set_exception(LegFailed(failure, detail))
 
 
 async def ask(
     pool: EnginePool, head: bytes, body: bytes, *, connect_s: float, answer_s: float
 ) -> tuple[int, bytes, AnswerHead]:
-    """One request with a whole answer: its status, content and head. Cancelling it aborts the request.
+    """For a flow: one request with a whole answer: its status, content and head. Cancelled, it aborts it.
 
     A kept connection that dies before the engine read the request is replaced by a fresh one, once.
 
     Raises:
         LegFailed: if there is no answer. One with status 5xx is an answer.
     """
-    connection = pool.kept() or await pool.connect(connect_s)
+    connection = pool.kept()
+    if connection is None:
+        connection = await in_task(pool.connect(connect_s))
     while True:
         leg = WholeAnswer(connection)
         connection.send(leg, head, body, first_byte_s=answer_s, idle_s=answer_s)
@@ -367,7 +367,7 @@ async def ask(
         except LegFailed:
             if not connection.lost_reuse_race:
                 raise
-            connection = await pool.connect(connect_s)
+            connection = await in_task(pool.connect(connect_s))
             continue
         except asyncio.CancelledError:
             connection.abort()
