@@ -136,10 +136,12 @@ def _tell(session: Session, flip: Flip) -> None:
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` while the context lasts. Should it crash, what it served goes on without it."""
+    """Runs `work` while the context lasts; should it crash, the context's end says so."""
     task = asyncio.create_task(work)
     try:
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(result, Exception):
+            raise result

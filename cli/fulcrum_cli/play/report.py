@@ -43,6 +43,7 @@ class RunFigures:
                 "failed": requests.failed,
                 "broken": requests.broken,
                 "wrong": requests.wrong,
+                "in_flight": requests.in_flight,
                 "broken_silently": requests.broken_silently,
                 "held_back": requests.held_back,
                 "output_tokens": requests.output_tokens,
@@ -82,7 +83,7 @@ class RunFigures:
             f"{self.load}, mode {self.mode}, {self.instances} instances, "
             f"{self.lasted_s:.0f} s, seed {self.seed}",
             f"requests    {requests.offered} offered = {requests.ok} ok + {requests.failed} failed "
-            f"+ {requests.broken} broken + {requests.wrong} wrong",
+            f"+ {requests.broken} broken + {requests.wrong} wrong{self._left()}",
             f"attainment  {_percent(requests.attainment)} of the requests offered met TTFT and TPOT",
             f"TTFT        {_seconds(latencies.ttft_p50_s)} p50, {_seconds(latencies.ttft_p99_s)} p99",
             f"TPOT        {_seconds(latencies.tpot_p50_s)} p50, {_seconds(latencies.tpot_p99_s)} p99",
@@ -90,6 +91,10 @@ class RunFigures:
             *(f"note        {note}" for note in self._notes()),
         ]
         return "\n".join(lines)
+
+    def _left(self) -> str:
+        """What somebody did not wait for."""
+        return f" + {self.requests.in_flight} not waited for" if self.requests.in_flight else ""
 
     def _acknowledged(self) -> str:
         p99_ms = self.ack_p99_ms()

@@ -182,7 +182,6 @@ class Session:
         quit_first = asyncio.create_task(self._quit.wait())
         await asyncio.wait({finish, quit_first}, return_when=asyncio.FIRST_COMPLETED)
         await self._stop(finish, quit_first)
-        await self._load.close()
 
     # flips and kills
 
