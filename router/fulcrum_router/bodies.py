@@ -107,10 +107,7 @@ def read_prefill_answer(body: bytes, host: str) -> PrefillAnswer:
     params = answer.get("kv_transfer_params")
     if type(params) is not dict:
         return PrefillAnswer(None, "aborted" if _aborted(answer) else "no_handoff", tokens)
-    if (
-        any(params.get(name) is None for name in _HANDOFF_FIELDS)
-        or params.get("do_remote_prefill") is not True
-    ):
+    if None in map(params.get, _HANDOFF_FIELDS) or params.get("do_remote_prefill") is not True:
         return PrefillAnswer(None, "incomplete_handoff", tokens)
     if params["remote_host"] != host:
         return PrefillAnswer(None, "foreign_host", tokens)
