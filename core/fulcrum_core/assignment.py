@@ -2,7 +2,8 @@
 
 Writers ask it before they write and readers ask it on receipt, since a person may have patched the
 object by hand. It is pure and does not depend on who asks: the cooldown counts between the times
-written in the objects, so a late reader comes to the writer's verdict.
+written in the objects, so a late reader comes to the writer's verdict. Only two guards ask the reader's
+clock: nothing may be dated ahead of it, and a pin is in force until it runs out.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -58,14 +59,13 @@ def may_apply(
     already, a change that does not make it worse is allowed; but neither may a flip or cordon of crashed
     instances leave fewer than the floor to come back to. New instances may always be added.
     """
-    for name, after in sorted(proposed.roles.items()):
-        before = current.roles.get(name)
-        refusal = _refuse_entry(name, before, after, current, rules, now_s=now_s)
-        refusal = refusal or _refuse_unrecorded(name, before, after, proposed)
+    for name in sorted(proposed.roles):
+        refusal = _refuse_entry(name, current, proposed, rules, now_s=now_s)
         if refusal:
             return Verdict(False, refusal)
-    if _lost_time(current, proposed):
-        return Verdict(False, "lastPrefillToDecode may not be cleared or set back")
+    refusal = _refuse_times(current, proposed, now_s=now_s)
+    if refusal:
+        return Verdict(False, refusal)
     for role in (Role.PREFILL, Role.DECODE):
         floor = max(rules.floors.of(role), proposed.floors.of(role))
         refusal = _refuse_floor(role, floor, current, proposed, ready)
@@ -133,62 +133,85 @@ def with_flip(
 
 def _refuse_entry(
     name: str,
-    before: RoleAssignment | None,
-    after: RoleAssignment,
     current: PDAssignmentSpec,
+    proposed: PDAssignmentSpec,
     rules: AssignmentRules,
     *,
     now_s: float,
 ) -> str | None:
+    before, after = current.roles.get(name), proposed.roles[name]
     fixed = rules.fixed_roles.get(name)
     if fixed is not None and after.role is not fixed:
         return f"instance {name!r} belongs to a pool that only serves {fixed}"
-    if before is None or before.role is after.role:
+    if before is None or _taken_back(before, after):
         return None
+    if before.role is after.role:
+        return _refuse_unpinning(name, before, after, now_s=now_s)
     if after.since > now_s + CLOCK_SKEW_S:
         return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
+    if before.cordoned and before.by is Actor.OPERATOR and after.cordoned:
+        return f"instance {name!r} is about to leave: {before.reason or 'cordoned'}"
     if after.by is Actor.PERSON:
         return None  # a person's word beats pins, refusals and the cooldown; never the floors
     if before.pinned_until is not None and before.pinned_until > after.since:
-        left = format_duration(round(before.pinned_until - after.since, 1))
-        return f"instance {name!r} is pinned to {before.role} for {left} more"
+        return _pinned(name, before.role, before.pinned_until - after.since)
     if before.refused and before.refused.role is after.role and before.refused.until > after.since:
         return f"the flip of instance {name!r} to {after.role} was refused: {before.refused.reason}"
-    return _refuse_cooldown(name, after, current, rules)
+    return _refuse_cooldown(name, current, proposed, rules)
+
+
+def _taken_back(before: RoleAssignment, after: RoleAssignment) -> bool:
+    """Whether this is the operator's refusal of the flip to `before.role`.
+
+    A reader that took the flip for good, because it knew less, has to follow, whatever the time.
+    """
+    return after.refused is not None and after.refused.role is before.role and before.role is not after.role
+
+
+def _refuse_unpinning(
+    name: str, before: RoleAssignment, after: RoleAssignment, *, now_s: float
+) -> str | None:
+    """A pin in force is a person's word: nobody else ends it sooner."""
+    until_s = before.pinned_until
+    if after.by is Actor.PERSON or until_s is None or until_s <= now_s:
+        return None
+    if after.pinned_until is not None and after.pinned_until >= until_s:
+        return None
+    return _pinned(name, before.role, until_s - now_s)
+
+
+def _pinned(name: str, role: Role, left_s: float) -> str:
+    return f"instance {name!r} is pinned to {role} for {format_duration(round(left_s, 1))} more"
 
 
 def _refuse_cooldown(
-    name: str, after: RoleAssignment, current: PDAssignmentSpec, rules: AssignmentRules
+    name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec, rules: AssignmentRules
 ) -> str | None:
-    last = current.last_prefill_to_decode
-    if after.by is not Actor.AUTOSCALER or after.role is not Role.DECODE or last is None:
+    """The autoscaler's flip to Decode waits for the cooldown, and starts it again in the same write."""
+    after, last = proposed.roles[name], current.last_prefill_to_decode
+    if after.by is not Actor.AUTOSCALER or after.role is not Role.DECODE:
         return None
-    waited = after.since - last
-    if waited >= rules.prefill_to_decode_cooldown_s:
-        return None
-    return (
-        f"instance {name!r} may not flip to Decode {waited:.1f} s after the last such flip; "
-        f"the cooldown is {format_duration(rules.prefill_to_decode_cooldown_s)}"
-    )
+    if last is not None and after.since - last < rules.prefill_to_decode_cooldown_s:
+        return (
+            f"instance {name!r} may not flip to Decode {after.since - last:.1f} s after the last such flip; "
+            f"the cooldown is {format_duration(rules.prefill_to_decode_cooldown_s)}"
+        )
+    recorded = proposed.last_prefill_to_decode
+    if recorded is None or recorded < after.since:
+        return f"the flip of instance {name!r} to Decode is not recorded in lastPrefillToDecode"
+    return None
 
 
-def _refuse_unrecorded(
-    name: str, before: RoleAssignment | None, after: RoleAssignment, proposed: PDAssignmentSpec
-) -> str | None:
-    """The autoscaler's flip to Decode must start the cooldown in the same write; the next waits for it."""
-    if before is None or before.role is after.role or after.role is not Role.DECODE:
-        return None
-    if after.by is not Actor.AUTOSCALER:
-        return None
-    last = proposed.last_prefill_to_decode
-    if last is not None and last >= after.since:
-        return None
-    return f"the flip of instance {name!r} to Decode is not recorded in lastPrefillToDecode"
-
-
-def _lost_time(current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
+def _refuse_times(current: PDAssignmentSpec, proposed: PDAssignmentSpec, *, now_s: float) -> str | None:
+    """The cooldown's start only moves on, and never ahead of the clock."""
     before, after = current.last_prefill_to_decode, proposed.last_prefill_to_decode
-    return before is not None and (after is None or after < before)
+    if before == after:
+        return None
+    if before is not None and (after is None or after < before):
+        return "lastPrefillToDecode may not be cleared or set back"
+    if after is not None and after > now_s + CLOCK_SKEW_S:
+        return f"lastPrefillToDecode is dated {after - now_s:.0f} s ahead"
+    return None
 
 
 def _refuse_floor(

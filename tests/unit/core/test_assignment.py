@@ -162,6 +162,34 @@ def judge(current: PDAssignmentSpec, change: Change, ready: str, rules: Assignme
             "lastPrefillToDecode may not be cleared or set back",
             id="the cooldown set back",
         ),
+        pytest.param(
+            wish("PPD"),
+            lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S + 3600}),
+            "abc",
+            "lastPrefillToDecode is dated 3600 s ahead",
+            id="the cooldown begun in the future",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=None),
+            "abc",
+            "instance 'a' is pinned to Prefill for 1m30s more",
+            id="somebody's pin cleared",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S + 90, by=Actor.PERSON)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 30, by=Actor.AUTOSCALER),
+            "abc",
+            "instance 'a' is pinned to Prefill for 1m30s more",
+            id="somebody's pin shortened",
+        ),
+        pytest.param(
+            edit("a", cordoned=True, reason="more instances than wanted")(wish("PPD")),
+            flip("a", D, Actor.PERSON),
+            "abc",
+            "instance 'a' is about to leave: more instances than wanted",
+            id="who shall leave",
+        ),
     ],
 )
 def test_refused(current: PDAssignmentSpec, change: Change, ready: str, reason: str) -> None:
@@ -213,6 +241,36 @@ def test_refused(current: PDAssignmentSpec, change: Change, ready: str, reason: 
             edit("a", pinned_until=NOW_S)(wish("PPD")), flip("a", D), "abc", id="a pin that ran out"
         ),
         pytest.param(
+            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=None, by=Actor.PERSON),
+            "abc",
+            id="a person ends a pin",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S)(wish("PPD")),
+            edit("a", pinned_until=None),
+            "abc",
+            id="a pin that ran out is cleared",
+        ),
+        pytest.param(
+            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", cordoned=True),
+            "abc",
+            id="a pinned instance is cordoned",
+        ),
+        pytest.param(
+            edit("a", cordoned=True)(wish("PPD")),
+            edit("a", cordoned=False, role=D, since=NOW_S, by=Actor.PERSON),
+            "abc",
+            id="a cordon lifted with the flip",
+        ),
+        pytest.param(
+            edit("a", cordoned=True, by=Actor.PERSON)(wish("PPD")),
+            flip("a", D, Actor.PERSON),
+            "abc",
+            id="whom a person cordoned",
+        ),
+        pytest.param(
             wish("PPD"), flip("a", D, now_s=NOW_S + CLOCK_SKEW_S), "abc", id="a clock that is a little ahead"
         ),
     ],
@@ -260,6 +318,26 @@ def test_a_flip_takes_a_refusal_and_a_pin_that_ran_out_with_it() -> None:
     )
     after = flip("a", D)(before).roles["a"]
     assert (after.pinned_until, after.refused) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("roles", "name", "to", "since_flip_s"),
+    [
+        pytest.param("PDD", "c", P, 3.0, id="to decode within the cooldown"),
+        pytest.param("PPD", "a", D, 3.0, id="to prefill"),
+    ],
+)
+@pytest.mark.parametrize("by", Actor)
+def test_who_took_a_flip_for_good_follows_when_the_operator_takes_it_back(
+    roles: str, name: str, to: Role, since_flip_s: float, by: Actor
+) -> None:
+    """Whoever gave the role that comes back, and even if the flip was pinned."""
+    before = edit(name, by=by)(wish(roles, last_prefill_to_decode=NOW_S - since_flip_s))
+    taken = with_flip(before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    refusal = Refusal(role=to, reason="did not verify", until=NOW_S + 30)
+    back = edit(name, role=to.other, since=NOW_S - 1000, by=by, pinned_until=None, refused=refusal)(taken)
+
+    assert may_apply(taken, back, frozenset("abc"), RULES, now_s=NOW_S) == ALLOWED
 
 
 def test_an_unknown_instance_cannot_be_flipped() -> None:
