@@ -11,8 +11,10 @@ from fulcrum_core.api.meta import format_duration
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.errors import NotFound
+from fulcrum_core.errors import InvalidInput, NotFound
+from fulcrum_core.profiles import load_profile
 from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.values import Phase
 from fulcrum_operator.local import RunInfo
 
 _NOTHING = "–"
@@ -35,8 +37,9 @@ async def _lines(running: RunInfo) -> Sequence[str]:
             assignment = None
     instances = [instance for instance in listed if instance.spec.service == running.service]
     state = await _state(running)
-    about_service = service_table(service, state, now_s=time.time())
-    about_instances = instance_table(instances, assignment, state)
+    now_s = time.time()
+    about_service = service_table(service, state, now_s=now_s)
+    about_instances = instance_table(instances, assignment, state, now_s=now_s)
     return *about_service, "", *about_instances, "", f"endpoint {running.router_url}"
 
 
@@ -84,23 +87,29 @@ def attainment(state: RouterState | None) -> str:
 
 
 def instance_table(
-    instances: Iterable[PDInstance], assignment: PDAssignment | None, state: RouterState | None
+    instances: Iterable[PDInstance],
+    assignment: PDAssignment | None,
+    state: RouterState | None,
+    *,
+    now_s: float,
 ) -> list[str]:
     """One line an instance: what it is, what it is wished to be, what it carries."""
     head = ("INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY")
     loads = {load.name: load for load in state.instances} if state else {}
     roles = assignment.spec.roles if assignment else {}
-    rows = [_instance(i, roles.get(i.metadata.name), loads.get(i.metadata.name)) for i in instances]
+    rows = [
+        _instance(i, roles.get(i.metadata.name), loads.get(i.metadata.name), now_s=now_s) for i in instances
+    ]
     return _columns(head, *rows)
 
 
 def _instance(
-    instance: PDInstance, wish: RoleAssignment | None, load: InstanceState | None
+    instance: PDInstance, wish: RoleAssignment | None, load: InstanceState | None, *, now_s: float
 ) -> tuple[str, ...]:
     itl_s, kv_usage = (load.itl_s, load.kv_usage) if load else (None, None)
     return (
         instance.metadata.name,
-        instance.status.phase,
+        _phase(instance, now_s=now_s),
         wish.role if wish else _NOTHING,
         f"{load.prefill_queued_s:.2f} s" if load else _NOTHING,
         str(load.decode_requests) if load else _NOTHING,
@@ -108,5 +117,17 @@ def _instance(
         _NOTHING if itl_s is None else f"{itl_s * 1000:.0f} ms",
         _NOTHING if kv_usage is None else f"{kv_usage:.0%}",
         str(instance.status.restarts),
-        f"{wish.by}{', pinned' if wish.pinned_until else ''}" if wish else _NOTHING,
+        f"{wish.by}{', pinned' if (wish.pinned_until or 0.0) > now_s else ''}" if wish else _NOTHING,
     )
+
+
+def _phase(instance: PDInstance, *, now_s: float) -> str:
+    """The phase; while the engine starts also for how long, and how long that takes by its profile."""
+    status = instance.status
+    if status.phase is not Phase.STARTING or status.phase_since is None:
+        return status.phase
+    try:
+        startup_s = load_profile(instance.spec.engine.profile).startup_s
+    except InvalidInput:  # a profile's path is read from where `up` was run, which may be another folder
+        return status.phase
+    return f"{status.phase} {max(0.0, now_s - status.phase_since):.0f} of {startup_s:.0f} s"

@@ -138,8 +138,11 @@ class EngineObservation:
 class EngineRuntime(Protocol):
     """Where engine instances run: processes in a local run, pods in a cluster. Both calls are idempotent."""
 
-    async def start(self, name: str, command: tuple[str, ...]) -> None:
-        """Have the engine run with this command; one that exits is started again with back-off."""
+    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
+        """Have the engine run with this command; one that exits is started again with back-off.
+
+        It is expected to serve `startup_s` after a start; one that takes much longer is started again, too.
+        """
         ...
 
     async def stop(self, name: str) -> None:

@@ -68,7 +68,7 @@ class Cluster:
     command: Callable[[PDInstance], tuple[str, ...]]
     """The command line of an instance's engine."""
     engine_facts: Callable[[PDInstance], EngineFacts]
-    """What the instance's engine is known to be once it runs."""
+    """What the instance's engine is known to be."""
     router: RouterView | None = None
     status_interval_s: float = STATUS_INTERVAL_S
     memory: MutableMapping[ServiceKey, Memory] = field(default_factory=dict)
@@ -152,9 +152,14 @@ async def _apply(
             await _write(obj, before, cluster.store)
     for obj in plan.delete:
         await _delete(obj, cluster.store)
-    await asyncio.gather(*(cluster.runtime.start(i.metadata.name, cluster.command(i)) for i in plan.start))
+    await asyncio.gather(*(_start(instance, cluster) for instance in plan.start))
     await asyncio.gather(*(cluster.runtime.stop(name) for name in plan.stop))
     return late_s
+
+
+async def _start(instance: PDInstance, cluster: Cluster) -> None:
+    startup_s = cluster.engine_facts(instance).startup_s
+    await cluster.runtime.start(instance.metadata.name, cluster.command(instance), startup_s=startup_s)
 
 
 async def _write(obj: Resource, before: Resource | None, store: Store) -> None:

@@ -42,7 +42,7 @@ class Watched:
 
     async def running(self, *arguments: str, name: str = "e-0") -> int:
         """Start an engine; returns its process id once it runs."""
-        await self.runtime.start(name, (*TINY, *arguments))
+        await self.runtime.start(name, (*TINY, *arguments), startup_s=0.0)
         await self.until(lambda: self.state(name) is RUNNING)
         return self.runtime.pids()[name]
 
@@ -74,7 +74,7 @@ async def test_an_engine_that_says_ready_runs_at_the_port_it_named(watched: Watc
 
 async def test_starting_what_was_started_changes_nothing(watched: Watched) -> None:
     pid = await watched.running()
-    await watched.runtime.start("e-0", (*TINY, "--refuse", "something else"))
+    await watched.runtime.start("e-0", (*TINY, "--refuse", "something else"), startup_s=0.0)
     assert watched.runtime.pids() == {"e-0": pid}
 
 
@@ -118,27 +118,35 @@ async def test_an_engine_that_does_not_listen_to_sigterm_is_killed(watched: Watc
 
 
 async def test_an_engine_may_be_stopped_before_it_is_ready(watched: Watched) -> None:
-    await watched.runtime.start("e-0", (*TINY, "--silent"))
+    await watched.runtime.start("e-0", (*TINY, "--silent"), startup_s=0.0)
     await watched.runtime.stop("e-0")
     assert (watched.runtime.observe(), watched.runtime.pids()) == ((), {})
 
 
 async def test_an_engine_that_never_gets_ready_is_ended_and_tried_again(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.2, stop_grace_s=0.3))
-    await watched.runtime.start("e-0", (*TINY, "--silent"))
+    watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.125, stop_grace_s=0.3))
+    await watched.runtime.start("e-0", (*TINY, "--silent"), startup_s=0.25)
     await watched.until(lambda: watched.runtime.observe()[0].restarts == 1)
     await watched.runtime.stop("e-0")
-    assert watched.trace[1].exit_reason == "not ready within 0.2 s"
+    assert watched.trace[1].exit_reason == "not ready within 0.375 s"  # its start-up time, then the time-out
+
+
+async def test_an_engine_that_loads_for_longer_than_the_time_out_is_waited_for(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.001))
+    await watched.runtime.start("e-0", TINY, startup_s=60.0)
+    await watched.until(lambda: watched.state() is not STARTING)
+    await watched.runtime.stop("e-0")
+    assert [seen.state for seen in watched.trace] == [STARTING, RUNNING]
 
 
 async def test_an_engine_that_turns_down_its_arguments_says_why(watched: Watched) -> None:
-    await watched.runtime.start("e-0", (*TINY, "--refuse", "profile (x.yaml) cannot be read"))
+    await watched.runtime.start("e-0", (*TINY, "--refuse", "profile (x.yaml) cannot be read"), startup_s=0.0)
     await watched.until(lambda: bool(watched.runtime.hopeless()))
     assert watched.runtime.hopeless() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
 
 
 async def test_a_program_that_is_not_there_says_why(watched: Watched) -> None:
-    await watched.runtime.start("e-0", ("/nowhere/at/all",))
+    await watched.runtime.start("e-0", ("/nowhere/at/all",), startup_s=0.0)
     await watched.until(lambda: watched.state() is EXITED)
     assert watched.trace[-1].exit_reason == "cannot be started: No such file or directory"
 

@@ -1,4 +1,4 @@
-"""A program that keeps the contract of spawned programs, and nothing more. Run by tests of the local runtime."""
+"""A program that keeps the contract of spawned programs, and nothing more."""
 
 import argparse
 import signal

@@ -246,9 +246,9 @@ class Runtime:
         self.all_lives: list[EngineProcess] = []
         self._died: dict[str, asyncio.Event] = {}
 
-    async def start(self, name: str, command: tuple[str, ...]) -> None:
+    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
         """See `EngineRuntime`."""
-        del command
+        del command, startup_s
         if name not in self._keepers:
             self._died[name] = asyncio.Event()
             self._keepers[name] = asyncio.get_running_loop().create_task(self._keep(name))

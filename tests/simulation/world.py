@@ -217,7 +217,7 @@ class _World:
             clock=self._clock,
             command=lambda instance: (instance.metadata.name,),
             engine_facts=lambda instance: EngineFacts(
-                simulated.identity(instance.spec, self._profile), simulated.STRATEGY
+                simulated.identity(instance.spec, self._profile), simulated.STRATEGY, self._profile.startup_s
             ),
             router=self._router,
         )

@@ -40,7 +40,7 @@ class ProgramOptions:
     """How long a program may take. All in seconds."""
 
     ready_timeout_s: float = 30.0
-    """From its start to its ready line."""
+    """From its start to its ready line; an engine's own start-up time comes on top."""
     stop_grace_s: float = 1.2
     """From SIGTERM to SIGKILL."""
 

@@ -224,4 +224,4 @@ _profile = functools.cache(load_profile)
 
 def _engine_facts(instance: PDInstance) -> EngineFacts:
     profile = _profile(instance.spec.engine.profile)
-    return EngineFacts(simulated.identity(instance.spec, profile), simulated.STRATEGY)
+    return EngineFacts(simulated.identity(instance.spec, profile), simulated.STRATEGY, profile.startup_s)

@@ -1,6 +1,7 @@
 """`EngineRuntime` over processes of this machine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fulcrum_core.ports import EngineObservation, EngineState
@@ -25,19 +26,21 @@ class LocalRuntime:
         on_change: Callable[[str], None],
         options: ProgramOptions | None = None,
     ) -> None:
-        self._host, self._logs, self._on_change, self._options = host, logs, on_change, options
+        self._host, self._logs, self._on_change = host, logs, on_change
+        self._options = options or ProgramOptions()
         self._programs: dict[str, Program] = {}
 
-    async def start(self, name: str, command: tuple[str, ...]) -> None:
-        """Have the engine run with this command; one that exits is started again with back-off."""
+    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
+        """See `EngineRuntime`. An engine that is not ready `ready_timeout_s` after `startup_s` is ended."""
         if name in self._programs:
             return
+        ready_timeout_s = startup_s + self._options.ready_timeout_s
         program = Program(
             name,
             lambda _ports: command,
             log=self._logs / f"{name}.log",
             on_change=lambda: self._on_change(name),
-            options=self._options,
+            options=replace(self._options, ready_timeout_s=ready_timeout_s),
         )
         self._programs[name] = program
         program.start()

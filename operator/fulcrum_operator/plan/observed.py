@@ -11,10 +11,12 @@ from fulcrum_core.values import FlipStrategy, Phase
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine of some instance is known to be once it runs."""
+    """What an engine of some instance is known to be."""
 
     identity: IdentitySpec
     strategy: FlipStrategy
+    startup_s: float
+    """From its start to serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What `explain` and `status` print."""
 
+import re
 import time
 
 import pytest
@@ -8,9 +9,13 @@ from fulcrum_cli.explain import tell
 from fulcrum_cli.loads import SHAPES, make_load
 from fulcrum_cli.status import attainment, instance_table, service_table
 from fulcrum_core.api.manifest import parse_object
+from fulcrum_core.api.meta import ObjectMeta
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.state import RouterState, TierState
+from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_simulator.workload import LoadPhase
 
 LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
@@ -74,6 +79,24 @@ def service() -> PDService:
     return made
 
 
+NOW_S = 1_700_000_045.0
+
+
+def instance(*, phase: str, profile: str = "laptop") -> PDInstance:
+    """An instance that entered its phase 45 s before `NOW_S`."""
+    made = parse_object(
+        {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "PDInstance",
+            "metadata": {"name": "chat-0"},
+            "spec": {"service": "chat", "pool": "flex", "model": "m", "engine": {"profile": profile}},
+        }
+    )
+    assert isinstance(made, PDInstance)
+    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45)
+    return made.model_copy(update={"status": status})
+
+
 def state(*tiers: TierState) -> RouterState:
     return RouterState(
         service="chat", generation=1, acknowledged_at_s=0.0, at_s=0.0, instances=(), flip_wanted=None,
@@ -105,7 +128,39 @@ def test_attainment_is_over_all_that_was_offered(seen: RouterState | None, expec
 
 
 def test_instances_without_a_router_are_still_listed() -> None:
-    assert printed(instance_table([], None, None))[0][:3] == ["INSTANCE", "PHASE", "ROLE"]
+    lines = instance_table([instance(phase="Serving")], None, None, now_s=NOW_S)
+    assert [line.split() for line in lines] == [
+        ["INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY"],
+        ["chat-0", "Serving", *["–"] * 6, "0", "–"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("profile", "seen"),
+    [
+        pytest.param("l70-h100-tp4", "Starting 45 of 180 s", id="against its profile"),
+        pytest.param("elsewhere/engine.yaml", "Starting", id="a profile that is read from another folder"),
+    ],
+)
+def test_a_starting_instance_says_for_how_long(profile: str, seen: str) -> None:
+    line = instance_table([instance(phase="Starting", profile=profile)], None, None, now_s=NOW_S)[1]
+    assert re.split(r" {3,}", line)[1] == seen
+
+
+@pytest.mark.parametrize(
+    ("until_s", "by"),
+    [
+        pytest.param(NOW_S + 1, "Person, pinned", id="still pinned"),
+        pytest.param(NOW_S - 1, "Person", id="pinned until a moment ago"),
+        pytest.param(None, "Person", id="never pinned"),
+    ],
+)
+def test_an_instance_is_called_pinned_only_as_long_as_it_is(until_s: float | None, by: str) -> None:
+    entry = RoleAssignment(role=Role.PREFILL, since=NOW_S - 60, by=Actor.PERSON, pinned_until=until_s)
+    meta = ObjectMeta(name="chat")
+    assignment = PDAssignment(metadata=meta, spec=PDAssignmentSpec(service="chat", roles={"chat-0": entry}))
+    line = instance_table([instance(phase="Serving")], assignment, None, now_s=NOW_S)[1]
+    assert re.split(r" {3,}", line)[-1] == by
 
 
 LAPTOP = load_profile("laptop")

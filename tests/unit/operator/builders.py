@@ -26,6 +26,7 @@ RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineSta
 FACTS = EngineFacts(
     IdentitySpec(model="m", engine="simulated", kv_dtype="auto", block_size=16, tensor_parallel=1),
     FlipStrategy.RELABEL,
+    startup_s=7.0,
 )
 
 

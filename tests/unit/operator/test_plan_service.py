@@ -1,5 +1,6 @@
 """The plan as a whole: what is made, deleted, started, ended, and what the statuses say."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -395,7 +396,7 @@ def test_a_flip_by_restart_that_cannot_drain_is_given_up_with_its_reason() -> No
     }
     stuck = instance("chat-1", Phase.DRAINING, role=P, strategy=FlipStrategy.RESTART, phase_since=NOW_S - 120)
     instances = tuple(stuck if i.metadata.name == "chat-1" else i for i in settled(FOUR).instances)
-    restart = type(FACTS)(FACTS.identity, FlipStrategy.RESTART)
+    restart = replace(FACTS, strategy=FlipStrategy.RESTART)
     seen = settled(
         FOUR,
         instances=instances,

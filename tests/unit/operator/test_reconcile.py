@@ -39,9 +39,11 @@ class Engines:
 
     seen: dict[str, EngineObservation] = field(default_factory=dict)
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    startups_s: dict[str, float] = field(default_factory=dict)
 
-    async def start(self, name: str, command: tuple[str, ...]) -> None:
+    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
         self.commands[name] = command
+        self.startups_s[name] = startup_s
         self.seen[name] = engine(name, STARTING)
 
     async def stop(self, name: str) -> None:
@@ -179,6 +181,7 @@ async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: W
         dict.fromkeys(names, "Starting"),
         {name: ("serve", name) for name in names},
     )
+    assert world.engines.startups_s == dict.fromkeys(names, FACTS.startup_s)
 
 
 async def test_engines_that_come_up_serve_their_roles(world: World) -> None:
@@ -231,7 +234,8 @@ async def test_a_wish_below_the_floor_is_written_back_once_and_then_rests(world:
     reason = "0 instances would serve Prefill, the floor is 1; leaving: chat-0"
     refusal = Refusal(role=D, reason=reason, until=NOW_S + REFUSED_FOR_S)
     entry = before.roles["chat-0"].model_copy(update={"refused": refusal})
-    assert (await world.assignment()).spec == wish({**before.roles, "chat-0": entry})
+    expected = wish({**before.roles, "chat-0": entry}, last_prefill_to_decode=NOW_S)
+    assert (await world.assignment()).spec == expected
 
 
 async def test_a_dead_engine_is_failed_then_starts_then_serves_elsewhere(world: World) -> None:
