@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from fulcrum_core.api import PDAssignmentSpec, PDService, Refusal, RoleAssignment
-from fulcrum_core.assignment import AssignmentRules, may_apply
+from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, may_apply
 from fulcrum_core.values import Actor, FlipStrategy, Role
 from fulcrum_operator.plan.observed import Observed, by_number
 
@@ -112,7 +112,8 @@ def _judged(seen: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
 def refused(last: PDAssignmentSpec, wish: PDAssignmentSpec, reason: str, *, now_s: float) -> PDAssignmentSpec:
     """`last` again, each entry whose role was to change saying why it was not.
 
-    What the wish says of instances that `last` does not know stays.
+    What the wish says of instances that `last` does not know stays, and so does its start of the cooldown:
+    a reader that took the wish for good, because it saw more instances ready, would refuse to set it back.
     """
     roles = dict(last.roles)
     for name, entry in wish.roles.items():
@@ -122,7 +123,15 @@ def refused(last: PDAssignmentSpec, wish: PDAssignmentSpec, reason: str, *, now_
         elif before.role is not entry.role:
             turned_down = Refusal(role=entry.role, reason=reason[:1024], until=now_s + REFUSED_FOR_S)
             roles[name] = before.model_copy(update={"refused": turned_down})
-    return last.model_copy(update={"roles": roles})
+    began_s = _cooldown_start(last.last_prefill_to_decode, wish.last_prefill_to_decode, now_s=now_s)
+    return last.model_copy(update={"roles": roles, "last_prefill_to_decode": began_s})
+
+
+def _cooldown_start(last_s: float | None, wish_s: float | None, *, now_s: float) -> float | None:
+    """The later of both, unless it is one that nobody can have taken for good."""
+    if wish_s is None or wish_s > now_s + CLOCK_SKEW_S:
+        return last_s
+    return wish_s if last_s is None else max(last_s, wish_s)
 
 
 def _followed(

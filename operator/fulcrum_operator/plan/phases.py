@@ -133,9 +133,8 @@ def _draining(facts: Facts) -> Step:
         return _drained(facts, "drained")
     if waited and facts.now_s >= deadline_s:
         return _overdue(facts)
-    return Step(
-        Phase.DRAINING, EngineAction.START, f"waits for {_requests(facts)} to end", deadline_s=deadline_s
-    )
+    # How many is the router's to say: a count here would be written with every request that ends.
+    return Step(Phase.DRAINING, EngineAction.START, "waits for its requests to end", deadline_s=deadline_s)
 
 
 def _drained(facts: Facts, why: str) -> Step:

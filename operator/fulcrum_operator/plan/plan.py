@@ -161,7 +161,7 @@ def _rolled_back(
         name, played = instance.metadata.name, instance.status.role
         why = steps[name].refused
         if why and played in (Role.PREFILL, Role.DECODE):
-            before = wish.roles[name].model_copy(update={"role": played})
+            before = wish.roles[name].model_copy(update={"role": played, "pinned_until": None})
             last = wish.model_copy(update={"roles": {**wish.roles, name: before}})
             wish = refused(last, wish, why, now_s=now_s)
     return wish

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api import Floors, PDAssignment, PDAssignmentSpec, Refusal
-from fulcrum_core.assignment import with_flip
+from fulcrum_core.assignment import AssignmentRules, may_apply, with_flip
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S, Member, first_split, role_for_new
@@ -115,8 +115,38 @@ def test_a_wish_below_the_floor_is_written_back_with_the_reason() -> None:
             "chat-1": entry(P, refused=refusal),
             "chat-2": entry(D),
             "chat-3": entry(D),
-        }
+        },
+        last_prefill_to_decode=NOW_S,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "to"), [("chat-1", D), ("chat-2", P)], ids=["a flip to decode", "a flip to prefill"]
+)
+def test_a_reader_that_took_a_refused_wish_for_good_follows_the_refusal(name: str, to: Role) -> None:
+    """A router that has not yet heard of a crash finds the floor kept where the operator does not."""
+    last = flipped(Actor.AUTOSCALER, to.other, name)  # so that the role that comes back has a cooldown, too
+    current = last.model_copy(update={"last_prefill_to_decode": NOW_S - 60})
+    asked = with_flip(current, name, to, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
+    rules = AssignmentRules(10.0, floors=current.floors)
+    same_role = tuple(n for n, e in current.roles.items() if e.role is to.other and n != name)
+    fewer = frozenset(FOUR) - frozenset(same_role)
+
+    instances = tuple(i for i in settled(FOUR).instances if i.metadata.name in fewer)
+    failed = tuple(instance(n, Phase.FAILED) for n in same_role)
+    seen = settled(FOUR, assignment=assignment(asked), accepted=current, instances=(*instances, *failed))
+    back = planned(seen)
+
+    assert back.roles[name].role is to.other
+    assert may_apply(current, asked, frozenset(FOUR), rules, now_s=NOW_S).allowed
+    assert may_apply(asked, back, frozenset(FOUR), rules, now_s=NOW_S).allowed
+
+
+def test_a_refused_wish_does_not_take_its_cooldown_into_the_future() -> None:
+    asked = flipped(Actor.PERSON, D, "chat-0", "chat-1").model_copy(
+        update={"last_prefill_to_decode": NOW_S + 3600}
+    )
+    assert planned(settled(FOUR, assignment=assignment(asked))).last_prefill_to_decode is None
 
 
 def test_an_entry_that_somebody_took_out_is_made_again() -> None:

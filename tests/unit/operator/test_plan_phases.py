@@ -72,14 +72,12 @@ def test_serving_and_failing(before: Facts, step: Step) -> None:
     [
         pytest.param(
             facts(Phase.SERVING, leaving=True, legs=3, drained=True),
-            Step(Phase.DRAINING, START, "waits for 3 requests to end", NOW_S + DRAIN_S),
+            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
             id="who shall leave drains first, whatever was known before the cordon",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True),
-            Step(
-                Phase.DRAINING, START, "waits for an unknown number of requests to end", NOW_S - 10 + DRAIN_S
-            ),
+            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S - 10 + DRAIN_S),
             id="the deadline counts from the start of the drain",
         ),
         pytest.param(
@@ -140,7 +138,7 @@ DUE_S = NOW_S - 10 + SWITCH_TIMEOUT_S
     [
         pytest.param(
             restart(Phase.SERVING, legs=1),
-            Step(Phase.DRAINING, START, "waits for 1 request to end", NOW_S + DRAIN_S),
+            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
             id="it drains first",
         ),
         pytest.param(
