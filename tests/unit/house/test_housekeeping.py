@@ -2,10 +2,12 @@
 
 import re
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +81,18 @@ def test_all_settings_name_the_same_rooms() -> None:
         "types": set(ROOMS),
         "contracts": packages,
         "sorting": packages,
+    }
+
+
+def test_an_installed_package_holds_what_it_reads(tmp_path: Path) -> None:
+    """Files that only a checkout has make `fulcrum play` of an installed package fail at its start."""
+    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(wheel) as packed:
+        held = {name for name in packed.namelist() if name.endswith(".yaml")}
+    profiles = (ROOT / "core/fulcrum_core/data/profiles").glob("*.yaml")
+    assert held == {
+        *(f"fulcrum_core/data/profiles/{profile.name}" for profile in profiles),
+        *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "replay")),
     }
 
 
