@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 # Levels that no test covers yet, so that a green run does not claim them.
 LEVELS_WITHOUT_TESTS = {
@@ -47,6 +48,13 @@ def rewrite_golden(request: pytest.FixtureRequest) -> bool:
     """Whether a golden test writes its file instead of comparing with it."""
     value: bool = request.config.option.rewrite_golden
     return value
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Where a program that runs within a test sends its log lines ends with the test."""
+    yield
+    structlog.reset_defaults()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
