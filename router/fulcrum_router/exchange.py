@@ -45,6 +45,8 @@ from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
 
 log = structlog.get_logger()
 
+_BOTH, _PREFILLED_HERE = Role.BOTH, Reason.PREFILLED_HERE  # an attribute of an enum is slow to read
+
 ATTEMPTS = 3
 """Instances asked for one leg."""
 LEASE_S = 30.0
@@ -186,7 +188,11 @@ class Exchange:
         for _ in range(ATTEMPTS):
             if self._handoff is None:
                 await self._prefill()
-            instance = await self._pick_decode()
+            decision = self._choose_decode(self._router.rules)
+            if type(decision) is FlipWanted:
+                await in_task(self._router.ask_for_flip(decision))
+                decision = self._choose_decode(NO_FLIPS)
+            instance = self._dispatched_decode(decision)
             if instance is None:
                 break
             try:
@@ -213,8 +219,12 @@ class Exchange:
             if len(self._avoid_prefill) >= ATTEMPTS:
                 self._local = "prefill_failed"
                 return
-            instance = await self._pick_prefill()
-            if instance is None or instance.role is Role.BOTH:
+            decision = self._choose_prefill(self._router.rules)
+            if type(decision) is FlipWanted:
+                await in_task(self._router.ask_for_flip(decision))
+                decision = self._choose_prefill(NO_FLIPS)
+            instance = self._dispatched_prefill(decision)
+            if instance is None or instance.role is _BOTH:
                 return  # whoever serves both phases needs no hand-off
             try:
                 await self._prefill_on(instance)
@@ -225,11 +235,7 @@ class Exchange:
                 continue
             return
 
-    async def _pick_prefill(self) -> Instance | None:
-        decision = self._choose_prefill(self._router.rules)
-        if type(decision) is FlipWanted:
-            await in_task(self._router.ask_for_flip(decision))
-            decision = self._choose_prefill(NO_FLIPS)
+    def _dispatched_prefill(self, decision: Decision) -> Instance | None:
         if type(decision) is Dispatch:
             self._router.books.dispatched[PREFILL, decision.reason] += 1
             return self._router.fleet[decision.instance]
@@ -307,11 +313,7 @@ class Exchange:
 
     # --- decode --------------------------------------------------------------------------------
 
-    async def _pick_decode(self) -> Instance | None:
-        decision = self._choose_decode(self._router.rules)
-        if type(decision) is FlipWanted:
-            await in_task(self._router.ask_for_flip(decision))
-            decision = self._choose_decode(NO_FLIPS)
+    def _dispatched_decode(self, decision: Decision) -> Instance | None:
         if type(decision) is NoInstance and self._source is not None:
             self._close_handoff()  # nobody can read it, but somebody may compute the prompt again
             self._source, self._local = None, "unreadable_handoff"
@@ -319,7 +321,7 @@ class Exchange:
         if type(decision) is not Dispatch:
             return None
         self._router.books.dispatched[DECODE, decision.reason] += 1
-        if decision.reason is Reason.PREFILLED_HERE:
+        if decision.reason is _PREFILLED_HERE:
             self._close_handoff()  # its blocks are this engine's own prefix cache
         elif self._handoff is not None and time.monotonic() - self._handoff_at_s > HANDOFF_AGE_S:
             self._close_handoff()

@@ -7,7 +7,7 @@ there on only whole chunks are passed, so that a stream that breaks can end in a
 
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Protocol
 
 from fulcrum_router.answers import error_event
@@ -43,13 +43,12 @@ class Sink(Protocol):
         """Send."""
 
 
-class DecodeLeg:
-    """One attempt at the decode leg."""
+class DecodeLeg(Completion[None]):
+    """One attempt at the decode leg; completes with the end of its answer."""
 
     __slots__ = (
         "_committed",
         "_held",
-        "_over",
         "_parts",
         "_size",
         "_torn",
@@ -72,6 +71,7 @@ class DecodeLeg:
         extra: bytes,
         on_first: Callable[[float], None],
     ) -> None:
+        super().__init__()
         self.connection, self.sink, self.entry = connection, sink, entry
         self.extra = extra
         """Header lines put in front of the engine's own."""
@@ -85,15 +85,6 @@ class DecodeLeg:
         self._held = b""
         self._parts: list[bytes] = []
         self._size = 0
-        self._over: Completion[None] = Completion()
-
-    def __await__(self) -> Generator[Completion[None], None, None]:
-        return self._over.__await__()
-
-    @property
-    def committed(self) -> bool:
-        """Whether the client has seen any of it."""
-        return self._committed
 
     def on_head(self, head: AnswerHead) -> None:
         self.head = head
@@ -159,15 +150,26 @@ class DecodeLeg:
             self.connection.pause()
 
     def on_end(self) -> None:
-        if self._over.done:
+        if self.done:
             return
         if not self._committed:
             failed = self._judge()
             if failed is not None:
-                self._over.set_exception(failed)
+                self.set_exception(failed)
                 return
             self._send_collected()
-        self._over.set_result(None)
+        self.set_result(None)
+
+    def on_whole(self, head: AnswerHead, content: bytes) -> None:
+        if head.event_stream or head.status >= 500 or b'"abort"' in content:
+            self.on_head(head)
+            self.on_body(content, len(content))
+            self.on_end()
+            return
+        self.head = head
+        self._commit()
+        self.sink.write(head.with_fields(self.extra) + content)
+        self.set_result(None)
 
     def _judge(self) -> LegFailed | None:
         """Whether a whole answer is one that another instance should be asked for instead."""
@@ -183,13 +185,13 @@ class DecodeLeg:
         return None
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        if self._over.done:
+        if self.done:
             return
         if self._committed:
-            self._over.set_exception(Broken(failure, detail))
+            self.set_exception(Broken(failure, detail))
         else:
             status = self.head.status if self.head is not None and self.head.status >= 500 else 0
-            self._over.set_exception(LegFailed(failure, detail, status=status))
+            self.set_exception(LegFailed(failure, detail, status=status))
 
     def _give_up(self, failure: Failure, detail: str) -> None:
         self.connection.abort()

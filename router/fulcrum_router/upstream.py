@@ -7,7 +7,6 @@ by one sweep over all busy connections instead of a timer for each.
 import asyncio
 import contextlib
 import time
-from collections.abc import Generator
 from enum import StrEnum
 from typing import Protocol, cast
 
@@ -67,6 +66,9 @@ class Leg(Protocol):
     def on_end(self) -> None:
         """The answer is whole; the connection is given back already."""
 
+    def on_whole(self, head: AnswerHead, content: bytes) -> None:
+        """All of the three at once: an unchunked answer that came in one read."""
+
     def on_failure(self, failure: Failure, detail: str) -> None:
         """There will be no more; the connection is gone already."""
 
@@ -112,6 +114,7 @@ class EngineConnection(asyncio.Protocol):
         """Send a request; `leg` hears of the answer. Waits are bounded by `first_byte_s`, then `idle_s`."""
         assert self.transport is not None
         self.leg = leg
+        self._heard = False
         self._patience_s = idle_s
         self.sent_s = now = time.monotonic()
         self.deadline_s = now + first_byte_s
@@ -128,6 +131,8 @@ class EngineConnection(asyncio.Protocol):
             return
         self._heard = True
         try:
+            if self._head is None and not self._buffer and self._read_whole(leg, data):
+                return
             if self._head is None:
                 data = self._read_head(leg, data)
                 if self._head is None or (not data and self._left):
@@ -135,6 +140,20 @@ class EngineConnection(asyncio.Protocol):
             self._read_body(leg, data)
         except FramingError as error:
             self._fail(Failure.MALFORMED, str(error))
+
+    def _read_whole(self, leg: Leg, data: bytes) -> bool:
+        """Done with it if `data` is a whole answer, as short ones are; otherwise nothing has happened."""
+        end = data.find(b"\r\n\r\n") + 4
+        if end < 4:
+            return False
+        head = parse_head(data[:end])
+        if head.length != len(data) - end or not head.keep_alive or head.status < 200:
+            return False
+        self.leg = None
+        self._pool.busy.discard(self)
+        self._pool.give_back(self)
+        leg.on_whole(head, data[end:])
+        return True
 
     def _read_head(self, leg: Leg, data: bytes) -> bytes:
         """What follows the head, once it is whole."""
@@ -313,20 +332,16 @@ class EnginePool:
             connection.check(now_s)
 
 
-class WholeAnswer:
-    """A leg that collects its answer: prefill legs and probes."""
+class WholeAnswer(Completion[bytes]):
+    """A leg that collects its answer, and completes with its content: prefill legs and probes."""
 
-    __slots__ = ("_parts", "_size", "_whole", "connection", "head")
+    __slots__ = ("_parts", "_size", "head")
 
-    def __init__(self, connection: EngineConnection) -> None:
-        self.connection = connection
+    def __init__(self) -> None:
+        super().__init__()
         self.head: AnswerHead | None = None
         self._parts: list[bytes] = []
         self._size = 0
-        self._whole: Completion[bytes] = Completion()
-
-    def __await__(self) -> Generator[Completion[bytes], None, bytes]:
-        return self._whole.__await__()
 
     def on_head(self, head: AnswerHead) -> None:
         self.head = head
@@ -340,10 +355,14 @@ class WholeAnswer:
     def on_end(self) -> None:
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         assert self.head is not None
-        self._whole.set_result(dechunk(body) if self.head.length == CHUNKED else body)
+        self.set_result(dechunk(body) if self.head.length == CHUNKED else body)
+
+    def on_whole(self, head: AnswerHead, content: bytes) -> None:
+        self.head = head
+        self.set_result(content)
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        self._whole.set_exception(LegFailed(failure, detail))
+        self.set_exception(LegFailed(failure, detail))
 
 
 async def ask(
@@ -360,7 +379,7 @@ async def ask(
     if connection is None:
         connection = await in_task(pool.connect(connect_s))
     while True:
-        leg = WholeAnswer(connection)
+        leg = WholeAnswer()
         connection.send(leg, head, body, first_byte_s=answer_s, idle_s=answer_s)
         try:
             content = await leg
