@@ -14,7 +14,7 @@ from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
 from fulcrum_router.settings import Settings, Tier
 
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 

@@ -30,12 +30,16 @@ def surroundings() -> Iterator[dict[str, str]]:
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
-        said = [process.stdout.readline(), process.stdout.readline()]
-        assert said[1] == "chat: 3 instances serve; Ctrl-C ends them\n", said
-        yield env
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-        assert (process.returncode, out, err) == (0, "ended\n", "")
+        try:
+            said = [process.stdout.readline(), process.stdout.readline()]
+            assert said[1] == "chat: 3 instances serve; Ctrl-C ends them\n", said
+            yield env
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=30)
+            assert (process.returncode, out, err) == (0, "ended\n", "")
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def fulcrum(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -94,11 +94,11 @@ class TestSocket:
                 watch = client.watch(QoSTier, namespace="default", since=since)
                 await anext(watch)
                 began = asyncio.get_running_loop().time()
-            assert asyncio.get_running_loop().time() - began < 1.0
+            assert asyncio.get_running_loop().time() - began < 20.0  # a graceful end would wait a minute
             with suppress(
                 StoreUnavailable
             ):  # whether the end was clean is the server's luck; that it came is not
-                async with aclosing(watch), asyncio.timeout(5.0):
+                async with aclosing(watch), asyncio.timeout(20.0):
                     assert [event.object async for event in watch if event.object] == []
 
 

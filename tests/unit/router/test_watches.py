@@ -19,6 +19,7 @@ from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from fulcrum_router.watches import Watches
 
+DEADLINE_S = 20.0
 SINCE = "2026-01-01T00:00:00.000000Z"
 IDENTITY = {"model": "m", "engine": "e", "kvDtype": "bf16", "blockSize": 16, "tensorParallel": 1}
 NAMES = ("s-0", "s-1", "s-2", "s-3")
@@ -73,7 +74,7 @@ class Cluster:
         return {i.name: (i.role, i.serving) for i in self.router.fleet.all}
 
     async def acknowledged(self, generation: int) -> bool:
-        return await self.router.epoch.reached(generation, 2.0)
+        return await self.router.epoch.reached(generation, DEADLINE_S)
 
 
 def named(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +97,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 async def eventually(cluster: Cluster, expected: Fleet) -> None:
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(DEADLINE_S):
         while cluster.fleet() != expected:
             await asyncio.sleep(0.001)
 
@@ -130,7 +131,7 @@ async def test_a_wish_below_the_floor_leaves_the_last_good_map_in_force(cluster:
     good = await cluster.flip("s-0", "Decode")
     await cluster.acknowledged(good)
     await cluster.flip("s-1", "Decode")
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(DEADLINE_S):
         while not cluster.router.books.refused_assignments:
             await asyncio.sleep(0.001)
     assert cluster.router.epoch.generation == good
@@ -141,7 +142,7 @@ async def test_a_refused_wish_is_judged_again_when_readiness_changes(cluster: Cl
     await cluster.serve("s-1", phase="Starting")
     await eventually(cluster, {**START, "s-1": (Role.PREFILL, False)})
     generation = await cluster.flip("s-0", "Decode")
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(DEADLINE_S):
         while not cluster.router.books.refused_assignments:
             await asyncio.sleep(0.001)
     await cluster.serve("s-1")
@@ -163,7 +164,7 @@ async def test_only_phases_that_take_work_get_it(
     cluster: Cluster, status: dict[str, Any], serving: bool
 ) -> None:
     await cluster.serve("s-0", **status)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(DEADLINE_S):
         while (pool := cluster.router.fleet["s-0"].pool) is None or pool.port != 9005:
             await asyncio.sleep(0.001)
     assert cluster.fleet() == {**START, "s-0": (Role.PREFILL, serving)}

@@ -91,7 +91,7 @@ async def test_right_answers_are_all_ok_and_connections_are_kept() -> None:
         load = generator(port)
         for _ in range(3):
             await load.play(at_once(5))
-        await load.finish(timeout_s=5.0)
+        await load.finish(timeout_s=20.0)
         report = load.tally.report()
     assert (report.offered, report.ok, report.in_flight, report.output_tokens) == (15, 15, 0, 60)
     assert (report.attainment, report.reasons, report.held_back) == (1.0, {}, 0)
@@ -101,7 +101,7 @@ async def test_requests_beyond_the_connection_limit_are_held_back_and_said() -> 
     async with service(answer_right) as port:
         load = generator(port, max_connections=2)
         await load.play(at_once(6))
-        await load.finish(timeout_s=5.0)
+        await load.finish(timeout_s=20.0)
         report = load.tally.report()
     assert (report.offered, report.ok, report.held_back) == (6, 6, 4)
 
@@ -120,7 +120,7 @@ async def test_a_stream_cut_without_a_word_is_broken_silently() -> None:
     async with service(answer_half) as port:
         load = generator(port, max_connections=1)
         await load.play(at_once(3))
-        await load.finish(timeout_s=5.0)
+        await load.finish(timeout_s=20.0)
         report = load.tally.report()
     assert (report.broken, report.broken_silently, report.attainment) == (3, 3, 0.0)
 
@@ -130,7 +130,7 @@ async def test_a_service_that_is_not_there_fails_every_request() -> None:
         pass
     load = generator(port, max_connections=1)
     await load.play(at_once(3))
-    await load.finish(timeout_s=5.0)
+    await load.finish(timeout_s=20.0)
     report = load.tally.report()
     assert (report.failed, report.reasons) == (3, {"cannot connect: ConnectionRefusedError": 3})
 
