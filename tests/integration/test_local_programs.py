@@ -10,7 +10,7 @@ import pytest
 
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_operator.local import LocalRuntime, ProgramOptions, StartFailed
-from fulcrum_operator.local.program import Program, last_words, restart_delay_s
+from fulcrum_operator.local.program import STABLE_S, Program, last_words, restart_delay_s, short_lives_after
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 DEADLINE_S = 20.0
@@ -180,6 +180,31 @@ async def test_a_program_that_keeps_its_port_is_started_again_on_it(tmp_path: Pa
     after = program.ports
     await program.stop()
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("served_s", "lives"),
+    [
+        pytest.param(STABLE_S, 1, id="one that served for long begins anew"),
+        pytest.param(STABLE_S - 0.1, 3, id="one that served for a moment counts"),
+        pytest.param(0.0, 3, id="however long it took, one that never served counts"),
+    ],
+)
+def test_short_lives_in_a_row(served_s: float, lives: int) -> None:
+    assert short_lives_after(2, served_s=served_s) == lives
+
+
+async def test_a_ready_line_that_is_no_object_is_seen_and_tried_again(tmp_path: Path) -> None:
+    changed = asyncio.Event()
+    code = "print('ready [8101]', flush=True); import signal; signal.pause()"
+    program = Program(
+        "router", lambda _: (sys.executable, "-c", code), log=tmp_path / "r.log", on_change=changed.set
+    )
+    program.start()
+    async with asyncio.timeout(10):
+        await changed.wait()
+    await program.stop()
+    assert program.exit_reason == "its ready line cannot be read"
 
 
 def test_restarts_come_at_once_and_then_later_and_later() -> None:

@@ -114,6 +114,21 @@ async def test_a_run_removes_what_killed_ones_left(runs: Path) -> None:
         assert list(runs.glob("fulcrum-*/*")) == [Path(run.info.run_dir)]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
+async def test_a_link_that_somebody_else_made_is_no_folder_of_ours(
+    runs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    precious = tmp_path_factory.mktemp("home") / "notes-99999999-x"
+    precious.mkdir()
+    link = runs / f"fulcrum-{os.getuid()}"
+    link.symlink_to(precious.parent)
+    os.lchown(link, 65534, 65534)
+    with pytest.raises(InvalidInput, match="belongs to another user"):
+        async with serving():
+            pass
+    assert (find_runs(), precious.is_dir()) == ((), True)
+
+
 async def test_a_folder_of_the_users_own_keeps_the_logs_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

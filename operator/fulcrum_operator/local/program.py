@@ -83,6 +83,7 @@ class Program:
         self._task: asyncio.Task[None] | None = None
         self._stopping, self._settled = asyncio.Event(), asyncio.Event()
         self._short_lives, self._refused = 0, False
+        self._served_since_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -126,15 +127,14 @@ class Program:
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
-            loop = asyncio.get_running_loop()
-            began_s = loop.time()
+            self._served_since_s = None
             try:
                 reason = await self._live()
             except OSError as error:
                 reason = f"cannot be started: {error.strerror}"
             if self._stopping.is_set():
                 return
-            self._short_lives = 1 if loop.time() - began_s >= STABLE_S else self._short_lives + 1
+            self._short_lives = short_lives_after(self._short_lives, served_s=self._served_s())
             delay_s = restart_delay_s(self._short_lives)
             _log.warning("program ended", program=self.name, reason=reason, restart_s=delay_s)
             self._change(EngineState.EXITED, exit_reason=reason)
@@ -142,6 +142,10 @@ class Program:
                 return
             self.restarts += 1
             self._change(EngineState.STARTING)
+
+    def _served_s(self) -> float:
+        since_s = self._served_since_s
+        return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
 
     async def _live(self) -> str:
         """One life, from start to end; returns why it ended."""
@@ -170,11 +174,12 @@ class Program:
         except TimeoutError:
             _signal(process, signal.SIGKILL)
             return f"not ready within {self._options.ready_timeout_s:g} s"
-        except ValueError:
+        except (ValueError, TypeError, AttributeError):
             _signal(process, signal.SIGKILL)
             return "its ready line cannot be read"
         if ports is not None:
             self.ports = ports
+            self._served_since_s = asyncio.get_running_loop().time()
             self._change(EngineState.RUNNING)
         while await process.stdout.read(65536):
             pass  # nothing more is promised there, but a full pipe would stop the program
@@ -200,6 +205,11 @@ class Program:
         if state is EngineState.RUNNING or self.hopeless:
             self._settled.set()
         self._on_change()
+
+
+def short_lives_after(before: int, *, served_s: float) -> int:
+    """Short lives in a row after one more, which served for so long; 0: it never came to serve."""
+    return 1 if served_s >= STABLE_S else before + 1
 
 
 def restart_delay_s(short_lives: int) -> float:

@@ -76,9 +76,14 @@ def _make_folder(path: Path) -> Path:
     except OSError as error:
         rule = f"cannot be made: {(error.strerror or 'unknown error').lower()}"
         raise InvalidInput("run folder", path, rule) from error
-    if path.stat().st_uid != os.getuid():
+    if not _ours(path):
         raise InvalidInput("run folder", path, "belongs to another user")
     return path
+
+
+def _ours(path: Path) -> bool:
+    """Whether it is this user's; of a link, the link itself, for whoever made it chose where it leads."""
+    return path.lstat().st_uid == os.getuid()
 
 
 def _sweep(root: Path) -> None:
@@ -126,7 +131,7 @@ def alive(folder: Path) -> RunInfo | None:
 
 
 def find_runs(root: Path | None = None) -> tuple[RunInfo, ...]:
-    """The runs of this user that are there now, the latest first."""
+    """The runs of this user that are there now, the latest first. A folder that is not theirs holds none."""
     folder = root or runs_root()
-    found = [alive(path) for path in folder.iterdir()] if folder.is_dir() else []
+    found = [alive(path) for path in folder.iterdir()] if folder.is_dir() and _ours(folder) else []
     return tuple(sorted((info for info in found if info), key=lambda info: -info.started_at_s))
