@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT; bad arguments end it with one line and exit code 2."""
     die_with_parent()
     args = _parser().parse_args(argv)
+    if not 0 <= args.port <= 65535:  # uvloop would bind what is left of it in 16 bits
+        exit_with_error(InvalidInput("--port", args.port, "is not between 0 and 65535"))
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),

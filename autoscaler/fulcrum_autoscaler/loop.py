@@ -116,8 +116,8 @@ class Autoscaler:
         shall not flip an instance for each of them.
         """
         wanted = await self._router.flip_wanted(after=after, timeout_s=WANTED_POLL_S)
-        if wanted is None:
-            return after
+        if wanted is None:  # a router that was restarted meanwhile counts from 0 again
+            return min(after, (await self._router.state(min_generation=0, timeout_s=0)).flip_wanted_seq)
         decision = await self.answer(wanted)
         if decision.action is Action.FLIP:
             state = await self._router.state(min_generation=decision.generation + 1, timeout_s=ACK_WAIT_S)

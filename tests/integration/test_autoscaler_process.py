@@ -87,6 +87,9 @@ async def test_sigterm_ends_it_at_once_and_cleanly(process: asyncio.subprocess.P
             {"store": "chat.sock"}, "--store (chat.sock) is not unix: and a path", id="no unix store"
         ),
         pytest.param({"port": "http"}, "--port", id="port that is no number"),
+        pytest.param(
+            {"port": "99999"}, "--port (99999) is not between 0 and 65535", id="port that there is not"
+        ),
     ],
 )
 async def test_bad_arguments_end_it_with_one_line(

@@ -57,14 +57,13 @@ def answer(wanted: FlipWanted, seen: Observation, rules: FlipRules, *, now_s: fl
     if held:
         return held
     loads = measure_loads(seen, rules.slo)
-    asks = f"the router wants {wanted.role}: {wanted.reason}"
+    asks = f"the router wants {wanted.role}: {wanted.reason}"  # which says that decode load is low
     if wanted.role is Role.PREFILL:
         obstacle = _why_decode_not_low(loads, rules)
         if obstacle:
             return replace(
                 _hold(seen, Trigger.WANTED, f"{asks}; {obstacle}", loads, now_s=now_s), action=Action.REFUSE
             )
-        asks = f"{asks}; decode load {loads.decode} is below {rules.shrink:.2f}"
     return _try_flip(seen, wanted.role, rules, asks, Trigger.WANTED, loads, now_s=now_s)
 
 

@@ -229,7 +229,7 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
         pytest.param(
             (decode("d-0", 0.049), decode("d-1", 0.049)),
             Action.FLIP,
-            "decode load 0.49 is below 0.50",
+            "decode load 0.49",
             id="low decode gives one",
         ),
         pytest.param(
@@ -241,13 +241,13 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
         pytest.param(
             (IDLE_DECODE, decode("d-1", 0.09)),
             Action.FLIP,
-            "decode load 0.45 is below",
+            "decode load 0.45",
             id="an idle instance counts as 0",
         ),
         pytest.param(
             (IDLE_DECODE, IDLE_DECODE.model_copy(update={"name": "d-1"})),
             Action.FLIP,
-            "decode load 0.00 is below",
+            "decode load 0.00",
             id="no decode work at all is low",
         ),
         pytest.param(
@@ -280,7 +280,14 @@ def test_wanted_prefill_is_granted_only_while_decode_is_low(
     decision = answer(wanted(Role.PREFILL), seen(prefill("p-0", 2.0), *decodes), rules(), now_s=NOW_S)
     assert decision.action is expected
     assert decision.reason.startswith("the router wants Prefill: predicted TTFT 1.4 s; ")
-    assert words in decision.reason
+    assert words in f"{decision.reason}; {decision.loads}"
+
+
+def test_a_granted_wish_says_each_fact_once() -> None:
+    why = "2 prefill instances, best TTFT 1.400 s; decode load 0.10 is below 0.5"
+    pair = decode("d-0", 0.01, 700), decode("d-1", 0.01)
+    decision = answer(wanted(Role.PREFILL, why), seen(prefill("p-0", 2.0), *pair), rules(), now_s=NOW_S)
+    assert decision.reason == f"the router wants Prefill: {why}; d-0 costs least: 700 tokens resident"
 
 
 @pytest.mark.parametrize(

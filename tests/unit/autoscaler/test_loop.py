@@ -57,6 +57,7 @@ class ScriptedRouter:
         self.seq = 0
         self.seq_at_acknowledgement = 0
         self.asked_after: list[int] = []
+        self.patience_is_over = False
 
     async def state(self, *, min_generation: int, timeout_s: float) -> RouterState:
         if self.instances is None:
@@ -70,7 +71,7 @@ class ScriptedRouter:
     async def flip_wanted(self, *, after: int, timeout_s: float) -> FlipWanted | None:
         del timeout_s
         self.asked_after.append(after)
-        return await self.wanted.get()
+        return None if self.patience_is_over else await self.wanted.get()
 
 
 class RivalStore(MemoryStore):
@@ -337,6 +338,18 @@ async def test_what_was_wanted_before_a_flip_took_hold_is_answered_by_it(world: 
     world.router.wanted.put_nowait(FlipWanted(seq=5, role=Role.PREFILL, reason="late"))
     assert await world.autoscaler.answer_next(4) == 9
     assert (await world.stored()).spec.roles["chat-1"].role is Role.PREFILL
+
+
+@pytest.mark.parametrize(
+    ("seq", "goes_on_after"),
+    [
+        pytest.param(2, 2, id="a router restarted between two polls is followed"),
+        pytest.param(58, 57, id="what was wanted since the poll ended is not passed over"),
+    ],
+)
+async def test_after_a_poll_without_an_answer(world: World, seq: int, goes_on_after: int) -> None:
+    world.router.patience_is_over, world.router.seq = True, seq
+    assert await world.autoscaler.answer_next(57) == goes_on_after
 
 
 async def test_held_decisions_never_push_the_last_flip_out_of_the_journal() -> None:
