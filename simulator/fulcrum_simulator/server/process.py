@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -10,8 +11,10 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends; leave at once if it has ended already.
 
-    `parent_pid` is `os.getppid()` as early as possible after the start.
+    `parent_pid` is `os.getppid()` as early as possible after the start. Linux only; elsewhere it does nothing.
     """
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(0)
