@@ -7,6 +7,7 @@ answered waits as raw bytes up to a limit, so that reading goes on and a client 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, cast
 
 import httptools
@@ -27,10 +28,9 @@ STALLED_S = 60.0
 """For a client that takes nothing while an answer waits."""
 
 _POSTS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
-_READ = frozenset(
+_KEPT = frozenset(
     {
         b"content-length",
-        b"expect",
         b"traceparent",
         b"tracestate",
         b"transfer-encoding",
@@ -82,6 +82,7 @@ class ClientConnection(asyncio.Protocol):
         "_calls",
         "_closing",
         "_exchange",
+        "_fields",
         "_head_done",
         "_head_size",
         "_headers",
@@ -91,12 +92,18 @@ class ClientConnection(asyncio.Protocol):
         "_server",
         "_transport",
         "_waiting_since_s",
+        "on_header",
         "paused",
     )
 
     def __init__(self, server: ClientServer) -> None:
         self._server = server
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
+        self._headers: dict[bytes, bytes] = {}
+        """The fields of the head, names in lower case."""
+        self._fields: dict[bytes, bytes] = {}
+        """Fields as they came, trailers included."""
+        self.on_header = self._fields.__setitem__  # called for each field: no Python code
         self._parser: Any = httptools.HttpRequestParser(self)
         self._exchange: Exchange | None = None
         self._calls: deque[Call | bytes] = deque()
@@ -111,7 +118,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _clear(self) -> None:
         self._path = b""
-        self._headers: dict[bytes, bytes] = {}
+        self._fields.clear()
         self._body: list[bytes] = []
         self._head_size = self._body_size = 0
         self._head_done = False
@@ -159,19 +166,12 @@ class ClientConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._path += url
-        self._head_size += len(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_size += len(name) + len(value)
-        if self._head_size > MAX_HEAD_BYTES:
-            raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
-        name = name.lower()
-        if name in _READ:
-            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         self._head_done = True
-        length = self._headers.get(b"content-length")
+        self._check_fields()
+        self._headers = headers = {name.lower(): value for name, value in self._fields.items()}
+        length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
             raise _Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         if b"expect" in self._headers and self._exchange is None and not self._calls:
@@ -195,8 +195,8 @@ class ClientConnection(asyncio.Protocol):
         refusal: bytes | None = None
         try:
             self._parser.feed_data(data)
-            if not self._head_done and len(data) + self._head_size > MAX_HEAD_BYTES:
-                self._check_open_head(len(data))
+            if not self._calls:
+                self._check_unfinished(len(data))
         except httptools.HttpParserUpgrade as offer:
             self._pass_over_upgrade(data[offer.args[0] :])
             return
@@ -216,7 +216,7 @@ class ClientConnection(asyncio.Protocol):
         """Read the request again without the offer (Java's clients make one): it has the body skipped."""
         self._calls.pop()
         method, path = self._parser.get_method(), self._path
-        kept = b"".join(b"%b: %b\r\n" % field for field in self._headers.items() if field[0] != b"expect")
+        kept = b"".join(b"%b: %b\r\n" % (name, self._headers[name]) for name in _KEPT & self._headers.keys())
         self._parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":
             self._refusal = answers.error(405, "CONNECT is not served", close=True)
@@ -224,10 +224,19 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, kept, rest))
 
-    def _check_open_head(self, size: int) -> None:
-        """A head that does not end is kept by the parser, so what was fed to it counts."""
+    def _check_unfinished(self, size: int) -> None:
+        """Bound a head that does not end, of which `size` more bytes came, and trailers that do not."""
+        if self._head_done:
+            self._check_fields()
+            return
         self._head_size += size
         if self._head_size > MAX_HEAD_BYTES:
+            raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+
+    def _check_fields(self) -> None:
+        fields = self._fields
+        size = len(self._path) + sum(map(len, fields)) + sum(map(len, fields.values()))
+        if size > MAX_HEAD_BYTES:
             raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _call(self) -> Call | bytes:
@@ -265,19 +274,14 @@ class ClientConnection(asyncio.Protocol):
         request_id = headers.get(b"x-request-id")
         if request_id is not None and not (len(request_id) <= _MAX_ID_BYTES and request_id.isascii()):
             request_id = None
-        trace = b"".join(
-            b"%b: %b\r\n" % (name, headers[name])
-            for name in (b"traceparent", b"tracestate")
-            if name in headers
-        )
         return Call(
             path,
             body,
             request_id or None,
             None if tier is None else tier.decode("latin-1"),
-            trace,
-            http10=self._parser.get_http_version() == "1.0",
-            keep_alive=keep,
+            _trace_lines(headers) if b"traceparent" in headers else b"",
+            self._parser.get_http_version() == "1.0",
+            keep,
         )
 
     def _next(self) -> None:
@@ -351,3 +355,10 @@ class ClientConnection(asyncio.Protocol):
             begun = bool(self._head_size or self._body)
             if waited_s > (REQUEST_PATIENCE_S if begun else IDLE_S):
                 self._close()
+
+
+def _trace_lines(headers: Mapping[bytes, bytes]) -> bytes:
+    """The W3C trace context, for engines; `tracestate` means nothing alone."""
+    state = headers.get(b"tracestate")
+    lines = b"traceparent: %b\r\n" % headers[b"traceparent"]
+    return lines if state is None else lines + b"tracestate: %b\r\n" % state

@@ -163,6 +163,20 @@ async def test_a_head_that_never_ends_is_cut_off() -> None:
         assert status == 431
 
 
+async def test_a_head_that_never_ends_is_cut_off_however_slowly_it_grows() -> None:
+    async with running() as world:
+        [(status, _)] = await talk(world, b"GET / HTTP/1.1\r\nx-long: ", *[b"y" * 1_000] * 33)
+        assert status == 431
+
+
+async def test_trailers_that_never_end_are_cut_off() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+    trailers = b"".join(b"x-%d: %b\r\n" % (n, b"y" * 1_000) for n in range(40))
+    async with running() as world:
+        [(status, _)] = await talk(world, head, trailers)
+        assert status == 431
+
+
 async def test_a_chunked_body_that_grows_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 100)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

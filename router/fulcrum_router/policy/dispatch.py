@@ -101,6 +101,10 @@ Cost = tuple[float, float, int, str]
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
 
 
+_UNKNOWN = math.inf
+"""NaN (the one value that differs from itself) compares with nothing: such a cost counts as the worst."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipRules:
     """When a flip may be asked for."""
@@ -128,18 +132,14 @@ def choose_prefill(
     Only serving instances whose KV some serving decode instance can read, and none of `avoid`. With
     no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
     """
-    readers: list[V] = []
-    takers: list[V] = []
-    for instance in instances:
-        if instance.serving:
-            if instance.role is not _PREFILL:
-                readers.append(instance)
-            if instance.role is not _DECODE:
-                takers.append(instance)
+    readers = [i for i in instances if i.serving and i.role is not _PREFILL]
     costs = [
         _prefill_cost(taker, tokens)
-        for taker in takers
-        if taker.name not in avoid and (not readers or _some_can_read(readers, taker.identity))
+        for taker in instances
+        if taker.serving
+        and taker.role is not _DECODE
+        and taker.name not in avoid
+        and (not readers or readers[0].identity is taker.identity or _some_can_read(readers, taker.identity))
     ]
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
@@ -169,7 +169,7 @@ def choose_decode(
 
     If no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
     """
-    if prefilled_on is not None and _decodes(prefilled_on, avoid):
+    if prefilled_on is not None and prefilled_on.role is not _PREFILL and _serves(prefilled_on, avoid):
         cost = _decode_cost(prefilled_on, tokens, slo)
         return Dispatch(prefilled_on.name, Reason.PREFILLED_HERE, cost[:2])
     source = None if prefilled_on is None else prefilled_on.identity
@@ -232,8 +232,8 @@ def _want_decode(
     return f"{len(spare)} prefill instances, cooldown over"
 
 
-def _decodes(instance: InstanceView, avoid: Collection[str]) -> bool:
-    return instance.serving and instance.role.serves(Role.DECODE) and instance.name not in avoid
+def _serves(instance: InstanceView, avoid: Collection[str]) -> bool:
+    return instance.serving and instance.name not in avoid
 
 
 def _other_role(
@@ -267,13 +267,17 @@ def _decode_costs(
 def _prefill_cost(instance: InstanceView, tokens: int) -> Cost:
     ledger = instance.ledger
     seconds = ledger.prefill_s + instance.prefill_model.ttft_s(tokens)
-    return (ledger.decode_tokens, _known(seconds), ledger.decode_requests, instance.name)
+    if seconds != seconds:
+        seconds = _UNKNOWN
+    return (ledger.decode_tokens, seconds, ledger.decode_requests, instance.name)
 
 
 def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
     ledger = instance.ledger
     over = ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s)
-    return (ledger.prefill_tokens, _known(over), ledger.decode_requests, instance.name)
+    if over != over:
+        over = _UNKNOWN
+    return (ledger.prefill_tokens, over, ledger.decode_requests, instance.name)
 
 
 def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
@@ -289,11 +293,6 @@ def _least(costs: Sequence[Cost]) -> Dispatch:
     return Dispatch(name, Reason.LEAST_COST, (first, second))
 
 
-def _known(value: float) -> float:
-    """NaN compares with nothing, so a cost that cannot be told counts as the worst."""
-    return value if value == value else math.inf  # the cheapest test for NaN
-
-
 def _can_read(source: Identity | None, reader: Identity | None) -> bool:
     if source is None or reader is None or source is reader:
         return True
@@ -301,6 +300,4 @@ def _can_read(source: Identity | None, reader: Identity | None) -> bool:
 
 
 def _some_can_read(readers: Sequence[InstanceView], source: Identity | None) -> bool:
-    if readers[0].identity is source:  # one kind of engine everywhere: the usual case
-        return True
     return any(_can_read(source, reader.identity) for reader in readers)

@@ -42,7 +42,11 @@ def _prompt_size(prompt: object) -> tuple[int, int]:
 def _messages_size(messages: object) -> int:
     if not isinstance(messages, list):
         return 0
-    return sum(_content_size(message.get("content")) for message in messages if isinstance(message, dict))
+    total = 0
+    for message in messages:
+        if isinstance(message, dict):
+            total += _content_size(message.get("content"))
+    return total
 
 
 def _content_size(content: object) -> int:
@@ -69,14 +73,17 @@ class TokenRatio:
 
     def tokens(self, size: int) -> int:
         """Predicted tokens of `size` bytes, at least 1."""
-        return max(1, math.ceil(size * self.value))
+        return math.ceil(size * self.value) or 1
 
     def learn(self, *, size: int, tokens: float) -> None:
         """What an engine counted. Short prompts, of which most is template, say little and count less."""
         if size <= 0 or not 0 < tokens < math.inf:
             return
-        ratio = min(4.0, max(0.01, tokens / size))
-        self.value += self._weight * min(1.0, size / 256) * (ratio - self.value)
+        ratio = tokens / size
+        if not 0.01 <= ratio <= 4.0:
+            ratio = 0.01 if ratio < 0.01 else 4.0
+        weight = self._weight if size >= 256 else self._weight * size / 256
+        self.value += weight * (ratio - self.value)
 
 
 _PRIOR_WEIGHT = 0.05
@@ -228,5 +235,7 @@ class PredictionError:
         """One prefill leg, from its dispatch to its answer."""
         if not 0 < measured_s < math.inf or not 0 <= predicted_s < math.inf:
             return
-        error = min(10.0, predicted_s / measured_s - 1.0)
+        error = predicted_s / measured_s - 1.0
+        if error > 10.0:
+            error = 10.0
         self.value = error if self.value is None else self.value + self._weight * (error - self.value)
