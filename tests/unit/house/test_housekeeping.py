@@ -125,6 +125,7 @@ def test_links_between_pages_lead_somewhere() -> None:
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "changelog.d").glob("*.md"),
         *(ROOT / "requirements").glob("*.md"),
+        *(ROOT / "bench").glob("*.md"),
     ]
     dead = [
         f"{page.relative_to(ROOT)} -> {target}"

@@ -1,0 +1,75 @@
+"""From a fresh clone to the first flip on screen: seconds, the environment's size, and seconds for Ctrl-C.
+
+Clones this repository into a scratch folder and runs `make play` there, in its default form but without a
+screen. With packages cached (run it twice) this is what a newcomer waits for.
+
+    python bench/fresh_clone.py
+
+Exit code 1 if the first flip takes more than 60 s, the environment more than 300 MB, or Ctrl-C more than 2 s.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLIP = re.compile(r"\S+ (Prefill|Decode) → (Prefill|Decode):")
+FIRST_FLIP_S, ENVIRONMENT_MB, END_S = 60.0, 300.0, 2.0
+
+
+def size_mb(folder: Path) -> float:
+    """What the folder takes on disk, in MB (10⁶ bytes)."""
+    files = (path.lstat() for path in folder.rglob("*"))
+    return sum(file.st_blocks for file in files) * 512 / 1e6
+
+
+def started_in(clone: Path) -> list[str]:
+    """Processes whose program lies in the clone's environment."""
+    lines = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            lines.append((process / "cmdline").read_bytes().decode(errors="replace"))
+        except OSError:
+            continue  # it ended meanwhile
+    return [line for line in lines if line.startswith(str(clone))]
+
+
+def measure(clone: Path) -> tuple[float, float]:
+    """Seconds to the first flip, and from Ctrl-C to the end of every process."""
+    began_s = time.monotonic()
+    subprocess.run(["git", "clone", "--quiet", "--no-local", str(ROOT), str(clone)], check=True)
+    command = ["make", "play", "ARGS=--headless"]
+    play = subprocess.Popen(command, cwd=clone, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert play.stdout is not None
+    flip = next(filter(FLIP.search, play.stdout), None)
+    if flip is None:
+        raise SystemExit(f"error: make play ended with {play.wait()} before a flip")
+    first_flip_s = time.monotonic() - began_s
+    print(flip.rstrip(), flush=True)
+    began_s = time.monotonic()
+    os.killpg(play.pid, signal.SIGINT)
+    while play.poll() is None or started_in(clone):
+        time.sleep(0.01)
+    return first_flip_s, time.monotonic() - began_s
+
+
+def main() -> int:
+    """Measures once and prints the three figures."""
+    with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
+        clone = Path(folder) / "clone"
+        first_flip_s, end_s = measure(clone)
+        environment_mb = size_mb(clone / ".venv")
+    print(f"first flip after {first_flip_s:.1f} s from the start of the clone")
+    print(f"environment {environment_mb:.0f} MB")
+    print(f"everything ended {end_s:.2f} s after Ctrl-C")
+    good = first_flip_s <= FIRST_FLIP_S and environment_mb <= ENVIRONMENT_MB and end_s <= END_S
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

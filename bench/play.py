@@ -1,0 +1,140 @@
+"""`fulcrum play` as a measurement: each case runs it without a screen and holds its figures against bars.
+
+    python bench/play.py CASE [--seed N] [--for SECONDS] [--trace FILE]
+
+* moving: the load whose mix moves, mode Auto and then Off with the same seed
+* steady: a load that gives no reason to flip
+* trace: a recording at four times its speed; FILE, or azure_code_2023.csv.gz in the folder FULCRUM_TRACES
+* flips: 1500 flips, each forced as soon as the router has acknowledged the one before, under the moving load
+* kill: the moving load while an engine is killed every 5 s
+
+Exit code 1 if a bar is missed. Nothing else should run on the machine meanwhile.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECORDING = "azure_code_2023.csv.gz"
+FLIPS = 1500
+"""Enough for the load to be there most of the time: 300 are made before its first answers are out."""
+SETTLED_S = 10.0
+"""The split starts somewhere arbitrary; flips of a steady load count from here."""
+
+Report = dict[str, Any]
+Verdict = tuple[bool, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One or more runs with these options beside the common ones, and what must hold of their reports."""
+
+    runs: tuple[tuple[str, ...], ...]
+    judge: Callable[..., Iterable[Verdict]]
+
+
+def unharmed(report: Report) -> Iterable[Verdict]:
+    """Every request is accounted for and none went wrong; the machine kept up."""
+    requests = report["requests"]
+    ended = sum(requests[ending] for ending in ("ok", "failed", "broken", "wrong"))
+    harmed = f"{requests['failed']} failed, {requests['wrong']} wrong of {requests['offered']}"
+    yield requests["failed"] == requests["wrong"] == 0, harmed
+    yield requests["offered"] == ended, f"{requests['offered'] - ended} not accounted for"
+    yield not report["machine_too_slow"], f"engine lateness {report['engine_lateness_ms_p99']} ms (p99)"
+
+
+def moving(auto: Report, off: Report) -> Iterable[Verdict]:
+    """Flips follow the load, and it pays."""
+    yield from unharmed(auto)
+    yield from unharmed(off)
+    to = [flip["to"] for flip in auto["flips"]]
+    counts = to.count("Prefill"), to.count("Decode")
+    yield min(counts) >= 2, f"{counts[0]} flips to Prefill, {counts[1]} to Decode"
+    shares = auto["attainment"], off["attainment"]
+    yield shares[0] - shares[1] >= 0.1, f"attainment {shares[0]:.1%} with Auto, {shares[1]:.1%} with Off"
+
+
+def steady(report: Report) -> Iterable[Verdict]:
+    """No reason, no flips."""
+    yield from unharmed(report)
+    late = sum(flip["at_s"] > SETTLED_S for flip in report["flips"])
+    yield late <= 1, f"{late} flips after the first {SETTLED_S:g} s, {len(report['flips'])} in all"
+
+
+def trace(report: Report) -> Iterable[Verdict]:
+    """A recorded load flips instances, too."""
+    yield from unharmed(report)
+    yield bool(report["flips"]), f"{len(report['flips'])} flips, attainment {report['attainment']:.1%}"
+
+
+def flips(report: Report) -> Iterable[Verdict]:
+    """From the decision to the router's acknowledgement."""
+    yield from unharmed(report)
+    forced = [flip for flip in report["flips"] if flip["ack_ms"] is not None]
+    yield len(forced) >= FLIPS, f"{len(forced)} flips acknowledged"
+    yield report["flip_ack_ms_p99"] <= 20.0, f"acknowledged within {report['flip_ack_ms_p99']} ms (p99)"
+
+
+def kill(report: Report) -> Iterable[Verdict]:
+    """Before its first byte a request goes elsewhere; after it, its stream ends in an error event."""
+    yield from unharmed(report)
+    requests = report["requests"]
+    told = f"{requests['broken']} broken, {requests['broken_silently']} of them without an error event"
+    yield requests["broken_silently"] == 0, told
+
+
+CASES = {
+    "moving": Case((("--mode", "Auto"), ("--mode", "Off")), moving),
+    "steady": Case((("--load", "steady"),), steady),
+    "trace": Case((("--speed", "4"),), trace),
+    "flips": Case((("--mode", "Off", "--flips", str(FLIPS)),), flips),
+    "kill": Case((("--kill-every", "5s"),), kill),
+}
+
+
+def play(*options: str) -> Report:
+    """One run's report; of what it prints all but the flips goes to the screen."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "fulcrum_cli", "play", "--headless", "--json", str(path), *options]
+        print(f"fulcrum {' '.join(command[3:5])} {' '.join(options)}", flush=True)
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        print("\n".join(line for line in ended.stdout.splitlines() if "→" not in line), flush=True)
+        if ended.returncode:
+            sys.exit(ended.returncode)
+        report: Report = json.loads(path.read_text(encoding="utf-8"))
+        return report
+
+
+def main() -> int:
+    """Runs the case and prints what was found, one line a bar."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--trace", type=Path, default=Path(os.environ.get("FULCRUM_TRACES", ".")) / RECORDING)
+    given = parser.parse_args()
+    common = ["--seed", str(given.seed)]
+    if given.case != "flips":  # as long as the flips take
+        common += ["--for", f"{given.seconds:g}s"]
+    if given.case == "trace":
+        common += ["--trace", str(given.trace)]
+    case = CASES[given.case]
+    verdicts = list(case.judge(*(play(*options, *common) for options in case.runs)))
+    print()
+    for held, found in verdicts:
+        print(f"{'ok  ' if held else 'MISS'}  {found}")
+    return 0 if all(held for held, _ in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
