@@ -13,6 +13,7 @@ from fulcrum_router.policy.estimate import prompt_size
 ROUTERS_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 """Fields that a client may not set: the first two make an engine dial any address, or kill it."""
 
+_ONE = (1, None)
 _PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 _HANDOFF_FIELDS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -29,7 +30,6 @@ class Request(NamedTuple):
     fields: dict[str, Any]
     prompt_bytes: int
     prompt_ids: int
-    stream: bool
     several: str | None
     """Why one hand-off cannot serve it: several prompts, or several answers to one."""
 
@@ -54,14 +54,14 @@ def parse_request(raw: bytes, priority: int) -> Request:
         fields["priority"] = priority
         raw = _splice(raw, b'"priority":%d' % priority, empty=len(fields) == 1)
     size, ids = prompt_size(fields)
-    return Request(raw, fields, size, ids, fields.get("stream") is True, _several(fields))
+    return Request(raw, fields, size, ids, _several(fields))
 
 
 def _several(fields: dict[str, Any]) -> str | None:
     prompt = fields.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) and len(prompt) > 1:
+    if type(prompt) is list and len(prompt) > 1 and not isinstance(prompt[0], int):
         return "several_prompts"
-    if fields.get("n") not in (None, 1) or fields.get("best_of") not in (None, 1):
+    if fields.get("n", 1) not in _ONE or fields.get("best_of", 1) not in _ONE:
         return "several_answers"
     return None
 

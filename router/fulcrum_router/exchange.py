@@ -46,6 +46,8 @@ from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
 log = structlog.get_logger()
 
 _BOTH, _PREFILLED_HERE = Role.BOTH, Reason.PREFILLED_HERE  # an attribute of an enum is slow to read
+_ENDED_WELL = (Outcome.OK, None)
+_CANCELLED = Outcome.CANCELLED
 
 ATTEMPTS = 3
 """Instances asked for one leg."""
@@ -155,7 +157,7 @@ class Exchange:
     async def _run(self) -> None:
         books = self._router.books
         books.tier(self._tier.name).offered += 1
-        outcome, tpot_s = Outcome.CANCELLED, None
+        outcome, tpot_s = _CANCELLED, None
         try:
             outcome, tpot_s = await self._serve()
         except _Answered as end:
@@ -170,7 +172,8 @@ class Exchange:
             if self._first_s is None:
                 self._client.write(answers.error(500, "internal error of the router", close=True))
         finally:
-            self._close_handoff()
+            if self._handoff_entry is not None:
+                self._close_handoff()
             self._leg = None  # it refers back to us: without this only a garbage collection would free both
             ttft_s = None if self._first_s is None else self._first_s - self.arrival_s
             books.finish(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
@@ -308,8 +311,7 @@ class Exchange:
     def _close_handoff(self) -> None:
         if self._handoff_entry is not None:
             self._handoff_entry.release()
-            self._handoff_entry = None
-        self._handoff = None
+            self._handoff_entry = self._handoff = None
 
     # --- decode --------------------------------------------------------------------------------
 
@@ -379,7 +381,8 @@ class Exchange:
             raise
         finally:
             entry.release()
-            self._close_local()
+            if self._local_entry is not None:
+                self._local_entry.release()
 
     def _decoded(self, instance: Instance, leg: DecodeLeg) -> tuple[Outcome, float | None]:
         books, head = self._router.books, leg.head
@@ -391,16 +394,16 @@ class Exchange:
             self._keep = False
         if head.status >= 400:
             return Outcome.INVALID, None
+        if not leg.streaming:
+            return _ENDED_WELL
         tokens = self._output_tokens(leg)
         books.output_tokens += tokens
         if tokens < 2:
-            return Outcome.OK, None
+            return _ENDED_WELL
         return Outcome.OK, (time.monotonic() - leg.first_s) / (tokens - 1)
 
     def _output_tokens(self, leg: DecodeLeg) -> int:
         """Events that carry a token: not `[DONE]`, nor the usage chunk, nor chat's first with the role."""
-        if not leg.streaming:
-            return 0
         options = self._request.fields.get("stream_options")
         usage = type(options) is dict and bool(options.get("include_usage"))
         chat = self._call.path.endswith(b"/chat/completions")
@@ -410,12 +413,8 @@ class Exchange:
         """The first byte goes to the client."""
         self._first_s = now_s
         self._close_handoff()
-        self._close_local()
-
-    def _close_local(self) -> None:
         if self._local_entry is not None:
-            self._local_entry.release()
-            self._local_entry = None
+            self._local_entry.release()  # further releases change nothing
 
     def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
         self._router.leg_failed(instance, DECODE, error)
@@ -439,17 +438,11 @@ class Exchange:
 
     def _fulcrum_fields(self, decode: Instance) -> bytes:
         """Who did the work, in front of the engine's own header."""
-        close = b"" if self._keep else b"connection: close\r\n"
         source, local = self._source, self._local
-        degraded = b"x-fulcrum-local-prefill: %b\r\n" % local.encode() if local is not None else b""
-        if source is None:
-            return b"x-fulcrum-decode: %b\r\n%b%b" % (decode.encoded_name, degraded, close)
-        return b"x-fulcrum-prefill: %b\r\nx-fulcrum-decode: %b\r\n%b%b" % (
-            source.encoded_name,
-            decode.encoded_name,
-            degraded,
-            close,
-        )
+        fields = decode.decode_field if source is None else source.prefill_field + decode.decode_field
+        if local is not None:
+            fields += b"x-fulcrum-local-prefill: %b\r\n" % local.encode()
+        return fields if self._keep else fields + b"connection: close\r\n"
 
     def _refuse(self, failed: LegFailed | None) -> _Answered:
         """No instance answered."""

@@ -21,8 +21,8 @@ class Instance:
         "_decode",
         "_prefill",
         "assigned",
+        "decode_field",
         "decode_model",
-        "encoded_name",
         "health",
         "identity",
         "itl_s",
@@ -31,6 +31,7 @@ class Instance:
         "missed_probes",
         "name",
         "pool",
+        "prefill_field",
         "prefill_model",
         "role",
         "serving",
@@ -44,7 +45,8 @@ class Instance:
         decode: DecodeModel = DEFAULT_DECODE,
     ) -> None:
         self.name = name
-        self.encoded_name = name.encode()
+        self.prefill_field = b"x-fulcrum-prefill: %b\r\n" % name.encode()
+        self.decode_field = b"x-fulcrum-decode: %b\r\n" % name.encode()
         self.role = Role.DECODE
         self.assigned = False
         self.serving = False

@@ -99,6 +99,7 @@ Cost = tuple[float, float, int, str]
 """A cost pair, and what decides between equal ones."""
 
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
+_WITHIN_SLO, _PREFILLED_HERE = Reason.WITHIN_SLO, Reason.PREFILLED_HERE
 
 
 _UNKNOWN = math.inf
@@ -171,7 +172,7 @@ def choose_decode(
     """
     if prefilled_on is not None and prefilled_on.role is not _PREFILL and _serves(prefilled_on, avoid):
         cost = _decode_cost(prefilled_on, tokens, slo)
-        return Dispatch(prefilled_on.name, Reason.PREFILLED_HERE, cost[:2])
+        return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     source = None if prefilled_on is None else prefilled_on.identity
     costs = _decode_costs(instances, tokens, slo, _PREFILL, source, avoid)
     if not costs:
@@ -285,7 +286,7 @@ def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
     if best[1] > bound:  # the least of all need not be the least of those that pass
         best = min((cost for cost in costs if cost[1] <= bound), default=best)
     first, second, _, name = best
-    return Dispatch(name, Reason.WITHIN_SLO, (first, second)) if second <= bound else None
+    return Dispatch(name, _WITHIN_SLO, (first, second)) if second <= bound else None
 
 
 def _least(costs: Sequence[Cost]) -> Dispatch:
