@@ -33,6 +33,7 @@ MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 _PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1
+_PROBE_S = 1.0
 _GRACE_S = 0.05  # watches have nothing to finish
 _BY_PLURAL: Mapping[str, type[Resource]] = {kind.plural: kind for kind in KINDS}
 
@@ -262,9 +263,12 @@ def _remove_stale(path: Path) -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise InvalidInput("store socket", path, "is a file and no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
         try:
             probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             path.unlink()
-        else:
-            raise InvalidInput("store socket", path, "is in use: address in use by another process")
+            return
+        except OSError:
+            pass  # too busy to answer is in use, too
+    raise InvalidInput("store socket", path, "is in use by another process")

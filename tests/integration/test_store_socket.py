@@ -74,6 +74,19 @@ class TestSocket:
             async with SocketStore(path) as client:
                 await client.create(GOLD)
 
+    async def test_one_whose_process_is_too_busy_to_answer_is_left_alone(
+        self, memory: MemoryStore, path: Path
+    ) -> None:
+        path.parent.mkdir()
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waits:
+            busy.bind(os.fspath(path))
+            busy.listen(0)
+            waits.connect(os.fspath(path))  # nobody accepts it, and it is all that may wait
+            with pytest.raises(InvalidInput, match="in use"):
+                async with serve_store(memory, path):
+                    pass
+        assert path.is_socket()
+
     async def test_a_file_in_its_place_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
         path.parent.mkdir()
         path.write_text("precious")

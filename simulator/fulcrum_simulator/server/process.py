@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends; leave at once if it has ended already.
 
-    `parent_pid` is `os.getppid()` as early as possible after the start. Linux only; elsewhere it does nothing.
+    `parent_pid` is `os.getppid()` as early as possible after the start. Linux only.
     """
     if sys.platform != "linux":
         return
