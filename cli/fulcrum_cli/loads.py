@@ -3,7 +3,7 @@
 One such instance prefills about 3,000 tokens a second, and within 50 ms a token it decodes 15 requests of
 335 tokens (300 tokens a second). Lengths are the recordings', scaled; rates are ours.
 
-* moving: 13 prompts of 1,200 tokens a second need 5 of 8 instances for prefill, at 4 they queue; then 14
+* moving: 12 prompts of 1,200 tokens a second need 5 of 8 instances for prefill, at 4 they queue; then 14
   answers of 107 tokens a second need 5 to 6 of 8 for decode, at 4 they miss the TPOT objective.
 * steady: both sides are at about half of their capacity with 4 and 4.
 * bursty: clumps that need nearly everything for prefill, and silences.

@@ -8,7 +8,7 @@ from fulcrum_cli.flipping import flip
 from fulcrum_cli.play.observer import Observer
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.assignment import serving
-from fulcrum_core.errors import InvalidInput
+from fulcrum_core.errors import Conflict, InvalidInput
 from fulcrum_core.ports import Store
 from fulcrum_core.values import Phase, Role
 
@@ -25,7 +25,6 @@ class ForcedFlips:
     service: str
     namespace: str
     done: int = 0
-    unacknowledged: int = 0
 
     async def run(self, count: int) -> None:
         """Makes `count` flips, each as soon as the router has acknowledged the one before."""
@@ -35,7 +34,7 @@ class ForcedFlips:
                 await asyncio.sleep(_BLOCKED_S)
 
     async def _flip_one(self, origin: Role) -> bool:
-        """False if no instance may leave that role now."""
+        """False if no instance may leave that role now, or others write all the time."""
         candidates = self._candidates(await self._assignment(), origin)
         if not candidates:
             return False
@@ -49,11 +48,10 @@ class ForcedFlips:
                 namespace=self.namespace,
                 reason=f"forced, number {self.done + 1}",
             )
-        except InvalidInput:
+        except (InvalidInput, Conflict):
             return False
-        acknowledged = await self.observer.acknowledge(changed.metadata.generation, timeout_s=ACKNOWLEDGE_S)
+        await self.observer.acknowledge(changed.metadata.generation, timeout_s=ACKNOWLEDGE_S)
         self.done += 1
-        self.unacknowledged += not acknowledged
         return True
 
     async def _assignment(self) -> PDAssignment:

@@ -71,14 +71,11 @@ class Observer:
             if self._autoscaler_url:
                 tasks.create_task(_every(1.0, self._read_decisions))
 
-    async def acknowledge(self, generation: int, *, timeout_s: float) -> bool:
-        """Whether the router has applied the generation within the time."""
-        try:
+    async def acknowledge(self, generation: int, *, timeout_s: float) -> None:
+        """Returns when the router has applied the generation, at the latest after the time."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self.acknowledged:
                 await self.acknowledged.wait_for(lambda: self._generation() >= generation)
-        except TimeoutError:
-            return False
-        return True
 
     async def scrape(self) -> None:
         """Reads the lateness of every engine that answers."""

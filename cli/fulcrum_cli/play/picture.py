@@ -1,7 +1,7 @@
 """Takes the picture of a run as it is now, for the view. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fulcrum_cli.play.frame import Counts, Decision, Frame, InstanceRow
@@ -96,13 +96,8 @@ def _row(name: str, instance: PDInstance, recorder: Recorder, load: InstanceStat
     )
     if load is None:
         return row
-    return InstanceRow(
-        name=name,
-        role=row.role,
-        phase=row.phase,
-        band=row.band,
-        marks=row.marks,
-        restarts=row.restarts,
+    return replace(
+        row,
         prefill_queued_s=load.prefill_queued_s,
         decode_tokens=load.decode_tokens,
         decode_requests=load.decode_requests,
