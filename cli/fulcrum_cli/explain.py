@@ -11,13 +11,18 @@ from fulcrum_cli.ports import decisions
 from fulcrum_cli.running import find_running
 from fulcrum_core.errors import InvalidInput
 
+Decision = Mapping[str, Any]
+
+_ASKED = 600
+"""Decisions asked for at least: an autoscaler holds at every tick, and a run of those is told as one line."""
+
 
 def run(service: str | None, *, limit: int) -> None:
     """Prints the last decisions, oldest first."""
     if limit < 1:
         raise InvalidInput("--limit", limit, "must be at least 1")
     url = find_running(service).autoscaler_url
-    for line in tell(asyncio.run(_fetch(url, limit))):
+    for line in tell(asyncio.run(_fetch(url, max(limit, _ASKED))), limit=limit):
         print(line)
 
 
@@ -26,24 +31,39 @@ async def _fetch(url: str, limit: int) -> Sequence[dict[str, Any]]:
         return await decisions(client, url, limit=limit)
 
 
-def tell(told: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One or two lines a decision."""
+def tell(told: Sequence[Decision], *, limit: int) -> list[str]:
+    """One or two lines a decision, the last `limit`; holding on and on counts as one, told by its last."""
     lines: list[str] = []
-    for decision in told:
-        lines.append(_headline(decision))
+    for run in _runs(told)[-limit:]:
+        decision = run[-1]
+        since = f"  ({len(run)} × since {_clock(run[0])})" if len(run) > 1 else ""
+        lines.append(_headline(decision) + since)
         lines.extend(f"{'':26}not {other['instance']}: {other['reason']}" for other in decision["rejected"])
     return lines or ["no decision yet"]
 
 
-def _headline(decision: Mapping[str, Any]) -> str:
-    clock = time.strftime("%H:%M:%S", time.localtime(decision["at_s"]))
-    tenths = int(decision["at_s"] * 10 % 10)
+def _runs(told: Sequence[Decision]) -> list[list[Decision]]:
+    runs: list[list[Decision]] = []
+    for decision in told:
+        if runs and decision["action"] == runs[-1][-1]["action"] == "hold":
+            runs[-1].append(decision)
+        else:
+            runs.append([decision])
+    return runs
+
+
+def _clock(decision: Decision) -> str:
+    at_s = decision["at_s"]
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s * 10 % 10)}"
+
+
+def _headline(decision: Decision) -> str:
     what = f"{decision['instance']} → {decision['to']}: " if decision["instance"] else ""
     numbers = ", ".join(_numbers(decision))
-    return f"{clock}.{tenths}  {decision['action']:7} {what}{decision['reason']}  [{numbers}]"
+    return f"{_clock(decision)}  {decision['action']:7} {what}{decision['reason']}  [{numbers}]"
 
 
-def _numbers(decision: Mapping[str, Any]) -> list[str]:
+def _numbers(decision: Decision) -> list[str]:
     loads = decision.get("loads") or {}
     numbers = [f"{side} load {_load(loads[side])}" for side in ("prefill", "decode") if loads.get(side)]
     if decision["split"]:

@@ -36,30 +36,32 @@ FLIP = {
 
 def test_a_decision_is_told_with_its_numbers_and_who_was_passed_over() -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
-    assert tell([FLIP]) == [
+    assert tell([FLIP], limit=1) == [
         f"{clock}.2  flip    chat-3 → Decode: decode load 1.04 is at least 0.90, for 2 ticks"
         "  [prefill load 0.12, decode load 0.90 to 1.10, P:D 5:3, 2 passes, tick]",
         "                          not chat-1: pinned",
     ]
 
 
+HELD = {**FLIP, "action": "hold", "instance": None, "to": None, "loads": None, "passes": 0, "rejected": []}
+
+
 def test_a_held_decision_names_no_instance() -> None:
-    held = {
-        **FLIP,
-        "action": "hold",
-        "instance": None,
-        "to": None,
-        "loads": None,
-        "passes": 0,
-        "rejected": [],
-    }
-    assert tell([held])[0].split("  ", 1)[1] == (
+    assert tell([HELD], limit=1)[0].split("  ", 1)[1] == (
         "hold    decode load 1.04 is at least 0.90, for 2 ticks  [P:D 5:3, tick]"
     )
 
 
 def test_nothing_decided_is_said() -> None:
-    assert tell([]) == ["no decision yet"]
+    assert tell([], limit=20) == ["no decision yet"]
+
+
+def test_holding_on_and_on_pushes_no_flip_out() -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
+    later = {**HELD, "at_s": 1_700_000_000.75}
+    flip, _, held = tell([HELD, FLIP, HELD, HELD, later], limit=2)
+    assert flip == tell([FLIP], limit=1)[0]
+    assert held == f"{tell([later], limit=1)[0]}  (3 × since {clock}.2)"
 
 
 def printed(lines: list[str]) -> list[list[str]]:
