@@ -96,5 +96,5 @@ def save_picture(frame: Frame, path: Path, *, width: int = 120, height: int = 32
 
 
 def on_terminal() -> bool:
-    """Whether there is somebody to watch: both ends are a terminal."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    """Whether there is somebody to watch: both ends are a terminal, and one that can be drawn on."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal

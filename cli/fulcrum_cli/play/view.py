@@ -1,4 +1,4 @@
-"""Draws a frame: coloured lines for a terminal of any size from 80 × 24 up.
+"""Draws a frame: coloured lines for a terminal of any size; from 80 × 24 up nothing is cut.
 
 Prefill is orange and decode is blue, a pair that colour-blind people tell apart; a band's full and
 half-high cells say the same without colour.
@@ -31,14 +31,14 @@ _NAME_MAX = 18
 
 
 def draw(frame: Frame, *, width: int, height: int) -> Group:
-    """The frame as lines, none wider than `width`; decisions fill what `height` leaves."""
+    """The frame as lines, none wider than `width`; decisions fill what `height` leaves, the keys stay."""
     lines = [_title(frame, width), *_load(frame, width)]
     for part in (_instances(frame, width), _objectives(frame, width), _split(frame, width)):
         lines += [*_gap(height >= 30), *part]
     lines += _gap(height >= 26)
     lines += _decisions(frame.decisions, max(0, height - len(lines) - 2), width)
     lines += [Text("")] * (height - len(lines) - 1)
-    return Group(*(_fit(line, width) for line in [*lines, _keys(width)]))
+    return Group(*(_fit(line, width) for line in [*lines[: height - 1], _keys(width)]))
 
 
 def _fit(line: Text, width: int) -> Text:
@@ -105,7 +105,7 @@ def _instances(frame: Frame, width: int) -> list[Text]:
     head = Text.assemble(
         (" " * (name_width + 5), DIM),
         (_caption(band_width).ljust(band_width), DIM),
-        ("  prefill queue  req×tokens  KV cache", DIM),
+        ("  prefill queue  req / tokens  KV cache", DIM),
     )
     rows = [
         _instance(row, index == frame.selected, name_width, band_width, frame.slo.ttft_s)
@@ -161,7 +161,7 @@ def _meters(row: InstanceRow, ttft_s: float) -> Text:
         _bar(queued / ttft_s, 6, PREFILL),
         (f" {queued:4.1f} s", "" if queued else DIM),
         "  ",
-        (f"{row.decode_requests:3d}×{_thousands(row.decode_tokens):>5}", "" if row.decode_requests else DIM),
+        (f"{row.decode_requests:4d} /{_thousands(row.decode_tokens):>6}", "" if row.decode_requests else DIM),
         "  ",
         _bar(row.kv_usage or 0.0, 6, DECODE),
         (" –" if row.kv_usage is None else f" {row.kv_usage:4.0%}", "" if row.kv_usage else DIM),

@@ -1,4 +1,4 @@
-"""The live view fits any terminal from 80 × 24 up and says in letters what it says in colours."""
+"""The live view fits any terminal and says in letters what it says in colours."""
 
 from dataclasses import replace
 
@@ -65,6 +65,12 @@ def test_a_frame_fills_the_terminal_and_no_more(width: int, height: int) -> None
     assert len(shown) == height
     assert max(map(len, shown)) <= width
     assert "quit" in shown[-1]
+
+
+def test_a_terminal_that_is_too_small_still_shows_the_keys() -> None:
+    shown = lines(frame(), 40, 10)
+    assert (len(shown), max(map(len, shown))) == (10, 40)
+    assert "moving" in shown[-1]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
