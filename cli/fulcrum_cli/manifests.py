@@ -20,8 +20,10 @@ def read_manifest(path: Path) -> tuple[Resource, ...]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InvalidInput(str(path), "missing", "must be a file that exists") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(path), type(error).__name__, "must be a readable text file") from error
+    except OSError as error:
+        raise InvalidInput(str(path), error.strerror, "must be a readable text file") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(str(path), "not UTF-8", "must be a readable text file") from error
     return load_manifest(text, source=str(path))
 
 

@@ -11,10 +11,12 @@ def find_running(name: str | None) -> RunInfo:
         InvalidInput: if there is none, or without a name if there are several.
     """
     runs = find_runs()
-    names = ", ".join(sorted({run.service for run in runs})) or "none"
+    if not runs:
+        raise InvalidInput("SERVICE", name or "none", "does not run: no service runs on this machine")
+    names = ", ".join(sorted({run.service for run in runs}))
     if name is None and len(runs) > 1:
         raise InvalidInput("SERVICE", names, "are running: name one")
     found = [run for run in runs if name in (None, run.service)]
     if not found:
-        raise InvalidInput("SERVICE", name or "none", f"does not run on this machine; running: {names}")
+        raise InvalidInput("SERVICE", name, f"does not run on this machine; running: {names}")
     return found[0]

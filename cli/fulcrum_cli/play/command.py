@@ -20,6 +20,7 @@ from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import keyboard, on_terminal, save_picture, show
 from fulcrum_cli.play.session import Session, Stage
 from fulcrum_cluster.client import open_store
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 from fulcrum_simulator.client import LoadGenerator, Target
@@ -41,7 +42,10 @@ def run(options: PlayOptions) -> int:
     print(figures.as_text())
     if options.json is not None:
         text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
-        options.json.write_text(text + "\n", encoding="utf-8")
+        try:
+            options.json.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidInput("--json", options.json, f"cannot be written: {error.strerror}") from error
     if figures.too_slow:
         print("machine too slow: engine steps came late, see above", file=sys.stderr)
     return 0

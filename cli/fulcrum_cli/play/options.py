@@ -1,5 +1,6 @@
 """What a run is asked for, checked before anything starts."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -95,8 +96,18 @@ def _check_numbers(given: Given) -> None:
     if given["trace"] is None and (given["speed"], given["scale"]) != (1.0, 1.0):
         raise InvalidInput("--speed, --scale", "no --trace", "change a recording: give one with --trace")
     for option, file in (("--json", given["json"]), ("--snapshot", given["snapshot"])):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InvalidInput(option, file, "must lie in a folder that exists")
+        if file is not None:
+            _check_writable(option, file)
+
+
+def _check_writable(option: str, file: Path) -> None:
+    """Before the run, as its figures would be lost after it."""
+    if file.is_dir():
+        raise InvalidInput(option, file, "must be a file, not a folder")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInput(option, file, "must lie in a folder that exists")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise InvalidInput(option, file, "must be a file that may be written")
 
 
 def _with_mode(service: PDService, mode: str | None) -> PDService:
