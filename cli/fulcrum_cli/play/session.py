@@ -145,7 +145,7 @@ class Session:
             load=options.recording_name or self._shape,
             mode=options.service.spec.autoscaling.mode.value,
             seed=options.seed,
-            instances=len(self._observer.recorder.bands),
+            instances=len(self._observer.instances),
             began_at_s=self._began_at_s,
             lasted_s=lasted_s,
             requests=self._load.tally.report(),
