@@ -26,12 +26,15 @@ Service = Annotated[str | None, typer.Argument(help="Name of the service; not ne
 @app.command()
 def play(
     load: Annotated[str, typer.Option(help="Shape of the load: moving, steady or bursty.")] = "moving",
-    trace: Annotated[Path | None, typer.Option(help="A recorded workload (CSV, plain or gzip).")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A recorded workload: CSV of arrival_s, input_tokens, output_tokens; or gzip."),
+    ] = None,
     speed: Annotated[float, typer.Option(help="Replay the recording so many times as fast.")] = 1.0,
     scale: Annotated[float, typer.Option(help="Multiply the rate of arrivals; lengths never change.")] = 1.0,
     mode: Annotated[str | None, typer.Option(help="Off, Advise or Auto, in place of the manifest's.")] = None,
     duration: Annotated[
-        str | None, typer.Option("--for", help="How long the load lasts, such as 60s.")
+        str | None, typer.Option("--for", help="How long the load lasts, such as 60s; else until you quit.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the load and its prompts.")] = 1,
     port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 0,
@@ -48,7 +51,7 @@ def play(
         Path | None, typer.Option(help="Write the last picture of the live view as SVG.")
     ] = None,
 ) -> None:
-    """Run a service on this machine under load, and watch its instances change roles."""
+    """Run a service under load and watch it change roles."""
     from fulcrum_cli.play.command import run
     from fulcrum_cli.play.options import parse_options
 
@@ -65,7 +68,7 @@ def up(
     local: Annotated[bool, typer.Option("--local", help="As processes on this machine.")] = False,
     port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 8000,
 ) -> None:
-    """Bring up the services of a manifest and keep them up until Ctrl-C."""
+    """Bring up the service of a manifest until Ctrl-C."""
     from fulcrum_cli.up import run
 
     if not local:
@@ -97,9 +100,9 @@ def flip(
 @app.command()
 def explain(
     service: Service = None,
-    limit: Annotated[int, typer.Option(help="How many decisions.")] = 20,
+    limit: Annotated[int, typer.Option(help="How many; a run of held ones is one.")] = 20,
 ) -> None:
-    """Tell the autoscaler's last decisions in words, with their numbers."""
+    """Tell the autoscaler's last decisions and why."""
     from fulcrum_cli.explain import run
 
     run(service, limit=limit)
