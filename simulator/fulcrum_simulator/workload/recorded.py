@@ -50,7 +50,7 @@ def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
 def _read_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
-        return (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode()
+        return (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
     except FileNotFoundError:
         raise InvalidInput(str(path), "missing", "must be a file that exists") from None
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:

@@ -28,6 +28,12 @@ def test_a_gzip_file_is_read_whatever_its_name(tmp_path: Path) -> None:
     assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
 
 
+def test_the_mark_that_spreadsheets_put_before_the_header_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{HEADER}\n1,2,3\n", encoding="utf-8-sig")
+    assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
+
+
 def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
     path = write(
         tmp_path,
