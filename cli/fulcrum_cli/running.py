@@ -5,7 +5,7 @@ from fulcrum_operator.local import RunInfo, find_runs
 
 
 def find_running(name: str | None) -> RunInfo:
-    """The running service of that name, the latest one of several; without a name the only one that runs.
+    """The running service of that name, the latest one of several; without a name the only one there is.
 
     Raises:
         InvalidInput: if there is none, or without a name if there are several.
@@ -13,8 +13,9 @@ def find_running(name: str | None) -> RunInfo:
     runs = find_runs()
     if not runs:
         raise InvalidInput("SERVICE", name or "none", "does not run: no service runs on this machine")
-    names = ", ".join(sorted({run.service for run in runs}))
-    if name is None and len(runs) > 1:
+    services = sorted({run.service for run in runs})
+    names = ", ".join(services)
+    if name is None and len(services) > 1:
         raise InvalidInput("SERVICE", names, "are running: name one")
     found = [run for run in runs if name in (None, run.service)]
     if not found:

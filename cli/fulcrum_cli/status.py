@@ -79,11 +79,14 @@ def service_table(service: PDService, state: RouterState | None, *, now_s: float
 
 
 def attainment(state: RouterState | None) -> str:
-    """Requests that met TTFT and TPOT, in per cent of all that were offered, by the router's count."""
-    offered = sum(tier.offered for tier in state.tiers) if state else 0
-    if state is None or not offered:
+    """Requests that met TTFT and TPOT, in per cent of all that ended, by the router's count.
+
+    As in the live view, what is in flight has not missed anything yet; cancelled ones count as neither.
+    """
+    ended = sum(tier.ok + tier.failed + tier.broken for tier in state.tiers) if state else 0
+    if state is None or not ended:
         return _NOTHING
-    return f"{100 * sum(tier.slo_met for tier in state.tiers) / offered:.1f}"
+    return f"{100 * sum(tier.slo_met for tier in state.tiers) / ended:.1f}"
 
 
 def instance_table(

@@ -106,8 +106,11 @@ def state(*tiers: TierState) -> RouterState:
     )  # fmt: skip
 
 
-def tier(offered: int, met: int) -> TierState:
-    return TierState(name="t", offered=offered, ok=met, failed=0, broken=0, cancelled=0, slo_met=met)
+def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> TierState:
+    failed = offered - met - in_flight - cancelled
+    return TierState(
+        name="t", offered=offered, ok=met, failed=failed, broken=0, cancelled=cancelled, slo_met=met
+    )
 
 
 def test_a_service_is_one_line_like_kubectls() -> None:
@@ -123,9 +126,11 @@ def test_a_service_is_one_line_like_kubectls() -> None:
         pytest.param(state(), "–", id="no tier"),
         pytest.param(state(tier(0, 0)), "–", id="no request yet"),
         pytest.param(state(tier(30, 30), tier(10, 9)), "97.5", id="over all tiers"),
+        pytest.param(state(tier(5, 0, in_flight=5)), "–", id="none has ended"),
+        pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), "90.0", id="some are in flight"),
     ],
 )
-def test_attainment_is_over_all_that_was_offered(seen: RouterState | None, expected: str) -> None:
+def test_attainment_is_over_all_that_ended(seen: RouterState | None, expected: str) -> None:
     assert attainment(seen) == expected
 
 
