@@ -39,9 +39,12 @@ def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
         InvalidInput: naming the file, the row (1 is the first after the header), the column and the rule.
     """
     path = Path(path)
-    rows = csv.DictReader(io.StringIO(_read_text(path), newline=""))
-    _check_header(path, rows.fieldnames or ())
-    requests = tuple(_requests(path, rows))
+    rows = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
+    try:
+        _check_header(path, rows.fieldnames or ())
+        requests = tuple(_requests(path, rows))
+    except csv.Error as error:
+        raise InvalidInput(f"{path} line {rows.line_num + 1}", error, "must be CSV") from error
     if not requests:
         raise InvalidInput(str(path), "0 requests", "must hold at least one request")
     return requests
@@ -60,7 +63,8 @@ def _read_text(path: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(said).splitlines()[0].lower()
 
 
 def _check_header(path: Path, columns: Sequence[str]) -> None:

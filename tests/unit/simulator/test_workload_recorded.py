@@ -102,6 +102,20 @@ def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
             (HEADER, "0,1"), "row 1 output_tokens", "empty", "must be a whole number of tokens", id="cut row"
         ),
         pytest.param(
+            (HEADER, "0,1,1", '1,1,"1'),
+            "line 3",
+            "unexpected end of data",
+            "must be CSV",
+            id="a quote that nobody closes",
+        ),
+        pytest.param(
+            (HEADER, f"0,1,{'1' * 200_000}"),
+            "line 2",
+            "field larger than field limit (131072)",
+            "must be CSV",
+            id="a value that is a file of its own",
+        ),
+        pytest.param(
             (HEADER + ",prefix_hash_ids", "0,1,1,1 x"),
             "row 1 prefix_hash_ids",
             "1 x",
