@@ -6,7 +6,7 @@ SHELL := bash
 
 bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
-inner_tests := $(wildcard tests/unit tests/properties tests/golden tests/simulation)
+inner_tests := tests/unit tests/properties tests/simulation
 
 .PHONY: help play test check generate verify lock bench clean \
 	static check-format check-lint check-types check-contracts check-tests

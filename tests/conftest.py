@@ -22,9 +22,8 @@ LEVELS_WITHOUT_TESTS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The seed of the run, and the explicit word that golden files may change."""
+    """The seed of the run."""
     parser.addoption("--seed", type=int, default=None, help="seed of the run (default: a new one, printed)")
-    parser.addoption("--rewrite-golden", action="store_true", help="write golden files instead of comparing")
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
@@ -40,13 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed(request: pytest.FixtureRequest) -> int:
     """The printed seed of the run, for `random.Random(seed)`."""
     value: int = request.config.option.seed
-    return value
-
-
-@pytest.fixture(scope="session")
-def rewrite_golden(request: pytest.FixtureRequest) -> bool:
-    """Whether a golden test writes its file instead of comparing with it."""
-    value: bool = request.config.option.rewrite_golden
     return value
 
 
