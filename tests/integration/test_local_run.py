@@ -25,7 +25,7 @@ TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 STAND_INS = Commands(
     engine=lambda _instance, _host: TINY,
     router=lambda _around, port, _state_port: (*TINY, "--port", str(port)),
-    autoscaler=lambda _around, _state: TINY,
+    autoscaler=lambda _around, port, _state: (*TINY, "--port", str(port)),
 )
 REAL_ENGINES = Commands(router=STAND_INS.router, autoscaler=STAND_INS.autoscaler)
 DEADLINE_S = 30.0
@@ -184,6 +184,26 @@ async def test_a_killed_router_comes_back_at_its_address() -> None:
                 await run.changed()
             service = await _with_endpoint(run, address)
         assert service.status.endpoint == address
+
+
+async def test_a_killed_autoscaler_comes_back_at_its_address() -> None:
+    async with serving() as run:
+        host, port = run.info.autoscaler_url.removeprefix("http://").rsplit(":", 1)
+        first = run.pids()["autoscaler"]
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            while run.pids().get("autoscaler") in (None, first) or not await _listens(host, int(port)):
+                await asyncio.sleep(0.02)
+
+
+async def _listens(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    await writer.wait_closed()
+    return True
 
 
 async def _with_endpoint(run: LocalRun, address: str) -> PDService:

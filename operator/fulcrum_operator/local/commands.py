@@ -33,11 +33,11 @@ def router_command(around: Surroundings, port: int, state_port: int) -> tuple[st
     )
 
 
-def autoscaler_command(around: Surroundings, router_state: str) -> tuple[str, ...]:
-    """The autoscaler on a free port, told where the router's state port is."""
+def autoscaler_command(around: Surroundings, port: int, router_state: str) -> tuple[str, ...]:
+    """The autoscaler on this port, 0 for any, told where the router's state port is."""
     return (
         *(sys.executable, "-m", "fulcrum_autoscaler", *_shared(around)),
-        *("--port", "0", "--router-state", router_state),
+        *("--port", str(port), "--router-state", router_state),
     )
 
 
@@ -54,4 +54,4 @@ class Commands:
 
     engine: Callable[[PDInstance, str], tuple[str, ...]] = engine_command
     router: Callable[[Surroundings, int, int], tuple[str, ...]] = router_command
-    autoscaler: Callable[[Surroundings, str], tuple[str, ...]] = autoscaler_command
+    autoscaler: Callable[[Surroundings, int, str], tuple[str, ...]] = autoscaler_command

@@ -204,8 +204,11 @@ class LocalRun:
         port, state_port = (last["port"], last["state_port"]) if last else (self._options.port, 0)
         return self._commands.router(self._around, port, state_port)
 
-    def _autoscaler_command(self, _last: Ports | None) -> tuple[str, ...]:
-        return self._commands.autoscaler(self._around, self._view.url("state_port"))
+    def _autoscaler_command(self, last: Ports | None) -> tuple[str, ...]:
+        """Keeps its port, too: whoever reads its decisions knows it from `run.json`."""
+        return self._commands.autoscaler(
+            self._around, last["port"] if last else 0, self._view.url("state_port")
+        )
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -46,5 +46,5 @@ def test_the_routers_command_line() -> None:
 
 
 def test_the_autoscalers_command_line() -> None:
-    words = " ".join(autoscaler_command(AROUND, "http://127.0.0.1:1")[1:])
+    words = " ".join(autoscaler_command(AROUND, 0, "http://127.0.0.1:1")[1:])
     assert words == f"-m fulcrum_autoscaler {TOLD} --port 0 --router-state http://127.0.0.1:1"
