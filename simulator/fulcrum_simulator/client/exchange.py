@@ -53,10 +53,9 @@ class Exchange:
 
     def body(self, data: bytes, now_s: float) -> None:
         """A piece of the answer's body came."""
-        buffered = self._rest + data if self._rest else data
-        if self._status != 200 or not self.request.stream:
-            self._rest = buffered
+        if self._status != 200:
             return
+        buffered = self._rest + data if self._rest else data
         *events, self._rest = buffered.split(_EVENT_END)
         for event in events:
             self._event(event, now_s)
@@ -89,20 +88,11 @@ class Exchange:
         if self._status != 200:
             self._end(Ending.FAILED, f"status {self._status}", now_s)
             return
-        if not self.request.stream:
-            self._read_whole(now_s)
         if self._error is not None or not self._done:
             self._cut(self._error or "ended without [DONE]", now_s, told=self._error is not None)
             return
         difference = self._difference()
         self._end(Ending.WRONG if difference else Ending.OK, difference, now_s)
-
-    def _read_whole(self, now_s: float) -> None:
-        try:
-            self._read(orjson.loads(self._rest), now_s)
-        except orjson.JSONDecodeError:
-            self._error = "a body that is not JSON"
-        self._done = True
 
     def lost(self, why: str, now_s: float) -> None:
         """The connection went away, or the run ended, before the answer's last byte."""
@@ -156,7 +146,7 @@ class Exchange:
 def _choice_text(choice: dict[str, Any]) -> str:
     text = choice.get("text")
     if text is None:
-        text = (choice.get("delta") or choice.get("message") or {}).get("content")
+        text = (choice.get("delta") or {}).get("content")
     return text or ""
 
 

@@ -22,14 +22,13 @@ UNFINISHED = "unfinished when the run ended"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the load goes and in which form. Shares are of requests, 0 to 1."""
+    """Where the load goes and in which form. All of it is streamed: an answer in one piece has no TTFT."""
 
     host: str
     port: int
     model: str
     chat_share: float = 0.0
-    whole_share: float = 0.0
-    """Requests that ask for their answer in one piece: their first byte is their last."""
+    """Of requests, 0 to 1: those sent as a chat. The others are plain completions."""
     max_connections: int = 1024
     """Beyond this many open connections requests wait, and the tally says how many did (`held_back`)."""
 
@@ -95,7 +94,6 @@ class LoadGenerator:
             seed=self._seed,
             index=index,
             chat=self._rng.random() < target.chat_share,
-            stream=self._rng.random() >= target.whole_share,
         )
         self._place(Exchange(written, index=index, intended_s=intended_s, ended=self._end))
 

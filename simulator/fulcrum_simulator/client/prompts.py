@@ -20,14 +20,13 @@ class WrittenRequest:
 
     path: str
     body: bytes
-    stream: bool
     digest: bytes
     input_tokens: int
     output_tokens: int
 
 
 def write_request(
-    request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False, stream: bool = True
+    request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False
 ) -> WrittenRequest:
     """The `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
 
@@ -38,12 +37,13 @@ def write_request(
     text = _unique_text(seed, index, size)
     prompt = render_chat([{"role": "user", "content": text}]) if chat else text.encode()
     question = f'"messages":[{{"role":"user","content":"{text}"}}]' if chat else f'"prompt":"{text}"'
-    streaming = ',"stream":true,"stream_options":{"include_usage":true}' if stream else ""
-    body = f'{{"model":"{model}",{question},"max_tokens":{request.output_tokens},"temperature":0{streaming}}}'
+    streaming = '"stream":true,"stream_options":{"include_usage":true}'
+    body = (
+        f'{{"model":"{model}",{question},"max_tokens":{request.output_tokens},"temperature":0,{streaming}}}'
+    )
     return WrittenRequest(
         path="/v1/chat/completions" if chat else "/v1/completions",
         body=body.encode(),
-        stream=stream,
         digest=prompt_digest(prompt),
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,

@@ -18,9 +18,9 @@ from fulcrum_simulator.workload import WorkloadRequest
 INPUT, OUTPUT = 30, 3
 
 
-def written(*, chat: bool = False, stream: bool = True, output_tokens: int = OUTPUT) -> WrittenRequest:
+def written(*, chat: bool = False, output_tokens: int = OUTPUT) -> WrittenRequest:
     request = WorkloadRequest(0.0, INPUT, output_tokens)
-    return write_request(request, model="m", seed=1, index=4, chat=chat, stream=stream)
+    return write_request(request, model="m", seed=1, index=4, chat=chat)
 
 
 def event(payload: object) -> bytes:
@@ -47,11 +47,10 @@ class Wire:
     pieces: Sequence[bytes]
     status: int = 200
     complete: bool = True
-    stream: bool = True
 
     def outcomes(self) -> list[Outcome]:
         ends: list[Outcome] = []
-        exchange = Exchange(written(stream=self.stream), index=4, intended_s=100.0, ended=ends.append)
+        exchange = Exchange(written(), index=4, intended_s=100.0, ended=ends.append)
         exchange.sent(100.5)
         exchange.head(self.status)
         now_s = 100.0
@@ -153,25 +152,14 @@ def test_what_went_wrong_is_named_once(wire: Wire, ending: Ending, reason: str, 
     assert [(end.ending, end.reason, end.told) for end in wire.outcomes()] == [(ending, reason, told)]
 
 
-def test_an_answer_in_one_piece_is_checked_too() -> None:
-    text = "".join(output_token(written(stream=False).digest, index) for index in range(OUTPUT))
-    body = json.dumps(
-        {"choices": [{"text": text}], "usage": {"prompt_tokens": INPUT, "completion_tokens": OUTPUT}}
-    ).encode()
-    assert [end.ending for end in Wire([body[:9], body[9:]], stream=False).outcomes()] == [Ending.OK]
-    assert [end.reason for end in Wire([b"{"], stream=False).outcomes()] == ["a body that is not JSON"]
-
-
 pieces = st.sampled_from(
     [token(0), token(1), token(2), token(0, OTHER), usage(), usage(7), DONE, ERROR, b"data: x\n\n"]
 )
 
 
-@given(st.lists(pieces, max_size=6), st.sampled_from([200, 500]), st.booleans(), st.booleans())
-def test_whatever_comes_a_request_ends_once(
-    script: list[bytes], status: int, complete: bool, stream: bool
-) -> None:
-    assert len(Wire(script, status=status, complete=complete, stream=stream).outcomes()) == 1
+@given(st.lists(pieces, max_size=6), st.sampled_from([200, 500]), st.booleans())
+def test_whatever_comes_a_request_ends_once(script: list[bytes], status: int, complete: bool) -> None:
+    assert len(Wire(script, status=status, complete=complete).outcomes()) == 1
 
 
 @given(st.integers(1, 400), st.booleans(), st.integers(0, 9), st.integers(0, 9999))
