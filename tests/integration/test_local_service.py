@@ -13,6 +13,7 @@ from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, Role
 from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 
+DEADLINE_S = 30.0
 SERVICE = {
     "apiVersion": "fulcrum.dev/v1alpha1",
     "kind": "PDService",
@@ -30,13 +31,13 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRu
     """A service of two instances, up to three, of which all serve."""
     options = LocalOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
     async with run_local([parse_object(SERVICE)], options) as made:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             await made.serving()
         yield made
 
 
-async def until(run: LocalRun, holds: Callable[[], Awaitable[bool]], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
+async def until(run: LocalRun, holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
         while not await holds():
             await run.changed()
 
@@ -46,13 +47,14 @@ async def names(run: LocalRun) -> list[str]:
 
 
 async def state(run: LocalRun) -> RouterState:
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {run.info.token}"}) as client:
+    headers = {"authorization": f"Bearer {run.info.token}"}
+    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=DEADLINE_S) as client:
         answer = await client.get(f"{run.info.router_state_url}/state")
     return RouterState.model_validate_json(answer.raise_for_status().content)
 
 
 async def test_a_request_is_answered_by_prefill_and_decode(run: LocalRun) -> None:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
         answer = await client.post(
             f"{run.info.router_url}/v1/completions",
             json={"model": "m", "prompt": "a prompt of some length " * 20, "max_tokens": 3},
