@@ -289,7 +289,7 @@ async def test_an_engine_that_never_will_serve_is_told() -> None:
 
 
 SCRIPT = """
-import asyncio, json, sys
+import asyncio, json, signal, sys
 from fulcrum_core.api import parse_object
 from fulcrum_operator.local import LocalOptions, run_local
 
@@ -300,6 +300,7 @@ async def main():
         print("pids", json.dumps(run.pids()), flush=True)
         await asyncio.Event().wait()
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
