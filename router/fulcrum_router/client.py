@@ -88,6 +88,7 @@ class ClientConnection(asyncio.Protocol):
         "_headers",
         "_parser",
         "_path",
+        "_read_size",
         "_refusal",
         "_server",
         "_transport",
@@ -110,7 +111,7 @@ class ClientConnection(asyncio.Protocol):
         """Requests read and not begun, and answers to give at their turn."""
         self._refusal: bytes | None = None
         self._backlog: list[bytes] = []
-        self._backlog_size = 0
+        self._backlog_size = self._read_size = 0
         self._closing = False
         self._beginning = False
         self.paused = False
@@ -169,8 +170,10 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._head_done = True
-        self._check_fields()
-        self._headers = headers = {name.lower(): value for name, value in self._fields.items()}
+        if self._head_size + self._read_size > MAX_HEAD_BYTES:
+            self._check_fields()
+        fields = self._fields
+        self._headers = headers = dict(zip(map(bytes.lower, fields), fields.values(), strict=True))
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
             raise _Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
@@ -193,10 +196,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _feed(self, data: bytes) -> None:
         refusal: bytes | None = None
+        self._read_size = len(data)
         try:
             self._parser.feed_data(data)
             if not self._calls:
-                self._check_unfinished(len(data))
+                self._check_unfinished()
         except httptools.HttpParserUpgrade as offer:
             self._pass_over_upgrade(data[offer.args[0] :])
             return
@@ -224,12 +228,12 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, kept, rest))
 
-    def _check_unfinished(self, size: int) -> None:
-        """Bound a head that does not end, of which `size` more bytes came, and trailers that do not."""
+    def _check_unfinished(self) -> None:
+        """Bound a head that does not end, and trailers that do not."""
         if self._head_done:
             self._check_fields()
             return
-        self._head_size += size
+        self._head_size += self._read_size
         if self._head_size > MAX_HEAD_BYTES:
             raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
