@@ -4,7 +4,8 @@ The prompt is parsed once. The decode leg gets the client's own bytes with the h
 before the last brace; only where the client sent a field that is the router's is the body written anew.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -22,7 +23,8 @@ class BadBody(ValueError):
     """The client's body is not a JSON object."""
 
 
-class Request(NamedTuple):
+@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
+class Request:
     """What the client asks for."""
 
     raw: bytes
@@ -80,7 +82,8 @@ def prefill_body(request: Request) -> bytes:
     return orjson.dumps(fields)
 
 
-class PrefillAnswer(NamedTuple):
+@dataclass(slots=True)
+class PrefillAnswer:
     """What a prefill instance said: the hand-off as JSON (None: none that is sound); the prompt's tokens."""
 
     handoff: bytes | None

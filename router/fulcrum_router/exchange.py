@@ -8,7 +8,8 @@ prefilled anew, since blocks that were given up hold other prompts' tokens and n
 
 import asyncio
 import time
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -71,7 +72,8 @@ class Client(Protocol):
         """The exchange is over; without `keep` the connection is to be closed."""
 
 
-class Call(NamedTuple):
+@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
+class Call:
     """A POST as it came in."""
 
     path: bytes

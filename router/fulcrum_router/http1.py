@@ -4,8 +4,8 @@ A head is read once, a body is never decoded: chunk framing is walked to learn w
 and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 MAX_HEAD_BYTES = 65_536
 MAX_SIZE_LINE_BYTES = 4_096
@@ -26,7 +26,8 @@ class FramingError(ValueError):
     """An engine's answer is not HTTP/1.1 as we know it."""
 
 
-class AnswerHead(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
     """The head of an answer. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
 
     line: bytes

@@ -71,7 +71,7 @@ class DecodeLeg(Completion[None]):
         extra: bytes,
         on_first: Callable[[float], None],
     ) -> None:
-        super().__init__()
+        Completion.__init__(self)  # super() costs a lookup
         self.connection, self.sink, self.entry = connection, sink, entry
         self.extra = extra
         """Header lines put in front of the engine's own."""

@@ -19,7 +19,7 @@ from fulcrum_router.metrics import registry_of
 from fulcrum_router.options import Options
 from fulcrum_router.probes import Prober
 from fulcrum_router.router import Router
-from fulcrum_router.settings import DEFAULT_TIER, Settings, Tier
+from fulcrum_router.settings import DEFAULT_TIER, Settings, Tier, Timeouts
 from fulcrum_router.state_port import make_app
 from fulcrum_router.watches import Watches
 
@@ -104,7 +104,10 @@ def configure_statically(router: Router, options: Options) -> None:
     """Fixed endpoints, roles and default settings."""
     tier = Tier(DEFAULT_TIER, SloSpec().slo())
     settings = Settings(
-        service=options.service, model=options.service, timeouts=TimeoutsSpec(), default_tier=tier
+        service=options.service,
+        model=options.service,
+        timeouts=Timeouts.of(TimeoutsSpec()),
+        default_tier=tier,
     )
     router.configure(settings, last_to_decode_s=None)
     for number, (role, host, port) in enumerate(options.static):

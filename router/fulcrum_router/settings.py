@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from fulcrum_core.api.pdservice import PDService, TimeoutsSpec
 from fulcrum_core.api.qostier import QoSTier
@@ -21,12 +22,27 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long an engine is waited for, in seconds; read at every leg, and so no model of the API's."""
+
+    connect: float
+    prefill: float
+    first_byte: float
+    idle: float
+
+    @classmethod
+    def of(cls, spec: TimeoutsSpec) -> Self:
+        """As the manifest says."""
+        return cls(connect=spec.connect, prefill=spec.prefill, first_byte=spec.first_byte, idle=spec.idle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """One service as the data path sees it."""
 
     service: str
     model: str
-    timeouts: TimeoutsSpec
+    timeouts: Timeouts
     default_tier: Tier
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     mode: AutoscalingMode = AutoscalingMode.OFF
@@ -47,7 +63,7 @@ def settings_of(service: PDService, tiers: Iterable[QoSTier]) -> Settings:
     return Settings(
         service=service.metadata.name,
         model=spec.model,
-        timeouts=spec.router.timeouts,
+        timeouts=Timeouts.of(spec.router.timeouts),
         default_tier=Tier(DEFAULT_TIER, slo),
         tiers={name: _tier(known[name], slo) for name in spec.qos_tiers if name in known},
         mode=mode,

@@ -338,7 +338,7 @@ class WholeAnswer(Completion[bytes]):
     __slots__ = ("_parts", "_size", "head")
 
     def __init__(self) -> None:
-        super().__init__()
+        Completion.__init__(self)  # super() costs a lookup
         self.head: AnswerHead | None = None
         self._parts: list[bytes] = []
         self._size = 0

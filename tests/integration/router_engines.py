@@ -12,7 +12,7 @@ from fulcrum_core.values import Identity, Role, Slo
 from fulcrum_router.fleet import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
-from fulcrum_router.settings import Settings, Tier
+from fulcrum_router.settings import Settings, Tier, Timeouts
 
 DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -315,6 +315,6 @@ async def running(
 def quick_settings(**timeouts: float) -> Settings:
     """Default settings with time-outs fit for a test."""
     quick = {"connect": 0.5, "prefill": 2.0, "first_byte": 2.0, "idle": 2.0, **timeouts}
-    spec = TimeoutsSpec.model_validate(quick)
+    limits = Timeouts.of(TimeoutsSpec.model_validate(quick))
     tiers = {"premium": Tier("premium", SLO, -5)}
-    return Settings(service="s", model="m", timeouts=spec, default_tier=Tier("default", SLO), tiers=tiers)
+    return Settings(service="s", model="m", timeouts=limits, default_tier=Tier("default", SLO), tiers=tiers)
