@@ -131,4 +131,4 @@ def decode_body(request: Request, handoff: bytes | None) -> bytes:
 
 
 def _splice(raw: bytes, member: bytes, *, empty: bool) -> bytes:
-    return raw[: raw.rindex(b"}")] + (b"" if empty else b",") + member + b"}"
+    return b"%b%b%b}" % (raw[: raw.rindex(b"}")], b"" if empty else b",", member)

@@ -284,7 +284,7 @@ class ClientConnection(asyncio.Protocol):
             request_id or None,
             None if tier is None else tier.decode("latin-1"),
             _trace_lines(headers) if b"traceparent" in headers else b"",
-            self._parser.get_http_version() == "1.0",
+            b"1.0" if self._parser.get_http_version() == "1.0" else b"1.1",
             keep,
         )
 

@@ -82,7 +82,8 @@ class Call:
     tier: str | None
     trace: bytes
     """Header lines of the W3C trace context."""
-    http10: bool
+    version: bytes
+    """Of HTTP, as the engines are asked, too: one who speaks 1.0 understands no chunks."""
     keep_alive: bool
 
 
@@ -107,12 +108,12 @@ class Exchange:
         "_handoff",
         "_handoff_at_s",
         "_handoff_entry",
-        "_head_fields",
         "_keep",
         "_leg",
         "_local",
         "_local_entry",
         "_request",
+        "_request_id",
         "_router",
         "_settings",
         "_source",
@@ -184,11 +185,7 @@ class Exchange:
     async def _serve(self) -> tuple[Outcome, float | None]:
         self._request = request = self._parse()
         self._tokens = request.prompt_ids + self._router.ratio.tokens(request.prompt_bytes)
-        request_id = self._call.request_id or self._router.new_request_id()
-        self._head_fields = b"content-type: application/json\r\nx-request-id: %b\r\n%b" % (
-            request_id,
-            self._call.trace,
-        )
+        self._request_id = self._call.request_id or self._router.new_request_id()
         failed: LegFailed | None = None
         for _ in range(ATTEMPTS):
             if self._handoff is None:
@@ -429,14 +426,11 @@ class Exchange:
     # --- what the client is told ---------------------------------------------------------------
 
     def _leg_head(self, pool: EnginePool, length: int) -> bytes:
-        version = b"1.0" if self._call.http10 else b"1.1"
-        return b"POST %b HTTP/%b\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (
-            self._call.path,
-            version,
-            pool.address,
-            self._head_fields,
-            length,
-        )
+        call = self._call
+        return (
+            b"POST %b HTTP/%b\r\nhost: %b\r\ncontent-type: application/json\r\n"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
+        ) % (call.path, call.version, pool.address, self._request_id, call.trace, length)
 
     def _fulcrum_fields(self, decode: Instance) -> bytes:
         """Who did the work, in front of the engine's own header."""

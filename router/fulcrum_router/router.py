@@ -33,7 +33,7 @@ class Router:
         self.flips = FlipBoard(self.epoch)
         self.rules = FlipRules()
         self.stopping = False
-        self._id_prefix = os.urandom(6).hex()
+        self._id_prefix = os.urandom(6).hex().encode()
         self._ids = itertools.count()
 
     def configure(self, settings: Settings, *, last_to_decode_s: float | None) -> None:
@@ -53,7 +53,7 @@ class Router:
 
     def new_request_id(self) -> bytes:
         """An id that no other request of this process or its successor has."""
-        return f"{self._id_prefix}{next(self._ids):x}".encode()
+        return b"%b%x" % (self._id_prefix, next(self._ids))
 
     async def ask_for_flip(self, wanted: FlipWanted) -> None:
         """Tell the autoscaler, and give it a moment."""
