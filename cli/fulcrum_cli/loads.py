@@ -45,7 +45,7 @@ def _moving(duration_s: float, seed: int) -> GeneratedLoad:
 def _steady(duration_s: float, seed: int) -> GeneratedLoad:
     chat = CHAT.scaled(input=0.6, output=0.4)
     mix = Mix(chat.name, chat.input.at_most(LONGEST_TOKENS), chat.output.at_most(LONGEST_TOKENS // 4))
-    return steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=mix)
+    return steady(rate_rps=7.0, duration_s=duration_s, seed=seed, mix=mix)
 
 
 def _bursty(duration_s: float, seed: int) -> GeneratedLoad:

@@ -55,6 +55,9 @@ class RouterState(_Wire):
     generation: int = Field(description="Last PDAssignment generation applied: the router's acknowledgement.")
     acknowledged_at_s: float = Field(description="Unix time at which that generation was applied.")
     at_s: float = Field(description="Unix time of this picture.")
+    since_s: float = Field(
+        default=0.0, description="Unix time at which its ledger begins: of what came before it knows nothing."
+    )
     instances: tuple[InstanceState, ...]
     flip_wanted: Role | None = Field(
         description="The phase for which dispatch last found no instance within the SLO."

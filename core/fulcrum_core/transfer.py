@@ -3,6 +3,9 @@
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Identity
 
+KV_LEASE_S = 30.0
+"""For how long an engine keeps the blocks of a hand-off that nobody fetches (vLLM's kv_lease_duration)."""
+
 _EQUAL = ("model", "engine", "kv_dtype", "block_size")
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import Role
 from fulcrum_router import answers
 from fulcrum_router.accounting import DECODE, PREFILL, Outcome
@@ -52,9 +53,7 @@ _CANCELLED = Outcome.CANCELLED
 
 ATTEMPTS = 3
 """Instances asked for one leg."""
-LEASE_S = 30.0
-"""For how long an engine keeps the blocks of a hand-off (vLLM's kv_lease_duration)."""
-HANDOFF_AGE_S = LEASE_S / 2
+HANDOFF_AGE_S = KV_LEASE_S / 2
 """An older hand-off is dropped: the decode instance's own queue counts against the lease, too."""
 
 

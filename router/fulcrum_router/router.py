@@ -23,6 +23,8 @@ class Router:
     """One service's instances, settings and books."""
 
     def __init__(self, settings: Settings | None = None) -> None:
+        self.since_s = time.time()
+        """When its ledger began."""
         self.settings = settings
         """None until the service was seen: the router is not ready then."""
         self.fleet = Fleet()

@@ -24,6 +24,7 @@ def picture(router: Router, *, now_s: float) -> RouterState:
         generation=router.epoch.generation,
         acknowledged_at_s=router.epoch.at_s,
         at_s=now_s,
+        since_s=router.since_s,
         instances=tuple(_instance(instance) for instance in router.fleet.all),
         flip_wanted=wanted.role if wanted else None,
         flip_wanted_seq=router.flips.seq,

@@ -19,6 +19,7 @@ from fulcrum_core.api import (
 )
 from fulcrum_core.assignment import effective_roles
 from fulcrum_core.ports import EngineObservation
+from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S, Member, leaving, plan_assignment, refused
 from fulcrum_operator.plan.instances import members, new_instances, surplus
@@ -141,7 +142,9 @@ def _facts(seen: Observed, wish: PDAssignmentSpec, instance: PDInstance, going: 
         strategy=status.strategy or FlipStrategy.RELABEL,
         cordoned=entry.cordoned,
         leaving=name in going,
-        drained=_acknowledged(seen) and (state is None or not (state.legs or state.open_handoffs)),
+        drained=_acknowledged(seen)
+        and (state is None or not (state.legs or state.open_handoffs))
+        and _leases_known(seen, status.phase_since),
         answers=state is not None and not state.missed_probes,
         legs=state.legs if state else None,
     )
@@ -151,6 +154,17 @@ def _acknowledged(seen: Observed) -> bool:
     if seen.router is None or seen.assignment is None:
         return False
     return seen.router.generation >= seen.assignment.metadata.generation
+
+
+def _leases_known(seen: Observed, drain_since_s: float | None) -> bool:
+    """Whether no hand-off can be open that the router does not know of.
+
+    A router that was started after the drain began has an empty ledger: what its predecessor handed off is
+    held until the lease has run out.
+    """
+    if seen.router is None or drain_since_s is None:
+        return False
+    return seen.router.since_s <= drain_since_s or seen.now_s >= seen.router.since_s + KV_LEASE_S
 
 
 def _rolled_back(

@@ -301,7 +301,7 @@ def draining(**fields: Any) -> Observed:
     roles = {**{name: entry(role) for name, role in FOUR.items()}, "chat-3": entry(D, cordoned=True)}
     instances = (
         *settled(FOUR).instances[:3],
-        instance("chat-3", Phase.DRAINING, role=D, strategy=FACTS.strategy),
+        instance("chat-3", Phase.DRAINING, role=D, strategy=FACTS.strategy, phase_since=NOW_S - 60.0),
     )
     given = {
         "pools": (pool(replicas=3, bounds=(1, 9)),),
@@ -321,6 +321,16 @@ def draining(**fields: Any) -> Observed:
         pytest.param(router(2, {"chat-3": 0}, chat_3=1), Phase.DRAINING, id="a hand-off is open"),
         pytest.param(router(2, {"chat-3": 0}), Phase.TERMINATING, id="acknowledged and nothing open"),
         pytest.param(router(2), Phase.TERMINATING, id="acknowledged and forgotten"),
+        pytest.param(
+            router(2).model_copy(update={"since_s": NOW_S - 29.0}),
+            Phase.DRAINING,
+            id="a router started since then: its predecessor's hand-offs may still be held",
+        ),
+        pytest.param(
+            router(2).model_copy(update={"since_s": NOW_S - 30.0}),
+            Phase.TERMINATING,
+            id="the lease of the predecessor's hand-offs has run out",
+        ),
     ],
 )
 def test_when_a_drain_is_done(ledger: Any, phase: Phase) -> None:
