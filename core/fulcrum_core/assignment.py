@@ -29,7 +29,7 @@ class AssignmentRules:
     fixed_roles: Mapping[str, Role] = field(default_factory=dict)
     """Instances of pools that never flip."""
     floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
-    """The service's own floors: an assignment that was patched by hand may raise them, not lower them."""
+    """The service's own floors: an assignment that was patched by hand cannot lower them."""
 
 
 def rules_of(

@@ -15,12 +15,12 @@ from fulcrum_core.api import (
     PDService,
     RoleAssignment,
 )
-from fulcrum_core.assignment import may_apply, serving
+from fulcrum_core.assignment import may_apply, rules_of, serving
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
-from fulcrum_operator.plan.assignment import Member, first_split, rules_of
+from fulcrum_operator.plan.assignment import Member, first_split
 
 NOW_S = 1_800_000_000.0
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
@@ -203,8 +203,7 @@ def test_what_the_operator_writes_may_always_be_applied(seen: Observed) -> None:
     if seen.assignment is None or seen.accepted is None:
         return
     plan = plan_service(seen)
-    members = [Member(name, None) for name in wished(plan).roles]
-    rules = rules_of(seen.service, members)
+    rules = rules_of(seen.service.spec, seen.pools, seen.instances)
     verdict = may_apply(seen.accepted, wished(plan), seen.serving, rules, now_s=seen.now_s)
     assert verdict.allowed, verdict.reason
 

@@ -60,18 +60,10 @@ def role_for_new(roles: Iterable[Role], *, prefill_floor: int, decode_floor: int
     return Role.PREFILL if had[Role.PREFILL] < had[Role.DECODE] else Role.DECODE
 
 
-def rules_of(service: PDService, members: Iterable[Member]) -> AssignmentRules:
-    """What the service's spec says about its assignment."""
-    return AssignmentRules(
-        prefill_to_decode_cooldown_s=service.spec.autoscaling.flip.prefill_to_decode_cooldown,
-        fixed_roles={member.name: member.fixed for member in members if member.fixed},
-        floors=service.spec.roles.floors(),
-    )
-
-
-def plan_assignment(seen: Observed, members: tuple[Member, ...], surplus: Surplus) -> PDAssignmentSpec:
-    """The assignment as it shall stand: the wish as far as it may be applied, in step with `members`."""
-    rules = rules_of(seen.service, members)
+def plan_assignment(
+    seen: Observed, members: tuple[Member, ...], surplus: Surplus, rules: AssignmentRules
+) -> PDAssignmentSpec:
+    """The assignment as it shall stand: the wish as far as `rules` allow, in step with `members`."""
     spec = _followed(_judged(seen, rules), seen.service, members, now_s=seen.now_s)
     return _cordoned(spec, surplus, seen.serving, rules, now_s=seen.now_s)
 

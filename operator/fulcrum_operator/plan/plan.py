@@ -15,9 +15,8 @@ from fulcrum_core.api import (
     PDService,
     Resource,
     RoleAssignment,
-    fixed_role,
 )
-from fulcrum_core.assignment import effective_roles
+from fulcrum_core.assignment import AssignmentRules, effective_roles, rules_of
 from fulcrum_core.ports import EngineObservation
 from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import FlipStrategy, Phase, Role
@@ -76,7 +75,8 @@ def plan_service(seen: Observed) -> Plan:
         sorted((*seen.instances, *born), key=lambda instance: by_number(instance.metadata.name))
     )
     excess = surplus(seen, pools)
-    wish = plan_assignment(seen, _members(instances, pools), excess)
+    rules = rules_of(seen.service.spec, pools, instances)
+    wish = plan_assignment(seen, _members(instances, rules), excess, rules)
     steps = {i.metadata.name: advance(_facts(seen, wish, i, leaving(wish, excess))) for i in instances}
     wish = _rolled_back(wish, instances, steps, now_s=seen.now_s)
     return _assembled(seen, pools, instances, wish, steps)
@@ -121,9 +121,8 @@ def _assembled(
     )
 
 
-def _members(instances: tuple[PDInstance, ...], pools: tuple[PDPool, ...]) -> tuple[Member, ...]:
-    fixed = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools}
-    return tuple(Member(i.metadata.name, fixed.get(i.spec.pool)) for i in instances)
+def _members(instances: tuple[PDInstance, ...], rules: AssignmentRules) -> tuple[Member, ...]:
+    return tuple(Member(i.metadata.name, rules.fixed_roles.get(i.metadata.name)) for i in instances)
 
 
 def _facts(seen: Observed, wish: PDAssignmentSpec, instance: PDInstance, going: frozenset[str]) -> Facts:
