@@ -7,9 +7,10 @@ suite runs against every adapter, so what is written here is what a reconciler m
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fulcrum_core.api.meta import Resource
+from fulcrum_core.api.pdinstance import PDInstance
 
 R = TypeVar("R", bound=Resource)
 
@@ -27,24 +28,30 @@ class EventType(StrEnum):
 class WatchEvent(Generic[R]):
     """One change. `object` is the state after it, or the last state of a deleted object.
 
-    A BOOKMARK carries no object: it says that everything up to `resource_version` was delivered.
+    A BOOKMARK carries no object: it says that everything up to `resource_version` was delivered. Another
+    event without one is about an object that its model cannot read: `unreadable` is its namespace and name.
     """
 
     type: EventType
     object: R | None
     resource_version: str
+    unreadable: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[R]):
-    """All objects of a kind at one resourceVersion, ordered by name."""
+    """All objects of a kind at one resourceVersion, ordered by namespace and name.
+
+    `unreadable` are namespace and name of those that their model cannot read, as a newer writer may leave them.
+    """
 
     items: tuple[R, ...]
     resource_version: str
+    unreadable: tuple[tuple[str, str], ...] = ()
 
 
 class Store(Protocol):
-    """List, watch and write resources of one cluster. Every method may raise `StoreUnavailable`.
+    """List, watch and write resources of one cluster. Every method may raise `StoreUnavailable`, `Forbidden`.
 
     Writes are validated and defaulted by the kind's model; a rule broken raises `InvalidInput`. A write of
     the main resource cannot touch `status`, and `patch_status` cannot touch anything else.
@@ -57,11 +64,14 @@ class Store(Protocol):
         ...
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        """All objects of the kind in the namespace, and the version from which a watch continues."""
+        """All objects of the kind in the namespace ("": in all), and the version a watch continues from."""
         ...
 
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
-        """Every change after `since`, in order, until the caller stops; `Gone` if `since` is too old."""
+        """Every change after `since`, in order, until caller or store end it; `Gone` if that is too old.
+
+        The namespace "" stands for all.
+        """
         ...
 
     async def create(self, obj: R) -> R:
@@ -122,6 +132,21 @@ class EngineState(StrEnum):
     STARTING = "Starting"
     RUNNING = "Running"
     EXITED = "Exited"
+    """It ended and is started again where it is."""
+    LOST = "Lost"
+    """It will not come back: deleted by somebody else, evicted, failed for good, or its node is gone."""
+
+
+class InstanceKey(NamedTuple):
+    """Which PDInstance an engine belongs to: two services in two namespaces may have one of the same name."""
+
+    namespace: str
+    name: str
+
+
+def instance_key(instance: PDInstance) -> InstanceKey:
+    """The key of an instance's engine."""
+    return InstanceKey(instance.metadata.namespace, instance.metadata.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +158,34 @@ class EngineObservation:
     restarts: int
     endpoint: str | None = None
     exit_reason: str | None = None
+    """Why its last life ended; None in its first."""
+    message: str = ""
+    """Why it is in this state, where that is known: the image does not pull, no node fits, it was evicted."""
+    image: str | None = None
+    """The image it runs, by digest, where there is one."""
+    node: str | None = None
+    """The node it runs on, where there are several."""
+    since_s: float | None = None
+    """Since when it is in this state, where that is known; unix seconds."""
+    ending: bool = False
+    """Its end was asked for, by us or by somebody else. While it still serves its state is RUNNING."""
 
 
 class EngineRuntime(Protocol):
-    """Where engine instances run: processes in a local run, pods in a cluster. Both calls are idempotent."""
+    """Where engine instances run: processes in a local run, pods in a cluster. All calls are idempotent."""
 
-    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
-        """Have the engine run with this command; one that exits is started again with back-off.
+    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
+        """Have the instance's engine run with this command; one that exits is started again with back-off.
 
         It is expected to serve `startup_s` after a start; one that takes much longer is started again, too.
+        An engine of that key that is there already, even one that is ending, is left as it is.
         """
         ...
 
-    async def stop(self, name: str) -> None:
-        """End the engine; returns when it is gone."""
+    async def stop(self, key: InstanceKey) -> None:
+        """Ask the engine to end, and do not wait for it: `observe` shows it, `ending`, until it is gone."""
         ...
 
-    def observe(self) -> tuple[EngineObservation, ...]:
-        """Every engine that was started and not stopped, by name."""
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        """Every engine of the namespace that was started and is not gone, by name."""
         ...

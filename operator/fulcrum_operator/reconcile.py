@@ -14,7 +14,7 @@ import structlog
 from fulcrum_core.api import PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.errors import NotFound
 from fulcrum_core.merge import merge_diff
-from fulcrum_core.ports import Clock, EngineRuntime, EngineState, Store
+from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, EngineState, InstanceKey, Store
 from fulcrum_core.state import RouterState
 from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.observed import EngineFacts
@@ -38,15 +38,14 @@ class ServiceKey(NamedTuple):
 
 
 class RouterView(Protocol):
-    """The router of a service, as the operator sees it."""
+    """The routers of the services, as the operator sees them."""
 
-    @property
-    def endpoint(self) -> str | None:
+    def endpoint(self, key: ServiceKey) -> str | None:
         """Where clients reach it; None until it serves."""
         ...
 
-    async def state(self) -> RouterState | None:
-        """Its ledger; None if it does not answer."""
+    async def ledger(self, key: ServiceKey) -> RouterState | None:
+        """What it says of its instances; None if it does not answer."""
         ...
 
 
@@ -84,12 +83,11 @@ async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     memory = cluster.memory.setdefault(key, Memory())
     seen = await _observe(key, cluster, memory)
     if seen is None:
-        engines = {engine.name: engine for engine in cluster.runtime.observe()}
-        await _apply(plan_removal(key.name, engines), {}, cluster)
+        await _apply(plan_removal(key.name, _engines(key, cluster)), {}, cluster, key)
         del cluster.memory[key]
         return None
     plan = plan_service(seen)
-    late_s = await _apply(plan, _stored(seen), cluster, key=key)
+    late_s = await _apply(plan, _stored(seen), cluster, key)
     memory.accepted = plan.accepted
     waits = [wait_s for wait_s in (plan.wake_after_s, late_s) if wait_s is not None]
     return min(waits, default=None)
@@ -102,7 +100,7 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
         return None
     pools = tuple(p for p in await _all(cluster.store, PDPool, key) if p.spec.service == key.name)
     instances = tuple(i for i in await _all(cluster.store, PDInstance, key) if i.spec.service == key.name)
-    engines = {engine.name: engine for engine in cluster.runtime.observe()}
+    engines = _engines(key, cluster)
     running = {name for name, engine in engines.items() if engine.state is EngineState.RUNNING}
     return Observed(
         service=service,
@@ -112,15 +110,19 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
         tiers=frozenset(tier.metadata.name for tier in await _all(cluster.store, QoSTier, key)),
         engines=engines,
         facts={i.metadata.name: cluster.engine_facts(i) for i in instances if i.metadata.name in running},
-        router=await _ledger(cluster, asks_router(service, pools, instances)),
-        endpoint=cluster.router.endpoint if cluster.router else None,
+        router=await _ledger(key, cluster, wanted=asks_router(service, pools, instances)),
+        endpoint=cluster.router.endpoint(key) if cluster.router else None,
         accepted=memory.accepted,
         now_s=cluster.clock.now_s(),
     )
 
 
-async def _ledger(cluster: Cluster, wanted: bool) -> RouterState | None:
-    return await cluster.router.state() if cluster.router and wanted else None
+def _engines(key: ServiceKey, cluster: Cluster) -> dict[str, EngineObservation]:
+    return {engine.name: engine for engine in cluster.runtime.observe(key.namespace)}
+
+
+async def _ledger(key: ServiceKey, cluster: Cluster, *, wanted: bool) -> RouterState | None:
+    return await cluster.router.ledger(key) if cluster.router and wanted else None
 
 
 async def _found(store: Store, kind: type[R], key: ServiceKey) -> R | None:
@@ -140,26 +142,26 @@ def _stored(seen: Observed) -> dict[tuple[str, str], Resource]:
 
 
 async def _apply(
-    plan: Plan, stored: dict[tuple[str, str], Resource], cluster: Cluster, *, key: ServiceKey | None = None
+    plan: Plan, stored: dict[tuple[str, str], Resource], cluster: Cluster, key: ServiceKey
 ) -> float | None:
     """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
     late_s: float | None = None
     for obj in plan.objects:
         before = stored.get((obj.kind, obj.metadata.name))
-        if isinstance(obj, PDService) and isinstance(before, PDService) and key is not None:
+        if isinstance(obj, PDService) and isinstance(before, PDService):
             late_s = await _write_service(obj, before, cluster, cluster.memory[key])
         else:
             await _write(obj, before, cluster.store)
     for obj in plan.delete:
         await _delete(obj, cluster.store)
     await asyncio.gather(*(_start(instance, cluster) for instance in plan.start))
-    await asyncio.gather(*(cluster.runtime.stop(name) for name in plan.stop))
+    await asyncio.gather(*(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop))
     return late_s
 
 
 async def _start(instance: PDInstance, cluster: Cluster) -> None:
     startup_s = cluster.engine_facts(instance).startup_s
-    await cluster.runtime.start(instance.metadata.name, cluster.command(instance), startup_s=startup_s)
+    await cluster.runtime.start(instance, cluster.command(instance), startup_s=startup_s)
 
 
 async def _write(obj: Resource, before: Resource | None, store: Store) -> None:

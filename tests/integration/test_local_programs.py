@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.api import PDInstance
+from fulcrum_core.ports import EngineObservation, EngineState, instance_key
 from fulcrum_operator.local import LocalRuntime, ProgramOptions, StartFailed
 from fulcrum_operator.local.program import STABLE_S, Program, last_words, restart_delay_s, short_lives_after
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 DEADLINE_S = 20.0
+NAMESPACE = "default"
 RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineState.EXITED
+
+
+def instance(name: str) -> PDInstance:
+    spec = {"service": "e", "pool": "e-flex", "model": "m", "engine": {}}
+    return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec})
+
+
+E_0 = instance("e-0")
 
 
 class Watched:
@@ -26,7 +36,7 @@ class Watched:
         self.runtime = LocalRuntime(host="127.0.0.1", logs=logs, on_change=self._note, options=options)
 
     def _note(self, name: str) -> None:
-        self.trace += [seen for seen in self.runtime.observe() if seen.name == name]
+        self.trace += [seen for seen in self.runtime.observe(NAMESPACE) if seen.name == name]
         self.changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -37,11 +47,16 @@ class Watched:
                 await self.changed.wait()
 
     def state(self, name: str = "e-0") -> EngineState:
-        return next(seen.state for seen in self.runtime.observe() if seen.name == name)
+        return next(seen.state for seen in self.runtime.observe(NAMESPACE) if seen.name == name)
+
+    async def ended(self) -> None:
+        """Ask the engine to end; returns when it is gone."""
+        await self.runtime.stop(instance_key(E_0))
+        await self.runtime.gone(instance_key(E_0))
 
     async def running(self, *arguments: str, name: str = "e-0") -> int:
         """Start an engine; returns its process id once it runs."""
-        await self.runtime.start(name, (*TINY, *arguments), startup_s=0.0)
+        await self.runtime.start(instance(name), (*TINY, *arguments), startup_s=0.0)
         await self.until(lambda: self.state(name) is RUNNING)
         return self.runtime.pids()[name]
 
@@ -50,7 +65,7 @@ class Watched:
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     made = Watched(tmp_path, ProgramOptions(stop_grace_s=0.3))
     yield made
-    await asyncio.gather(*(made.runtime.stop(seen.name) for seen in made.runtime.observe()))
+    await made.runtime.close()
 
 
 def gone(pid: int) -> bool:
@@ -63,7 +78,7 @@ def gone(pid: int) -> bool:
 
 async def test_an_engine_that_says_ready_runs_at_the_port_it_named(watched: Watched) -> None:
     await watched.running()
-    seen = watched.runtime.observe()[0]
+    seen = watched.runtime.observe(NAMESPACE)[0]
     host, _, port = (seen.endpoint or "").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.close()
@@ -73,17 +88,19 @@ async def test_an_engine_that_says_ready_runs_at_the_port_it_named(watched: Watc
 
 async def test_starting_what_was_started_changes_nothing(watched: Watched) -> None:
     pid = await watched.running()
-    await watched.runtime.start("e-0", (*TINY, "--refuse", "something else"), startup_s=0.0)
+    await watched.runtime.start(E_0, (*TINY, "--refuse", "something else"), startup_s=0.0)
     assert watched.runtime.pids() == {"e-0": pid}
 
 
 async def test_a_killed_engine_is_seen_at_once_and_started_again_elsewhere(watched: Watched) -> None:
     pid = await watched.running()
-    before = watched.runtime.observe()[0].endpoint
+    before = watched.runtime.observe(NAMESPACE)[0].endpoint
     watched.trace.clear()
     watched.runtime.kill("e-0")
-    await watched.until(lambda: watched.state() is RUNNING and watched.runtime.observe()[0].restarts == 1)
-    after = watched.runtime.observe()[0].endpoint
+    await watched.until(
+        lambda: watched.state() is RUNNING and watched.runtime.observe(NAMESPACE)[0].restarts == 1
+    )
+    after = watched.runtime.observe(NAMESPACE)[0].endpoint
     assert watched.trace == [
         EngineObservation("e-0", EXITED, 0, None, "signal SIGKILL"),
         EngineObservation("e-0", STARTING, 1, None, "signal SIGKILL"),
@@ -94,12 +111,12 @@ async def test_a_killed_engine_is_seen_at_once_and_started_again_elsewhere(watch
 
 async def test_a_stopped_engine_is_gone(watched: Watched) -> None:
     pid = await watched.running()
-    await watched.runtime.stop("e-0")
-    assert (gone(pid), watched.runtime.observe()) == (True, ())
+    await watched.ended()
+    assert (gone(pid), watched.runtime.observe(NAMESPACE)) == (True, ())
 
 
 async def test_stopping_what_is_not_there_changes_nothing(watched: Watched) -> None:
-    await watched.runtime.stop("e-0")
+    await watched.ended()
     assert watched.trace == []
 
 
@@ -107,41 +124,41 @@ async def test_an_engine_that_does_not_listen_to_sigterm_is_killed(watched: Watc
     pid = await watched.running("--deaf")
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    await watched.runtime.stop("e-0")
+    await watched.ended()
     assert gone(pid)
     assert loop.time() - began_s > 0.25  # its grace
 
 
 async def test_an_engine_may_be_stopped_before_it_is_ready(watched: Watched) -> None:
-    await watched.runtime.start("e-0", (*TINY, "--silent"), startup_s=0.0)
-    await watched.runtime.stop("e-0")
-    assert (watched.runtime.observe(), watched.runtime.pids()) == ((), {})
+    await watched.runtime.start(E_0, (*TINY, "--silent"), startup_s=0.0)
+    await watched.ended()
+    assert (watched.runtime.observe(NAMESPACE), watched.runtime.pids()) == ((), {})
 
 
 async def test_an_engine_that_never_gets_ready_is_ended_and_tried_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.125, stop_grace_s=0.3))
-    await watched.runtime.start("e-0", (*TINY, "--silent"), startup_s=0.25)
-    await watched.until(lambda: watched.runtime.observe()[0].restarts == 1)
-    await watched.runtime.stop("e-0")
+    await watched.runtime.start(E_0, (*TINY, "--silent"), startup_s=0.25)
+    await watched.until(lambda: watched.runtime.observe(NAMESPACE)[0].restarts == 1)
+    await watched.ended()
     assert watched.trace[1].exit_reason == "not ready within 0.375 s"  # its start-up time, then the time-out
 
 
 async def test_an_engine_that_loads_for_longer_than_the_time_out_is_waited_for(tmp_path: Path) -> None:
     watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.001))
-    await watched.runtime.start("e-0", TINY, startup_s=60.0)
+    await watched.runtime.start(E_0, TINY, startup_s=60.0)
     await watched.until(lambda: watched.state() is not STARTING)
-    await watched.runtime.stop("e-0")
+    await watched.ended()
     assert [seen.state for seen in watched.trace] == [STARTING, RUNNING]
 
 
 async def test_an_engine_that_turns_down_its_arguments_says_why(watched: Watched) -> None:
-    await watched.runtime.start("e-0", (*TINY, "--refuse", "profile (x.yaml) cannot be read"), startup_s=0.0)
+    await watched.runtime.start(E_0, (*TINY, "--refuse", "profile (x.yaml) cannot be read"), startup_s=0.0)
     await watched.until(lambda: bool(watched.runtime.hopeless()))
     assert watched.runtime.hopeless() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
 
 
 async def test_a_program_that_is_not_there_says_why(watched: Watched) -> None:
-    await watched.runtime.start("e-0", ("/nowhere/at/all",), startup_s=0.0)
+    await watched.runtime.start(E_0, ("/nowhere/at/all",), startup_s=0.0)
     await watched.until(lambda: watched.state() is EXITED)
     assert watched.trace[-1].exit_reason == "cannot be started: No such file or directory"
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.api import PDInstance
+from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_simulator.engine import (
     Engine,
@@ -246,15 +247,17 @@ class Runtime:
         self.all_lives: list[EngineProcess] = []
         self._died: dict[str, asyncio.Event] = {}
 
-    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
         """See `EngineRuntime`."""
         del command, startup_s
+        name = instance.metadata.name
         if name not in self._keepers:
             self._died[name] = asyncio.Event()
             self._keepers[name] = asyncio.get_running_loop().create_task(self._keep(name))
 
-    async def stop(self, name: str) -> None:
+    async def stop(self, key: InstanceKey) -> None:
         """See `EngineRuntime`."""
+        name = key.name
         keeper = self._keepers.pop(name, None)
         if keeper is not None:
             keeper.cancel()
@@ -263,8 +266,9 @@ class Runtime:
             if process is not None:
                 process.die()
 
-    def observe(self) -> tuple[EngineObservation, ...]:
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
         """See `EngineRuntime`."""
+        del namespace
         return tuple(self._seen[name] for name in sorted(self._seen))
 
     def kill(self, name: str) -> None:

@@ -21,6 +21,7 @@ from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.state import FlipWanted as WantedNotice
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, Identity, Phase, Role, Slo
+from fulcrum_operator.reconcile import ServiceKey
 from fulcrum_router.health import Health
 from fulcrum_router.policy import (
     Dispatch,
@@ -96,8 +97,6 @@ class Instance:
 
 class Router:
     """Serves requests, and is the autoscaler's `RouterPort` and the operator's `RouterView`."""
-
-    endpoint = "sim:8000"
 
     def __init__(
         self, world_history: History, network: Network, profile: EngineProfile, clock: Clock
@@ -183,6 +182,16 @@ class Router:
         return AssignmentRules(self._service.spec.autoscaling.flip.prefill_to_decode_cooldown)
 
     # What it tells
+
+    def endpoint(self, key: ServiceKey) -> str:
+        """See `RouterView`."""
+        del key
+        return "sim:8000"
+
+    async def ledger(self, key: ServiceKey) -> RouterState | None:
+        """See `RouterView`."""
+        del key
+        return await self.state() if self.answers_state else None
 
     async def state(self, *, min_generation: int = 0, timeout_s: float = 0.0) -> RouterState:
         """See `RouterPort`."""

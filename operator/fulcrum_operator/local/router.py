@@ -5,6 +5,7 @@ import httpx
 from fulcrum_core.ports import EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_operator.local.program import Program
+from fulcrum_operator.reconcile import ServiceKey
 
 _ANSWER_S = 0.5
 
@@ -24,9 +25,9 @@ class LocalRouter:
             headers={"authorization": f"Bearer {token}"}, timeout=_ANSWER_S, trust_env=False
         )
 
-    @property
-    def endpoint(self) -> str | None:
-        """Where clients reach it; None while it is down."""
+    def endpoint(self, key: ServiceKey) -> str | None:
+        """Where clients reach it; None while it is down. A run has one service."""
+        del key
         return self.url("port") if self._program.state is EngineState.RUNNING else None
 
     def url(self, port: str) -> str:
@@ -34,8 +35,9 @@ class LocalRouter:
         ports = self._program.ports or {}
         return f"http://{self._host}:{ports.get(port, 0)}"
 
-    async def state(self) -> RouterState | None:
-        """Its ledger; None if it does not answer."""
+    async def ledger(self, key: ServiceKey) -> RouterState | None:
+        """What it says of its instances; None if it does not answer."""
+        del key
         if self._program.state is not EngineState.RUNNING:
             return None
         try:

@@ -180,8 +180,7 @@ class LocalRun:
         await self._queue.aclose()
         for task in self._tasks:
             task.cancel()
-        names = [engine.name for engine in self.runtime.observe()]
-        stops = (*(self.runtime.stop(name) for name in names), self._router.stop(), self._autoscaler.stop())
+        stops = (self.runtime.close(), self._router.stop(), self._autoscaler.stop())
         await asyncio.gather(*self._tasks, *stops, self._view.aclose(), return_exceptions=True)
 
     def _on_object(self, _old: Resource | None, _new: Resource | None) -> None:

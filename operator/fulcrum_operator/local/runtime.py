@@ -1,10 +1,12 @@
 """`EngineRuntime` over processes of this machine."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.api import PDInstance
+from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
 from fulcrum_operator.local.program import Program, ProgramOptions
 
 
@@ -13,7 +15,7 @@ class LocalRuntime:
 
     Args:
         host: The address on which engines are told to listen.
-        logs: The folder where `<name>.log` is written.
+        logs: The folder where `<name>.log` is written; a run has one namespace.
         on_change: Called with an engine's name whenever what `observe` says of it has changed.
         options: How long programs may take.
     """
@@ -28,33 +30,43 @@ class LocalRuntime:
     ) -> None:
         self._host, self._logs, self._on_change = host, logs, on_change
         self._options = options or ProgramOptions()
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[InstanceKey, Program] = {}
+        self._stopping: dict[InstanceKey, asyncio.Task[None]] = {}
 
-    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
         """See `EngineRuntime`. An engine that is not ready `ready_timeout_s` after `startup_s` is ended."""
-        if name in self._programs:
+        key = instance_key(instance)
+        if key in self._programs:
             return
         ready_timeout_s = startup_s + self._options.ready_timeout_s
         program = Program(
-            name,
+            key.name,
             lambda _ports: command,
-            log=self._logs / f"{name}.log",
-            on_change=lambda: self._on_change(name),
+            log=self._logs / f"{key.name}.log",
+            on_change=lambda: self._on_change(key.name),
             options=replace(self._options, ready_timeout_s=ready_timeout_s),
         )
-        self._programs[name] = program
+        self._programs[key] = program
         program.start()
-        self._on_change(name)
+        self._on_change(key.name)
 
-    async def stop(self, name: str) -> None:
-        """End the engine; returns when it is gone."""
-        program = self._programs.get(name)
-        if program is None:
-            return
-        await program.stop()
-        if self._programs.get(name) is program:
-            del self._programs[name]
-            self._on_change(name)
+    async def stop(self, key: InstanceKey) -> None:
+        """See `EngineRuntime`."""
+        program = self._programs.get(key)
+        if program is not None and key not in self._stopping:
+            self._stopping[key] = asyncio.get_running_loop().create_task(self._end(key, program))
+
+    async def gone(self, key: InstanceKey) -> None:
+        """Returns when the engine that was asked to end has done so."""
+        if key in self._stopping:
+            await asyncio.shield(self._stopping[key])
+
+    async def close(self) -> None:
+        """End every engine; returns when all are gone."""
+        keys = list(self._programs)
+        for key in keys:
+            await self.stop(key)
+        await asyncio.gather(*(self.gone(key) for key in keys))
 
     def kill(self, name: str) -> None:
         """Kill the engine as a crash would; it is started again.
@@ -62,21 +74,30 @@ class LocalRuntime:
         Raises:
             KeyError: if no engine of that name was started.
         """
-        self._programs[name].kill()
+        self._named()[name].kill()
 
-    def observe(self) -> tuple[EngineObservation, ...]:
-        """Every engine that was started and not stopped, by name."""
-        return tuple(self._observation(self._programs[name]) for name in sorted(self._programs))
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        """See `EngineRuntime`."""
+        keys = sorted(key for key in self._programs if key.namespace == namespace)
+        return tuple(self._observation(key, self._programs[key]) for key in keys)
 
     def hopeless(self) -> dict[str, str]:
         """Engines that never served and never will, with the reason."""
-        return {name: program.hopeless for name, program in self._programs.items() if program.hopeless}
+        return {name: program.hopeless for name, program in self._named().items() if program.hopeless}
 
     def pids(self) -> dict[str, int]:
         """Process ids of the engines that have one now."""
-        return {name: program.pid for name, program in self._programs.items() if program.pid is not None}
+        return {name: program.pid for name, program in self._named().items() if program.pid is not None}
 
-    def _observation(self, program: Program) -> EngineObservation:
+    async def _end(self, key: InstanceKey, program: Program) -> None:
+        await program.stop()
+        del self._programs[key], self._stopping[key]
+        self._on_change(key.name)
+
+    def _named(self) -> dict[str, Program]:
+        return {key.name: program for key, program in self._programs.items()}
+
+    def _observation(self, key: InstanceKey, program: Program) -> EngineObservation:
         runs = program.state is EngineState.RUNNING and program.ports is not None
         return EngineObservation(
             name=program.name,
@@ -84,4 +105,5 @@ class LocalRuntime:
             restarts=program.restarts,
             endpoint=f"{self._host}:{program.ports['port']}" if runs and program.ports else None,
             exit_reason=program.exit_reason,
+            ending=key in self._stopping,
         )

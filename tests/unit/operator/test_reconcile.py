@@ -11,7 +11,7 @@ from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService,
 from fulcrum_core.assignment import with_flip
 from fulcrum_core.errors import Conflict
 from fulcrum_core.merge import merge_diff
-from fulcrum_core.ports import EngineObservation
+from fulcrum_core.ports import EngineObservation, InstanceKey
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
@@ -41,15 +41,17 @@ class Engines:
     commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
     startups_s: dict[str, float] = field(default_factory=dict)
 
-    async def start(self, name: str, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
+        name = instance.metadata.name
         self.commands[name] = command
         self.startups_s[name] = startup_s
         self.seen[name] = engine(name, STARTING)
 
-    async def stop(self, name: str) -> None:
-        del self.seen[name]
+    async def stop(self, key: InstanceKey) -> None:
+        del self.seen[key.name]
 
-    def observe(self) -> tuple[EngineObservation, ...]:
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        assert namespace == KEY.namespace
         return tuple(self.seen[name] for name in sorted(self.seen))
 
     def come_up(self, *names: str) -> None:
@@ -67,13 +69,17 @@ class Engines:
 class Router:
     """A router that answers what it is told to."""
 
-    ledger: RouterState | None = None
-    endpoint: str | None = "http://127.0.0.1:8000"
+    says: RouterState | None = None
     asked: int = 0
 
-    async def state(self) -> RouterState | None:
+    def endpoint(self, key: ServiceKey) -> str | None:
+        assert key == KEY
+        return "http://127.0.0.1:8000"
+
+    async def ledger(self, key: ServiceKey) -> RouterState | None:
+        assert key == KEY
         self.asked += 1
-        return self.ledger
+        return self.says
 
 
 @dataclass
@@ -273,7 +279,7 @@ async def scaled_to_three(world: World) -> None:
         namespace="default",
     )
     await world.scale(3)
-    world.router.ledger = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
+    world.router.says = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
     await world.passes()
 
 
@@ -281,7 +287,7 @@ async def test_scaling_down_cordons_drains_and_ends_the_cheapest(world: World) -
     await scaled_to_three(world)
     generation = (await world.assignment()).metadata.generation
     drains = await world.phases()
-    world.router.ledger = router(generation, {"chat-2": 0})
+    world.router.says = router(generation, {"chat-2": 0})
     await world.passes()
     assert (
         drains,
@@ -310,7 +316,7 @@ async def test_scaling_up_again_while_it_drains_keeps_the_instance(world: World)
 async def test_a_drain_that_never_ends_is_cut_at_its_deadline(world: World) -> None:
     await scaled_to_three(world)
     world.clock.at_s += 121
-    world.router.ledger = None
+    world.router.says = None
     await world.passes()
     assert sorted(await world.phases()) == ["chat-0", "chat-1", "chat-3"]
 
