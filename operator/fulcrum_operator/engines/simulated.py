@@ -7,19 +7,42 @@ from fulcrum_core.values import FlipStrategy
 STRATEGY = FlipStrategy.RELABEL
 """Like vLLM's NixlConnector as `kv_both`, it takes its role from each request."""
 
+PROGRAM = "fulcrum_simulator.server"
+"""The module that an engine runs."""
+
 _ENGINE = "simulated"
 _KV_DTYPE = "auto"
 
 
 def command(instance: PDInstance, *, python: str, host: str) -> tuple[str, ...]:
     """The command line that serves this instance on free ports of `host`."""
+    return (python, "-m", PROGRAM, *arguments(instance, host=host))
+
+
+def arguments(
+    instance: PDInstance,
+    *,
+    host: str,
+    port: int = 0,
+    side_channel_port: int = 0,
+    shutdown_timeout_s: float = 0.0,
+) -> tuple[str, ...]:
+    """What `PROGRAM` is told.
+
+    Args:
+        instance: What it serves.
+        host: The address that it listens on and that peers are told.
+        port: Of its HTTP API; 0: any.
+        side_channel_port: Where peers pull KV blocks; 0: any.
+        shutdown_timeout_s: How long a SIGTERM lets running requests end; 0, the default, is not passed.
+    """
     spec = instance.spec
     return (
-        *(python, "-m", "fulcrum_simulator.server"),
         *("--name", instance.metadata.name),
         *("--model", spec.model),
         *("--profile", spec.engine.profile),
-        *("--host", host, "--port", "0", "--side-channel-port", "0"),
+        *("--host", host, "--port", str(port), "--side-channel-port", str(side_channel_port)),
+        *(("--shutdown-timeout", f"{shutdown_timeout_s:g}") if shutdown_timeout_s else ()),
     )
 
 

@@ -1,0 +1,119 @@
+"""Names in a cluster: labels, accounts and ports that pods, selectors and policies must agree on.
+
+The effective role of an instance is a label of its pod, too, but of no selector: a flip must never
+take a pod out of anything.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulcrum_core.api import PDService
+from fulcrum_core.api.meta import API_VERSION, OwnerReference, Resource
+from fulcrum_operator.plan.pools import POOL_LABEL, SERVICE_LABEL
+
+__all__ = ["POOL_LABEL", "SERVICE_LABEL"]
+
+INSTANCE_LABEL = "fulcrum.dev/instance"
+REVISION_LABEL = "fulcrum.dev/revision"
+ROLE_LABEL = "fulcrum.dev/role"
+"""The effective role; patched on a flip, in no selector."""
+ROUTER_LABEL = "fulcrum.dev/router"
+"""On router pods, with the name of the service: they carry no `SERVICE_LABEL`, which is for engines."""
+
+HTTP_PORT = 8000
+STATE_PORT = 9091
+SIDE_CHANNEL_PORT = 5600
+SERVICE_PORT = 80
+UID = 65532
+"""The user of every pod, if its image has no better one: not root, and no user of any node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A ServiceAccount."""
+
+    namespace: str
+    name: str
+
+    @property
+    def subject(self) -> str:
+        """As the API server calls it in tokens."""
+        return f"system:serviceaccount:{self.namespace}:{self.name}"
+
+
+def _router_resources() -> dict[str, Any]:
+    return {"requests": {"cpu": "250m", "memory": "192Mi"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """What an installation decides for all services.
+
+    `operator` and `autoscaler` are the accounts of these two, who may call routers' state ports; their pods
+    are found by `component_labels` in the accounts' namespaces.
+    """
+
+    image: str
+    operator: Account
+    autoscaler: Account
+    image_pull_secrets: tuple[str, ...] = ()
+    router_replicas: int = 2
+    router_resources: dict[str, Any] = field(default_factory=_router_resources)
+
+
+def common_labels(service: str, name: str) -> dict[str, str]:
+    """The usual labels of what is made for a service; `name` says what it is (`fulcrum-engine` …)."""
+    return {
+        "app.kubernetes.io/name": name,
+        "app.kubernetes.io/instance": service,
+        "app.kubernetes.io/part-of": "fulcrum",
+        "app.kubernetes.io/managed-by": "fulcrum-operator",
+    }
+
+
+def engine_selector(service: PDService) -> dict[str, str]:
+    """The labels that all engine pods of a service have, and nothing else has."""
+    return {"app.kubernetes.io/name": "fulcrum-engine", SERVICE_LABEL: service.metadata.name}
+
+
+def router_selector(service: PDService) -> dict[str, str]:
+    """The labels that all router pods of a service have, and nothing else has."""
+    return {"app.kubernetes.io/name": "fulcrum-router", ROUTER_LABEL: service.metadata.name}
+
+
+def component_labels(component: str) -> dict[str, str]:
+    """The labels of the operator's or the autoscaler's pods: the chart sets them in every release."""
+    return {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": component}
+
+
+def owned_by(owner: Resource) -> list[dict[str, Any]]:
+    """Owner references for an object that is deleted with `owner`."""
+    meta = owner.metadata
+    reference = OwnerReference(api_version=API_VERSION, kind=owner.kind, name=meta.name, uid=meta.uid)
+    return [reference.dump()]
+
+
+def pod_security() -> dict[str, Any]:
+    """The pod's half of what the `restricted` Pod Security Standard asks for."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": UID,
+        "runAsGroup": UID,
+        "fsGroup": UID,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> dict[str, Any]:
+    """The container's half, and a root filesystem that cannot be written."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+    }
+
+
+def from_field(name: str, path: str) -> dict[str, Any]:
+    """An environment variable with a fact about the pod; `$(NAME)` in its arguments is replaced with it."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

@@ -1,0 +1,178 @@
+"""The pod of one instance: the engine, its probes, how it ends, and where it may run.
+
+Made directly, one for each PDInstance and under its name. It is role-neutral: what an instance does at the
+moment is a label that is patched, and nothing selects by it.
+"""
+
+import math
+from typing import Any
+
+from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_operator.engines import simulated
+from fulcrum_operator.plan.labels import (
+    HTTP_PORT,
+    INSTANCE_LABEL,
+    POOL_LABEL,
+    REVISION_LABEL,
+    SERVICE_LABEL,
+    SIDE_CHANNEL_PORT,
+    ClusterSettings,
+    common_labels,
+    container_security,
+    engine_selector,
+    from_field,
+    owned_by,
+    pod_security,
+)
+from fulcrum_operator.plan.template import laid_over
+
+ENGINE = "engine"
+"""The container that a pool's template names to change it."""
+
+PRE_STOP_S = 2
+"""Between the deletion of a pod and its SIGTERM: routers see the deletion and send nothing more."""
+TEARDOWN_S = 10
+"""From the last request to the exit of the process."""
+STARTUP_FACTOR = 10
+"""Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
+STARTUP_LEAST_S = 60
+LIVENESS = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 6}
+"""Half a minute of silence: a busy engine is not a dead one."""
+
+
+def pod_of(
+    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, *, startup_s: float
+) -> dict[str, Any]:
+    """The pod that runs the instance, with the pool's template over it.
+
+    The template cannot change what the operator finds its pods by: name, labels of ours, owner.
+
+    Args:
+        instance: What runs in it.
+        service: How long a drain may take.
+        pool: The hardware, and the template.
+        settings: What holds for all services.
+        startup_s: From the start of the engine's process to serving, as known of the engine.
+    """
+    made: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(instance),
+        "spec": _spec(instance, service, pool, settings, startup_s),
+    }
+    pod = laid_over(made, pool.spec.template or {})
+    labels = {**pod["metadata"].get("labels", {}), **made["metadata"]["labels"]}
+    pod["metadata"] = {**pod["metadata"], **made["metadata"], "labels": labels}
+    return pod
+
+
+def grace_period_s(service: PDService) -> int:
+    """How long the kubelet lets an engine of this service end: preStop, drain and teardown."""
+    return PRE_STOP_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S
+
+
+def _metadata(instance: PDInstance) -> dict[str, Any]:
+    spec, meta = instance.spec, instance.metadata
+    labels = {
+        **common_labels(spec.service, "fulcrum-engine"),
+        SERVICE_LABEL: spec.service,
+        POOL_LABEL: spec.pool,
+        INSTANCE_LABEL: meta.name,
+    }
+    if spec.revision:
+        labels[REVISION_LABEL] = spec.revision
+    owners = owned_by(instance)
+    return {"name": meta.name, "namespace": meta.namespace, "labels": labels, "ownerReferences": owners}
+
+
+def _spec(
+    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, startup_s: float
+) -> dict[str, Any]:
+    return {
+        "serviceAccountName": f"{service.metadata.name}-engine",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": grace_period_s(service),
+        "securityContext": pod_security(),
+        **_image_pull_secrets(settings),
+        "topologySpreadConstraints": [_spread(service)],
+        "containers": [_container(instance, service, pool, settings, startup_s)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+
+
+def _image_pull_secrets(settings: ClusterSettings) -> dict[str, Any]:
+    names = settings.image_pull_secrets
+    return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
+
+
+def _spread(service: PDService) -> dict[str, Any]:
+    """Over hosts where possible: a lost node then costs few instances."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": engine_selector(service)},
+    }
+
+
+def _container(
+    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, startup_s: float
+) -> dict[str, Any]:
+    engine = instance.spec.engine
+    return {
+        "name": ENGINE,
+        "image": engine.image or settings.image,
+        "command": ["python", "-m", simulated.PROGRAM],
+        "args": _arguments(instance, service),
+        "env": [from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in engine.env)],
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
+            {"name": "side-channel", "containerPort": SIDE_CHANNEL_PORT, "protocol": "TCP"},
+        ],
+        **_resources(pool),
+        **_probes(startup_s),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": container_security(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+
+
+def _arguments(instance: PDInstance, service: PDService) -> list[str]:
+    made = simulated.arguments(
+        instance,
+        host="$(POD_IP)",
+        port=HTTP_PORT,
+        side_channel_port=SIDE_CHANNEL_PORT,
+        shutdown_timeout_s=service.spec.drain.timeout,
+    )
+    return [*made, *instance.spec.engine.args]
+
+
+def _resources(pool: PDPool) -> dict[str, Any]:
+    """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
+    hardware = pool.spec.hardware
+    if hardware is None:
+        return {}
+    asked = {hardware.resource: str(hardware.count)}
+    limits = {"limits": asked} if "/" in hardware.resource else {}
+    return {"resources": {"requests": asked, **limits}}
+
+
+def _probes(startup_s: float) -> dict[str, Any]:
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    budget_s = max(STARTUP_LEAST_S, STARTUP_FACTOR * startup_s)
+    period_s = max(1, min(10, round(startup_s / 20)))
+    startup = {
+        "periodSeconds": period_s,
+        "timeoutSeconds": 2,
+        "failureThreshold": math.ceil(budget_s / period_s),
+    }
+    readiness = {"periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 3}
+    return {
+        "startupProbe": health | startup,
+        "readinessProbe": health | readiness,
+        "livenessProbe": health | LIVENESS,
+    }
