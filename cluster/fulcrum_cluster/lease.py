@@ -15,6 +15,7 @@ from typing import Protocol
 
 import structlog
 
+from fulcrum_cluster.objects import LEASE, ObjectApi
 from fulcrum_core.api.meta import format_time
 from fulcrum_core.errors import AlreadyExists, Conflict, FulcrumError, NotFound
 from fulcrum_core.ports import Clock
@@ -69,6 +70,49 @@ class LeaseRegister(Protocol):
     async def write(self, record: LeaseRecord, *, version: str | None) -> str:
         """Its new version; `Conflict` if `version` is not current, or `AlreadyExists` if it is None."""
         ...
+
+
+class ClusterLease:
+    """A `Lease` object of a cluster. One that another hand has emptied is a free one."""
+
+    def __init__(self, objects: ObjectApi, name: str, *, namespace: str) -> None:
+        self._objects, self._name, self._namespace = objects, name, namespace
+
+    async def read(self) -> tuple[LeaseRecord, str]:
+        """See `LeaseRegister`."""
+        found = await self._objects.get(LEASE, self._name, namespace=self._namespace)
+        spec = found.get("spec") or {}
+        record = LeaseRecord(
+            holder=spec.get("holderIdentity"),
+            duration_s=float(spec.get("leaseDurationSeconds") or 0),
+            acquired=spec.get("acquireTime"),
+            renewed=spec.get("renewTime"),
+            transitions=spec.get("leaseTransitions") or 0,
+        )
+        return record, found["metadata"]["resourceVersion"]
+
+    async def write(self, record: LeaseRecord, *, version: str | None) -> str:
+        """See `LeaseRegister`."""
+        spec = {
+            "holderIdentity": record.holder,
+            "leaseDurationSeconds": max(1, round(record.duration_s)),
+            "acquireTime": record.acquired,
+            "renewTime": record.renewed,
+            "leaseTransitions": record.transitions,
+        }
+        if version is None:
+            body = {
+                "apiVersion": LEASE.api_version,
+                "kind": LEASE.kind,
+                "metadata": {"name": self._name, "namespace": self._namespace},
+                "spec": {field: value for field, value in spec.items() if value is not None},
+            }
+            written = await self._objects.create(LEASE, body, namespace=self._namespace)
+        else:
+            written = await self._objects.patch(
+                LEASE, self._name, {"spec": spec}, namespace=self._namespace, resource_version=version
+            )
+        return str(written["metadata"]["resourceVersion"])
 
 
 class Elector:
