@@ -1,0 +1,74 @@
+"""What the Kubernetes levels share: a cluster or why there is none, our kinds, a namespace for one test."""
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.program import Unavailable, cached, check_machine
+from tools.kubernetes.waiting import wait_for
+
+REPO = Path(__file__).resolve().parents[2]
+CRDS = REPO / "crds"
+
+# Who did what, without the cluster's own parts: what a test of rights or of write rates reads.
+AUDIT = """
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+- level: None
+  users: ["system:apiserver", "system:kube-controller-manager", "system:kube-scheduler", "system:kube-proxy"]
+- level: None
+  userGroups: ["system:nodes", "system:serviceaccounts:kube-system"]
+- level: Metadata
+"""
+
+
+def started(
+    folder: Path, nodes: int, *, archives: tuple[Path, ...] = (), api_server: Mapping[str, str] | None = None
+) -> Cluster:
+    """A running cluster with our kinds; where none can run the test is skipped, or fails if told so."""
+    cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
+    try:
+        _check()
+        cluster.start(nodes, archives=archives)
+        apply_crds(cluster)
+    except BaseException as reason:
+        cluster.stop()
+        if not isinstance(reason, Unavailable) or os.environ.get("KUBERNETES_TESTS") == "required":
+            raise
+        pytest.skip(f"no real Kubernetes: {reason}")
+    return cluster
+
+
+def _check() -> None:
+    check_machine()
+    if not cached().exists():  # minutes, which no test's own timeout allows for
+        raise Unavailable("its program is not built yet; make kubernetes builds it")
+
+
+def apply_crds(cluster: Cluster) -> None:
+    """Our kinds as they lie in `crds/`, and the moment they are served."""
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
+    wait_for(lambda: b"pdservices" in cluster.get("/apis/fulcrum.dev/v1alpha1")[1], "our kinds", timeout_s=30)
+
+
+@contextlib.contextmanager
+def fresh_namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace that pods may start in at once, deleted with all that is in it."""
+    name = f"t-{secrets.token_hex(4)}"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+    cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
+    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+    wait_for(lambda: cluster.get(account)[0] == 200, f"the service account of {name}", timeout_s=20)
+    try:
+        yield name
+    finally:
+        cluster.request("DELETE", f"/api/v1/namespaces/{name}")

@@ -1,0 +1,29 @@
+"""The cgroups of a cluster: one folder a node under every controller, made and removed by name."""
+
+import os
+from pathlib import Path
+
+from tools.kubernetes.program import CGROUPS
+
+
+def make(name: str) -> None:
+    """Makes the groups of that path under every controller of cgroup v1."""
+    for controller in filter(Path.is_dir, CGROUPS.iterdir()):
+        folder = controller
+        for part in Path(name).parts:
+            parent, folder = folder, folder / part
+            folder.mkdir(exist_ok=True)
+            for setting in (
+                "cpuset.cpus",
+                "cpuset.mems",
+            ):  # empty in a new group, and then nothing may run in it
+                if (folder / setting).exists():
+                    (folder / setting).write_text((parent / setting).read_text())
+
+
+def remove(name: str) -> bool:
+    """Removes the groups bottom-up; OSError as long as a process is in one."""
+    for controller in filter(Path.is_dir, CGROUPS.iterdir()):
+        for folder, _, _ in os.walk(controller / name, topdown=False):
+            Path(folder).rmdir()
+    return True

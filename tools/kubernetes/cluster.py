@@ -1,0 +1,353 @@
+"""A real Kubernetes on one Linux machine, for tests: no docker, nothing added to the machine's network.
+
+The *hub* is a set of namespaces with etcd and the control plane; it is also the router between the nodes.
+Each *node* is a further set inside it with its own containerd, kubelet and kube-proxy, so a node can be
+killed as by a power cut and its cable can be pulled. When the hub's first process ends, the kernel ends every
+process, mount and interface of the cluster; only the cluster's folder (certificates, logs) and empty cgroups
+are left, and `stop` removes the latter.
+"""
+
+import contextlib
+import hashlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import string
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from tools.kubernetes import cgroups, control_plane, images, pki
+from tools.kubernetes.control_plane import API, PODS
+from tools.kubernetes.machine import Machine, innermost
+from tools.kubernetes.program import CNI_PLUGINS, HERE, check_machine, environment, program
+from tools.kubernetes.waiting import succeeds, wait_for
+
+API_SERVER: Final = "kube-apiserver"
+
+
+class Cluster:
+    """A cluster in a folder; what is known of it lies in the folder, so another process can go on with it.
+
+    `api_server` are flags of kube-apiserver beside ours, such as `etcd-compaction-interval`; `audit` is an
+    audit policy (YAML), whose log is `audit_log`.
+    """
+
+    def __init__(self, folder: Path, *, api_server: Mapping[str, str] | None = None, audit: str = "") -> None:
+        folder = folder.resolve()  # programs in the cluster start in another working folder
+        if any(folder.is_relative_to(hidden) for hidden in ("/run", "/var/lib", "/var/log")):
+            raise ValueError(f"{folder} is not seen from inside a cluster: choose another folder")
+        self.folder, self.logs, self.kubeconfig = folder, folder / "logs", folder / "kubeconfig"
+        self.audit_log = self.logs / "audit.jsonl"
+        self.cgroup = f"kubernetes-for-tests-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+        self.nodes: dict[str, Machine] = {}
+        self._hub: Machine | None = None
+        self._flags, self._audit = dict(api_server or {}), audit
+        self._parts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        if (folder / "state.json").exists():
+            state = json.loads((folder / "state.json").read_text())
+            self._hub = Machine("hub", state["hub"])
+            self.nodes = {name: Machine(name, pid) for name, pid in state["nodes"].items()}
+            self._parts = dict(state["parts"])
+
+    @property
+    def hub(self) -> Machine:
+        """The machine of the control plane; RuntimeError if the cluster is not up."""
+        if self._hub is None:
+            raise RuntimeError(f"no cluster is up in {self.folder}")
+        return self._hub
+
+    def start(self, nodes: int, *, archives: tuple[Path, ...] = (), bound: bool = True) -> None:
+        """Start a control plane and `nodes` nodes n1, n2, …; with none it is a control plane alone.
+
+        `archives`: images that every node loads. `bound`: the cluster ends when the calling thread ends.
+        Raises Unavailable where no cluster can run.
+        """
+        check_machine()
+        program()
+        if self._hub and self._hub.alive():
+            raise RuntimeError(f"a cluster is up in {self.folder}")
+        self.nodes.clear()
+        self.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port: int = listener.getsockname()[1]
+                self._hub = Machine.boot("hub", self.logs / "hub.log", listener=listener, bound=bound)
+            self._write_state()
+            self._write_certificates(port)
+            images.pause(self.folder / "pause.tar")
+            self._start_control_plane()
+            self._start_dns()
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda i: self.add_node(f"n{i}", archives=archives), range(1, nodes + 1)))
+            account = "/api/v1/namespaces/default/serviceaccounts/default"  # without it no pod is admitted
+            wait_for(lambda: self.get(account)[0] == 200, "the default service account")
+        except Exception as error:
+            error.add_note(f"the logs are in {self.logs}")
+            raise
+
+    def stop(self) -> None:
+        """Ends the cluster; nothing is left but its folder. Harmless if it is not up."""
+        for machine in filter(None, (self._hub, *self.nodes.values())):
+            machine.kill()
+        self._hub = None
+        (self.folder / "state.json").unlink(missing_ok=True)
+        wait_for(lambda: cgroups.remove(self.cgroup), "the cgroups to be empty")
+
+    # -- nodes --
+
+    def add_node(
+        self, name: str, *, archives: tuple[Path, ...] = (), labels: Mapping[str, str] | None = None
+    ) -> None:
+        """Powers on a new node, or one that was killed; its disk is empty but for the images `archives`."""
+        number = int(name.removeprefix("n"))
+        node = Machine.boot(name, self.logs / f"{name}.log", inside=self.hub)
+        self._cable(node, number)
+        self._write_node_files(name, number)
+        node.run("mount", "--bind", self.folder / name, "/run/kubernetes")
+        cgroups.make(f"{self.cgroup}/{name}")
+        log = self.logs / name
+        node.start(
+            log.with_suffix(".containerd.log"), "containerd", "--config=/run/kubernetes/containerd.toml"
+        )
+        wait_for(lambda: node.run("ctr", "version"), f"containerd of {name}")
+        for image in (self.folder / "pause.tar", *archives):
+            self._load_image(node, image)
+        node.start(
+            log.with_suffix(".kubelet.log"), program(), "kubelet", "--config=/run/kubernetes/kubelet.yaml",
+            "--kubeconfig=/run/kubernetes/kubelet.kubeconfig",
+            f"--node-ip=10.88.{number}.2", f"--cgroup-root=/{self.cgroup}/{name}",
+            "--node-labels=" + ",".join(f"{key}={value}" for key, value in (labels or {}).items()),
+        )  # fmt: skip
+        node.start(
+            log.with_suffix(".proxy.log"), program(), "kube-proxy",
+            "--kubeconfig=/run/kubernetes/proxy.kubeconfig",
+            "--proxy-mode=iptables", f"--cluster-cidr={PODS}", f"--bind-address=10.88.{number}.2",
+            "--oom-score-adj=0",
+            # Zero: leave the machine's settings alone.
+            "--conntrack-max-per-core=0",
+            "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
+        )  # fmt: skip
+        with self._lock:
+            self.nodes[name] = node
+            self._write_state()
+        wait_for(lambda: self.is_ready(name), f"node {name} to be ready")
+        wait_for(lambda: _connects(node, ("10.96.0.1", 443)), f"the first service to be reachable on {name}")
+
+    def kill_node(self, name: str) -> None:
+        """A power cut. `add_node` with the same name powers it on again."""
+        with self._lock:
+            self.nodes.pop(name).kill()
+            self._write_state()
+
+    def cut_cable(self, name: str) -> None:
+        """The node is alone: it reaches neither the control plane nor the other nodes."""
+        self.hub.run("ip", "link", "set", name, "down")
+
+    def mend_cable(self, name: str) -> None:
+        """Undoes `cut_cable`."""
+        number = int(name.removeprefix("n"))
+        self.hub.shell(f"ip link set {name} up", f"ip route replace 10.89.{number}.0/24 via 10.88.{number}.2")
+
+    def cut_pair(self, one: str, other: str) -> None:
+        """Two nodes do not reach each other, in either direction; both reach all the rest."""
+        self._between("-I", one, other)
+
+    def mend_pair(self, one: str, other: str) -> None:
+        """Undoes `cut_pair`."""
+        self._between("-D", one, other)
+
+    def _between(self, change: str, one: str, other: str) -> None:
+        for source, target in ((one, other), (other, one)):
+            self.hub.run("iptables", "-w", change, "FORWARD", "-i", source, "-o", target, "-j", "DROP")
+
+    def is_ready(self, name: str) -> bool:
+        """Whether the control plane holds this node for ready."""
+        status, body = self.get(f"/api/v1/nodes/{name}")
+        conditions = json.loads(body)["status"].get("conditions", ()) if status == 200 else ()
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+
+    def load_image(self, image: Path) -> None:
+        """Loads an archive into every node."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda node: self._load_image(node, image), self.nodes.values()))
+
+    def _load_image(self, node: Machine, image: Path) -> None:
+        node.run("ctr", "--namespace=k8s.io", "images", "import", image.resolve())
+
+    def _cable(self, node: Machine, number: int) -> None:
+        name = node.name
+        wait_for(
+            lambda: not succeeds(self.hub.run, "ip", "link", "show", name), f"the old cable of {name} to go"
+        )
+        with self.hub.network():  # not self.hub.run: the node's process id is the one seen from here
+            link = ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid)]
+            subprocess.run(link, env=environment(), check=True)
+        self.hub.run("ip", "addr", "add", f"10.88.{number}.1/24", "dev", name)
+        node.shell(
+            f"ip addr add 10.88.{number}.2/24 dev eth0",
+            "ip link set eth0 up",
+            f"ip route add default via 10.88.{number}.1",
+        )
+        self.mend_cable(name)
+
+    # -- the API --
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """Runs kubectl as the administrator; RuntimeError with what it said if it fails."""
+        command = [str(program()), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
+        return done.stdout
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Read from the API as its administrator; cheaper than kubectl when polling."""
+        return self.request("GET", path)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", *, kind: str = "application/json"
+    ) -> tuple[int, bytes]:
+        """Any request to the API as its administrator; `kind` is the body's content type."""
+        context = ssl.create_default_context(cafile=self.folder / "pki/ca.crt")
+        context.load_cert_chain(self.folder / "pki/admin.crt", self.folder / "pki/admin.key")
+        port = int((self.folder / "port").read_text())
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=5)
+        with contextlib.closing(connection):
+            connection.request(method, path, body or None, {"Content-Type": kind})
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def read(self, path: str) -> Any:
+        """An object or a list as it stands; LookupError if the API says anything but 200."""
+        status, body = self.get(path)
+        if status != 200:
+            raise LookupError(f"{path}: {status} {body[:200]!r}")
+        return json.loads(body)
+
+    # -- faults of the control plane --
+
+    def signal_part(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to a part of the control plane: SIGSTOP hangs it, SIGCONT ends that."""
+        os.kill(self._parts[name], number)
+
+    def kill_part(self, name: str) -> None:
+        """A part of the control plane dies at once; `start_part` brings it back on the same data."""
+        pid = self._parts.pop(name)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not Path(f"/proc/{pid}/ns/pid").exists(), f"{name} to end")
+        self._write_state()
+
+    def start_part(self, name: str) -> None:
+        """Starts a part that was killed, with the flags it had, and waits for the API server if it is it."""
+        self._start_part(name, self._flags_of(name))
+        self._write_state()
+        if name == API_SERVER:
+            wait_for(lambda: self.get("/readyz")[0] == 200, "the API server")
+
+    def _flags_of(self, name: str) -> dict[str, str]:
+        certificates = self.folder / "pki"
+        match name:
+            case "etcd":
+                return control_plane.etcd()
+            case "kube-apiserver":
+                return control_plane.api_server(certificates, self._audit_flags() | self._flags)
+            case "kube-scheduler":
+                return control_plane.scheduler(self.folder)
+            case "kube-controller-manager":
+                return control_plane.controller_manager(self.folder)
+        raise LookupError(f"the control plane has no part {name}")
+
+    def _audit_flags(self) -> dict[str, str]:
+        if not self._audit:
+            return {}
+        policy = self.folder / "audit.yaml"
+        policy.write_text(self._audit)
+        return {"audit-policy-file": str(policy), "audit-log-path": str(self.audit_log)}
+
+    def _start_control_plane(self) -> None:
+        self._parts.clear()
+        self.hub.run("ip", "addr", "add", f"{API}/32", "dev", "lo")
+        self._start_part("etcd", self._flags_of("etcd"))
+        self.start_part(API_SERVER)
+        self.start_part("kube-scheduler")
+        self.start_part("kube-controller-manager")
+
+    def _start_part(self, name: str, flags: Mapping[str, str]) -> None:
+        arguments = (f"--{flag}={value}" for flag, value in flags.items())
+        process = self.hub.start(self.logs / f"{name}.log", program(), name, *arguments)
+        wait_for(lambda: innermost(process.pid) != process.pid, f"{name} to start")
+        self._parts[name] = innermost(process.pid)
+
+    def _start_dns(self) -> None:
+        self.hub.start(self.logs / "dns.log", sys.executable, "-I", HERE / "dns.py", API, self.folder / "pki")
+        self.kubectl("apply", "-f", "-", stdin=control_plane.DNS_SERVICE)
+
+    # -- files --
+
+    def _write_state(self) -> None:
+        nodes = {name: node.pid for name, node in sorted(self.nodes.items())}
+        state = {"hub": self.hub.pid, "nodes": nodes, "parts": self._parts}
+        unfinished = self.folder / "state.json.unfinished"
+        unfinished.write_text(json.dumps(state))
+        unfinished.rename(self.folder / "state.json")
+
+    def _write_certificates(self, port: int) -> None:
+        folder = self.folder / "pki"
+        folder.mkdir(exist_ok=True)
+        ca = pki.authority("test-ca")
+        front = pki.authority("test-front-proxy-ca")
+        admin = pki.issue(ca, "admin", group="system:masters")
+        names = (
+            "kubernetes",
+            "kubernetes.default",
+            "kubernetes.default.svc",
+            "kubernetes.default.svc.cluster.local",
+        )
+        ca.write(folder, "ca")
+        front.write(folder, "front-proxy-ca")
+        admin.write(folder, "admin")
+        pki.issue(front, "front-proxy-client").write(folder, "front-proxy-client")
+        hosts = ("127.0.0.1", "localhost", API, "10.96.0.1", *names)
+        pki.issue(ca, "kube-apiserver", hosts=hosts).write(folder, "apiserver")
+        pki.service_account_keys(folder)
+        for name in ("kube-controller-manager", "kube-scheduler"):
+            client = pki.issue(ca, f"system:{name}")
+            (folder / f"{name}.kubeconfig").write_text(pki.kubeconfig(ca, client, "https://127.0.0.1:6443"))
+        self.kubeconfig.write_text(pki.kubeconfig(ca, admin, f"https://127.0.0.1:{port}"))
+        (self.folder / "port").write_text(str(port))
+
+    def _write_node_files(self, name: str, number: int) -> None:
+        folder, ca = self.folder / name, pki.read(self.folder / "pki", "ca")
+        (folder / "cni").mkdir(parents=True, exist_ok=True)
+        identity = pki.issue(
+            ca, f"system:node:{name}", group="system:nodes", hosts=(name, f"10.88.{number}.2")
+        )
+        identity.write(folder, "node")
+        (folder / "ca.crt").write_bytes(ca.certificate_pem())
+        (folder / "kubelet.kubeconfig").write_text(pki.kubeconfig(ca, identity, f"https://{API}:6443"))
+        proxy = pki.issue(ca, "system:kube-proxy")
+        (folder / "proxy.kubeconfig").write_text(pki.kubeconfig(ca, proxy, f"https://{API}:6443"))
+        values = {
+            "pod_cidr": f"10.89.{number}.0/24",
+            "cni_plugins": str(next(place for place in CNI_PLUGINS if place.is_dir())),
+        }
+        for source, target in (
+            ("containerd.toml", "containerd.toml"),
+            ("kubelet.yaml", "kubelet.yaml"),
+            ("cni.conflist", "cni/10.conflist"),
+        ):
+            (folder / target).write_text(string.Template((HERE / source).read_text()).substitute(values))
+
+
+def _connects(machine: Machine, address: tuple[str, int]) -> bool:
+    with machine.network(), socket.create_connection(address, timeout=1):
+        return True

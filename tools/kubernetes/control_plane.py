@@ -1,0 +1,81 @@
+"""What each part of the control plane is started with, and why it differs from a cluster that people use."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+API = "10.88.0.1"
+SERVICES, PODS = "10.96.0.0/16", "10.89.0.0/16"
+ISSUER = "https://kubernetes.default.svc.cluster.local"
+Flags = dict[str, str]
+
+# Served by dns.py on the hub: a service without a selector.
+DNS_SERVICE = f"""
+apiVersion: v1
+kind: Service
+metadata: {{name: kube-dns, namespace: kube-system}}
+spec: {{clusterIP: 10.96.0.10, ports: [{{name: dns, protocol: UDP, port: 53}}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: kube-dns, namespace: kube-system, labels: {{kubernetes.io/service-name: kube-dns}}}}
+addressType: IPv4
+ports: [{{name: dns, protocol: UDP, port: 53}}]
+endpoints: [{{addresses: ["{API}"], conditions: {{ready: true}}}}]
+"""
+
+
+def etcd() -> Flags:
+    return {
+        "data-dir": "/var/lib/etcd", "unsafe-no-fsync": "true", "log-level": "warn",
+        "listen-client-urls": "http://127.0.0.1:2379", "advertise-client-urls": "http://127.0.0.1:2379",
+        "listen-peer-urls": "http://127.0.0.1:2380",
+    }  # fmt: skip
+
+
+def api_server(certificates: Path, own: Mapping[str, str]) -> Flags:
+    """`own`: flags of this cluster, which beat the ones here."""
+    certs = certificates
+    return {
+        "etcd-servers": "http://127.0.0.1:2379", "advertise-address": API, "secure-port": "6443",
+        "service-cluster-ip-range": SERVICES, "allow-privileged": "true", "shutdown-delay-duration": "0s",
+        "client-ca-file": f"{certs}/ca.crt",
+        "tls-cert-file": f"{certs}/apiserver.crt", "tls-private-key-file": f"{certs}/apiserver.key",
+        "authorization-mode": "Node,RBAC", "enable-admission-plugins": "NodeRestriction",
+        "service-account-issuer": ISSUER,
+        "service-account-key-file": f"{certs}/sa.pub", "service-account-signing-key-file": f"{certs}/sa.key",
+        "kubelet-client-certificate": f"{certs}/admin.crt", "kubelet-client-key": f"{certs}/admin.key",
+        "kubelet-certificate-authority": f"{certs}/ca.crt", "kubelet-preferred-address-types": "InternalIP",
+        "requestheader-client-ca-file": f"{certs}/front-proxy-ca.crt",
+        "requestheader-allowed-names": "front-proxy-client",
+        "requestheader-username-headers": "X-Remote-User", "requestheader-group-headers": "X-Remote-Group",
+        "requestheader-extra-headers-prefix": "X-Remote-Extra-",
+        "proxy-client-cert-file": f"{certs}/front-proxy-client.crt",
+        "proxy-client-key-file": f"{certs}/front-proxy-client.key",
+        # Webhooks and aggregated APIs are called at pod addresses: the hub has no kube-proxy.
+        "enable-aggregator-routing": "true",
+        # Pods leave a lost node after 10 s instead of 300.
+        "default-not-ready-toleration-seconds": "10", "default-unreachable-toleration-seconds": "10",
+    } | dict(own)  # fmt: skip
+
+
+def scheduler(folder: Path) -> Flags:
+    return _client(folder, "kube-scheduler")
+
+
+def controller_manager(folder: Path) -> Flags:
+    certs = folder / "pki"
+    return _client(folder, "kube-controller-manager") | {
+        "service-account-private-key-file": f"{certs}/sa.key", "root-ca-file": f"{certs}/ca.crt",
+        "use-service-account-credentials": "true",
+        "kube-api-qps": "500", "kube-api-burst": "1000",  # 20 and 30 by default: 4 s more at the start
+        "cluster-signing-cert-file": f"{certs}/ca.crt", "cluster-signing-key-file": f"{certs}/ca.key",
+        "flex-volume-plugin-dir": "/var/lib/flexvolumes",  # by default it makes a folder below /usr
+        "node-monitor-period": "2s", "node-monitor-grace-period": "10s",
+    }  # fmt: skip
+
+
+def _client(folder: Path, name: str) -> Flags:
+    own = str(folder / "pki" / f"{name}.kubeconfig")
+    return {"leader-elect": "false", "bind-address": "127.0.0.1"} | dict.fromkeys(
+        ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"), own
+    )

@@ -1,0 +1,101 @@
+"""Names of services inside a test cluster: asks the API at every question, so it is never behind.
+
+It answers A questions for services (NAME.NAMESPACE.svc.cluster.local: the cluster address, or the ready pods
+of a headless service) and for pods with a hostname in a headless service. No SRV, no reverse names, nothing
+outside.
+"""
+
+import http.client
+import json
+import socket
+import socketserver
+import ssl
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+ZONE = ".svc.cluster.local"
+A, TTL_S = 1, 5
+NO_ERROR, NOT_FOUND = 0, 3
+
+
+class Names:
+    def __init__(self, certificates: Path):
+        self.context = ssl.create_default_context(cafile=certificates / "ca.crt")
+        self.context.load_cert_chain(certificates / "admin.crt", certificates / "admin.key")
+
+    def addresses(self, name: str) -> list[str] | None:
+        """The addresses of a name, or None if there is no such name."""
+        if not name.endswith(ZONE):
+            return None
+        match name.removesuffix(ZONE).split("."):
+            case [service, namespace]:
+                hostname = None
+            case [hostname, service, namespace]:
+                pass
+            case _:
+                return None
+        found = self._get(f"/api/v1/namespaces/{namespace}/services/{service}")
+        if found is None:
+            return None
+        address = found["spec"].get("clusterIP", "None")
+        if address != "None":
+            return None if hostname else [address]
+        even_unready = found["spec"].get("publishNotReadyAddresses", False)
+        return self._endpoints(namespace, service, hostname, even_unready=even_unready)
+
+    def _endpoints(
+        self, namespace: str, service: str, hostname: str | None, *, even_unready: bool
+    ) -> list[str] | None:
+        selector = f"labelSelector=kubernetes.io%2Fservice-name%3D{service}"
+        slices = self._get(f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices?{selector}")
+        endpoints = [
+            endpoint
+            for item in (slices or {"items": []})["items"]
+            for endpoint in item.get("endpoints") or ()
+        ]
+        wanted = [e for e in endpoints if hostname is None or e.get("hostname") == hostname]
+        return [e["addresses"][0] for e in wanted if even_unready or e["conditions"].get("ready")] or None
+
+    def _get(self, path: str) -> dict[str, Any] | None:
+        connection = http.client.HTTPSConnection("127.0.0.1", 6443, context=self.context, timeout=3)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            if response.status != 200:
+                return None
+            answer: dict[str, Any] = json.loads(response.read())
+            return answer
+        finally:
+            connection.close()
+
+
+class Question(socketserver.BaseRequestHandler):
+    names: Names
+
+    def handle(self) -> None:
+        packet, sender = self.request
+        labels, at = [], 12
+        while length := packet[at]:
+            labels.append(packet[at + 1 : at + 1 + length].decode("ascii", "replace"))
+            at += 1 + length
+        kind, _ = struct.unpack_from("!HH", packet, at + 1)
+        found = self.names.addresses(".".join(labels).lower())
+        answers = found if found and kind == A else []
+        # Response, authoritative, recursion as asked and available.
+        flags = (
+            0x8480
+            | struct.unpack_from("!H", packet, 2)[0] & 0x0100
+            | (NOT_FOUND if found is None else NO_ERROR)
+        )
+        reply = packet[:2] + struct.pack("!HHHHH", flags, 1, len(answers), 0, 0) + packet[12 : at + 5]
+        for address in answers:
+            reply += struct.pack("!HHHIH", 0xC00C, A, 1, TTL_S, 4) + socket.inet_aton(address)
+        sender.sendto(reply, self.client_address)
+
+
+if __name__ == "__main__":
+    Question.names = Names(Path(sys.argv[2]))
+    with socketserver.ThreadingUDPServer((sys.argv[1], 53), Question) as server:
+        server.serve_forever()
