@@ -1,4 +1,6 @@
-"""`fulcrum`: declares the commands; what they do is imported when one is run, so that `--help` is quick.
+"""`fulcrum`, also as `kubectl fulcrum`: declares the commands.
+
+What they do is imported when one is run, so that `--help` is quick.
 
 Whatever a user got wrong ends as one line on standard error and exit code 2.
 """
@@ -10,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from fulcrum_cli.program import program_name
 from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
@@ -20,12 +23,38 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+
+def _version(wanted: bool) -> None:
+    """Prints the version and leaves; looked up only when asked for, as the look-up takes its time."""
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"{program_name()} {version('fulcrum')}")
+        raise typer.Exit
+
+
+@app.callback()
+def everything(
+    _show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Keeps the split between prefill and decode right while requests run."""
+
+
 Service = Annotated[str | None, typer.Argument(help="Name of the service; not needed where only one runs.")]
+Instance = Annotated[str, typer.Argument(help="Name of the instance.")]
+Output = Annotated[str | None, typer.Option("-o", "--output", help="json or yaml.")]
+Kubeconfig = Annotated[Path | None, typer.Option(help="A cluster, by this kubeconfig.")]
+Context = Annotated[str | None, typer.Option(help="A cluster, by this context of the kubeconfig.")]
+Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="A cluster, in it this namespace.")]
 
 
 @app.command()
 def play(
-    load: Annotated[str, typer.Option(help="Shape of the load: moving, steady or bursty.")] = "moving",
+    load: Annotated[
+        str | None, typer.Option(help="Shape of the load: moving (the default), steady or bursty.")
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="A recorded workload: CSV of arrival_s, input_tokens, output_tokens; or gzip."),
@@ -77,42 +106,92 @@ def up(
 
 
 @app.command()
-def status(service: Service = None) -> None:
-    """Show a local service: roles, load, objectives."""
+def status(
+    service: Service = None,
+    output: Output = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    namespace: Namespace = None,
+) -> None:
+    """Show services: roles, phases, conditions; of one service every instance."""
     from fulcrum_cli.status import run
+    from fulcrum_cli.target import asked
 
-    run(service)
+    run(asked(kubeconfig, context, namespace), service, output=output)
 
 
 @app.command()
 def flip(
-    service: Annotated[str, typer.Argument(help="Name of the service.")],
-    instance: Annotated[str, typer.Argument(help="Name of the instance.")],
-    to: Annotated[str, typer.Option(help="Prefill or Decode.")],
+    instance: Instance,
+    to: Annotated[str, typer.Option(help="prefill or decode.")],
     pin: Annotated[str | None, typer.Option(help="Keep it there so long, such as 10m.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until it plays the role; exit code 1 if not.")
+    ] = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    namespace: Namespace = None,
 ) -> None:
-    """Give an instance the other role, now and without a restart."""
+    """Give an instance the other role, now; the floors of the service stand above it."""
     from fulcrum_cli.flip import run
+    from fulcrum_cli.target import asked
 
-    run(service, instance, to=to, pin=pin)
+    code = run(asked(kubeconfig, context, namespace), instance, to=to, pin=pin, wait=wait)
+    raise typer.Exit(code)
+
+
+@app.command()
+def drain(
+    instance: Instance,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until no request is left on it; exit code 1 if not.")
+    ] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take new work again.")] = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    namespace: Namespace = None,
+) -> None:
+    """Give an instance no new work, until that is taken back with --undo."""
+    from fulcrum_cli.drain import run
+    from fulcrum_cli.target import asked
+
+    raise typer.Exit(run(asked(kubeconfig, context, namespace), instance, wait=wait, undo=undo))
 
 
 @app.command()
 def explain(
     service: Service = None,
     limit: Annotated[int, typer.Option(help="How many; a run of held ones is one.")] = 20,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    namespace: Namespace = None,
 ) -> None:
-    """Tell the autoscaler's last decisions and why."""
+    """Tell the autoscaler's last decisions and why, and what is refused now."""
     from fulcrum_cli.explain import run
+    from fulcrum_cli.target import asked
 
-    run(service, limit=limit)
+    run(asked(kubeconfig, context, namespace), service, limit=limit)
+
+
+@app.command()
+def doctor(
+    output: Output = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    namespace: Namespace = None,
+) -> None:
+    """Look for the usual troubles and say what to do; exit code 1 if there is a problem."""
+    from fulcrum_cli.doctor.command import run
+    from fulcrum_cli.target import asked
+
+    raise typer.Exit(run(asked(kubeconfig, context, namespace), output=output))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given or ["--help"], standalone_mode=False)
+        code = app(given or ["--help"], prog_name=program_name(), standalone_mode=False)
     except typer.TyperException as error:
         _refuse(error.format_message())
     except FulcrumError as error:

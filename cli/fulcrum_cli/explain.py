@@ -1,14 +1,15 @@
-"""`fulcrum explain`: the autoscaler's last decisions, in words with their numbers."""
+"""`fulcrum explain`: the autoscaler's last decisions, in words with their numbers, and the conditions."""
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
-
-from fulcrum_cli.ports import decisions
-from fulcrum_cli.running import find_running
+from fulcrum_cli.connection import Connection, connected
+from fulcrum_cli.ports import Unreachable
+from fulcrum_cli.status import condition_lines, refusals, standing
+from fulcrum_cli.target import Asked, choose_target
+from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 
 Decision = Mapping[str, Any]
@@ -17,18 +18,34 @@ _ASKED = 600
 """Decisions asked for at least: an autoscaler holds at every tick, and a run of those is told as one line."""
 
 
-def run(service: str | None, *, limit: int) -> None:
-    """Prints the last decisions, oldest first."""
+def run(asked: Asked, service: str | None, *, limit: int) -> None:
+    """Prints the last decisions, oldest first, then the conditions and what is refused now."""
     if limit < 1:
         raise InvalidInput("--limit", limit, "must be at least 1")
-    url = find_running(service).autoscaler_url
-    for line in tell(asyncio.run(_fetch(url, max(limit, _ASKED))), limit=limit):
-        print(line)
+    print("\n".join(asyncio.run(_explain(asked, service, limit))))
 
 
-async def _fetch(url: str, limit: int) -> Sequence[dict[str, Any]]:
-    async with httpx.AsyncClient(trust_env=False) as client:
-        return await decisions(client, url, limit=limit)
+async def _explain(asked: Asked, name: str | None, limit: int) -> list[str]:
+    async with connected(choose_target(asked), name) as there:
+        services = await there.services(name)
+        if len(services) != 1:
+            names = ", ".join(service.metadata.name for service in services) or "none"
+            rule = "are there: name one" if services else f"is there: {there.words} has no PDService"
+            raise InvalidInput("SERVICE", names, rule)
+        decided = await _decided(there, services[0], limit)
+        seen = await standing(there, services[0])
+        about = [*condition_lines(seen.service.status.conditions)]
+        about += refusals(seen.assignment, now_s=time.time()) or ["no wish is refused now"]
+        return [*decided, "", *about, f"target {there.words}"]
+
+
+async def _decided(there: Connection, service: PDService, limit: int) -> list[str]:
+    """The decisions in words; an autoscaler that is away is said, for the rest still has an answer."""
+    try:
+        told = await there.decisions(service.metadata.name, limit=max(limit, _ASKED))
+    except Unreachable as error:
+        return [f"no decisions: {error}"]
+    return tell(told, limit=limit)
 
 
 def tell(told: Sequence[Decision], *, limit: int) -> list[str]:

@@ -1,57 +1,107 @@
-"""`fulcrum status`: the service's line as `kubectl get pds` shows it, its instances, its objectives."""
+"""`fulcrum status`: the service's line as `kubectl get pds` shows it, its instances, its conditions."""
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from fulcrum_autoscaler.routers import HttpRouter, RouterAway, open_router
-from fulcrum_cli.running import find_running
-from fulcrum_cluster.client import open_store
-from fulcrum_core.api.meta import format_duration
+from fulcrum_cli.arguments import one_of
+from fulcrum_cli.connection import Connection, connected
+from fulcrum_cli.output import Output, render
+from fulcrum_cli.target import Asked, LocalTarget, choose_target
+from fulcrum_core.api.meta import Condition, format_duration
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.errors import InvalidInput, NotFound
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Phase
-from fulcrum_operator.local import RunInfo
 
 _NOTHING = "–"
 
 
-def run(service: str | None) -> None:
-    """Prints how the service stands."""
-    for line in asyncio.run(_lines(find_running(service))):
-        print(line)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """All that is known of one service. `state` is the router's word, which only a local run tells people."""
+
+    service: PDService
+    instances: tuple[PDInstance, ...]
+    assignment: PDAssignment | None
+    state: RouterState | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """For programs: fields as the kinds call them."""
+        meta = self.service.metadata
+        loads = {load.name: load for load in self.state.instances} if self.state else {}
+        instances = [
+            {"name": name, "status": i.status.dump(), "load": _dumped(loads.get(name))}
+            for i in self.instances
+            for name in [i.metadata.name]
+        ]
+        return {
+            "name": meta.name,
+            "namespace": meta.namespace,
+            "generation": meta.generation,
+            "model": self.service.spec.model,
+            "status": self.service.status.dump(),
+            "assignment": self.assignment.spec.dump() if self.assignment else None,
+            "instances": instances,
+            "attainment": attained(self.state),
+        }
 
 
-async def _lines(running: RunInfo) -> Sequence[str]:
-    namespace = running.namespace
-    async with open_store(running.store) as store:
-        service = await store.get(PDService, running.service, namespace=namespace)
-        listed = (await store.list(PDInstance, namespace=namespace)).items
-        try:
-            assignment = await store.get(PDAssignment, running.service, namespace=namespace)
-        except NotFound:
-            assignment = None
-    instances = [instance for instance in listed if instance.spec.service == running.service]
-    state = await _state(running)
-    now_s = time.time()
-    about_service = service_table(service, state, now_s=now_s)
-    about_instances = instance_table(instances, assignment, state, now_s=now_s)
-    return *about_service, "", *about_instances, "", f"endpoint {running.router_url}"
+def _dumped(load: InstanceState | None) -> dict[str, Any] | None:
+    return load.model_dump(mode="json") if load else None
 
 
-async def _state(running: RunInfo) -> RouterState | None:
-    async with open_router(running.router_state_url, token=running.token) as client:
-        try:
-            return await HttpRouter(client).state(min_generation=0, timeout_s=0)
-        except RouterAway:
-            return None
+def run(asked: Asked, service: str | None, *, output: str | None) -> None:
+    """Prints how the services stand; the one that was named, or the only one, with its instances."""
+    form = None if output is None else one_of("--output", output, Output)
+    print(asyncio.run(_answer(asked, service, form)))
 
 
-def _columns(*rows: Sequence[str]) -> list[str]:
+async def _answer(asked: Asked, name: str | None, form: Output | None) -> str:
+    target = choose_target(asked)
+    names = sorted({run.service for run in target.runs}) if isinstance(target, LocalTarget) else [None]
+    standings: list[Standing] = []
+    words: list[str] = []
+    for each in [name] if name is not None else names:
+        async with connected(target, each) as there:
+            standings += [await standing(there, service) for service in await there.services(each)]
+            words.append(there.words)
+    if form is not None:
+        document = {"target": words, "services": [standing.dump() for standing in standings]}
+        return render(document, form)
+    return "\n".join([*_lines(standings, now_s=time.time()), *(f"target {word}" for word in words)])
+
+
+def _lines(standings: Sequence[Standing], *, now_s: float) -> list[str]:
+    if not standings:
+        return ["no PDService"]
+    table = service_table(*standings, now_s=now_s)
+    if len(standings) > 1:
+        return table
+    (only,) = standings
+    instances = instance_table(only.instances, only.assignment, only.state, now_s=now_s)
+    return [*table, "", *instances, "", *_particulars(only, now_s=now_s)]
+
+
+async def standing(there: Connection, service: PDService) -> Standing:
+    """How one service stands."""
+    listed = (await there.store.list(PDInstance, namespace=there.namespace)).items
+    name = service.metadata.name
+    assignments = (await there.store.list(PDAssignment, namespace=there.namespace)).items
+    return Standing(
+        service=service,
+        instances=tuple(instance for instance in listed if instance.spec.service == name),
+        assignment=next((found for found in assignments if found.metadata.name == name), None),
+        state=await there.router_state(),
+    )
+
+
+def columns(*rows: Sequence[str]) -> list[str]:
     """Rows with their columns in line, three blanks between, as wide as they are: as kubectl prints them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -60,33 +110,45 @@ def _columns(*rows: Sequence[str]) -> list[str]:
     ]
 
 
-def service_table(service: PDService, state: RouterState | None, *, now_s: float) -> list[str]:
-    """One line, as `kubectl get pds` prints it."""
-    status, created_s = service.status, service.metadata.creation_timestamp
+def service_table(*standings: Standing, now_s: float) -> list[str]:
+    """One line a service, as `kubectl get pds` prints it."""
     head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE")
-    line = (
+    return columns(head, *(_service(standing, now_s=now_s) for standing in standings))
+
+
+def _service(standing: Standing, *, now_s: float) -> tuple[str, ...]:
+    service, share = standing.service, attained(standing.state)
+    status, created_s = service.status, service.metadata.creation_timestamp
+    return (
         service.metadata.name,
         service.spec.model,
         status.ready or _NOTHING,
         str(status.prefill.ready),
         str(status.decode.ready),
         status.ratio or _NOTHING,
-        attainment(state),
+        _NOTHING if share is None else f"{share:.1f}",
         str(status.flips),
-        _NOTHING if created_s is None else format_duration(max(1.0, round(now_s - created_s))),
+        _NOTHING if created_s is None else _age(now_s - created_s),
     )
-    return _columns(head, line)
 
 
-def attainment(state: RouterState | None) -> str:
+def _age(seconds: float) -> str:
+    """Seconds, from ten minutes on minutes, from three hours on hours, from two days on days."""
+    for unit_s, letter, least in ((86400, "d", 2), (3600, "h", 3), (60, "m", 10)):
+        if seconds >= unit_s * least:
+            return f"{seconds // unit_s:.0f}{letter}"
+    return format_duration(max(1.0, round(seconds)))
+
+
+def attained(state: RouterState | None) -> float | None:
     """Requests that met TTFT and TPOT, in per cent of all that ended, by the router's count.
 
     As in the live view, what is in flight has not missed anything yet; cancelled ones count as neither.
     """
     ended = sum(tier.ok + tier.failed + tier.broken for tier in state.tiers) if state else 0
     if state is None or not ended:
-        return _NOTHING
-    return f"{100 * sum(tier.slo_met for tier in state.tiers) / ended:.1f}"
+        return None
+    return round(100 * sum(tier.slo_met for tier in state.tiers) / ended, 1)
 
 
 def instance_table(
@@ -103,7 +165,7 @@ def instance_table(
     rows = [
         _instance(i, roles.get(i.metadata.name), loads.get(i.metadata.name), now_s=now_s) for i in instances
     ]
-    return _columns(head, *rows)
+    return columns(head, *rows)
 
 
 def _instance(
@@ -113,15 +175,29 @@ def _instance(
     return (
         instance.metadata.name,
         _phase(instance, now_s=now_s),
-        wish.role if wish else _NOTHING,
+        _role(instance, wish),
         f"{load.prefill_queued_s:.2f} s" if load else _NOTHING,
         str(load.decode_requests) if load else _NOTHING,
         str(load.decode_tokens) if load else _NOTHING,
         _NOTHING if itl_s is None else f"{itl_s * 1000:.0f} ms",
         _NOTHING if kv_usage is None else f"{kv_usage:.0%}",
         str(instance.status.restarts),
-        f"{wish.by}{', pinned' if (wish.pinned_until or 0.0) > now_s else ''}" if wish else _NOTHING,
+        _by(wish, now_s=now_s) if wish else _NOTHING,
     )
+
+
+def _role(instance: PDInstance, wish: RoleAssignment | None) -> str:
+    """The role wished, and the one played where that is another one (Both is what one alone plays)."""
+    played = instance.status.role
+    if wish is None:
+        return played or _NOTHING
+    return wish.role if played in (None, wish.role) else f"{wish.role} (plays {played})"
+
+
+def _by(wish: RoleAssignment, *, now_s: float) -> str:
+    left_s = (wish.pinned_until or 0.0) - now_s
+    pinned = f", pinned for {_age(left_s)}" if left_s > 0 else ""
+    return f"{wish.by}{pinned}{', cordoned' if wish.cordoned else ''}"
 
 
 def _phase(instance: PDInstance, *, now_s: float) -> str:
@@ -134,3 +210,36 @@ def _phase(instance: PDInstance, *, now_s: float) -> str:
     except InvalidInput:  # a profile's path is read from where `up` was run, which may be another folder
         return status.phase
     return f"{status.phase} {max(0.0, now_s - status.phase_since):.0f} of {startup_s:.0f} s"
+
+
+def _particulars(standing: Standing, *, now_s: float) -> list[str]:
+    """What a table has no column for."""
+    status, lines = standing.service.status, []
+    generation = standing.service.metadata.generation
+    if status.observed_generation < generation:
+        lines.append(f"status speaks of generation {status.observed_generation}, the spec is {generation}")
+    lines += condition_lines(status.conditions)
+    if status.last_decision:
+        at = format_duration(max(1.0, round(now_s - status.last_decision.at)))
+        lines.append(f"last decision {at} ago: {status.last_decision.action}: {status.last_decision.reason}")
+    lines += refusals(standing.assignment, now_s=now_s)
+    if status.endpoint:
+        lines.append(f"endpoint {status.endpoint}")
+    return lines
+
+
+def condition_lines(conditions: Sequence[Condition]) -> list[str]:
+    """The conditions, one line each."""
+    rows = [(c.type, c.status, c.reason, c.message) for c in conditions]
+    return [*columns(("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows), ""] if rows else []
+
+
+def refusals(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
+    """Wishes that are refused now, in words."""
+    entries = sorted(assignment.spec.roles.items()) if assignment else []
+    return [
+        f"refused {name} → {entry.refused.role}: {entry.refused.reason}, "
+        f"for {format_duration(max(1.0, round(entry.refused.until - now_s)))} more"
+        for name, entry in entries
+        if entry.refused and entry.refused.until > now_s
+    ]

@@ -4,7 +4,8 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import uvloop
 from fulcrum_autoscaler.routers import HttpRouter, open_router
 from fulcrum_cli.interrupts import on_interrupt
 from fulcrum_cli.logs import log_to, log_warnings
+from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.recorder import Flip
@@ -20,7 +22,7 @@ from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import keyboard, on_terminal, save_picture, show
 from fulcrum_cli.play.session import Session, Stage
 from fulcrum_cluster.client import open_store
-from fulcrum_core.errors import InvalidInput
+from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 from fulcrum_simulator.client import LoadGenerator, Target
@@ -36,23 +38,43 @@ def run(options: PlayOptions) -> int:
     """Plays, prints and writes the figures, and returns the exit code."""
     headless = options.headless or not on_terminal()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        figures = runner.run(_play(options, headless=headless))
-    if figures is None:
+        ended = runner.run(_play(options, headless=headless))
+    if ended is None:
         return INTERRUPTED
+    figures, frame = ended
     print(figures.as_text())
-    if options.json is not None:
-        text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
-        try:
-            options.json.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidInput("--json", options.json, f"cannot be written: {error.strerror}") from error
+    leave(figures, frame, json_file=options.json, snapshot=options.snapshot)
     if figures.too_slow:
         print("machine too slow: engine steps came late, see above", file=sys.stderr)
-    return 0
+    if figures.stuck:
+        print(f"error: --flips ({options.flips}) {figures.stuck}", file=sys.stderr)
+    return 1 if figures.stuck else 0
 
 
-async def _play(options: PlayOptions, *, headless: bool) -> RunFigures | None:
-    """The run's figures; None if it was interrupted before its load began."""
+def leave(figures: RunFigures, frame: Frame | None, *, json_file: Path | None, snapshot: Path | None) -> None:
+    """Writes what a run leaves in files; one that cannot be written does not keep the other from it.
+
+    Raises:
+        InvalidInput: for the files that could not be written.
+    """
+    failed: list[InvalidInput] = []
+    text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
+    try:
+        if json_file is not None:
+            json_file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        failed.append(InvalidInput("--json", json_file, f"cannot be written: {error.strerror}"))
+    try:
+        if snapshot is not None and frame is not None:
+            save_picture(frame, snapshot)
+    except OSError as error:
+        failed.append(InvalidInput("--snapshot", snapshot, f"cannot be written: {error.strerror}"))
+    if failed:
+        raise failed[0] if len(failed) == 1 else FulcrumError("; ".join(map(str, failed)))
+
+
+async def _play(options: PlayOptions, *, headless: bool) -> tuple[RunFigures, Frame | None] | None:
+    """The run's figures and its last picture; None if it was interrupted before its load began."""
     me = asyncio.current_task()
     assert me is not None
     sessions: list[Session] = []
@@ -68,24 +90,18 @@ async def _play(options: PlayOptions, *, headless: bool) -> RunFigures | None:
         with on_interrupt(interrupted):
             async with _session(options, headless=headless) as (session, service):
                 sessions.append(session)
-                return await _perform(options, session, service, headless=headless)
+                return await _perform(session, service, headless=headless), session.last_frame
     except asyncio.CancelledError:
         return None
 
 
-async def _perform(
-    options: PlayOptions, session: Session, service: LocalRun, *, headless: bool
-) -> RunFigures:
-    with ExitStack() as stack:
-        async with AsyncExitStack() as background:
-            if not headless:
-                stack.enter_context(keyboard(session.press))
-                await background.enter_async_context(_background(show(session.frame)))
-            await service.serving()
-            figures = await session.run()
-        if options.snapshot is not None and session.last_frame is not None:
-            save_picture(session.last_frame, options.snapshot)
-    return figures
+async def _perform(session: Session, service: LocalRun, *, headless: bool) -> RunFigures:
+    async with AsyncExitStack() as stack:
+        if not headless:
+            stack.enter_context(keyboard(session.press))
+            await stack.enter_async_context(_background(show(session.frame)))
+        await service.serving()
+        return await session.run()
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ class InstanceRow:
     decode_requests: int = 0
     kv_usage: float | None = None
     restarts: int = 0
+    missed_probes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class Frame:
     lateness_p99_ms: float | None = None
     decisions: tuple[Decision, ...] = ()
     notice: str = ""
+    away: tuple[str, ...] = ()
+    """Parts of the service that do not answer: what they tell is old."""
 
     @property
     def prefill_queued_s(self) -> float:

@@ -23,6 +23,7 @@ from fulcrum_core.ports import Store
 from fulcrum_core.state import RouterState
 
 LOOK_S = 0.5
+AWAY_S = 1.0
 SCRAPE_S = 5.0
 _SCRAPE_TIMEOUT_S = 2.0
 _DECISIONS_KEPT = 30
@@ -48,6 +49,7 @@ class Observer:
         self.state: RouterState | None = None
         self.decisions: Sequence[dict[str, Any]] = ()
         self.acknowledged = asyncio.Condition()
+        self._away: dict[str, float] = {}
         self._service, self._router, self._http = service, router, http
         self._autoscaler_url = autoscaler_url
         self.on_flip: OnFlip = lambda _flip: None
@@ -59,6 +61,19 @@ class Observer:
         """The service's instances by name."""
         listed = self._instances.objects
         return {name: listed[name] for name in sorted(listed) if listed[name].spec.service == self._service}
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """The parts that do not answer, and for how long; a moment without an answer is none."""
+        now_s = time.monotonic()
+        missed = sorted((part, now_s - since_s) for part, since_s in self._away.items())
+        return tuple(f"{part} for {for_s:.0f} s" for part, for_s in missed if for_s >= AWAY_S)
+
+    def _heard(self, part: str, *, answered: bool) -> None:
+        if answered:
+            self._away.pop(part, None)
+        else:
+            self._away.setdefault(part, time.monotonic())
 
     async def run(self) -> None:
         """Follow everything until cancelled."""
@@ -97,8 +112,10 @@ class Observer:
             try:
                 state = await self._router.state(min_generation=self._generation() + 1, timeout_s=LOOK_S)
             except RouterAway:
+                self._heard("router", answered=False)
                 await asyncio.sleep(LOOK_S)
                 continue
+            self._heard("router", answered=True)
             async with self.acknowledged:
                 self.state = state
                 self.recorder.acknowledged(state.generation, state.acknowledged_at_s)
@@ -113,8 +130,12 @@ class Observer:
 
     async def _read_decisions(self) -> None:
         assert self._autoscaler_url is not None
-        with suppress(Unreachable):  # the last ones stand
+        try:
             self.decisions = await decisions(self._http, self._autoscaler_url, limit=_DECISIONS_KEPT)
+        except Unreachable:  # the last ones stand
+            self._heard("autoscaler", answered=False)
+        else:
+            self._heard("autoscaler", answered=True)
 
     async def _scrape(self, name: str, endpoint: str) -> None:
         try:

@@ -16,12 +16,13 @@ from fulcrum_operator.local.manifest import check_manifest
 from fulcrum_simulator.workload import WorkloadRequest, jitter, load_trace, replay_faster, scale_rate
 
 PORT_MAX = 65535
+DEFAULT_SHAPE = "moving"
 
 
 class Given(TypedDict):
     """The options as typed."""
 
-    load: str
+    load: str | None
     trace: Path | None
     speed: float
     scale: float
@@ -68,7 +69,7 @@ def parse_options(**given: Unpack[Given]) -> PlayOptions:
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),
         service=service,
-        load=given["load"],
+        load=given["load"] or DEFAULT_SHAPE,
         recording=_recording(given),
         recording_name=given["trace"].name if given["trace"] else "",
         ends_s=duration_s("--for", given["duration"]),
@@ -83,8 +84,11 @@ def parse_options(**given: Unpack[Given]) -> PlayOptions:
 
 
 def _check_numbers(given: Given) -> None:
-    if given["load"] not in SHAPES:
-        raise InvalidInput("--load", given["load"], f"is not one of {', '.join(SHAPES)}")
+    load = given["load"]
+    if load is not None and load not in SHAPES:
+        raise InvalidInput("--load", load, f"is not one of {', '.join(SHAPES)}")
+    if load is not None and given["trace"] is not None:
+        raise InvalidInput("--load", load, "is for generated loads: a recording (--trace) has its own shape")
     for option, value in (("--speed", given["speed"]), ("--scale", given["scale"])):
         if not 0 < value < float("inf"):
             raise InvalidInput(option, value, "must be a number above 0")

@@ -40,6 +40,8 @@ class Sight:
     recorder: Recorder
     decisions: Sequence[Mapping[str, Any]]
     lateness_p99_ms: float | None
+    away: tuple[str, ...] = ()
+    """Parts that do not answer, in words."""
 
 
 def take(
@@ -74,6 +76,7 @@ def take(
         lateness_p99_ms=sight.lateness_p99_ms,
         decisions=_told(recorder.flips, sight.decisions, moment.began_at_s),
         notice=moment.notice,
+        away=sight.away,
     )
 
 
@@ -102,6 +105,7 @@ def _row(name: str, instance: PDInstance, recorder: Recorder, load: InstanceStat
         decode_tokens=load.decode_tokens,
         decode_requests=load.decode_requests,
         kv_usage=load.kv_usage,
+        missed_probes=load.missed_probes,
     )
 
 

@@ -23,6 +23,8 @@ class RunFigures:
     recorder: Recorder
     lateness_p99_ms: float | None
     notes: tuple[str, ...] = ()
+    stuck: str = ""
+    """Why the flips asked for ended before their number; "" if they did not."""
 
     @property
     def too_slow(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fulcrum_cli.flipping import flip
 from fulcrum_cli.loads import make_load
-from fulcrum_cli.play.drivers import ForcedFlips, kill_in_turn
+from fulcrum_cli.play.drivers import ForcedFlips, Stuck, kill_in_turn
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
@@ -53,6 +53,7 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         self._end, self._quit = asyncio.Event(), asyncio.Event()
         self._selected = 0
+        self._stuck = ""
         self._notice, self._notice_until_s = "", 0.0
         self._began_at_s, self._began_s = time.time(), 0.0
         self.begun = self._draining = False
@@ -102,6 +103,7 @@ class Session:
             recorder=observer.recorder,
             decisions=observer.decisions,
             lateness_p99_ms=observer.lateness.p99_ms(),
+            away=observer.away,
         )
         return take(
             sight, self._load.tally, self._moment(), endpoint=self._stage.endpoint, ends_s=options.ends_s,
@@ -152,6 +154,7 @@ class Session:
             recorder=self._observer.recorder,
             lateness_p99_ms=self._observer.lateness.p99_ms(),
             notes=tuple(notes),
+            stuck=self._stuck,
         )
 
     # the load
@@ -199,8 +202,13 @@ class Session:
                 self._kill(names[self._selected])
 
     async def _force_flips(self) -> None:
-        await self._flips.run(self._options.flips)
-        self._say(f"all {self._options.flips} flips made")
+        try:
+            await self._flips.run(self._options.flips)
+        except Stuck as error:
+            self._stuck = str(error)
+            self._say(self._stuck)
+        else:
+            self._say(f"all {self._options.flips} flips made")
         if self._options.ends_s is None:
             self._end.set()
 

@@ -26,6 +26,8 @@ _CELLS = {
     Cell.DEAD: ("x", BAD),
 }
 _METERS_WIDTH = 42
+_SILENT_PROBES = 2
+"""Probes missed in a row from which an engine counts as silent: one may be lost to a busy machine."""
 _BAND_MIN = 16
 _NAME_MAX = 18
 
@@ -155,6 +157,8 @@ def _meters(row: InstanceRow, ttft_s: float) -> Text:
     if row.phase is not Phase.SERVING:
         restarts = f", restart {row.restarts}" if row.restarts else ""
         return Text(f"  {row.phase.lower()}{restarts}", BAD if row.phase is Phase.FAILED else DIM)
+    if row.missed_probes >= _SILENT_PROBES:
+        return Text(f"  does not answer, {row.missed_probes} probes missed", BAD)
     queued = row.prefill_queued_s
     return Text.assemble(
         "  ",
@@ -255,6 +259,8 @@ def _split(frame: Frame, width: int) -> list[Text]:
     lines = _flow(parts, width)
     if late_ms is not None and late_ms > TOO_SLOW_MS:
         lines.append(Text(" MACHINE TOO SLOW: engine steps come late, latencies are not the model's", BAD))
+    if frame.away:
+        lines.append(Text(f" AWAY: {'; '.join(frame.away)}", BAD))
     if frame.notice:
         lines.append(Text(f" {frame.notice}", TITLE))
     return lines

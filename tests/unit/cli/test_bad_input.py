@@ -10,11 +10,18 @@ from fulcrum_cli.__main__ import main
 
 Cli = Callable[..., str]
 
+NOTHING = (
+    "target (none) to speak to: no service runs on this machine and KUBECONFIG (nowhere) names no file; "
+    "name a file with --kubeconfig"
+)
+
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Runs the command line, expects a refusal, and gives its one line without `error: `."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", "nowhere")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as left:
@@ -155,17 +162,26 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--port", "70000"), "--port (70000) must be between 0 and 65535"),
         (("play", "--json", "/nowhere/at/all"), "--json (/nowhere/at/all) must lie in a folder that exists"),
         (("up", "-f", "x"), "--local (not given) is needed: only local services can be brought up"),
-        (("flip", "chat", "chat-0", "--to", "Both"), "--to (Both) is not one of Prefill, Decode"),
+        (("flip", "chat-0", "--to", "Both"), "--to (Both) is not one of Prefill, Decode"),
         (("explain", "--limit", "0"), "--limit (0) must be at least 1"),
         (("play", "--json", "/"), "--json (/) must be a file, not a folder"),
         (("play", "--snapshot", ""), "--snapshot (.) must be a file, not a folder"),
-        (("status",), "SERVICE (none) does not run: no service runs on this machine"),
         (
-            ("flip", "chat", "chat-0", "--to", "decode"),
-            "SERVICE (chat) does not run: no service runs on this machine",
+            ("play", "--load", "steady", "--trace", "x.csv"),
+            "--load (steady) is for generated loads: a recording (--trace) has its own shape",
         ),
+        (("status",), NOTHING),
+        (("flip", "chat-0", "--to", "decode"), NOTHING),
+        (("drain", "chat-0", "--undo"), NOTHING),
+        (
+            ("drain", "chat-0", "--wait", "--undo"),
+            "--wait (with --undo) is for a drain: taking it back needs no wait",
+        ),
+        (("explain",), NOTHING),
+        (("doctor", "-o", "table"), "--output (table) is not one of json, yaml"),
+        (("status", "-o", "wide"), "--output (wide) is not one of json, yaml"),
         (("fly",), "No such command 'fly'."),
-        (("flip", "chat", "chat-0"), "Missing option '--to'."),
+        (("flip", "chat-0"), "Missing option '--to'."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -180,4 +196,4 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
         main([])
     out = capsys.readouterr().out
     assert left.value.code == 0
-    assert all(command in out for command in ("play", "up", "status", "flip", "explain"))
+    assert all(command in out for command in ("play", "up", "status", "flip", "drain", "explain", "doctor"))

@@ -45,11 +45,11 @@ async def test_a_flip_is_written_with_its_reason_and_its_pin(store: MemoryStore)
     after = await flip(
         store, "chat", "chat-1", Role.PREFILL, namespace="default", reason="by command", pin_s=60.0
     )
-    entry = after.spec.roles["chat-1"]
+    entry = after.entry
     assert (entry.role, entry.by, entry.reason) == (Role.PREFILL, Actor.PERSON, "by command")
     assert entry.pinned_until == pytest.approx(entry.since + 60.0, abs=0.001)
-    assert after.metadata.generation == before.metadata.generation + 1
-    assert after.spec.flips == 1
+    assert after.generation == before.metadata.generation + 1
+    assert after.assignment.spec.flips == 1
 
 
 async def test_an_unknown_instance_is_named_with_the_known_ones(store: MemoryStore) -> None:

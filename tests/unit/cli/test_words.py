@@ -7,7 +7,7 @@ import pytest
 
 from fulcrum_cli.explain import tell
 from fulcrum_cli.loads import SHAPES, make_load
-from fulcrum_cli.status import attainment, instance_table, service_table
+from fulcrum_cli.status import Standing, attained, instance_table, service_table
 from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
@@ -114,7 +114,8 @@ def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> T
 
 
 def test_a_service_is_one_line_like_kubectls() -> None:
-    head, line = printed(service_table(service(), None, now_s=0.0))
+    standing = Standing(service=service(), instances=(), assignment=None)
+    head, line = printed(service_table(standing, now_s=0.0))
     assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE"]
     assert line == ["chat", "m", "–", "0", "0", "–", "–", "0", "–"]
 
@@ -122,16 +123,16 @@ def test_a_service_is_one_line_like_kubectls() -> None:
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        pytest.param(None, "–", id="no router"),
-        pytest.param(state(), "–", id="no tier"),
-        pytest.param(state(tier(0, 0)), "–", id="no request yet"),
-        pytest.param(state(tier(30, 30), tier(10, 9)), "97.5", id="over all tiers"),
-        pytest.param(state(tier(5, 0, in_flight=5)), "–", id="none has ended"),
-        pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), "90.0", id="some are in flight"),
+        pytest.param(None, None, id="no router"),
+        pytest.param(state(), None, id="no tier"),
+        pytest.param(state(tier(0, 0)), None, id="no request yet"),
+        pytest.param(state(tier(30, 30), tier(10, 9)), 97.5, id="over all tiers"),
+        pytest.param(state(tier(5, 0, in_flight=5)), None, id="none has ended"),
+        pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), 90.0, id="some are in flight"),
     ],
 )
-def test_attainment_is_over_all_that_ended(seen: RouterState | None, expected: str) -> None:
-    assert attainment(seen) == expected
+def test_attainment_is_over_all_that_ended(seen: RouterState | None, expected: float | None) -> None:
+    assert attained(seen) == expected
 
 
 def test_instances_without_a_router_are_still_listed() -> None:
@@ -157,7 +158,7 @@ def test_a_starting_instance_says_for_how_long(profile: str, seen: str) -> None:
 @pytest.mark.parametrize(
     ("until_s", "by"),
     [
-        pytest.param(NOW_S + 1, "Person, pinned", id="still pinned"),
+        pytest.param(NOW_S + 90, "Person, pinned for 1m30s", id="still pinned"),
         pytest.param(NOW_S - 1, "Person", id="pinned until a moment ago"),
         pytest.param(None, "Person", id="never pinned"),
     ],
