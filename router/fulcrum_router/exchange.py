@@ -50,6 +50,7 @@ log = structlog.get_logger()
 _BOTH, _PREFILLED_HERE = Role.BOTH, Reason.PREFILLED_HERE  # an attribute of an enum is slow to read
 _ENDED_WELL = (Outcome.OK, None)
 _CANCELLED = Outcome.CANCELLED
+_TOO_SLOW = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJECTED})
 
 ATTEMPTS = 3
 """Instances asked for one leg."""
@@ -446,7 +447,7 @@ class Exchange:
             status = 503
         else:
             message = f"no instance answered: {failed.detail}"
-            status = 504 if failed.failure is Failure.TIMEOUT else 502
+            status = 504 if failed.failure in _TOO_SLOW else 502
         self._client.write(answers.error(status, message, close=not self._keep))
         return _Answered(Outcome.FAILED)
 

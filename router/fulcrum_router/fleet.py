@@ -4,6 +4,7 @@ Roles come from the PDAssignment and endpoints from the PDInstances, by way of `
 latencies are the router's own. Dispatch reads an instance through `policy.InstanceView`.
 """
 
+import math
 from collections.abc import Iterable
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
@@ -12,6 +13,9 @@ from fulcrum_router.health import Health
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.upstream import EnginePool
+
+HANGING_STREAM_S = 10.0
+"""A stream of an instance that hangs ends if nothing of it comes for so long."""
 
 
 class Instance:
@@ -23,6 +27,7 @@ class Instance:
         "assigned",
         "decode_field",
         "decode_model",
+        "former",
         "health",
         "identity",
         "itl_s",
@@ -54,6 +59,8 @@ class Instance:
         self.ledger = Ledger()
         self.health = Health()
         self.pool: EnginePool | None = None
+        self.former: list[EnginePool] = []
+        """Where it was before, as long as legs are there."""
         self.itl_s: float | None = None
         self.kv_usage: float | None = None
         self.missed_probes = 0
@@ -65,13 +72,32 @@ class Instance:
         pool = self.pool
         if pool is not None and (pool.host, pool.port) == (host, port):
             return
-        if pool is not None:
-            pool.close()
+        self.leave()
         self.pool = EnginePool(host, port)
         self.health = Health()
         self.missed_probes = 0
         self.itl_s = self.kv_usage = None
         self.refresh()
+
+    def leave(self) -> None:
+        """It is not there any more: keep no connection; what is busy may end."""
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            pool.close()
+            self.former.append(pool)
+
+    def check(self, now_s: float) -> None:
+        """Fail the legs that waited too long, and move on those that wait in vain."""
+        pool, hangs_since_s = self.pool, self.health.hangs_since_s
+        if pool is not None:
+            if hangs_since_s is not None:
+                pool.hurry(hangs_since_s + HANGING_STREAM_S)
+            pool.check(now_s)
+        if self.former:
+            for pool in self.former:
+                pool.hurry(math.inf)
+                pool.check(now_s)
+            self.former = [pool for pool in self.former if pool.busy]
 
     def assign(self, role: Role | None) -> None:
         """It plays this role and gets work; None: no new work."""
@@ -100,6 +126,8 @@ class Fleet:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
+        self._gone: list[Instance] = []
+        """Forgotten ones with legs that have not ended."""
         self.all: tuple[Instance, ...] = ()
         """In the order of their names."""
 
@@ -116,20 +144,23 @@ class Fleet:
         self._order()
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget the others; their legs end where they are."""
+        """Forget the others; what they stream ends where it is."""
         kept = set(names)
         for name in self._by_name.keys() - kept:
             gone = self._by_name.pop(name)
             gone.assign(None)
-            if gone.pool is not None:
-                gone.pool.close()
+            gone.leave()
+            self._gone.append(gone)
         self._order()
 
     def check(self, now_s: float) -> None:
         """Fail every leg that waited too long."""
         for instance in self.all:
-            if instance.pool is not None:
-                instance.pool.check(now_s)
+            instance.check(now_s)
+        if self._gone:
+            for instance in self._gone:
+                instance.check(now_s)
+            self._gone = [instance for instance in self._gone if instance.former]
 
     def _order(self) -> None:
         self.all = tuple(self._by_name[name] for name in sorted(self._by_name))

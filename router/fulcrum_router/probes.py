@@ -14,14 +14,16 @@ import structlog
 from fulcrum_router.fleet import Fleet, Instance
 from fulcrum_router.flow import from_task
 from fulcrum_router.router import Router
-from fulcrum_router.upstream import EnginePool, LegFailed, ask
+from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
 
 log = structlog.get_logger()
 
 INTERVAL_S = 1.0
 PROBE_S = 1.0
 MISSED_EJECT = 3
-"""Probes without an answer, in a row, that eject an instance: it hangs."""
+"""Probes without an answer, in a row, that eject an instance: it hangs. One that cannot even connect does."""
+SILENT = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE})
+"""Of a probe: whoever waits for the same engine waits in vain."""
 
 _ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
 _ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
@@ -140,7 +142,9 @@ class Prober:
             return  # it has moved meanwhile
         instance.missed_probes += 1
         instance.itl_s = instance.kv_usage = None
-        if instance.missed_probes >= MISSED_EJECT and instance.health.failed(time.monotonic(), at_once=True):
+        if instance.missed_probes < MISSED_EJECT and reason != Failure.UNREACHABLE:
+            return
+        if instance.health.failed(time.monotonic(), at_once=True, hangs=reason in SILENT):
             self._router.ejected(instance, f"probe_{reason}")
 
     async def _probe_back(self, instance: Instance) -> None:
@@ -148,15 +152,16 @@ class Prober:
         pool = instance.pool
         if pool is None or time.monotonic() < instance.health.probe_at_s:
             return
+        hangs = False
         try:
             status, _ = await _get(pool, b"/health")
-        except LegFailed:
-            status = 0
+        except LegFailed as failed:
+            status, hangs = 0, failed.failure in SILENT
         if instance.pool is not pool:
             return
         if status != 200:
             instance.missed_probes += 1
-            instance.health.probe_failed(time.monotonic())
+            instance.health.probe_failed(time.monotonic(), hangs=hangs)
             return
         instance.missed_probes = 0
         if instance.health.succeeded():
@@ -166,5 +171,6 @@ class Prober:
 
 async def _get(pool: EnginePool, path: bytes) -> tuple[int, bytes]:
     head = b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, pool.address)
-    status, content, _ = await from_task(ask(pool, head, b"", connect_s=PROBE_S, answer_s=PROBE_S))
+    asking = ask(pool, head, b"", connect_s=PROBE_S, answer_s=PROBE_S, replaceable=False)
+    status, content, _ = await from_task(asking)
     return status, content

@@ -86,6 +86,11 @@ class DecodeLeg(Completion[None]):
         self._parts: list[bytes] = []
         self._size = 0
 
+    @property
+    def replaceable(self) -> bool:
+        """See `Leg`."""
+        return not self._committed
+
     def on_head(self, head: AnswerHead) -> None:
         self.head = head
         self.streaming = head.event_stream and head.status == 200

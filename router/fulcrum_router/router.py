@@ -16,7 +16,8 @@ from fulcrum_router.upstream import Failure, LegFailed
 
 log = structlog.get_logger()
 
-_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {Failure.HANDOFF}
+_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {Failure.HANDOFF, Failure.EJECTED}
+_NOBODY_THERE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
 
 
 class Router:
@@ -73,8 +74,8 @@ class Router:
         self.books.legs[phase, failed.failure] += 1
         if failed.failure not in _COUNTS_AGAINST_HEALTH:
             return
-        refused = failed.failure is Failure.REFUSED
-        if instance.health.failed(time.monotonic(), at_once=refused):
+        at_once, hangs = failed.failure in _NOBODY_THERE, failed.failure is Failure.UNREACHABLE
+        if instance.health.failed(time.monotonic(), at_once=at_once, hangs=hangs):
             self.ejected(instance, failed.failure)
 
     def ejected(self, instance: Instance, reason: str) -> None:

@@ -34,6 +34,10 @@ class Failure(StrEnum):
     """What went wrong with a leg."""
 
     REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    """No connection in time, or no way there: a node that is gone refuses nothing."""
+    EJECTED = "ejected"
+    """Others found the instance hanging while this leg waited for it."""
     CLOSED = "closed"
     TIMEOUT = "timeout"
     STATUS = "status"
@@ -56,6 +60,10 @@ class LegFailed(Exception):
 
 class Leg(Protocol):
     """Who holds a connection."""
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another instance could still do it instead, unseen by the client."""
 
     def on_head(self, head: AnswerHead) -> None:
         """The head of the answer."""
@@ -251,9 +259,17 @@ class EngineConnection(asyncio.Protocol):
         if self._heard:
             self._heard = False
             self.deadline_s = now_s + self._patience_s
+            self._pool.heard_s = now_s
         elif now_s >= self.deadline_s:
             phase = "the first byte" if self._head is None else "the next bytes"
             self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
+
+    def hurry(self, deadline_s: float) -> None:
+        """Fail a leg that another instance can take; any other has to hear of its engine by the deadline."""
+        if self.leg is not None and self.leg.replaceable:
+            self._fail(Failure.EJECTED, "the engine hangs")
+        else:
+            self.deadline_s = min(self.deadline_s, deadline_s)
 
     def pause(self) -> None:
         """Stop reading: the client is slower than the engine."""
@@ -271,13 +287,16 @@ class EngineConnection(asyncio.Protocol):
 class EnginePool:
     """The connections to one endpoint, last used first."""
 
-    __slots__ = ("_idle", "address", "busy", "host", "port")
+    __slots__ = ("_closed", "_idle", "address", "busy", "heard_s", "host", "port")
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self.address = f"{host}:{port}".encode()
+        self._closed = False
         self._idle: list[EngineConnection] = []
         self.busy: set[EngineConnection] = set()
+        self.heard_s = 0.0
+        """When this endpoint last said something."""
 
     def kept(self) -> EngineConnection | None:
         """An idle connection that is fresh enough, if there is one."""
@@ -296,23 +315,31 @@ class EnginePool:
         Raises:
             LegFailed: if there is none within the time.
         """
-        loop = asyncio.get_running_loop()
+        loop, began_s = asyncio.get_running_loop(), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: EngineConnection(self), self.host, self.port
                 )
         except TimeoutError:
-            raise LegFailed(Failure.TIMEOUT, "no connection in time", consumed=False) from None
+            # A burst of connections overflows the backlog of an engine that is well: it is heard elsewhere.
+            failure = Failure.TIMEOUT if self.heard_s > began_s else Failure.UNREACHABLE
+            raise LegFailed(failure, "no connection in time", consumed=False) from None
         except OSError as error:
-            raise LegFailed(
-                Failure.REFUSED, f"no connection: {error.strerror or error}", consumed=False
-            ) from error
+            refused = isinstance(error, ConnectionRefusedError)
+            failure = Failure.REFUSED if refused else Failure.UNREACHABLE
+            raise LegFailed(failure, f"no connection: {error.strerror or error}", consumed=False) from error
+        if self._closed:
+            connection.abort()
+            raise LegFailed(Failure.EJECTED, "the instance has left", consumed=False)
         return connection
 
     def give_back(self, connection: EngineConnection) -> None:
         """Keep it for the next request."""
-        connection.idle_since_s = time.monotonic()
+        if self._closed:
+            connection.abort()
+            return
+        self.heard_s = connection.idle_since_s = time.monotonic()
         self._idle.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
@@ -322,9 +349,15 @@ class EnginePool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close what is idle; what is busy ends its answer and is then closed by its age or its engine."""
+        """Close what is idle; what is busy ends its answer first."""
+        self._closed = True
         for connection in list(self._idle):
             connection.abort()
+
+    def hurry(self, deadline_s: float) -> None:
+        """Nobody shall wait for this endpoint longer than that, and who can go elsewhere not at all."""
+        for connection in list(self.busy):
+            connection.hurry(deadline_s)
 
     def check(self, now_s: float) -> None:
         """Fail the legs that waited too long."""
@@ -335,10 +368,11 @@ class EnginePool:
 class WholeAnswer(Completion[bytes]):
     """A leg that collects its answer, and completes with its content: prefill legs and probes."""
 
-    __slots__ = ("_parts", "_size", "head")
+    __slots__ = ("_parts", "_size", "head", "replaceable")
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaceable: bool) -> None:
         Completion.__init__(self)  # super() costs a lookup
+        self.replaceable = replaceable
         self.head: AnswerHead | None = None
         self._parts: list[bytes] = []
         self._size = 0
@@ -366,7 +400,13 @@ class WholeAnswer(Completion[bytes]):
 
 
 async def ask(
-    pool: EnginePool, head: bytes, body: bytes, *, connect_s: float, answer_s: float
+    pool: EnginePool,
+    head: bytes,
+    body: bytes,
+    *,
+    connect_s: float,
+    answer_s: float,
+    replaceable: bool = True,
 ) -> tuple[int, bytes, AnswerHead]:
     """For a flow: one request with a whole answer: its status, content and head. Cancelled, it aborts it.
 
@@ -379,7 +419,7 @@ async def ask(
     if connection is None:
         connection = await in_task(pool.connect(connect_s))
     while True:
-        leg = WholeAnswer()
+        leg = WholeAnswer(replaceable=replaceable)
         connection.send(leg, head, body, first_byte_s=answer_s, idle_s=answer_s)
         try:
             content = await leg

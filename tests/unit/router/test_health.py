@@ -28,7 +28,7 @@ def test_probes_of_a_dead_instance_become_rarer_up_to_a_bound() -> None:
     for _ in range(8):
         health.probe_failed(0.0)
         waits.append(health.probe_at_s)
-    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, LAST_PROBE_S, LAST_PROBE_S, LAST_PROBE_S]
+    assert waits == [0.5, 1.0, *[LAST_PROBE_S] * 6]
 
 
 def test_an_answered_probe_brings_it_back_and_forgets() -> None:
