@@ -5,6 +5,7 @@ dropped here (unknown fields) is enforced by strict field validation; rules betw
 validators that they repeat.
 """
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,11 +110,16 @@ def _convert(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[st
 
 
 def _property(node: Mapping[str, Any], required: bool, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """A field; an object of defaults is there even if nobody wrote it, so that its defaults are."""
+    """A field; an object of defaults is there even if nobody wrote it.
+
+    Its default names what its fields default to: the API server checks the rules on it as it stands.
+    """
     converted = _convert(node, definitions)
     optional = any(option.get("type") == "null" for option in node.get("anyOf", ()))
     if converted["type"] == "object" and not (required or optional):
-        converted["default"] = {}
+        fields = converted.get("properties", {})
+        defaults = {name: field["default"] for name, field in fields.items() if "default" in field}
+        converted["default"] = copy.deepcopy(defaults)  # a second reference would be an alias in the YAML
     if converted["type"] == "string" and isinstance(converted.get("default"), float):
         converted["default"] = format_duration(converted["default"])
     return converted
