@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from tools.kubernetes import cgroups, control_plane, images, pki
 from tools.kubernetes.control_plane import API, PODS
-from tools.kubernetes.machine import Machine, innermost
+from tools.kubernetes.machine import Machine, innermost, parent
 from tools.kubernetes.program import CNI_PLUGINS, HERE, check_machine, environment, program
 from tools.kubernetes.waiting import succeeds, wait_for
 
@@ -237,7 +237,10 @@ class Cluster:
 
     def signal_part(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to a part of the control plane: SIGSTOP hangs it, SIGCONT ends that."""
-        os.kill(self._parts[name], number)
+        pid = self._parts[name]
+        os.kill(pid, number)
+        if number == signal.SIGCONT:
+            os.kill(parent(pid), number)  # nsenter stopped itself when it saw its child stopped
 
     def kill_part(self, name: str) -> None:
         """A part of the control plane dies at once; `start_part` brings it back on the same data."""

@@ -148,6 +148,11 @@ def innermost(pid: int) -> int:
     return pid
 
 
+def parent(pid: int) -> int:
+    """The process that started this one and waits for it."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _enter_network(descriptor: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns from Python 3.12 on
     if libc.setns(descriptor, _NETWORK_NAMESPACE):
