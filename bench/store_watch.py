@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from fulcrum_cluster.client import SocketStore
+from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.process import announce_ready, die_with_parent
@@ -40,7 +40,7 @@ async def serve(path: Path) -> None:
 async def watch(path: Path, flips: int) -> None:
     """The watcher's process: prints when it had each change in hand."""
     arrived_s: list[float] = []
-    async with SocketStore(path) as store:
+    async with open_store(f"unix:{path}") as store:
         since = (await store.list(PDAssignment, namespace=NAMESPACE)).resource_version
         announce_ready()
         async for event in store.watch(PDAssignment, namespace=NAMESPACE, since=since):
@@ -54,7 +54,7 @@ async def watch(path: Path, flips: int) -> None:
 async def write(path: Path, flips: int) -> tuple[list[float], list[float]]:
     """When each flip was decided, and when its write was answered."""
     decided_s, answered_s = [], []
-    async with SocketStore(path) as store:
+    async with open_store(f"unix:{path}") as store:
         current = await store.get(PDAssignment, "chat", namespace=NAMESPACE)
         for flip in range(flips):
             decided_s.append(time.time())
@@ -73,7 +73,7 @@ async def prepare(path: Path) -> None:
     """An assignment of eight instances."""
     role = RoleAssignment(role=Role.PREFILL, since=time.time(), by=Actor.OPERATOR, reason="as found" * 12)
     spec = PDAssignmentSpec(service="chat", roles={f"chat-{index}": role for index in range(8)})
-    async with SocketStore(path) as store:
+    async with open_store(f"unix:{path}") as store:
         await store.create(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec))
 
 

@@ -68,9 +68,13 @@ class MemoryStore:
         return cast(R, self._entry(kind, name, namespace).obj)
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        """All objects of the kind in the namespace, by name, and the version from which a watch continues."""
-        found = [entry.obj for key, entry in self._entries.items() if key[:2] == (kind, namespace)]
-        found.sort(key=lambda obj: obj.metadata.name)
+        """All objects of the kind in the namespace ("": in all), and the version a watch continues from."""
+        found = [
+            entry.obj
+            for (of_kind, within, _), entry in self._entries.items()
+            if of_kind is kind and namespace in ("", within)
+        ]
+        found.sort(key=lambda obj: (obj.metadata.namespace, obj.metadata.name))
         return Listing(cast(tuple[R, ...], tuple(found)), str(self._log.last))
 
     async def watch(
@@ -82,7 +86,7 @@ class MemoryStore:
             while version < self._log.last:
                 record = self._log.after(version)
                 version += 1
-                if record.kind is kind and record.namespace == namespace:
+                if record.kind is kind and namespace in ("", record.namespace):
                     yield record.event
             if not await self._log.grown_beyond(version, timeout_s=self._bookmark_every_s):
                 yield WatchEvent(EventType.BOOKMARK, None, str(version))

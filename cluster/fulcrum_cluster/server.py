@@ -1,5 +1,6 @@
 """The memory store on a unix socket, as the subset of Kubernetes' REST that the store port needs.
 
+    GET                 /apis/fulcrum.dev/v1alpha1/{plural}                             (?watch=true)
     GET POST            /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}      (?watch=true)
     GET PATCH DELETE    /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}
     PATCH               /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}/status
@@ -29,6 +30,7 @@ from fulcrum_core.errors import FulcrumError, Gone, InvalidInput, NotFound
 from fulcrum_core.ports import WatchEvent
 
 ROOT = f"/apis/{API_VERSION}/namespaces"
+EVERYWHERE = f"/apis/{API_VERSION}"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -65,6 +67,7 @@ def application(store: MemoryStore) -> web.Application:
     app = web.Application(middlewares=[_errors_as_status])
     app.add_routes(
         [
+            web.get(EVERYWHERE + "/{plural}", api.list_or_watch),
             web.get(ROOT + "/{namespace}/{plural}", api.list_or_watch),
             web.post(ROOT + "/{namespace}/{plural}", api.create),
             web.get(ROOT + "/{namespace}/{plural}/{name}", api.get),
@@ -86,7 +89,7 @@ class _Api:
         if request.query.get("watch") == "true":
             return await self._watch(request)
         kind = _kind(request)
-        listing = await self._store.list(kind, namespace=request.match_info["namespace"])
+        listing = await self._store.list(kind, namespace=_namespace(request))
         body = {
             "apiVersion": API_VERSION,
             "kind": f"{kind.kind_name()}List",
@@ -190,7 +193,7 @@ def _name(request: web.Request) -> str:
 
 
 def _namespace(request: web.Request) -> str:
-    return request.match_info["namespace"]
+    return request.match_info.get("namespace", "")
 
 
 def _object(obj: Resource, *, status: int = 200) -> web.Response:

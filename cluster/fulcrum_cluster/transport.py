@@ -1,38 +1,60 @@
-"""The one place that knows the HTTP client: requests and line streams over a unix socket."""
+"""The one place that knows the HTTP client: requests and line streams to a socket or an API server."""
 
+import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from fulcrum_cluster.access import Access
+from fulcrum_cluster.bucket import Bucket
 from fulcrum_cluster.statuses import error_of
-from fulcrum_core.errors import StoreUnavailable
+from fulcrum_core.errors import FulcrumError, StoreUnavailable
 
 _ANSWER_S = 10.0
+_RATE, _BURST = 100.0, 200  # far above what any program of ours needs; client-go's 5 and 10 are below it
+_BUSY_TRIES, _BUSY_WAIT_S = 3, 2.0
+
+# A peer that is gone without a word is noticed within 20 s: Linux probes an idle connection, and gives up on
+# one whose data nobody takes.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (
+            ("TCP_KEEPIDLE", 10),
+            ("TCP_KEEPINTVL", 3),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 20_000),
+        )
+        if hasattr(socket, name)
+    ),
+)
 
 
-class UnixHttp:
-    """HTTP over a unix socket, with our errors: what does not answer is `StoreUnavailable`.
+class Http:
+    """HTTP with our errors: what does not answer is `StoreUnavailable`.
 
     Args:
-        path: The socket.
+        access: Where to, and as whom.
         silence_s: A stream on which nothing came for so long is given up.
+        program: What asks, for the server's logs and as field manager of writes that name none.
     """
 
-    def __init__(self, path: Path, *, silence_s: float) -> None:
-        self._path = path
+    def __init__(self, access: Access, *, silence_s: float, program: str) -> None:
+        self._access = access
         self._stream_timeout = httpx.Timeout(_ANSWER_S, read=silence_s)
+        self._bucket = None if access.socket else Bucket(_RATE, _BURST)
+        self._extensions = {"sni_hostname": access.server_name} if access.server_name else {}
         self._client = httpx.AsyncClient(
-            # No TLS on a unix socket: verify=False spares loading certificates at start.
-            transport=httpx.AsyncHTTPTransport(
-                uds=str(path), verify=False, limits=httpx.Limits(keepalive_expiry=60)
-            ),
-            base_url="http://fulcrum",
+            transport=_transport(access),
+            base_url=access.url,
             timeout=_ANSWER_S,
             trust_env=False,
+            headers={"user-agent": program, "accept": "application/json"},
         )
 
     async def request(
@@ -43,24 +65,47 @@ class UnixHttp:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
         query: Mapping[str, str] | None = None,
+        plain: bool = False,
     ) -> Any:
-        """The JSON answer; an error status raises the error that it says."""
+        """The JSON answer; an error status raises the error that it says. A busy server is asked again.
+
+        Args:
+            method: Of HTTP.
+            path: Below the server's address.
+            body: What is sent.
+            content_type: Of what is sent.
+            query: Behind the path.
+            plain: Give an answer that is no JSON as text instead of refusing it.
+        """
         content = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": content_type}
-        try:
-            answer = await self._client.request(method, path, content=content, headers=headers, params=query)
-        except httpx.TransportError as error:
-            raise self._unavailable(error) from error
-        return self._json(answer)
+        headers = {} if body is None else {"content-type": content_type}
+        for tries_left in reversed(range(_BUSY_TRIES)):
+            answer = await self._answer(method, path, content, headers, query)
+            wait_s = _busy_for_s(answer)
+            if wait_s is None or wait_s > _BUSY_WAIT_S or not tries_left:
+                break
+            await asyncio.sleep(wait_s)
+        if plain and not answer.is_error and "json" not in answer.headers.get("content-type", ""):
+            return answer.text
+        return self._json(answer, body)
 
     @asynccontextmanager
     async def lines(self, path: str, *, query: Mapping[str, str]) -> AsyncIterator[AsyncIterator[bytes]]:
         """The lines of a streamed answer, each as soon as it is whole."""
+        headers = await self._credentials()
         try:
-            async with self._client.stream("GET", path, params=query, timeout=self._stream_timeout) as answer:
+            async with self._client.stream(
+                "GET",
+                path,
+                params=query,
+                headers=headers,
+                timeout=self._stream_timeout,
+                extensions=self._extensions,
+            ) as answer:
                 if answer.is_error:
+                    self._heed(answer)
                     await answer.aread()
-                    self._json(answer)
+                    self._json(answer, None)
                 yield _lines(answer)
         except httpx.TransportError as error:
             raise self._unavailable(error) from error
@@ -69,22 +114,112 @@ class UnixHttp:
         """Close all connections."""
         await self._client.aclose()
 
-    def _json(self, answer: httpx.Response) -> Any:
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        query: Mapping[str, str] | None,
+    ) -> httpx.Response:
+        answer = await self._ask(method, path, content, headers, query)
+        if answer.status_code == httpx.codes.UNAUTHORIZED and self._access.token:
+            self._heed(answer)  # a token that was renewed a moment ago deserves a second try
+            answer = await self._ask(method, path, content, headers, query)
+        return answer
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: Mapping[str, str],
+        query: Mapping[str, str] | None,
+    ) -> httpx.Response:
+        headers = {**headers, **await self._credentials()}
+        try:
+            return await self._client.request(
+                method, path, content=content, headers=headers, params=query, extensions=self._extensions
+            )
+        except httpx.TransportError as error:
+            raise self._unavailable(error) from error
+
+    async def _credentials(self) -> dict[str, str]:
+        if self._bucket:
+            await self._bucket.take()
+        try:
+            header = await self._access.token.header() if self._access.token else None
+        except OSError as error:
+            raise StoreUnavailable(f"{error.filename} cannot be read: {error.strerror}") from error
+        return {"authorization": header} if header else {}
+
+    def _heed(self, answer: httpx.Response) -> None:
+        if answer.status_code == httpx.codes.UNAUTHORIZED and self._access.token:
+            self._access.token.refused()
+
+    def _json(self, answer: httpx.Response, sent: Mapping[str, Any] | None) -> Any:
         try:
             body = answer.json()
         except ValueError as error:
-            raise StoreUnavailable(f"{self._path} answered {answer.status_code} without JSON") from error
+            raise self._unreadable(answer) from error
         if answer.is_error:
-            raise error_of(body)
+            raise self._refusal(answer, body, sent)
         return body
 
+    def _refusal(self, answer: httpx.Response, body: Any, sent: Mapping[str, Any] | None) -> FulcrumError:
+        status = body if isinstance(body, Mapping) else {}
+        error = error_of({"code": answer.status_code, **status}, sent)
+        if isinstance(error, StoreUnavailable):
+            error.retry_after_s = error.retry_after_s or _retry_after_s(answer)
+        return error
+
+    def _unreadable(self, answer: httpx.Response) -> FulcrumError:
+        message = f"{self._access.words} answered {answer.status_code} without JSON"
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return error_of(
+                {
+                    "code": 404,
+                    "message": f"{answer.request.url.path} is nothing that this server knows: is its CRD there?",
+                }
+            )
+        return StoreUnavailable(message, retry_after_s=_retry_after_s(answer))
+
     def _unavailable(self, error: httpx.TransportError) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._path} does not answer: {error or type(error).__name__}")
+        return StoreUnavailable(f"{self._access.words} does not answer: {error or type(error).__name__}")
+
+
+def _transport(access: Access) -> httpx.AsyncHTTPTransport:
+    # Each watch holds a connection, so there is no upper bound. Without TLS, verify=False spares loading
+    # certificates at start; with it, the context says what to verify.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=60)
+    if access.socket:
+        return httpx.AsyncHTTPTransport(uds=str(access.socket), verify=False, limits=limits)
+    return httpx.AsyncHTTPTransport(
+        verify=access.tls or False,
+        limits=limits,
+        proxy=access.proxy or None,
+        socket_options=_KEEPALIVE,
+        trust_env=False,
+    )
+
+
+def _busy_for_s(answer: httpx.Response) -> float | None:
+    """How long a server that did not even look at the request (429) wants to be left alone."""
+    if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        return None
+    return _retry_after_s(answer)
+
+
+def _retry_after_s(answer: httpx.Response) -> float | None:
+    said = answer.headers.get("retry-after", "")
+    return float(said) if said.isdecimal() else None
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
-    held = b""
+    held: list[bytes] = []
     async for chunk in answer.aiter_raw():
-        *whole, held = (held + chunk).split(b"\n")
-        for line in whole:
-            yield line
+        first, *rest = chunk.split(b"\n")
+        held.append(first)
+        for part in rest:
+            yield b"".join(held)
+            held = [part]

@@ -11,14 +11,17 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Generic, TypeVar, cast
 
+import structlog
+
 from fulcrum_core.api.meta import Resource
-from fulcrum_core.errors import Gone, StoreUnavailable
+from fulcrum_core.errors import Gone, StoreError, StoreUnavailable
 from fulcrum_core.ports import EventType, Store, WatchEvent
 
 R = TypeVar("R", bound=Resource)
 
 OnChange = Callable[[R | None, R | None], None]
 
+_log = structlog.get_logger()
 _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
 
@@ -26,10 +29,13 @@ _LONGEST_DELAY_S = 2.0
 class Mirror(Generic[R]):
     """All objects of one kind in a namespace, as last heard of; `run` keeps it current.
 
+    An object that its model cannot read (a newer writer's) is passed over with a line in the log: what was
+    last read of it stands, and `unreadable` holds its key.
+
     Args:
         store: Where the objects are.
         kind: Which objects.
-        namespace: Where.
+        namespace: Where; "" is every namespace.
         on_change: Called after each change with the object before and after it: None before an addition,
             None after a deletion.
         rng: Spreads the retries of many processes.
@@ -47,28 +53,37 @@ class Mirror(Generic[R]):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.synced = asyncio.Event()
+        self.unreadable: frozenset[str] = frozenset()
         self._store, self._kind, self._namespace = store, kind, namespace
         self._on_change = on_change
         self._rng, self._sleep = rng or random.Random(), sleep
         self._objects: dict[str, R] = {}
         self._since: str | None = None
         self._failures = 0
+        self._told = ""
 
     @property
     def objects(self) -> Mapping[str, R]:
-        """The objects by name, as last heard of."""
+        """The objects as last heard of: by name, or by `namespace/name` if it follows every namespace."""
         return MappingProxyType(self._objects)
+
+    def find(self, namespace: str, name: str) -> R | None:
+        """One object, whether this follows one namespace or all."""
+        return self._objects.get(self._key(namespace, name)) if self._namespace in ("", namespace) else None
 
     async def run(self) -> None:
         """Follow the store until cancelled. `synced` is set once the first list was taken in."""
         while True:
+            wait_s = 0.0
             try:
                 await self._follow()
             except Gone:
                 self._since = None
-            except StoreUnavailable:
-                pass  # the last known state stands
-            await self._sleep(self._delay_s())
+            except StoreUnavailable as error:
+                wait_s = error.retry_after_s or 0.0  # meanwhile the last known state stands
+            except StoreError as error:
+                self._tell_once(error)
+            await self._sleep(max(wait_s, self._delay_s()))
             self._failures += 1
 
     async def _follow(self) -> None:
@@ -83,30 +98,60 @@ class Mirror(Generic[R]):
 
     async def _relist(self) -> str:
         listing = await self._store.list(self._kind, namespace=self._namespace)
-        self._since = listing.resource_version
-        current = {obj.metadata.name: obj for obj in listing.items}
-        for name in sorted(self._objects.keys() - current.keys()):
-            self._set(name, None)
-        for name, obj in current.items():
-            self._set(name, obj)
+        self._since, self._told = listing.resource_version, ""
+        current = {self._key_of(obj): obj for obj in listing.items}
+        unreadable = frozenset(self._key(*key) for key in listing.unreadable)
+        for key in sorted(unreadable - self.unreadable):
+            self._pass_over(key)
+        self.unreadable = unreadable
+        for key in sorted(self._objects.keys() - current.keys() - unreadable):
+            self._set(key, None)
+        for key, obj in current.items():
+            self._set(key, obj)
         self.synced.set()
         return listing.resource_version
 
     def _take(self, event: WatchEvent[R]) -> None:
-        if event.object is None:
+        if event.object is not None:
+            key, new = self._key_of(event.object), event.object
+        elif event.unreadable is not None:
+            key, new = self._key(*event.unreadable), None
+        else:
             return
-        name = event.object.metadata.name
-        self._set(name, None if event.type is EventType.DELETED else event.object)
+        if event.type is EventType.DELETED:
+            self._set(key, None)
+        elif new is None:
+            self._pass_over(key)
+            return
+        else:
+            self._set(key, new)
+        self.unreadable -= {key}
 
-    def _set(self, name: str, new: R | None) -> None:
-        old = self._objects.get(name)
+    def _pass_over(self, key: str) -> None:
+        self.unreadable |= {key}
+        _log.warning("object passed over: its model cannot read it", kind=self._kind.kind_name(), object=key)
+
+    def _tell_once(self, error: StoreError) -> None:
+        """What somebody has to repair (a right, a CRD) is said when it begins, not at each try."""
+        if self._told != str(error):
+            self._told = str(error)
+            _log.warning("watch refused", kind=self._kind.kind_name(), error=self._told)
+
+    def _set(self, key: str, new: R | None) -> None:
+        old = self._objects.get(key)
         if _version(old) == _version(new):
             return
         if new is None:
-            del self._objects[name]
+            del self._objects[key]
         else:
-            self._objects[name] = new
+            self._objects[key] = new
         self._on_change(old, new)
+
+    def _key(self, namespace: str, name: str) -> str:
+        return name if self._namespace else f"{namespace}/{name}"
+
+    def _key_of(self, obj: R) -> str:
+        return self._key(obj.metadata.namespace, obj.metadata.name)
 
     def _delay_s(self) -> float:
         """Doubling from 50 ms to 2 s, each between half and the whole of that."""

@@ -7,6 +7,7 @@ FulcrumError
     ├── AlreadyExists
     ├── Conflict            the precondition (resourceVersion) no longer holds: read again, decide again
     ├── Gone                a watch cannot resume from there: list again
+    ├── Forbidden           this account may not do that: who grants rights has to act
     └── StoreUnavailable    the store did not answer: retry later
 """
 
@@ -43,5 +44,13 @@ class Gone(StoreError):
     """A watch cannot resume from that resourceVersion: list again."""
 
 
+class Forbidden(StoreError):
+    """This account may not do that. The text names account, verb, resource and namespace."""
+
+
 class StoreUnavailable(StoreError):
-    """The store did not answer: retry later."""
+    """The store did not answer: retry later, and not before `retry_after_s` if the store said so."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s

@@ -42,7 +42,7 @@ class WatchEvent(Generic[R]):
 class Listing(Generic[R]):
     """All objects of a kind at one resourceVersion, ordered by namespace and name.
 
-    `unreadable` are namespace and name of those that their model cannot read, as a newer writer may leave them.
+    `unreadable` are namespace and name of those that their model cannot read: a newer writer's.
     """
 
     items: tuple[R, ...]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fulcrum_cluster.client import SocketStore, open_store
+from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.server import serve_store
@@ -63,7 +63,7 @@ class TestSocket:
         path.parent.mkdir()
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(os.fspath(path))
-        async with serve_store(memory, path), SocketStore(path) as client:
+        async with serve_store(memory, path), open_store(f"unix:{path}") as client:
             assert (await client.list(QoSTier, namespace="default")).items == ()
 
     async def test_one_that_lives_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
@@ -71,7 +71,7 @@ class TestSocket:
             with pytest.raises(InvalidInput, match="in use"):
                 async with serve_store(MemoryStore(SystemClock()), path):
                     pass
-            async with SocketStore(path) as client:
+            async with open_store(f"unix:{path}") as client:
                 await client.create(GOLD)
 
     async def test_one_whose_process_is_too_busy_to_answer_is_left_alone(
@@ -101,7 +101,7 @@ class TestSocket:
                 pass
 
     async def test_open_watches_do_not_hold_up_the_end(self, memory: MemoryStore, path: Path) -> None:
-        async with SocketStore(path) as client:
+        async with open_store(f"unix:{path}") as client:
             async with serve_store(memory, path):
                 since = (await client.list(QoSTier, namespace="default")).resource_version
                 watch = client.watch(QoSTier, namespace="default", since=since)
@@ -117,24 +117,24 @@ class TestSocket:
 
 class TestClient:
     async def test_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
-        async with SocketStore(path) as client:
+        async with open_store(f"unix:{path}") as client:
             with pytest.raises(StoreUnavailable, match=r"store\.sock does not answer"):
                 await client.list(QoSTier, namespace="default")
 
     async def test_a_watch_of_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
-        async with SocketStore(path) as client:
+        async with open_store(f"unix:{path}") as client:
             with pytest.raises(StoreUnavailable):
                 await anext(client.watch(QoSTier, namespace="default", since="1"))
 
     async def test_a_store_that_falls_silent_is_unavailable(self, path: Path) -> None:
         mute = MemoryStore(SystemClock(), bookmark_every_s=60.0)
-        async with serve_store(mute, path), SocketStore(path, silence_s=0.05) as client:
+        async with serve_store(mute, path), open_store(f"unix:{path}", silence_s=0.05) as client:
             since = (await client.list(QoSTier, namespace="default")).resource_version
             with pytest.raises(StoreUnavailable):
                 await anext(client.watch(QoSTier, namespace="default", since=since))
 
     async def test_a_client_outlives_its_store(self, memory: MemoryStore, path: Path) -> None:
-        async with SocketStore(path) as client:
+        async with open_store(f"unix:{path}") as client:
             async with serve_store(memory, path):
                 await client.create(GOLD)
             with pytest.raises(StoreUnavailable):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cluster.client import SocketStore
+from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.server import serve_store
@@ -23,7 +23,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield memory
         return
     path = tmp_path / "s.sock"
-    async with serve_store(memory, path), SocketStore(path) as client:
+    async with serve_store(memory, path), open_store(f"unix:{path}") as client:
         yield client
 
 
