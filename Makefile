@@ -8,7 +8,7 @@ bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
 inner_tests := tests/unit tests/properties tests/simulation
 
-.PHONY: help play test check generate verify lock bench clean \
+.PHONY: help play test check generate verify lock engine bench clean \
 	static check-format check-lint check-types check-contracts check-tests
 
 help: ## this list
@@ -48,6 +48,9 @@ verify: .venv/.dev ## fail if crds/ is not what the code makes
 
 lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions
 	tools/lock $(ARGS)
+
+engine: ## real engines on this machine, once: vLLM, NIXL and LMCache for CPUs, and a tiny model (6 GB)
+	@tools/engine/engine-env $(ARGS)
 
 bench: .venv/.play ## list the measurements; NAME=one ARGS="…" runs one
 	@tools/bench $(NAME) $(ARGS)
