@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi
     from fulcrum_operator.local.rundir import RunInfo
 
+MANAGER = "fulcrum-cli"
+"""Under which name writes stand in the objects' managed fields."""
+
 ANSWER_S = 5.0
 """Longest wait for a cluster's first answer."""
 
@@ -115,9 +118,9 @@ async def _to_run(stack: AsyncExitStack, run: "RunInfo") -> Connection:
 
 
 async def _to_cluster(stack: AsyncExitStack, target: ClusterTarget) -> Connection:
-    from fulcrum_cluster import open_cluster
+    from fulcrum_cluster.client import open_cluster
 
-    cluster = await stack.enter_async_context(open_cluster(target.store))
+    cluster = await stack.enter_async_context(open_cluster(target.store, program=MANAGER))
     try:
         async with asyncio.timeout(ANSWER_S):
             await cluster.objects.get_path("/version")
