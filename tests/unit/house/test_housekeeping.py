@@ -30,7 +30,7 @@ def pins(lock: str) -> dict[str, str]:
 
 def asked_for(*extras: str) -> list[Requirement]:
     """What the project and these extras ask for, extras of our own opened."""
-    lists = [PROJECT["project"]["dependencies"], PROJECT["build-system"]["requires"]]
+    lists = [PROJECT["project"]["dependencies"]]
     lists += [PROJECT["project"]["optional-dependencies"][extra] for extra in extras]
     found: list[Requirement] = []
     for requirement in (Requirement(text) for texts in lists for text in texts):
@@ -38,19 +38,21 @@ def asked_for(*extras: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize(("lock", "extra"), [("play", "cli"), ("dev", "dev")])
+@pytest.mark.parametrize(("lock", "extra"), [("play", "cli"), ("image", "image"), ("dev", "dev")])
 def test_a_lock_holds_all_that_its_extra_asks_for(lock: str, extra: str) -> None:
     locked = pins(lock)
+    backend = [Requirement(text) for text in PROJECT["build-system"]["requires"]]
     unmet = [
         str(requirement)
-        for requirement in asked_for(extra)
+        for requirement in [*asked_for(extra), *(backend if lock != "image" else [])]
         if not requirement.specifier.contains(locked.get(requirement.name.lower().replace("_", "-"), "0"))
     ]
     assert unmet == []
 
 
-def test_what_play_installs_is_part_of_what_tests_install() -> None:
-    assert pins("play").items() <= pins("dev").items()
+@pytest.mark.parametrize("lock", ["play", "image"])
+def test_what_users_get_is_part_of_what_tests_install(lock: str) -> None:
+    assert pins(lock).items() <= pins("dev").items()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").iterdir()), ids=lambda path: path.name)

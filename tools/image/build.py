@@ -1,0 +1,215 @@
+"""The container image for tests: no registry, no daemon, no build tool.
+
+    python tools/image/build.py OUT.tar TAG        writes localhost/fulcrum:TAG in the format of `docker save`
+
+It holds what the Dockerfile's holds, at the same paths: this interpreter below /usr/local, the packages that
+`requirements/image.lock` names (taken from the environment that runs this), and the rooms as they lie in the
+checkout. Compiled files are in it, because nothing in a container can write them. What is slow to make, the
+layers of interpreter and packages, stays in a cache folder under a name made from all that went into it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import py_compile
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from tools.kubernetes.images import Entry, image, layer  # noqa: E402  (the checkout has to be on the path)
+
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+LIBRARY = f"usr/local/lib/python{VERSION}"
+PACKAGES = f"{LIBRARY}/site-packages"
+USER = "65532:65532"
+NOT_NEEDED = {
+    *("__pycache__", "site-packages", "dist-packages", "test", "tests"),
+    *("ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"),
+}
+"""Parts of a standard library that no program of ours loads: two thirds of its size."""
+SOURCES_OF_EXTENSIONS = {".a", ".c", ".h", ".pxd", ".pyc", ".pyi", ".pyx"}
+UNUSED = ("kubernetes/aio/", "kubernetes/client/api/")
+"""A client for every kind, twice, of which we use the configuration. The Dockerfile leaves out the same."""
+SELDOM_USED = ("kubernetes/client/models/", "pygments/")
+"""Loaded on demand, a file or two of many: not compiled."""
+LARGE = 1_000_000
+FILES = {
+    "etc/passwd": "root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:65532:65532:nonroot:/tmp:/sbin/nologin\n",
+    "etc/group": "root:x:0:\nnonroot:x:65532:\n",
+    "etc/nsswitch.conf": "hosts: files dns\n",
+    "usr/local/bin/fulcrum": (
+        "#!/usr/local/bin/python\nfrom fulcrum_cli.__main__ import main\n\nraise SystemExit(main())\n"
+    ),
+}
+"""What an image needs that no package brings: names for its users, names before DNS, the command line."""
+
+
+def build(target: Path, name: str) -> Path:
+    """Write the image under `name`, such as `localhost/fulcrum:1`, as the archive `target`.
+
+    Every name gives an image of its own digest, so that one can be rolled out after the other.
+    """
+    layers = [
+        _cached("system", _system_key(), _system),
+        _cached("packages", _packages_key(), _packages),
+        _rooms(),
+    ]
+    version = name.rpartition(":")[2]
+    settings: dict[str, object] = {
+        "Env": ["PATH=/usr/local/bin", "HOME=/tmp", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"],
+        "User": USER,
+        "Cmd": ["fulcrum", "--help"],
+        "StopSignal": "SIGTERM",
+        "Labels": {"org.opencontainers.image.title": "fulcrum", "org.opencontainers.image.version": version},
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    image(target, [name], layers, settings)
+    return target
+
+
+def _cached(what: str, key: str, make: Callable[[Path], bytes]) -> bytes:
+    """The layer of this key, from the cache folder if it is there. `make` is given a scratch folder."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum-image-for-tests"
+    file = folder / f"{what}-{key}.tar"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            partial = Path(scratch, "layer.tar")
+            partial.write_bytes(make(Path(scratch)))
+            partial.replace(file)  # whole or not at all: others may be making it, too
+    return file.read_bytes()
+
+
+def _key(*parts: object) -> str:
+    return hashlib.sha256(repr((Path(__file__).read_bytes(), *parts)).encode()).hexdigest()[:16]
+
+
+def _system_key() -> str:
+    interpreter = Path(os.path.realpath(sys.executable)).stat()
+    return _key(sys.version, interpreter.st_size, interpreter.st_mtime_ns)
+
+
+def _packages_key() -> str:
+    return _key(sys.version, (ROOT / "requirements" / "image.lock").read_bytes())
+
+
+def _system(scratch: Path) -> bytes:
+    """The interpreter, its standard library, the shared libraries of both, and a few files."""
+    entries: list[Entry] = [(f"usr/local/bin/python{VERSION}", Path(os.path.realpath(sys.executable)))]
+    entries += [(f"usr/local/bin/{name}", f"python{VERSION}") for name in ("python", "python3")]
+    entries += _tree(Path(sysconfig.get_path("stdlib")), LIBRARY)
+    for name, text in FILES.items():
+        file = scratch / "files" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o755 if "bin/" in name else 0o644)
+        entries.append((name, file))
+    return layer([*_stripped([*entries, *_libraries(entries)], scratch), *_compiled(entries, scratch)])
+
+
+def _packages(scratch: Path) -> bytes:
+    """What the image's lock names, from the environment that runs this."""
+    lock = (ROOT / "requirements" / "image.lock").read_text(encoding="utf-8")
+    entries: list[Entry] = []
+    for name, version in re.findall(r"^([a-z0-9-]+)==([^ ;]+)", lock, re.MULTILINE):
+        found = importlib.metadata.distribution(name)
+        if found.version != version:
+            raise SystemExit(f"error: {name} ({found.version}) is locked as {version}; run tools/install dev")
+        entries += [
+            (f"{PACKAGES}/{file}", Path(str(file.locate())))
+            for file in found.files or ()
+            if ".." not in file.parts and NOT_NEEDED.isdisjoint(file.parts)
+            if file.suffix not in SOURCES_OF_EXTENSIONS and not file.as_posix().startswith(UNUSED)
+        ]
+    return layer([*_stripped([*entries, *_libraries(entries)], scratch), *_compiled(entries, scratch)])
+
+
+def _rooms() -> bytes:
+    """The packages of the checkout, as the wheel would hold them."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    entries: list[Entry] = []
+    for package in wheel["packages"]:
+        entries += _tree(ROOT / package, f"{PACKAGES}/{Path(package).name}")
+    entries += [(f"{PACKAGES}/{name}", ROOT / source) for source, name in wheel["force-include"].items()]
+    with tempfile.TemporaryDirectory() as scratch:
+        return layer([*entries, *_compiled(entries, Path(scratch))])
+
+
+def _tree(root: Path, name: str) -> Iterator[Entry]:
+    """The files below `root`, links followed, as they shall lie below `name`."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - NOT_NEEDED)
+        for path in (Path(folder, entry) for entry in files):
+            if path.suffix not in SOURCES_OF_EXTENSIONS and not path.name.startswith(("_tkinter", "_test")):
+                yield f"{name}/{path.relative_to(root)}", path
+
+
+def _libraries(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Every shared library that a program or an extension among the entries loads, and the loader itself."""
+    binaries = [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
+    listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
+    carried = {source.name for source in binaries}
+    for found in sorted(set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(", listing, re.MULTILINE))):
+        if Path(found).name not in carried:
+            yield found.lstrip("/"), Path(found)
+
+
+def _is_elf(path: Path) -> bool:
+    with path.open("rb") as content:
+        return content.read(4) == b"\x7fELF"
+
+
+def _stripped(entries: Iterable[Entry], scratch: Path) -> Iterator[Entry]:
+    """The entries; large libraries lose what only debuggers read, where `strip` is at hand."""
+    strip = shutil.which("strip")
+    for number, (name, source) in enumerate(entries):
+        if strip and isinstance(source, Path) and source.stat().st_size > LARGE and _is_elf(source):
+            copy = scratch / f"{number}.elf"
+            shutil.copy2(source, copy)
+            subprocess.run([strip, "--strip-unneeded", copy], check=True)
+            yield name, copy
+        else:
+            yield name, source
+
+
+def _compiled(entries: Iterable[Entry], scratch: Path) -> Iterator[Entry]:
+    """The compiled file of each module, valid whatever the time of its source."""
+    modules = [
+        (name, source) for name, source in entries if isinstance(source, Path) and name.endswith(".py")
+    ]
+    targets = [scratch / f"{number}.pyc" for number in range(len(modules))]
+    with ProcessPoolExecutor() as pool:
+        made = list(pool.map(_compile, modules, targets, chunksize=50))
+    for (name, _), target, good in zip(modules, targets, made, strict=True):
+        if good:
+            yield importlib.util.cache_from_source(name), target
+
+
+def _compile(module: tuple[str, Path], target: Path) -> bool:
+    """False for a module that is none, such as a template."""
+    name, source = module
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    compiled = py_compile.compile(
+        str(source), cfile=str(target), dfile=f"/{name}", quiet=2, invalidation_mode=unchecked
+    )
+    return compiled is not None
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: build.py OUT.tar TAG")
+    written = build(Path(sys.argv[1]), f"localhost/fulcrum:{sys.argv[2]}")
+    print(f"{written} {written.stat().st_size / 1e6:.0f} MB")
