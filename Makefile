@@ -8,7 +8,7 @@ bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
 inner_tests := tests/unit tests/properties tests/simulation
 
-.PHONY: help play test check generate verify lock engine bench clean \
+.PHONY: help play test kubernetes check generate verify lock engine bench clean \
 	static check-format check-lint check-types check-contracts check-tests
 
 help: ## this list
@@ -17,8 +17,11 @@ help: ## this list
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: static ## everything that this machine can carry; says by name what it left out
+test: static kubernetes ## everything that this machine can carry; says by name what it left out
 	$(bin)/python -m pytest $(ARGS)
+
+kubernetes: .venv/.dev ## what the tests on a real Kubernetes need: packages, and a program built once (minutes)
+	@tools/kubernetes/setup
 
 check: static check-tests ## the inner loop: format, lint, types, import contracts, generated files, fast tests
 

@@ -1,0 +1,57 @@
+"""The product as a person installs it: the chart through Helm, a manifest through kubectl."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tests.kubernetes.clusters import REPO
+from tools.kubernetes.cluster import Cluster
+
+CHART = REPO / "helm" / "fulcrum"
+RELEASE, NAMESPACE = "fulcrum", "fulcrum-system"
+PROGRAM = "tests.kubernetes.nodes.helm_program"
+IMAGE, NEXT_IMAGE = "localhost/fulcrum:1", "localhost/fulcrum:2"
+
+
+def values(image: str = IMAGE, **more: Any) -> dict[str, Any]:
+    """What the tests set, and a person need not: where the image is."""
+    repository, _, tag = image.rpartition(":")
+    return {"image": {"repository": repository, "tag": tag}, **more}
+
+
+class Helm:
+    """Helm on one cluster, in the namespace of the release."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def install(self, settings: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
+        """`helm install`; with `wait` until all that it made is ready."""
+        options = {"create_namespace": True, "timeout": 60} | ({"wait": "watcher"} if wait else {})
+        return self._run("install", str(CHART), RELEASE, settings, **options)
+
+    def upgrade(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """`helm upgrade`, until all that it changed is ready."""
+        return self._run("upgrade", str(CHART), RELEASE, settings, timeout=120, wait="watcher")
+
+    def uninstall(self) -> dict[str, Any]:
+        """`helm uninstall`, until all of it is gone; harmless where nothing is installed."""
+        return self._run("uninstall", RELEASE, timeout=60, wait="watcher", ignore_not_found=True)
+
+    def _run(self, action: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        asked = {
+            "kubeconfig": str(self._cluster.kubeconfig),
+            "namespace": NAMESPACE,
+            "action": action,
+            "arguments": arguments,
+            "options": options,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", PROGRAM], input=json.dumps(asked), capture_output=True, text=True, cwd=REPO
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer

@@ -1,0 +1,104 @@
+"""Steady load on a service from one node, and what became of it while a scenario did something."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.kubernetes.clusters import REPO
+from tools.kubernetes.machine import Machine
+from tools.kubernetes.waiting import wait_for
+
+RATE = 50.0
+"""Requests a second that every scenario holds."""
+PROGRAM = "tests.kubernetes.nodes.load_program"
+
+
+@dataclass(slots=True)
+class Window:
+    """What became of the requests offered while a scenario did one thing; empty until it has ended."""
+
+    name: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.figures[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __str__(self) -> str:
+        counts = " ".join(
+            f"{key}={self.figures[key]}" for key in ("offered", "ok", "failed", "broken", "wrong")
+        )
+        ttft = self.figures["latencies"]["ttft_p99_s"]
+        return f"{self.name}: {counts} silent={self.figures['broken_silently']} ttft_p99={ttft or -1:.3f}s"
+
+    def all_right(self) -> bool:
+        """Every request offered got the right answer, whole."""
+        return bool(self.figures["ok"] == self.figures["offered"] > 0)
+
+    def lost_for_s(self) -> float:
+        """From the first request that got no right answer to the last."""
+        ends = [float(lost["end_s"]) for lost in self.figures["lost"]]
+        return max(ends) - min(ends) if ends else 0.0
+
+
+class Load:
+    """The load process on a node; `window` cuts out what a scenario does."""
+
+    def __init__(self, node: Machine, *, host: str, model: str, seed: int, rate: float = RATE) -> None:
+        command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={rate}"]
+        self._process = subprocess.Popen(
+            node.command("env", "--chdir", REPO, *command, f"--seed={seed}"),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=REPO,
+        )  # fmt: skip
+        self._windows: dict[str, dict[str, Any]] = {}
+        self._names = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @contextlib.contextmanager
+    def window(self, name: str, *, timeout_s: float = 60.0) -> Iterator[Window]:
+        """Counts the requests offered within the `with`; the figures are there after it."""
+        key = self._open(name)
+        seen = Window(name)
+        yield seen
+        self._open("between")
+        wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
+        seen.figures = self._windows[key]
+        print(seen)
+        if seen.figures["reasons"]:
+            print("  ", seen.figures["reasons"])
+
+    def stop(self) -> None:
+        """Ends the load; what is in flight is waited for."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _open(self, name: str) -> str:
+        self._names += 1
+        key = f"{self._names} {name}"
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{key}\n")
+        self._process.stdin.flush()
+        return key
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            self._windows[said["window"]] = said

@@ -1,0 +1,61 @@
+"""Pods as the tests need them: who runs where, and the process of one, by its id on its node."""
+
+import signal
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tools.kubernetes.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """What a scenario asks about a pod."""
+
+    name: str
+    namespace: str
+    uid: str
+    node: str
+    address: str
+    ready: bool
+    leaving: bool
+    image: str
+    restarts: int
+    containers: tuple[str, ...]
+    labels: dict[str, str]
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Self:
+        """Reads a pod from the API's answer."""
+        meta, spec, status = body["metadata"], body["spec"], body.get("status", {})
+        containers = status.get("containerStatuses") or []
+        conditions = {c["type"]: c["status"] for c in status.get("conditions") or []}
+        return cls(
+            name=meta["name"],
+            namespace=meta["namespace"],
+            uid=meta["uid"],
+            node=spec.get("nodeName", ""),
+            address=status.get("podIP", ""),
+            ready=conditions.get("Ready") == "True",
+            leaving="deletionTimestamp" in meta,
+            image=spec["containers"][0]["image"],
+            restarts=sum(c["restartCount"] for c in containers),
+            containers=tuple((c.get("containerID") or "").removeprefix("containerd://") for c in containers),
+            labels=meta.get("labels", {}),
+        )
+
+
+def list_pods(cluster: Cluster, namespace: str, labels: str = "") -> list[Pod]:
+    """The namespace's pods with these labels, by name."""
+    query = f"?labelSelector={labels.replace('=', '%3D').replace(',', '%2C')}" if labels else ""
+    items = cluster.read(f"/api/v1/namespaces/{namespace}/pods{query}")["items"]
+    return sorted((Pod.of(item) for item in items), key=lambda pod: pod.name)
+
+
+def signal_pod(cluster: Cluster, pod: Pod, number: signal.Signals) -> None:
+    """Sends a signal to the first process of the pod's first container, from outside of it."""
+    node = cluster.nodes[pod.node]
+    tasks = node.run("ctr", "--namespace=k8s.io", "tasks", "ls").splitlines()
+    found = [line.split()[1] for line in tasks if line.split()[0] == pod.containers[0]]
+    if not found:
+        raise LookupError(f"pod {pod.name} runs no container on {pod.node}")
+    node.run("kill", f"-{number.name.removeprefix('SIG')}", found[0])
