@@ -179,7 +179,7 @@ class Http:
             return error_of(
                 {
                     "code": 404,
-                    "message": f"{answer.request.url.path} is nothing that this server knows: is its CRD there?",
+                    "message": f"{answer.request.url.path} is not there: is its CRD installed?",
                 }
             )
         return StoreUnavailable(message, retry_after_s=_retry_after_s(answer))

@@ -67,15 +67,39 @@ def _duration(value: object) -> float:
     raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
 
 
+_BOUNDS = {
+    "minimum": (">=", "is less than"),
+    "exclusiveMinimum": (">", "is not greater than"),
+    "maximum": ("<=", "is greater than"),
+    "exclusiveMaximum": ("<", "is not less than"),
+}
+# What pydantic leaves in the schema of `Duration | None`, whose bounds it does not know for a number's.
+_BOUNDS |= {
+    short: _BOUNDS[long]
+    for short, long in (
+        ("ge", "minimum"),
+        ("gt", "exclusiveMinimum"),
+        ("le", "maximum"),
+        ("lt", "exclusiveMaximum"),
+    )
+}
+
+
+def bounded_duration(schema: JsonSchemaValue, bounds: JsonSchemaValue) -> JsonSchemaValue:
+    """A duration's schema with the bounds of its seconds as CEL rules, and no other bounds."""
+    text = {key: value for key, value in schema.items() if key not in _BOUNDS}
+    rules = [_bound_rule(bound, bounds[bound]) for bound in _BOUNDS if bound in bounds]
+    return {**text, "x-kubernetes-validations": rules} if rules else text
+
+
+def _bound_rule(bound: str, seconds: float) -> dict[str, str]:
+    operator, words = _BOUNDS[bound]
+    limit = format_duration(seconds) if seconds else "0s"
+    return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{words} {limit}"}
+
+
 class _DurationSchema:
     """A duration in a CRD: text, with the bounds of its seconds as CEL rules."""
-
-    _BOUNDS: ClassVar[dict[str, tuple[str, str]]] = {
-        "minimum": (">=", "is less than"),
-        "exclusiveMinimum": (">", "is not greater than"),
-        "maximum": ("<=", "is greater than"),
-        "exclusiveMaximum": ("<", "is not less than"),
-    }
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -87,13 +111,7 @@ class _DurationSchema:
             "maxLength": 32,
             "minLength": 2,
         }
-        rules = [self._rule(bound, numbers[bound]) for bound in self._BOUNDS if bound in numbers]
-        return {**text, "x-kubernetes-validations": rules} if rules else text
-
-    def _rule(self, bound: str, seconds: float) -> dict[str, str]:
-        operator, words = self._BOUNDS[bound]
-        limit = format_duration(seconds) if seconds else "0s"
-        return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{words} {limit}"}
+        return bounded_duration(text, numbers)
 
 
 Duration = Annotated[

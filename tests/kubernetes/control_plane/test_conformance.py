@@ -1,0 +1,97 @@
+"""The store's contract on a real API server, whole, and what only such a one shows."""
+
+import asyncio
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from fulcrum_cluster.access import find_access
+from fulcrum_cluster.client import Cluster, RestStore, open_cluster
+from fulcrum_cluster.objects import CRD, NAMESPACE, kind_of_resource
+from fulcrum_cluster.transport import Http
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier
+from fulcrum_core.errors import AlreadyExists, Gone, NotFound
+from fulcrum_core.ports import Store
+from tests.integration.conformance.test_store_contract import (  # noqa: F401 - collected here again
+    TestApplying,
+    TestCreating,
+    TestDeleting,
+    TestPatching,
+    TestReading,
+    TestStatus,
+    TestValidation,
+    TestWatching,
+)
+from tools.kubernetes.cluster import Cluster as RealCluster
+
+DEADLINE_S = 60.0
+
+
+class ShortWatches(random.Random):
+    """Watches end after 4 s, and a bookmark comes 2 s before: else the first one takes a minute."""
+
+    def randint(self, a: int, b: int) -> int:  # noqa: ARG002
+        return 4
+
+
+@pytest.fixture
+def address(control_plane: RealCluster) -> str:
+    return f"kubeconfig:{control_plane.kubeconfig}"
+
+
+@pytest.fixture
+async def cluster(address: str) -> AsyncIterator[Cluster]:
+    async with open_cluster(address) as found:
+        yield found
+
+
+@pytest.fixture
+async def store(address: str) -> AsyncIterator[Store]:
+    http = Http(find_access(address), silence_s=30.0, program="conformance")
+    async with RestStore(http, rng=ShortWatches()) as client:
+        yield client
+
+
+@pytest.fixture
+async def namespace(cluster: Cluster) -> AsyncIterator[str]:
+    """A namespace, and another one beside it."""
+    name = f"conformance-{secrets.token_hex(4)}"
+    for each in (name, f"{name}-other"):
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": each}}
+        await cluster.objects.create(NAMESPACE, body, namespace="")
+    yield name
+    for each in (name, f"{name}-other"):
+        await cluster.objects.delete(NAMESPACE, each, namespace="")
+
+
+@pytest.fixture
+def forget_history(cluster: Cluster) -> Callable[[], Awaitable[None]]:
+    """A change of the CRD makes the API server forget: it builds the kind's watch cache anew from a list."""
+
+    async def forget() -> None:
+        kind = kind_of_resource(QoSTier)
+        _, before = await cluster.objects.list(kind, namespace="")
+        name = f"{QoSTier.plural}.fulcrum.dev"
+        categories = ["fulcrum", f"forget-{secrets.token_hex(4)}"]
+        await cluster.objects.patch(CRD, name, {"spec": {"names": {"categories": categories}}}, namespace="")
+        async with asyncio.timeout(DEADLINE_S):
+            while not await _gone(cluster, before):
+                await asyncio.sleep(0.05)
+
+    return forget
+
+
+async def _gone(cluster: Cluster, since: str) -> bool:
+    watch = cluster.objects.watch(kind_of_resource(QoSTier), namespace="", since=since)
+    try:
+        async with asyncio.timeout(0.2):
+            await anext(watch)
+    except Gone:
+        return True
+    except (TimeoutError, NotFound):
+        pass
+    finally:
+        await watch.aclose()
+    return False
