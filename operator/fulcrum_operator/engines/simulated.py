@@ -42,6 +42,7 @@ def arguments(
         *("--model", spec.model),
         *("--profile", spec.engine.profile),
         *("--host", host, "--port", str(port), "--side-channel-port", str(side_channel_port)),
+        *(("--role", spec.role.lower()) if spec.role else ()),
         *(("--shutdown-timeout", f"{shutdown_timeout_s:g}") if shutdown_timeout_s else ()),
     )
 

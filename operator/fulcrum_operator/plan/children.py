@@ -17,7 +17,6 @@ from fulcrum_operator.plan.labels import (
     SIDE_CHANNEL_PORT,
     STATE_PORT,
     ClusterSettings,
-    common_labels,
     component_labels,
     container_security,
     engine_selector,
@@ -25,6 +24,7 @@ from fulcrum_operator.plan.labels import (
     owned_by,
     pod_security,
     router_selector,
+    usual_labels,
 )
 
 MADE_ONCE = frozenset({"Lease", "EndpointSlice"})
@@ -73,7 +73,7 @@ def _child(service: PDService, api_version: str, kind: str, suffix: str, **field
     metadata = {
         "name": f"{meta.name}-{suffix}" if suffix else meta.name,
         "namespace": meta.namespace,
-        "labels": {**common_labels(meta.name, part), SERVICE_LABEL: meta.name},
+        "labels": {**usual_labels(meta.name, part), SERVICE_LABEL: meta.name},
         "ownerReferences": owned_by(service),
     }
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
@@ -209,7 +209,7 @@ def _budget(service: PDService, suffix: str, selector: dict[str, str], least: in
 
 def _deployment(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
     selector = router_selector(service)
-    labels = {**common_labels(service.metadata.name, "fulcrum-router"), ROUTER_LABEL: service.metadata.name}
+    labels = {**usual_labels(service.metadata.name, "fulcrum-router"), ROUTER_LABEL: service.metadata.name}
     spec = {
         "replicas": settings.router_replicas,
         "revisionHistoryLimit": 3,

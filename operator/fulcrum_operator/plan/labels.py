@@ -61,7 +61,7 @@ class ClusterSettings:
     router_resources: dict[str, Any] = field(default_factory=_router_resources)
 
 
-def common_labels(service: str, name: str) -> dict[str, str]:
+def usual_labels(service: str, name: str) -> dict[str, str]:
     """The usual labels of what is made for a service; `name` says what it is (`fulcrum-engine` …)."""
     return {
         "app.kubernetes.io/name": name,

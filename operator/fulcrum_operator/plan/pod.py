@@ -7,7 +7,7 @@ moment is a label that is patched, and nothing selects by it.
 import math
 from typing import Any
 
-from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_core.api import PDInstance, PDService
 from fulcrum_operator.engines import simulated
 from fulcrum_operator.plan.labels import (
     HTTP_PORT,
@@ -17,12 +17,12 @@ from fulcrum_operator.plan.labels import (
     SERVICE_LABEL,
     SIDE_CHANNEL_PORT,
     ClusterSettings,
-    common_labels,
     container_security,
     engine_selector,
     from_field,
     owned_by,
     pod_security,
+    usual_labels,
 )
 from fulcrum_operator.plan.template import laid_over
 
@@ -41,16 +41,15 @@ LIVENESS = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 6}
 
 
 def pod_of(
-    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, *, startup_s: float
+    instance: PDInstance, service: PDService, settings: ClusterSettings, *, startup_s: float
 ) -> dict[str, Any]:
-    """The pod that runs the instance, with the pool's template over it.
+    """The pod that runs the instance, with its pool's template over it.
 
     The template cannot change what the operator finds its pods by: name, labels of ours, owner.
 
     Args:
-        instance: What runs in it.
+        instance: What runs in it, on what hardware, under which template.
         service: How long a drain may take.
-        pool: The hardware, and the template.
         settings: What holds for all services.
         startup_s: From the start of the engine's process to serving, as known of the engine.
     """
@@ -58,9 +57,9 @@ def pod_of(
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": _metadata(instance),
-        "spec": _spec(instance, service, pool, settings, startup_s),
+        "spec": _spec(instance, service, settings, startup_s),
     }
-    pod = laid_over(made, pool.spec.template or {})
+    pod = laid_over(made, instance.spec.template or {})
     labels = {**pod["metadata"].get("labels", {}), **made["metadata"]["labels"]}
     pod["metadata"] = {**pod["metadata"], **made["metadata"], "labels": labels}
     return pod
@@ -74,7 +73,7 @@ def grace_period_s(service: PDService) -> int:
 def _metadata(instance: PDInstance) -> dict[str, Any]:
     spec, meta = instance.spec, instance.metadata
     labels = {
-        **common_labels(spec.service, "fulcrum-engine"),
+        **usual_labels(spec.service, "fulcrum-engine"),
         SERVICE_LABEL: spec.service,
         POOL_LABEL: spec.pool,
         INSTANCE_LABEL: meta.name,
@@ -86,7 +85,7 @@ def _metadata(instance: PDInstance) -> dict[str, Any]:
 
 
 def _spec(
-    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, startup_s: float
+    instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
 ) -> dict[str, Any]:
     return {
         "serviceAccountName": f"{service.metadata.name}-engine",
@@ -97,7 +96,7 @@ def _spec(
         "securityContext": pod_security(),
         **_image_pull_secrets(settings),
         "topologySpreadConstraints": [_spread(service)],
-        "containers": [_container(instance, service, pool, settings, startup_s)],
+        "containers": [_container(instance, service, settings, startup_s)],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
 
@@ -118,7 +117,7 @@ def _spread(service: PDService) -> dict[str, Any]:
 
 
 def _container(
-    instance: PDInstance, service: PDService, pool: PDPool, settings: ClusterSettings, startup_s: float
+    instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
 ) -> dict[str, Any]:
     engine = instance.spec.engine
     return {
@@ -131,7 +130,7 @@ def _container(
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "side-channel", "containerPort": SIDE_CHANNEL_PORT, "protocol": "TCP"},
         ],
-        **_resources(pool),
+        **_resources(instance),
         **_probes(startup_s),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -151,9 +150,9 @@ def _arguments(instance: PDInstance, service: PDService) -> list[str]:
     return [*made, *instance.spec.engine.args]
 
 
-def _resources(pool: PDPool) -> dict[str, Any]:
+def _resources(instance: PDInstance) -> dict[str, Any]:
     """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
-    hardware = pool.spec.hardware
+    hardware = instance.spec.hardware
     if hardware is None:
         return {}
     asked = {hardware.resource: str(hardware.count)}
