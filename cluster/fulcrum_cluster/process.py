@@ -1,7 +1,8 @@
-"""What every process of a local run does at its start and end: the contract with whoever started it."""
+"""What every program does at its start and end: the contract with whoever started it."""
 
 import ctypes
 import json
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -12,9 +13,10 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Be sent SIGTERM when the thread that started this process ends. Linux only; elsewhere nothing happens.
 
-    To be called first of all: a parent that dies before the call is not noticed.
+    To be called first of all: a parent that dies before the call is not noticed. A container's first process
+    has no such parent but a runtime, whose threads come and go.
     """
-    if sys.platform == "linux":
+    if sys.platform == "linux" and os.getpid() != 1:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 

@@ -82,6 +82,8 @@ class Books:
         self.ejections: defaultdict[str, int] = defaultdict(int)
         """Ejections by reason."""
         self.refused_assignments = 0
+        self.takeovers = 0
+        """Times that this router became the active one."""
         self.output_tokens = 0
 
     def tier(self, name: str) -> TierBooks:

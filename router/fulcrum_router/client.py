@@ -317,6 +317,8 @@ class ClientConnection(asyncio.Protocol):
             if not call.keep_alive:
                 self._close()
             return
+        if router.leaving:
+            call.keep_alive = False
         self._exchange = Exchange(router, router.settings, self, call)
         self._exchange.start()
 

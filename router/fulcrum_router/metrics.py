@@ -115,6 +115,9 @@ def _counts(books: Books) -> Iterator[Metric]:
         "fulcrum_router_assignments_refused", "Assignments not applied.", books.refused_assignments
     )
     yield CounterMetricFamily(
+        "fulcrum_router_takeovers", "Times that this router became the active one.", books.takeovers
+    )
+    yield CounterMetricFamily(
         "fulcrum_router_output_tokens", "Tokens streamed to clients.", books.output_tokens
     )
 
@@ -147,6 +150,7 @@ def _gauges(router: Router) -> Iterator[Metric]:
         return GaugeMetricFamily(f"fulcrum_router_{name}", text, value)
 
     yield gauge("assignment_generation", "PDAssignment generation applied.", router.epoch.generation)
+    yield gauge("active", "Whether clients are directed to this router.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt.", router.ratio.value)
     if router.prediction_error.value is not None:
         text = "Mean of (predicted - measured)/measured of recent prefills."

@@ -1,6 +1,7 @@
 """What a router is started with."""
 
 import argparse
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,21 @@ class Options:
     port: int
     state_port: int
     token: str | None
-    """None: no state port."""
+    """Of the state port in a local run."""
+    state_callers: tuple[str, ...]
+    """ServiceAccounts that may call the state port in a cluster. Neither: there is no state port."""
     store: str | None
     static: tuple[tuple[Role, str, int], ...]
     """Fixed endpoints instead of a store."""
+    lease: str | None = None
+    """Name of Lease and EndpointSlice, where several routers take turns; then who and where this one is:"""
+    identity: str = ""
+    address: str = ""
+
+    @property
+    def has_state_port(self) -> bool:
+        """Whether there is somebody who may call it."""
+        return self.token is not None or bool(self.state_callers)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,8 +57,10 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         raise InvalidInput(
             "--store", given.store or "nothing", "is required, unless --static is given in its place"
         )
-    if given.store is not None and given.token_file is None:
-        raise InvalidInput("--token-file", "nothing", "is required with --store")
+    if given.store is not None and (given.token_file is None) == (given.state_callers is None):
+        both = "both" if given.token_file is not None else "nothing"
+        raise InvalidInput("--token-file", both, "or --state-callers, one of them, is required with --store")
+    _check_cluster(given)
     for name, port in (("--port", given.port), ("--state-port", given.state_port)):
         if not 0 <= port <= 65535:
             raise InvalidInput(name, port, "is not between 0 and 65535")
@@ -57,9 +71,38 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         port=given.port,
         state_port=given.state_port,
         token=None if given.token_file is None else _token(given.token_file),
+        state_callers=_subjects(given.state_callers),
         store=given.store,
         static=tuple(_endpoints(given.static or ())),
+        lease=given.lease,
+        identity=given.identity or "",
+        address=given.address or "",
     )
+
+
+def _check_cluster(given: argparse.Namespace) -> None:
+    """What only has a meaning in a cluster, and goes together there."""
+    local = given.store is None or given.store.startswith("unix:")
+    for name in ("state_callers", "lease", "identity", "address"):
+        value, option = getattr(given, name), f"--{name.replace('_', '-')}"
+        if value is not None and local:
+            raise InvalidInput(option, value, "has a meaning in a cluster only")
+        if name in ("identity", "address") and bool(value) is not bool(given.lease):
+            raise InvalidInput(option, value or "nothing", "and --lease go together")
+    if given.address:
+        try:
+            ipaddress.ip_address(given.address)
+        except ValueError:
+            raise InvalidInput("--address", given.address, "is not an IP address") from None
+
+
+def _subjects(text: str | None) -> tuple[str, ...]:
+    subjects = () if text is None else tuple(text.split(","))
+    for subject in subjects:
+        parts = subject.split(":")
+        if len(parts) != 4 or parts[:2] != ["system", "serviceaccount"] or not all(parts):
+            raise InvalidInput("--state-callers", subject, "is not system:serviceaccount:NAMESPACE:NAME")
+    return subjects
 
 
 def _token(path: Path) -> str:
@@ -93,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--service", default="static", help="name of the PDService")
     add("--namespace", default="default", help="its namespace (%(default)s)")
-    add("--store", help="where the objects are: unix:PATH")
+    add("--store", help="where the objects are: unix:PATH, kubeconfig:[PATH][#CONTEXT] or in-cluster")
     add(
         "--static",
         nargs="+",
@@ -106,4 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--token-file", type=Path, help="file with the state port's token; without one there is no state port"
     )
+    add("--state-callers", metavar="SUBJECT,…", help="ServiceAccounts that may call the state port")
+    add("--lease", help="name of the Lease and the EndpointSlice by which several routers take turns")
+    add("--identity", help="with --lease: the name of this router, its pod's")
+    add("--address", help="with --lease: the IP address at which clients reach this router")
     return parser

@@ -35,6 +35,10 @@ class Router:
         self.epoch = Epoch()
         self.flips = FlipBoard(self.epoch)
         self.rules = FlipRules()
+        self.active = True
+        """Whether clients are directed here; a standby answers those who come all the same."""
+        self.leaving = False
+        """Whether clients shall connect anew: another router has stepped in."""
         self.stopping = False
         self._id_prefix = os.urandom(6).hex().encode()
         self._ids = itertools.count()
@@ -48,6 +52,12 @@ class Router:
             shrink=settings.shrink,
             to_decode_after_s=0.0 if last_to_decode_s is None else last_to_decode_s + settings.cooldown_s,
         )
+
+    def step_in(self) -> None:
+        """Clients are directed here from now on. Of what another router has in flight nothing is known."""
+        self.active = True
+        self.since_s = time.time()
+        self.books.takeovers += 1
 
     @property
     def ready(self) -> bool:

@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import gc
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from fulcrum_cluster.client import open_store
+from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
+from fulcrum_router.callers import Callers, ServiceAccounts, SharedToken
 from fulcrum_router.client import ClientServer
+from fulcrum_router.failover import Failover, Place
 from fulcrum_router.fleet import Instance
 from fulcrum_router.metrics import registry_of
 from fulcrum_router.options import Options
@@ -28,15 +32,15 @@ SWEEP_S = 0.1
 YOUNG_OBJECTS = 50_000
 """So many more objects than at the last collection are due to a leak of cycles, not to requests in flight."""
 GRACE_S = 0.7
-"""How long requests in flight get at the end."""
+"""How long requests in flight get at the end of a router that no other one follows."""
 
 
 class Server:
     """The clients' port, and the sweep that guards all waiting."""
 
     def __init__(self, router: Router, *, sweep_s: float = SWEEP_S, grace_s: float = GRACE_S) -> None:
-        self.router = router
-        self._sweep_s, self._grace_s = sweep_s, grace_s
+        self.router, self.grace_s = router, grace_s
+        self._sweep_s = sweep_s
         self.clients = ClientServer(router, registry_of(router))
 
     async def _sweep(self) -> None:
@@ -67,7 +71,7 @@ class Server:
 
     async def _drain(self) -> None:
         self.clients.close()
-        deadline = time.monotonic() + self._grace_s
+        deadline = time.monotonic() + self.grace_s
         while self.clients.connections and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for connection in list(self.clients.connections):
@@ -77,27 +81,80 @@ class Server:
 async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[..., None]) -> None:
     """Run one router until `stopped`."""
     clients, state = bind(options.host, options.port, "--port"), None
-    if options.token is not None:
+    if options.has_state_port:
         state = bind(options.host, options.state_port, "--state-port")
     router = Router()
     ports = {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
+        cluster = watches = failover = None
         if options.store is not None:
-            store = await stack.enter_async_context(open_store(options.store))
-            watches = Watches(router, store, service=options.service, namespace=options.namespace)
-            following = asyncio.create_task(watches.run())
-            stack.push_async_callback(_end, following)
+            cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
+            watches = await _follow(stack, router, cluster, options)
         else:
             configure_statically(router, options)
-        if state is not None and options.token is not None:
-            await stack.enter_async_context(_state_port(router, options.token, state))
+        if state is not None:
+            callers = _callers(options, cluster)
+            await stack.enter_async_context(_state_port(router, callers, state))
             ports["state_port"] = _port(state)
-        await stack.enter_async_context(Server(router).listening(clients))
+        server = Server(router)
+        await stack.enter_async_context(server.listening(clients))
         announce(**ports)
+        if cluster is not None and watches is not None and options.lease is not None:
+            failover = _failover(router, cluster, options, **ports)
         gc.collect()
         gc.freeze()  # what start-up left is never garbage: keep collections short, they delay every request
         gc.set_threshold(YOUNG_OBJECTS)  # and rare: a request leaves no cycles
-        await stopped.wait()
+        if failover is None or watches is None:
+            await stopped.wait()
+        else:
+            await _take_turns(failover, watches, stopped)
+            server.grace_s = router.settings.drain_s if router.settings else GRACE_S
+
+
+async def _follow(
+    stack: contextlib.AsyncExitStack, router: Router, cluster: Cluster, options: Options
+) -> Watches:
+    """Watch the store for as long as the stack stands."""
+    watches = Watches(
+        router,
+        cluster.store,
+        service=options.service,
+        namespace=options.namespace,
+        objects=None if options.lease is None else cluster.objects,
+    )
+    stack.push_async_callback(_end, asyncio.create_task(watches.run()))
+    return watches
+
+
+def _callers(options: Options, cluster: Cluster | None) -> Callers:
+    if options.token is not None or cluster is None:
+        return SharedToken(options.token or "")
+    return ServiceAccounts(cluster.objects.get_path, options.state_callers, clock=SystemClock())
+
+
+def _failover(router: Router, cluster: Cluster, options: Options, *, port: int, state_port: int) -> Failover:
+    place = Place(
+        name=options.lease or "",
+        namespace=options.namespace,
+        identity=options.identity,
+        address=options.address,
+        port=port,
+        state_port=state_port,
+    )
+    return Failover(router, cluster.objects, place, clock=SystemClock(), rng=random.Random())
+
+
+async def _take_turns(failover: Failover, watches: Watches, stopped: asyncio.Event) -> None:
+    """Stand for election once warm; when `stopped`, hand over first."""
+
+    async def stand() -> None:
+        await watches.synced()
+        await failover.run()
+
+    standing = asyncio.create_task(stand())
+    await stopped.wait()
+    await _end(standing)
+    await failover.hand_over()
 
 
 def configure_statically(router: Router, options: Options) -> None:
@@ -140,9 +197,9 @@ def _port(bound: socket.socket) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _state_port(router: Router, token: str, bound: socket.socket) -> AsyncIterator[None]:
+async def _state_port(router: Router, callers: Callers, bound: socket.socket) -> AsyncIterator[None]:
     runner = web.AppRunner(
-        make_app(router, token), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        make_app(router, callers), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
     )
     await runner.setup()
     try:

@@ -48,6 +48,8 @@ class Settings:
     mode: AutoscalingMode = AutoscalingMode.OFF
     shrink: float = 0.5
     cooldown_s: float = 0.0
+    drain_s: float = 0.0
+    """How long requests in flight get where something ends."""
 
     def tier(self, name: str | None) -> Tier:
         """The tier a request names; the service's own where it names none that the service has."""
@@ -69,6 +71,7 @@ def settings_of(service: PDService, tiers: Iterable[QoSTier]) -> Settings:
         mode=mode,
         shrink=spec.autoscaling.arrow.shrink,
         cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
+        drain_s=spec.drain.timeout,
     )
 
 

@@ -1,6 +1,5 @@
 """The router's state port: what the autoscaler and the operator pull, behind a token."""
 
-import hmac
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -9,6 +8,7 @@ from aiohttp import web
 
 from fulcrum_core.state import InstanceState, RouterState, TierState
 from fulcrum_router.accounting import Outcome, TierBooks
+from fulcrum_router.callers import Callers, NotAllowed
 from fulcrum_router.fleet import Instance
 from fulcrum_router.router import Router
 
@@ -64,15 +64,23 @@ def _tier(name: str, books: TierBooks) -> TierState:
     )
 
 
-def make_app(router: Router, token: str) -> web.Application:
-    """The application of the state port."""
+def make_app(router: Router, callers: Callers) -> web.Application:
+    """The application of the state port. A standby has nothing to tell: 503, and come back by another way."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            return web.json_response({"error": "a bearer token is required"}, status=401)
-        return await handler(request)
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        try:
+            await callers.check(token if scheme.lower() == "bearer" else "")
+        except NotAllowed as error:
+            return web.json_response({"error": str(error)}, status=401)
+        if router.active:
+            answer = await handler(request)
+            if router.active:
+                return answer
+        standby = web.json_response({"error": "not active"}, status=503)
+        standby.force_close()  # the next connection finds the active one
+        return standby
 
     async def state(request: web.Request) -> web.Response:
         generation = int(_number(request, "min_generation", 0))

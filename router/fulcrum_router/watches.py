@@ -6,10 +6,14 @@ store is away the last known state stands.
 """
 
 import asyncio
+import random
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import structlog
 
+from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
@@ -23,6 +27,7 @@ from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_router.fleet import Instance, interned, split_endpoint
+from fulcrum_router.pods import PodWatch
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
 from fulcrum_router.router import Router
 from fulcrum_router.settings import settings_of
@@ -43,9 +48,21 @@ def takes_work(instance: PDInstance) -> bool:
 
 
 class Watches:
-    """Keeps one router's fleet and settings as the store says."""
+    """Keeps one router's fleet and settings as the store says.
 
-    def __init__(self, router: Router, store: Store, *, service: str, namespace: str) -> None:
+    With `objects` its instances are pods, which are watched, too.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        store: Store,
+        *,
+        service: str,
+        namespace: str,
+        objects: ObjectApi | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self._router, self._service = router, service
         self._last_good: PDAssignmentSpec | None = None
         self._refused: tuple[int, frozenset[str]] | None = None
@@ -57,12 +74,31 @@ class Watches:
         self._assignments = Mirror(
             store, PDAssignment, namespace=namespace, on_change=self._assignment_changed
         )
+        self._pods: PodWatch | None = None
+        if objects is not None:
+            self._pods = PodWatch(
+                objects,
+                service=service,
+                namespace=namespace,
+                on_change=self._judge,
+                rng=rng or random.Random(),
+            )
 
     async def run(self) -> None:
         """Follow the store until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for mirror in (self._services, self._tiers, self._pools, self._instances, self._assignments):
+            for mirror in self._all():
                 group.create_task(mirror.run())
+
+    async def synced(self) -> None:
+        """Returns once all was listed: from then on this router can do what any other can."""
+        for mirror in self._all():
+            await mirror.synced.wait()
+
+    def _all(self) -> Iterator[Mirror[Any] | PodWatch]:
+        yield from (self._services, self._tiers, self._pools, self._instances, self._assignments)
+        if self._pods is not None:
+            yield self._pods
 
     # --- what changed --------------------------------------------------------------------------
 
@@ -113,12 +149,20 @@ class Watches:
     def _judge(self) -> None:
         """Apply the assignment if it may be, and draw the roles from the last good one either way."""
         wish = self._assignments.objects.get(self._service)
-        ready = frozenset(name for name, instance in self._mine().items() if takes_work(instance))
+        ready = frozenset(name for name, instance in self._mine().items() if self._takes_work(instance))
         if wish is not None and wish.spec != self._last_good:
             self._take_wish(wish, ready)
         elif wish is not None and wish.metadata.generation != self._router.epoch.generation:
             self._router.epoch.advance(wish.metadata.generation, time.time())
         self._assign(ready)
+
+    def _takes_work(self, instance: PDInstance) -> bool:
+        endpoint = instance.status.endpoint
+        if endpoint is None or not takes_work(instance):
+            return False
+        return self._pods is None or self._pods.takes_work(
+            instance.metadata.name, endpoint.rpartition(":")[0].strip("[]")
+        )
 
     def _take_wish(self, wish: PDAssignment, ready: frozenset[str]) -> None:
         generation = wish.metadata.generation

@@ -25,9 +25,40 @@ def test_a_store_and_a_token(token: Path) -> None:
         port=8000,
         state_port=0,
         token="secret",
+        state_callers=(),
         store="unix:/s",
         static=(),
     )
+
+
+IN_POD = (
+    *("--service", "chat", "--namespace", "prod", "--store", "in-cluster", "--host", "0.0.0.0"),
+    *("--port", "8000", "--state-port", "9091", "--lease", "chat-router"),
+    *("--state-callers", "system:serviceaccount:fulcrum:operator,system:serviceaccount:fulcrum:autoscaler"),
+    *("--identity", "chat-router-x7", "--address", "10.0.0.7"),
+)
+
+
+def test_a_router_in_a_pod() -> None:
+    options = parse_options(IN_POD)
+    assert options == Options(
+        service="chat",
+        namespace="prod",
+        host="0.0.0.0",
+        port=8000,
+        state_port=9091,
+        token=None,
+        state_callers=(
+            "system:serviceaccount:fulcrum:operator",
+            "system:serviceaccount:fulcrum:autoscaler",
+        ),
+        store="in-cluster",
+        static=(),
+        lease="chat-router",
+        identity="chat-router-x7",
+        address="10.0.0.7",
+    )
+    assert options.has_state_port
 
 
 def test_static_endpoints() -> None:
@@ -43,7 +74,32 @@ def test_static_endpoints() -> None:
             [], "--store (nothing) is required, unless --static is given in its place", id="neither"
         ),
         pytest.param(
-            ["--store", "unix:/s"], "--token-file (nothing) is required with --store", id="no token"
+            ["--store", "unix:/s"],
+            "--token-file (nothing) or --state-callers, one of them, is required with --store",
+            id="no token",
+        ),
+        pytest.param(
+            [*IN_POD, "--token-file", "/t"],
+            "--token-file (both) or --state-callers, one of them, is required",
+            id="a token and callers",
+        ),
+        pytest.param(
+            [*IN_POD, "--state-callers", "operator"],
+            "--state-callers (operator) is not system:serviceaccount:NAMESPACE:NAME",
+            id="a caller that is no account",
+        ),
+        pytest.param(
+            [*IN_POD, "--address", "chat-0"], "--address (chat-0) is not an IP address", id="a name"
+        ),
+        pytest.param(
+            [*IN_POD[:-4], "--address", "10.0.0.7"],
+            "--identity (nothing) and --lease go together",
+            id="a lease of nobody",
+        ),
+        pytest.param(
+            ["--store", "unix:/s", "--token-file", "/t", "--lease", "x"],
+            "--lease (x) has a meaning in a cluster only",
+            id="a lease in a local run",
         ),
         pytest.param(["--static", "x=a:1"], "--static (x=a:1) is not prefill=", id="another role"),
         pytest.param(["--static", "decode=a"], "--static (a) is not HOST:PORT", id="no port"),

@@ -1,0 +1,118 @@
+"""Which pods are on their way out: the router hears it from the API server, not by way of the operator.
+
+An instance whose pod is being deleted, or is gone, gets no new work at once, and its address may be another
+pod's by then. A pod that is not Ready is left to the router's own probes: they are faster, and go on
+while the API server is away.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import structlog
+
+from fulcrum_cluster.objects import POD, Object, ObjectApi
+from fulcrum_core.errors import Gone, StoreError, StoreUnavailable
+from fulcrum_core.ports import EventType
+
+log = structlog.get_logger()
+
+_SERVICE_LABEL = "fulcrum.dev/service"
+_RETRY_S = 0.5
+_ENDED = frozenset({"Failed", "Succeeded"})
+
+
+class PodWatch:
+    """The engine pods of one service. What is known stands while the API server is away.
+
+    Args:
+        objects: Where the pods are.
+        service: Whose.
+        namespace: Where.
+        on_change: Called whenever what `takes_work` says may have changed.
+        rng: Spreads the retries of many routers.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectApi,
+        *,
+        service: str,
+        namespace: str,
+        on_change: Callable[[], None],
+        rng: random.Random,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.synced = asyncio.Event()
+        self._objects, self._namespace = objects, namespace
+        self._labels = f"{_SERVICE_LABEL}={service}"
+        self._on_change, self._rng, self._sleep = on_change, rng, sleep
+        self._staying: dict[str, str | None] = {}
+        """Pods that nobody ends, with their address."""
+        self._since: str | None = None
+        self._told = ""
+
+    def takes_work(self, name: str, host: str) -> bool:
+        """Whether the pod of that name stays and has that address; True as long as no pod could be listed."""
+        return not self.synced.is_set() or (name in self._staying and self._staying[name] in (None, host))
+
+    async def run(self) -> None:
+        """Follow the pods until cancelled."""
+        while True:
+            wait_s = 0.0
+            try:
+                await self._follow()
+            except Gone:
+                self._since = None
+            except StoreUnavailable as error:
+                wait_s = error.retry_after_s or 0.0
+            except StoreError as error:
+                self._tell_once(error)
+            await self._sleep(max(wait_s, _RETRY_S * self._rng.uniform(0.5, 1.0)))
+
+    async def _follow(self) -> None:
+        since = self._since or await self._relist()
+        stream = self._objects.watch(POD, namespace=self._namespace, since=since, labels=self._labels)
+        async with aclosing(stream) as events:
+            async for event, pod in events:
+                self._since = pod["metadata"]["resourceVersion"]
+                if event is not EventType.BOOKMARK:
+                    self._take(pod, gone=event is EventType.DELETED)
+
+    async def _relist(self) -> str:
+        pods, version = await self._objects.list(POD, namespace=self._namespace, labels=self._labels)
+        self._since, self._told = version, ""
+        self._staying = {_name(pod): _address(pod) for pod in pods if _stays(pod)}
+        self.synced.set()
+        self._on_change()
+        return version
+
+    def _take(self, pod: Object, *, gone: bool) -> None:
+        name, before = _name(pod), dict(self._staying)
+        if gone or not _stays(pod):
+            self._staying.pop(name, None)
+        else:
+            self._staying[name] = _address(pod)
+        if self._staying != before:
+            self._on_change()
+
+    def _tell_once(self, error: StoreError) -> None:
+        if self._told != str(error):
+            self._told = str(error)
+            log.warning("watch refused", kind=POD.kind, error=self._told)
+
+
+def _name(pod: Mapping[str, Any]) -> str:
+    return str(pod["metadata"]["name"])
+
+
+def _stays(pod: Mapping[str, Any]) -> bool:
+    phase = (pod.get("status") or {}).get("phase")
+    return pod["metadata"].get("deletionTimestamp") is None and phase not in _ENDED
+
+
+def _address(pod: Mapping[str, Any]) -> str | None:
+    return (pod.get("status") or {}).get("podIP")
