@@ -7,7 +7,7 @@ levels that have no test yet are listed by name under a heading of their own.
 
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,13 @@ LEVELS_WITHOUT_TESTS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The seed of the run."""
+    """The seed of the run, and whether golden files are written."""
     parser.addoption("--seed", type=int, default=None, help="seed of the run (default: a new one, printed)")
+    parser.addoption(
+        "--rewrite-golden",
+        action="store_true",
+        help="write tests/golden/ from what the code makes now; git diff then shows what changed",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
@@ -40,6 +45,21 @@ def seed(request: pytest.FixtureRequest) -> int:
     """The printed seed of the run, for `random.Random(seed)`."""
     value: int = request.config.option.seed
     return value
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(path, text)` fails unless the file `path` below tests/golden/ holds this very text."""
+
+    def compare(path: str, text: str) -> None:
+        file = Path(__file__).parent / "golden" / path
+        if request.config.option.rewrite_golden:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        held = file.read_text(encoding="utf-8") if file.exists() else ""
+        assert text == held, f"tests/golden/{path} is not this; --rewrite-golden writes it"
+
+    return compare
 
 
 @pytest.fixture(autouse=True)

@@ -43,12 +43,15 @@ def _merged(name: str, made: object, patch: object) -> Any:
 
 
 def _merged_by(key: str, made: list[Any], patch: list[Any]) -> list[Any]:
-    """Items of the same key merge in place; new ones come after, in the patch's order."""
-    patches = {_key(item, key): item for item in patch}
-    found = {_key(item, key) for item in made}
-    kept = [laid_over(item, patches.get(_key(item, key), {})) for item in made]
-    return [*kept, *(item for item in patch if _key(item, key) not in found)]
+    """Items of the same key merge in place; all others of the patch come after, in its order."""
+    patches = {name: item for item in patch if (name := _name(item, key)) is not None}
+    kept = [
+        laid_over(item, patches[name]) if (name := _name(item, key)) in patches else item for item in made
+    ]
+    found = {_name(item, key) for item in made}
+    return [*kept, *(item for item in patch if (name := _name(item, key)) is None or name not in found)]
 
 
-def _key(item: object, key: str) -> object:
-    return str(item[key]) if isinstance(item, Mapping) and key in item else id(item)
+def _name(item: object, key: str) -> str | None:
+    """What an item is merged by; None for what is no item of such a list."""
+    return str(item[key]) if isinstance(item, Mapping) and key in item else None
