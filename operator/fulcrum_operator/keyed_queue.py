@@ -2,23 +2,26 @@
 
 A key waits in it once, however often it is added, and is never worked on twice at the same time: what is
 added meanwhile is looked at again afterwards. A failed key comes back later and later; every key comes
-back after `resync_s` even if nothing happened, since an event may have been missed.
+back after `resync_s` even if nothing happened, since an event may have been missed, until its handler
+says that there is nothing left to look after.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 import structlog
 
-from fulcrum_core.errors import Conflict
+from fulcrum_core.errors import Conflict, StoreUnavailable
 
 K = TypeVar("K", bound=Hashable)
 
 FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 5.0
 CONFLICT_DELAY_S = 0.005
-"""Somebody else wrote first: there is nothing to wait for but their next write."""
+"""Somebody else wrote first: there is hardly anything to wait for, unless they go on and on."""
+LONGEST_CONFLICT_DELAY_S = 0.5
 
 _log = structlog.get_logger()
 
@@ -27,7 +30,8 @@ class KeyedQueue(Generic[K]):
     """Runs `handle(key)` for every key added, each key by itself, different keys side by side.
 
     Args:
-        handle: Looks after one key; returns in how many seconds it wants to look again, None if it need not.
+        handle: Looks after one key; returns in how many seconds it wants to look again, None if it need not,
+            infinity to be done with the key.
         resync_s: A key not looked at for so long is looked at again.
     """
 
@@ -37,6 +41,7 @@ class KeyedQueue(Generic[K]):
         self._again: set[K] = set()
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
+        self._conflicts: dict[K, int] = {}
         self._closed = False
 
     def add(self, key: K) -> None:
@@ -58,6 +63,11 @@ class KeyedQueue(Generic[K]):
             return
         self._cancel_timer(key)
         self._timers[key] = loop.call_at(due_s, self._due, key)
+
+    @property
+    def depth(self) -> int:
+        """How many keys are worked on now."""
+        return len(self._running)
 
     async def aclose(self) -> None:
         """Take no more keys and end what is being worked on."""
@@ -84,7 +94,7 @@ class KeyedQueue(Generic[K]):
         if key in self._again:
             self._again.discard(key)
             self.add(key)
-        else:
+        elif again_s < math.inf:
             self.add_after(key, again_s)
 
     async def _attempt(self, key: K) -> float:
@@ -92,18 +102,27 @@ class KeyedQueue(Generic[K]):
         try:
             wanted_s = await self._handle(key)
         except Conflict:
-            return CONFLICT_DELAY_S
+            conflicts = self._conflicts[key] = self._conflicts.get(key, 0) + 1
+            return backoff_s(conflicts, first_s=CONFLICT_DELAY_S, longest_s=LONGEST_CONFLICT_DELAY_S)
         except Exception as error:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            delay_s = backoff_s(failures)
+            delay_s = max(backoff_s(failures), _asked_s(error))
             _log.warning(
                 "reconcile failed", key=str(key), failures=failures, retry_s=delay_s, error=repr(error)
             )
             return delay_s
         self._failures.pop(key, None)
+        self._conflicts.pop(key, None)
+        if wanted_s == math.inf:
+            return math.inf
         return self._resync_s if wanted_s is None else min(wanted_s, self._resync_s)
 
 
-def backoff_s(failures: int) -> float:
-    """The wait after so many failures in a row: doubling from `FIRST_DELAY_S` to `LONGEST_DELAY_S`."""
-    return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(failures - 1, 20)))
+def backoff_s(failures: int, *, first_s: float = FIRST_DELAY_S, longest_s: float = LONGEST_DELAY_S) -> float:
+    """The wait after so many failures in a row: doubling from `first_s` to `longest_s`."""
+    return float(min(longest_s, first_s * 2 ** min(failures - 1, 20)))
+
+
+def _asked_s(error: Exception) -> float:
+    """How long the store asked to be left alone."""
+    return error.retry_after_s or 0.0 if isinstance(error, StoreUnavailable) else 0.0

@@ -5,7 +5,8 @@ writes nothing. The same code runs over memory and over Kubernetes: what differs
 """
 
 import asyncio
-from collections.abc import Callable, MutableMapping
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -69,12 +70,16 @@ class Cluster:
     engine_facts: Callable[[PDInstance], EngineFacts]
     """What the instance's engine is known to be."""
     router: RouterView | None = None
+    tend: Callable[[Observed, Plan], Awaitable[None]] | None = None
+    """Looks after what stands around the engines, once a plan is carried out."""
     status_interval_s: float = STATUS_INTERVAL_S
     memory: MutableMapping[ServiceKey, Memory] = field(default_factory=dict)
 
 
 async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     """Bring the service one step closer to what it asks for; returns when to look again, in seconds.
+
+    None is: not before something happens; infinity: never, for the service is gone.
 
     Raises:
         Conflict: if an object changed meanwhile: look again.
@@ -85,18 +90,20 @@ async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     if seen is None:
         await _apply(plan_removal(key.name, _engines(key, cluster)), {}, cluster, key)
         del cluster.memory[key]
-        return None
+        return math.inf
     plan = plan_service(seen)
     late_s = await _apply(plan, _stored(seen), cluster, key)
     memory.accepted = plan.accepted
+    if cluster.tend:
+        await cluster.tend(seen, plan)
     waits = [wait_s for wait_s in (plan.wake_after_s, late_s) if wait_s is not None]
     return min(waits, default=None)
 
 
 async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observed | None:
-    """The picture that the plan is made from; None if there is no such service."""
+    """The picture that the plan is made from; None if there is no such service, or not for long."""
     service = await _found(cluster.store, PDService, key)
-    if service is None:
+    if service is None or service.metadata.deletion_timestamp is not None:
         return None
     pools = tuple(p for p in await _all(cluster.store, PDPool, key) if p.spec.service == key.name)
     instances = tuple(i for i in await _all(cluster.store, PDInstance, key) if i.spec.service == key.name)

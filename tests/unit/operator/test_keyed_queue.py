@@ -1,13 +1,15 @@
 """The operator's queue, on a clock that is moved."""
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 
-from fulcrum_core.errors import Conflict
-from fulcrum_operator.keyed_queue import CONFLICT_DELAY_S, KeyedQueue, backoff_s
+from fulcrum_core.errors import Conflict, StoreUnavailable
+from fulcrum_operator.keyed_queue import CONFLICT_DELAY_S, LONGEST_CONFLICT_DELAY_S, KeyedQueue, backoff_s
 
 pytestmark = pytest.mark.looptime
 
@@ -129,7 +131,33 @@ async def test_a_conflict_is_no_failure(queue: KeyedQueue[str], work: Work) -> N
     work.errors = [Conflict("changed")] * 3
     queue.add("a")
     await asyncio.sleep(1)
-    assert work.looks == {"a": [0.0, *(round(CONFLICT_DELAY_S * n, 6) for n in (1, 2, 3))]}
+    assert work.looks == {"a": [0.0, *(round(CONFLICT_DELAY_S * n, 6) for n in (1, 3, 7))]}
+
+
+async def test_conflicts_that_go_on_are_not_met_at_full_speed(queue: KeyedQueue[str], work: Work) -> None:
+    work.errors = [Conflict("changed")] * 1000
+    queue.add("a")
+    await asyncio.sleep(20)
+    gaps = [b - a for a, b in pairwise(work.looks["a"])]
+    assert max(gaps) == pytest.approx(LONGEST_CONFLICT_DELAY_S)
+    assert len(work.looks["a"]) < 60
+
+
+async def test_a_key_with_nothing_left_is_looked_at_no_more(queue: KeyedQueue[str], work: Work) -> None:
+    work.again_s = math.inf
+    queue.add("a")
+    await asyncio.sleep(1000)
+    before = list(work.looks["a"])
+    queue.add("a")
+    await asyncio.sleep(1)
+    assert (before, work.looks["a"]) == ([0.0], [0.0, 1000.0])
+
+
+async def test_a_store_that_asks_for_patience_gets_it(queue: KeyedQueue[str], work: Work) -> None:
+    work.errors = [StoreUnavailable("busy", retry_after_s=3.0)]
+    queue.add("a")
+    await asyncio.sleep(10)
+    assert work.looks == {"a": [0.0, 3.0]}
 
 
 async def test_a_closed_queue_ends_what_is_at_work_and_takes_nothing(

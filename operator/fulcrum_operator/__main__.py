@@ -1,0 +1,213 @@
+"""`python -m fulcrum_operator`: the operator of a cluster; of several processes one leads."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import structlog
+from aiohttp import web
+
+from fulcrum_cluster.access import find_access
+from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.lease import OPERATOR_TIMING, ClusterLease, Elector, StepDown
+from fulcrum_cluster.process import announce_ready, exit_with_error
+from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.kubernetes.metrics import Meters, make_app
+from fulcrum_operator.plan.labels import Account, ClusterSettings
+
+if TYPE_CHECKING:
+    from fulcrum_operator.kubernetes.leader import Leader, Options
+
+LEASE = "fulcrum-operator"
+
+_log = structlog.get_logger()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run until SIGTERM or SIGINT, or until the lease is lost: then the exit code is 1."""
+    args = _parser().parse_args(argv)
+    structlog.configure(
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+    )
+    try:
+        sys.exit(asyncio.run(_serve(args)))
+    except (InvalidInput, OSError) as error:
+        exit_with_error(error)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse's own prints its usage, too
+        exit_with_error(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fulcrum_operator", description="Looks after every PDService of a cluster.")
+    add = parser.add_argument
+    add("--store", default="in-cluster", help="the API server: in-cluster or kubeconfig:[PATH][#CONTEXT]")
+    add("--namespace", default="", help="look after this one only (default: all)")
+    add("--image", required=True, help="image of routers, and of engines that name none")
+    add("--image-pull-secret", action="append", default=[], help="for these images; may be repeated")
+    add("--lease-namespace", required=True, help="where the Lease is, and this operator")
+    add("--identity", required=True, help="who this process is among the operators: its pod's name")
+    add("--account", default="fulcrum-operator", help="this operator's ServiceAccount")
+    add("--autoscaler-account", type=_account, help="the autoscaler's, as NAMESPACE:NAME")
+    add("--token-file", type=Path, required=True, help="token for routers' state ports; may be replaced")
+    add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
+    add("--router-replicas", type=int, default=2, help="routers of a service, of which one is active")
+    add("--host", default="0.0.0.0", help="address to serve /healthz, /readyz and /metrics on")
+    add("--port", type=int, default=9093, help="port for them; 0: any free one")
+    return parser
+
+
+def _account(text: str) -> Account:
+    namespace, colon, name = text.partition(":")
+    if not (namespace and colon and name):
+        raise argparse.ArgumentTypeError(f"{text} is not NAMESPACE:NAME")
+    return Account(namespace, name)
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    meters = Meters()
+    async with open_cluster(args.store, program="fulcrum-operator") as cluster:
+        candidate = Candidate(cluster, args, meters, stop)
+        async with _listening(make_app(meters, candidate.unready), args.host, args.port) as port:
+            announce_ready(port=port)
+            return await candidate.run()
+
+
+class Candidate:
+    """One operator process: stands by, leads, ends.
+
+    Args:
+        cluster: The API server.
+        args: The command line.
+        meters: What is measured.
+        stop: Set when the process shall end.
+    """
+
+    def __init__(
+        self, cluster: Cluster, args: argparse.Namespace, meters: Meters, stop: asyncio.Event
+    ) -> None:
+        self._cluster, self._args, self._meters, self._stop = cluster, args, meters, stop
+        self._elected, self._lost = asyncio.Event(), False
+        self._leader: Leader | None = None
+        self._elector = Elector(
+            ClusterLease(cluster.objects, LEASE, namespace=args.lease_namespace),
+            identity=args.identity,
+            timing=OPERATOR_TIMING,
+            step_down=StepDown.AT_DEADLINE,
+            clock=SystemClock(),
+            rng=random.Random(),
+            on_change=self._on_change,
+        )
+
+    def unready(self) -> str | None:
+        """Why it is not ready; None if it leads and has seen everything, or stands by."""
+        if self._leader is not None:
+            return None if self._leader.synced else "listing"
+        return None if self._elector.holder is not None else "has not seen the lease"
+
+    async def run(self) -> int:
+        """Until told to stop, or the lease is lost; returns the exit code."""
+        election = asyncio.get_running_loop().create_task(self._elector.run())
+        try:
+            await _first(self._elected, self._stop)
+            if not self._stop.is_set():
+                await self._lead()
+        finally:
+            election.cancel()
+            await asyncio.gather(election, return_exceptions=True)
+            await self._elector.release()
+        return 1 if self._lost else 0
+
+    async def _lead(self) -> None:
+        # Half of what the process needs is needed by the leader only.
+        from fulcrum_operator.kubernetes.feed import Feed
+        from fulcrum_operator.kubernetes.leader import Leader
+
+        access, args = find_access(self._args.store), self._args
+        self._leader = Leader(
+            self._cluster,
+            lambda cache: Feed(access, cache, namespace=args.namespace),
+            _options(args),
+            self._meters,
+            lambda: self._elector.leading,
+        )
+        work = asyncio.get_running_loop().create_task(
+            self._leader.run(self._stop, on_started=lambda: _stop_on_signals(self._stop))
+        )
+        stopping = asyncio.get_running_loop().create_task(self._stop.wait())
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        await self._leader.aclose()
+        await self._elector.release()  # at once: what is left of the feed writes nothing
+        self._stop.set()
+        await work
+
+    def _on_change(self, leads: bool) -> None:
+        self._meters.leader.set(int(leads))
+        if leads:
+            self._elected.set()
+        elif not self._stop.is_set():
+            _log.error("lease lost", holder=self._elector.holder)
+            self._lost = True
+            self._stop.set()
+
+
+def _options(args: argparse.Namespace) -> "Options":
+    from fulcrum_operator.kubernetes.leader import Options
+    from fulcrum_operator.kubernetes.router import STATE_URL
+
+    own = Account(args.lease_namespace, args.account)
+    return Options(
+        settings=ClusterSettings(
+            image=args.image,
+            operator=own,
+            autoscaler=args.autoscaler_account or Account(args.lease_namespace, "fulcrum-autoscaler"),
+            image_pull_secrets=tuple(args.image_pull_secret),
+            router_replicas=args.router_replicas,
+        ),
+        namespace=args.namespace,
+        token_file=args.token_file,
+        router_state=args.router_state or STATE_URL,
+    )
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Returns when one of these is set."""
+    waits = [asyncio.get_running_loop().create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What stands around a service's engines, brought to what `children_of` says and kept there.
+
+A child is applied when it is not there, or when what it was last applied from, by hash, is not what it shall
+be now. Those that are made once belong to somebody else afterwards and are only looked for.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+
+import structlog
+
+from fulcrum_cluster.objects import (
+    DEPLOYMENT,
+    ENDPOINT_SLICE,
+    NETWORK_POLICY,
+    PDB,
+    ROLE,
+    ROLE_BINDING,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Object,
+    ObjectApi,
+    ObjectKind,
+    kind_of_body,
+)
+from fulcrum_core.api import PDService
+from fulcrum_core.errors import AlreadyExists, NotFound
+from fulcrum_operator.kubernetes.cache import Cache
+from fulcrum_operator.kubernetes.store import check_leading
+from fulcrum_operator.plan.children import MADE_ONCE, children_of
+from fulcrum_operator.plan.labels import SERVICE_LABEL, ClusterSettings
+
+MANAGER = "fulcrum-operator"
+APPLIED = "fulcrum.dev/applied"
+"""Annotation: the hash of what the object was last applied from."""
+
+WATCHED = (
+    *(DEPLOYMENT, SERVICE, ENDPOINT_SLICE, SERVICE_ACCOUNT),
+    *(ROLE, ROLE_BINDING, PDB, NETWORK_POLICY),
+)
+"""Kinds of children whose changes are followed. Leases are renewed all the time and are not."""
+
+_log = structlog.get_logger()
+
+
+class Children:
+    """The children of all services.
+
+    Args:
+        objects: Where they are applied.
+        cache: Where they are seen.
+        settings: What holds for all services.
+        leads: Whether this process may write now.
+    """
+
+    def __init__(
+        self, objects: ObjectApi, cache: Cache, settings: ClusterSettings, *, leads: Callable[[], bool]
+    ) -> None:
+        self._objects, self._cache, self._settings, self._leads = objects, cache, settings, leads
+        self._unseen: dict[tuple[ObjectKind, str, str], str] = {}
+        """Children of kinds that are not watched, made or met by this process, and their owner's identity."""
+
+    async def tend(self, service: PDService, *, wanted: int) -> None:
+        """Make, change and delete what differs; nothing differs: nothing is written."""
+        desired = children_of(service, self._settings, wanted=wanted)
+        await asyncio.gather(*(self._keep(child, service) for child in desired))
+        await asyncio.gather(*(self._delete(kind, child) for kind, child in self._unwanted(service, desired)))
+
+    async def _keep(self, child: Object, service: PDService) -> None:
+        kind, meta = kind_of_body(child), child["metadata"]
+        if child["kind"] in MADE_ONCE:
+            await self._make_once(kind, child, service)
+            return
+        wanted = fingerprint(child)
+        held = self._cache.object(kind, meta["namespace"], meta["name"])
+        if held is not None and held["metadata"].get("annotations", {}).get(APPLIED) == wanted:
+            return
+        check_leading(self._leads)
+        annotations = {**meta.get("annotations", {}), APPLIED: wanted}
+        body = {**child, "metadata": {**meta, "annotations": annotations}}
+        self._cache.take(kind, await self._objects.apply(body, manager=MANAGER, force=True))
+        _log.info("child applied", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
+
+    async def _make_once(self, kind: ObjectKind, child: Object, service: PDService) -> None:
+        meta = child["metadata"]
+        key = kind, meta["namespace"], meta["name"]
+        if self._cache.object(*key) is not None or self._unseen.get(key) == service.metadata.uid:
+            return
+        check_leading(self._leads)
+        try:
+            made = await self._objects.create(kind, child, namespace=meta["namespace"])
+            _log.info("child made", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
+        except AlreadyExists:
+            made = await self._objects.get(kind, meta["name"], namespace=meta["namespace"])
+        owners = made["metadata"].get("ownerReferences", ())
+        if kind in WATCHED:
+            self._cache.take(kind, made)
+        elif any(owner["uid"] == service.metadata.uid for owner in owners):
+            self._unseen[key] = service.metadata.uid  # else it is its predecessor's, and goes soon
+
+    def _unwanted(self, service: PDService, desired: tuple[Object, ...]) -> list[tuple[ObjectKind, Object]]:
+        """Children of this service that it does not need any more."""
+        names = {(kind_of_body(child), child["metadata"]["name"]) for child in desired}
+        namespace, uid = service.metadata.namespace, service.metadata.uid
+        return [
+            (kind, child)
+            for kind in WATCHED
+            for child in self._cache.objects(kind, namespace)
+            if (kind, child["metadata"]["name"]) not in names and _is_child(child, service.metadata.name, uid)
+        ]
+
+    async def _delete(self, kind: ObjectKind, child: Object) -> None:
+        meta = child["metadata"]
+        check_leading(self._leads)
+        with contextlib.suppress(NotFound):
+            await self._objects.delete(kind, meta["name"], namespace=meta["namespace"], uid=meta["uid"])
+        self._cache.drop(kind, meta["namespace"], meta["name"])
+
+
+def fingerprint(child: Object) -> str:
+    """A hash of everything that a child shall be."""
+    text = json.dumps(child, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_child(body: Object, service: str, uid: str) -> bool:
+    meta = body["metadata"]
+    labelled = meta.get("labels", {}).get(SERVICE_LABEL) == service
+    owned = any(owner.get("uid") == uid for owner in meta.get("ownerReferences", ()))
+    return labelled and owned and APPLIED in meta.get("annotations", {})

@@ -1,0 +1,283 @@
+"""Kubernetes Events: what a pass changed, told once, in words, on the PDService.
+
+What happened follows from the picture that a pass started from and the plan that it made: pure. Nothing is
+told of what only goes on; a change that repeats is one Event whose count grows.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import structlog
+
+from fulcrum_cluster.objects import EVENT, Object, ObjectApi
+from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_core.api import conditions as words
+from fulcrum_core.api.meta import API_VERSION, format_time
+from fulcrum_core.errors import AlreadyExists, NotFound, StoreError
+from fulcrum_core.ports import Clock, EngineObservation, EngineState
+from fulcrum_core.values import Actor, Phase
+from fulcrum_operator.kubernetes.children import MANAGER
+from fulcrum_operator.kubernetes.store import check_leading
+from fulcrum_operator.plan import Observed, Plan
+
+NORMAL, WARNING = "Normal", "Warning"
+
+_PULL = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
+_LONGEST = 1000
+_REMEMBERED = 1000
+_BURST = 25
+_EVERY_S = 5.0
+_CONDITIONS = {
+    (words.TIERS_ACCEPTED, "False"): ("TierMissing", WARNING),
+    (words.TIERS_ACCEPTED, "True"): ("TiersFound", NORMAL),
+    (words.READY, "True"): ("Ready", NORMAL),
+}
+"""Conditions of a service whose change of status is worth an Event."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened to a service. Two of one `key` are the same thing again."""
+
+    reason: str
+    type: str
+    message: str
+    key: str
+
+
+def role_flipped(instance: str, role: str, by: str, why: str) -> Event:
+    """An instance's role was changed by somebody's wish."""
+    said = f" ({why})" if why else ""
+    return Event("RoleFlipped", NORMAL, f"{instance} to {role} by {by}{said}", f"{instance}/{role}")
+
+
+def wish_refused(instance: str, role: str, why: str) -> Event:
+    """A wished role was turned down."""
+    return Event("WishRefused", WARNING, f"{instance} to {role}: {why}", f"{instance}/{role}")
+
+
+def instance_failed(instance: str, why: str) -> Event:
+    """An instance does not serve any more."""
+    return Event("InstanceFailed", WARNING, f"{instance}: {why}", instance)
+
+
+def instance_replaced(instance: str) -> Event:
+    """An instance whose engine will not come back was taken away; another one takes its place."""
+    return Event("InstanceReplaced", NORMAL, f"{instance} is replaced by a new instance", instance)
+
+
+def reclaimed_for_drain(instance: str) -> Event:
+    """Somebody ends an instance's pod (a node is drained); another one takes its place."""
+    message = f"the pod of {instance} is ended by somebody else; a new instance takes its place"
+    return Event("ReclaimedForDrain", NORMAL, message, instance)
+
+
+def scaled(pool: str, before: int, after: int) -> Event:
+    """A pool has more or fewer instances."""
+    reason = "ScaledUp" if after > before else "ScaledDown"
+    return Event(
+        reason, NORMAL, f"pool {pool} from {before} to {after} instances", f"{pool}/{before}/{after}"
+    )
+
+
+def engine_hindered(instance: str, why: str) -> Event:
+    """Something keeps an instance's engine from starting."""
+    word = why.partition(":")[0]
+    reason = "ImagePullFailed" if word in _PULL else word if word == "Unschedulable" else "EngineDoesNotStart"
+    return Event(reason, WARNING, f"{instance}: {why}", f"{instance}/{word}")
+
+
+def events_of(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
+    """What the pass from `before` by `plan` changed.
+
+    Args:
+        before: The picture that the plan was made from.
+        plan: What shall be.
+        last: The engines as the pass before saw them.
+    """
+    return (
+        *_of_roles(before, plan),
+        *_of_instances(before, plan),
+        *_of_pools(before, plan),
+        *_of_engines(before, last),
+        *_of_conditions(before, plan),
+    )
+
+
+def _of_roles(before: Observed, plan: Plan) -> Iterator[Event]:
+    if plan.accepted is None or before.assignment is None:
+        return
+    known = before.accepted.roles if before.accepted else {}
+    for name, entry in plan.accepted.roles.items():
+        if name in known and known[name].role is not entry.role and entry.by is not Actor.OPERATOR:
+            yield role_flipped(name, entry.role, entry.by, entry.reason)
+        told = before.assignment.spec.roles.get(name)
+        if entry.refused is not None and (told is None or told.refused != entry.refused):
+            yield wish_refused(name, str(entry.refused.role), entry.refused.reason)
+
+
+def _of_instances(before: Observed, plan: Plan) -> Iterator[Event]:
+    stood = {instance.metadata.name: instance.status for instance in before.instances}
+    for obj in plan.objects:
+        if isinstance(obj, PDInstance) and obj.status.phase is Phase.FAILED:
+            was = stood.get(obj.metadata.name)
+            if was is not None and was.phase is not Phase.FAILED:
+                yield instance_failed(obj.metadata.name, obj.status.message)
+    for obj in plan.delete:
+        engine = before.engines.get(obj.metadata.name)
+        if isinstance(obj, PDInstance) and engine is not None and engine.state is EngineState.LOST:
+            yield instance_replaced(obj.metadata.name)
+
+
+def _of_pools(before: Observed, plan: Plan) -> Iterator[Event]:
+    counted = {pool.metadata.name: pool.status.replicas for pool in before.pools}
+    for pool in plan.objects:
+        if isinstance(pool, PDPool) and pool.metadata.name in counted:
+            was, now = counted[pool.metadata.name], pool.status.replicas
+            if was != now and _asked(pool, before) is not None:
+                yield scaled(pool.metadata.name, was, now)
+
+
+def _asked(pool: PDPool, before: Observed) -> int | None:
+    """What was newly asked of the pool; None if its size changes for another reason."""
+    known = next((p for p in before.pools if p.metadata.name == pool.metadata.name), None)
+    if known is None or known.status.observed_generation == pool.metadata.generation:
+        return None
+    return pool.spec.replicas
+
+
+def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:
+    ours = {instance.metadata.name: instance.status.phase for instance in before.instances}
+    for name, engine in before.engines.items():
+        was = last.get(name)
+        if name not in ours:
+            continue
+        if engine.ending and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
+            if was is not None and not was.ending:
+                yield reclaimed_for_drain(name)
+        elif (word := _hindered(engine)) and word != (_hindered(was) if was else ""):
+            yield engine_hindered(name, engine.message)
+
+
+def _hindered(engine: EngineObservation) -> str:
+    """The word for what keeps it from starting: reasons are written in one word, ordinary waits are not."""
+    if engine.state is not EngineState.STARTING:
+        return ""
+    word, colon, _ = engine.message.partition(":")
+    return word if (colon or word in _PULL) and " " not in word else ""
+
+
+def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
+    stood = {c.type: c.status for c in before.service.status.conditions}
+    for service in plan.objects:
+        if isinstance(service, PDService):
+            for condition in service.status.conditions:
+                told = _CONDITIONS.get((condition.type, condition.status))
+                known = stood.get(condition.type, "True" if condition.type == words.TIERS_ACCEPTED else None)
+                if told is not None and known != condition.status:
+                    yield Event(told[0], told[1], condition.message, condition.type)
+
+
+class Recorder:
+    """Writes Events: one object for each key, whose count grows; at most a few at a time for a service.
+
+    Args:
+        objects: Where they go.
+        clock: When things happened.
+        leads: Whether this process may write now.
+    """
+
+    def __init__(self, objects: ObjectApi, clock: Clock, *, leads: Callable[[], bool]) -> None:
+        self._objects, self._clock, self._leads = objects, clock, leads
+        self._counts: dict[str, int] = {}
+        self._budgets: dict[str, tuple[float, float]] = {}
+
+    async def tell(self, service: PDService, events: Iterable[Event]) -> None:
+        """Write them. What cannot be written is logged and lost: nothing depends on it."""
+        for event in events:
+            _log.info("event", service=service.metadata.name, reason=event.reason, message=event.message)
+            if not self._may(service.metadata.uid):
+                continue
+            try:
+                check_leading(self._leads)
+                await self._write(service, event)
+            except StoreError as error:
+                _log.warning("event not written", reason=event.reason, error=str(error))
+
+    def _may(self, service: str) -> bool:
+        """A budget of `_BURST` Events, and one more each `_EVERY_S`."""
+        now_s = self._clock.monotonic_s()
+        left, at_s = self._budgets.get(service, (float(_BURST), now_s))
+        left = min(_BURST, left + (now_s - at_s) / _EVERY_S)
+        self._budgets[service] = (left - 1 if left >= 1 else left, now_s)
+        return left >= 1
+
+    async def _write(self, service: PDService, event: Event) -> None:
+        name = event_name(service, event)
+        now = format_time(self._clock.now_s())
+        count = self._counts.get(name)
+        if count is None:
+            count = await self._create(service, name, event, now)
+        else:
+            count = await self._again(service, name, event, now, count)
+        if len(self._counts) >= _REMEMBERED:
+            self._counts.pop(next(iter(self._counts)))
+        self._counts[name] = count
+
+    async def _create(self, service: PDService, name: str, event: Event, now: str) -> int:
+        namespace = service.metadata.namespace
+        try:
+            await self._objects.create(EVENT, _body(service, name, event, now), namespace=namespace)
+        except AlreadyExists:
+            told = await self._objects.get(EVENT, name, namespace=namespace)
+            return await self._again(service, name, event, now, told.get("count", 1))
+        return 1
+
+    async def _again(self, service: PDService, name: str, event: Event, now: str, count: int) -> int:
+        patch = {"count": count + 1, "lastTimestamp": _seconds(now), "message": event.message[:_LONGEST]}
+        try:
+            await self._objects.patch(EVENT, name, patch, namespace=service.metadata.namespace)
+        except NotFound:  # events live for an hour
+            await self._objects.create(
+                EVENT, _body(service, name, event, now), namespace=service.metadata.namespace
+            )
+            return 1
+        return count + 1
+
+
+def event_name(service: PDService, event: Event) -> str:
+    """The same for the same thing, whichever operator tells it."""
+    text = f"{service.metadata.uid}/{event.reason}/{event.key}"
+    return f"{service.metadata.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _body(service: PDService, name: str, event: Event, now: str) -> Object:
+    meta = service.metadata
+    return {
+        "apiVersion": EVENT.api_version,
+        "kind": EVENT.kind,
+        "metadata": {"name": name, "namespace": meta.namespace},
+        "involvedObject": {
+            "apiVersion": API_VERSION,
+            "kind": service.kind,
+            "name": meta.name,
+            "namespace": meta.namespace,
+            "uid": meta.uid,
+        },
+        "reason": event.reason,
+        "type": event.type,
+        "message": event.message[:_LONGEST],
+        "count": 1,
+        "firstTimestamp": _seconds(now),
+        "lastTimestamp": _seconds(now),
+        "source": {"component": MANAGER},
+        "reportingComponent": MANAGER,
+    }
+
+
+def _seconds(at: str) -> str:
+    """Without the fraction: `metav1.Time`."""
+    return f"{at.partition('.')[0]}Z"

@@ -1,0 +1,180 @@
+"""The operator of a cluster, while it leads: what is fed, what is woken, what a pass reaches."""
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import structlog
+
+from fulcrum_cluster.client import Cluster as Connection
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_core.api import PDInstance, PDPool
+from fulcrum_core.errors import Conflict, StoreError
+from fulcrum_core.ports import EngineObservation, instance_key
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import FlipStrategy
+from fulcrum_operator.engines import simulated
+from fulcrum_operator.keyed_queue import KeyedQueue
+from fulcrum_operator.kubernetes.cache import Cache
+from fulcrum_operator.kubernetes.children import Children
+from fulcrum_operator.kubernetes.events import Recorder, events_of
+from fulcrum_operator.kubernetes.feed import FOLLOWED, Feed, selector
+from fulcrum_operator.kubernetes.metrics import Meters
+from fulcrum_operator.kubernetes.probe import Probes, probe
+from fulcrum_operator.kubernetes.router import STATE_URL, ClusterRouter
+from fulcrum_operator.kubernetes.runtime import PodRuntime
+from fulcrum_operator.kubernetes.store import CachedStore
+from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.labels import ClusterSettings
+from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.reconcile import Cluster, ServiceKey, reconcile
+
+RESYNC_S = 60.0
+"""Every service is looked at once in so long, even if nothing happened."""
+RELIST_S = 300.0
+"""Once in so long everything is listed, for a deletion that no watch told of."""
+_RETRY_S = 1.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an installation decides about its operator."""
+
+    settings: ClusterSettings
+    namespace: str = ""
+    """Only this one; "": all."""
+    token_file: Path = field(default_factory=Path)
+    """What routers' state ports ask for."""
+    router_state: str = STATE_URL
+
+
+class Leader:
+    """Everything that the leader does. To be closed.
+
+    Args:
+        connection: The cluster, for writes and lists.
+        feed: Makes what keeps a cache current.
+        options: What the installation decides.
+        meters: Where its passes are counted.
+        leads: Whether this process may write now.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        feed: Callable[[Cache], Feed],
+        options: Options,
+        meters: Meters,
+        leads: Callable[[], bool],
+    ) -> None:
+        self._connection, self._options, self._meters = connection, options, meters
+        self.synced = False
+        self._last: dict[ServiceKey, dict[str, EngineObservation]] = {}
+        self._client = httpx.AsyncClient(trust_env=False)
+        self._probes = Probes(self._probe)
+        self._queue = KeyedQueue[ServiceKey](self._pass, resync_s=RESYNC_S)
+        self._cache = Cache(self._wake)
+        self._feed = feed(self._cache)
+        objects, settings, clock = connection.objects, options.settings, SystemClock()
+        self._children = Children(objects, self._cache, settings, leads=leads)
+        self._recorder = Recorder(objects, clock, leads=leads)
+        self._runtime = PodRuntime(
+            objects, self._cache, self._probes, settings, leads=leads, on_change=self._wake
+        )
+        self._router = ClusterRouter(
+            self._cache, token_file=options.token_file, state_url=options.router_state
+        )
+        self._cluster = Cluster(
+            store=CachedStore(connection.store, self._cache, leads),
+            runtime=self._runtime,
+            clock=clock,
+            command=lambda _instance: (),
+            engine_facts=self._facts,
+            router=self._router,
+            tend=self._tend,
+        )
+
+    async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
+        """Look after every service until `stop` is set."""
+        listing = asyncio.get_running_loop().create_task(self._keep_listing())
+        try:
+            await self._feed.run(stop, on_started=on_started)
+        finally:
+            listing.cancel()
+
+    async def aclose(self) -> None:
+        """End all passes; nothing is written afterwards."""
+        await self._queue.aclose()
+        await self._probes.aclose()
+        await asyncio.gather(self._client.aclose(), self._router.aclose())
+
+    def _wake(self, key: ServiceKey) -> None:
+        if self.synced:  # half a picture would have passes make what is there already
+            self._queue.add(key)
+
+    async def _keep_listing(self) -> None:
+        while True:
+            try:
+                await self._list()
+            except StoreError as error:
+                _log.warning("cannot list", reason=str(error))
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if not self.synced:
+                self.synced = True
+                _log.info("everything is listed", services=len(self._cache.services()))
+                for key in self._cache.services():
+                    self._queue.add(key)
+            await asyncio.sleep(RELIST_S)
+
+    async def _list(self) -> None:
+        namespace = self._options.namespace
+        for kind in FOLLOWED:
+            found, version = await self._connection.objects.list(
+                kind, namespace=namespace, labels=selector(kind)
+            )
+            self._cache.relisted(kind, namespace, found, version)
+
+    async def _pass(self, key: ServiceKey) -> float | None:
+        began_s, outcome = time.perf_counter(), "error"
+        self._meters.depth.set(self._queue.depth)
+        try:
+            wanted_s = await reconcile(key, self._cluster)
+            outcome = "ok"
+            return wanted_s
+        except Conflict:
+            outcome = "conflict"
+            raise
+        finally:
+            self._meters.passes.labels(outcome).inc()
+            self._meters.duration.observe(time.perf_counter() - began_s)
+            self._meters.depth.set(self._queue.depth - 1)
+
+    async def _tend(self, seen: Observed, plan: Plan) -> None:
+        service = seen.service
+        key = ServiceKey(service.metadata.namespace, service.metadata.name)
+        pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
+        await self._children.tend(service, wanted=sum(wanted_replicas(pool) for pool in pools))
+        instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
+        await asyncio.gather(*(self._runtime.show_role(instance) for instance in instances))
+        await self._recorder.tell(service, events_of(seen, plan, self._last.get(key, {})))
+        self._last[key] = dict(seen.engines)
+
+    def _facts(self, instance: PDInstance) -> EngineFacts:
+        profile = _profile(instance.spec.engine.profile)
+        strategy = self._runtime.strategy(instance_key(instance)) or simulated.STRATEGY
+        return EngineFacts(simulated.identity(instance.spec, profile), strategy, profile.startup_s)
+
+    async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
+        return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))
+
+
+_profile = functools.cache(load_profile)
