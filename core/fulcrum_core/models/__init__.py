@@ -1,0 +1,31 @@
+"""What a model is, from its own config.json, and what that costs in memory. Pure."""
+
+from fulcrum_core.models.config import parse_model_config
+from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
+from fulcrum_core.models.fit import Fit, Layout, judge_fit
+from fulcrum_core.models.sizes import (
+    TRANSFER_ALIGN_BYTES,
+    kv_bytes,
+    kv_bytes_per_token,
+    rank_kv_bytes_per_token,
+    rank_weight_bytes,
+    transfer_buffer_bytes,
+    weight_bytes,
+)
+
+__all__ = [
+    "TRANSFER_ALIGN_BYTES",
+    "Fit",
+    "KvPrecision",
+    "Layout",
+    "ModelFacts",
+    "WeightPrecision",
+    "judge_fit",
+    "kv_bytes",
+    "kv_bytes_per_token",
+    "parse_model_config",
+    "rank_kv_bytes_per_token",
+    "rank_weight_bytes",
+    "transfer_buffer_bytes",
+    "weight_bytes",
+]

@@ -1,0 +1,194 @@
+"""Facts and sizes, held against what the models' authors publish."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.models import (
+    KvPrecision,
+    ModelFacts,
+    WeightPrecision,
+    kv_bytes,
+    kv_bytes_per_token,
+    parse_model_config,
+    rank_kv_bytes_per_token,
+    transfer_buffer_bytes,
+    weight_bytes,
+)
+
+FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
+MIB, GIB = 2**20, 2**30
+
+
+def config(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def facts(name: str) -> ModelFacts:
+    return parse_model_config(config(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama-2-7b", 6.74),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("qwen3-32b", 32.76),
+        ("gemma-3-27b", 27.0),
+        ("mixtral-8x7b", 46.7),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-next-80b-a3b", 79.7),
+        ("gpt-oss-20b", 20.9),
+        ("deepseek-v3", 671.03),
+    ],
+)
+def test_parameters_come_within_a_percent_of_what_is_published(model: str, billions: float) -> None:
+    assert facts(model).params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("qwen3-30b-a3b", 3.3), ("gpt-oss-20b", 3.6)],
+)
+def test_a_mixture_activates_what_is_published(model: str, billions: float) -> None:
+    assert facts(model).active_params / 1e9 == pytest.approx(billions, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param("llama-2-7b", 524_288, id="every head has its own keys"),
+        pytest.param("llama-3.1-8b", 131_072, id="8 of 32 heads"),
+        pytest.param("llama-3.1-70b", 327_680, id="8 of 64 heads"),
+        pytest.param("qwen3-32b", 262_144, id="head size from the file, not hidden / heads"),
+        pytest.param("deepseek-v3", 70_272, id="61 latent vectors of 512 + 64 values"),
+        pytest.param("qwen3-next-80b-a3b", 24_576, id="12 of 48 layers keep KV"),
+        pytest.param("gemma-3-27b", 507_904, id="layers with a window in full"),
+        pytest.param("tiny-llama", 1_024, id="float32"),
+    ],
+)
+def test_kv_bytes_of_a_token(model: str, expected: int) -> None:
+    assert kv_bytes_per_token(facts(model)) == expected
+
+
+def test_quantised_kv_takes_a_half_and_two_sevenths_and_the_index_nothing_less() -> None:
+    llama = facts("llama-3.1-8b")
+    assert [kv_bytes_per_token(llama, kv) for kv in KvPrecision] == [131_072, 65_536, 36_864]
+
+
+def test_a_window_bounds_the_kv_of_a_long_prompt() -> None:
+    gemma = facts("gemma-3-27b")
+    layer = 2 * 16 * 128 * 2
+    assert kv_bytes(gemma, 10_000) == layer * (10 * 10_000 + 52 * 1_024)
+    assert kv_bytes(gemma, 500) == layer * 62 * 500
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "kv", "expected_mib"),
+    [
+        pytest.param("llama-3.1-8b", 2_048, KvPrecision.AUTO, 256, id="exactly 256 MiB stays"),
+        pytest.param("llama-3.1-8b", 2_049, KvPrecision.AUTO, 512, id="a token more takes the next 256 MiB"),
+        pytest.param("llama-3.1-70b", 32_768, KvPrecision.AUTO, 10_240, id="32k of 70B"),
+        pytest.param("llama-3.1-70b", 32_768, KvPrecision.FP8, 5_120, id="half of it in FP8"),
+        pytest.param("deepseek-v3", 32_768, KvPrecision.AUTO, 2_304, id="latent attention is small"),
+        pytest.param("tiny-llama", 1, KvPrecision.AUTO, 256, id="never less than one piece"),
+    ],
+)
+def test_transfer_buffer(model: str, tokens: int, kv: KvPrecision, expected_mib: int) -> None:
+    assert transfer_buffer_bytes(facts(model), tokens, kv) == expected_mib * MIB
+
+
+def test_ranks_share_heads_down_to_one_and_never_a_latent_vector() -> None:
+    def on(model: str, tensor: int, pipeline: int = 1) -> float:
+        return rank_kv_bytes_per_token(facts(model), tensor=tensor, pipeline=pipeline, kv=KvPrecision.AUTO)
+
+    assert on("llama-3.1-70b", 4) == 327_680 / 4
+    assert on("llama-3.1-70b", 16) == 327_680 / 8
+    assert on("llama-3.1-70b", 4, pipeline=2) == 327_680 / 8
+    assert on("deepseek-v3", 8) == 70_272
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "gib"),
+    [
+        pytest.param("llama-3.1-70b", WeightPrecision.AUTO, 131.4, id="16 bits"),
+        pytest.param("llama-3.1-70b", WeightPrecision.FP8, 67.7, id="8 bits, embeddings as they are"),
+        pytest.param("llama-3.1-70b", WeightPrecision.FP4, 39.8, id="4 bits and their scales"),
+        pytest.param("deepseek-v3", WeightPrecision.AUTO, 626.7, id="a checkpoint in FP8"),
+        pytest.param("gpt-oss-20b", WeightPrecision.AUTO, 11.9, id="a checkpoint in MXFP4"),
+    ],
+)
+def test_weight_bytes(model: str, weights: WeightPrecision, gib: float) -> None:
+    assert weight_bytes(facts(model), weights) / GIB == pytest.approx(gib, abs=0.05)
+
+
+def test_a_familys_own_defaults_stand_in_for_what_its_file_leaves_out() -> None:
+    gemma = facts("gemma-3-27b")
+    assert (gemma.kv_layers, gemma.window_layers, gemma.window_tokens) == (10, 52, 1024)
+    assert gemma.context_tokens == 131_072
+    assert gemma.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        pytest.param({"quant_method": "awq", "bits": 4}, ("awq", 4.5), id="bits and their scales"),
+        pytest.param(
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
+            ("compressed-tensors", 8.0),
+            id="groups",
+        ),
+        pytest.param({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("modelopt", 4.5), id="algorithm"),
+        pytest.param({"quant_method": "modelopt", "quant_algo": "FP8"}, ("modelopt", 8.0), id="FP8"),
+        pytest.param({"quant_method": "new"}, ("new", 16.0), id="a method nobody knows counts in full"),
+    ],
+)
+def test_how_a_checkpoint_is_quantised(spec: dict[str, Any], expected: tuple[str, float]) -> None:
+    read = parse_model_config({**config("llama-3.1-8b"), "quantization_config": spec})
+    assert (read.quantization, read.weight_bits) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"num_hidden_layers": None},
+            "config.json: num_hidden_layers (missing) must be a positive whole number",
+            id="no layers",
+        ),
+        pytest.param(
+            {"num_attention_heads": "many"},
+            "config.json: num_attention_heads (many) must be a whole number",
+            id="not a number",
+        ),
+        pytest.param(
+            {"num_key_value_heads": 5},
+            "config.json (32 attention heads, 5 KV heads) must divide evenly",
+            id="heads that do not divide",
+        ),
+        pytest.param(
+            {"torch_dtype": "int4"},
+            "config.json: dtype (int4) must be one of float32, bfloat16, float16, half",
+            id="a data type nobody computes in",
+        ),
+        pytest.param(
+            {"architectures": []},
+            "config.json: architectures (missing) must name the model's class",
+            id="no class",
+        ),
+        pytest.param(
+            {"layer_types": ["mamba"] * 32},
+            "config.json (no attention layer) must describe a model with a KV cache",
+            id="nothing to hand over",
+        ),
+    ],
+)
+def test_a_file_that_describes_no_decoder_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        parse_model_config({**config("llama-3.1-8b"), **change})
+    assert str(refused.value) == message
