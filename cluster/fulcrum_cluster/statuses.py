@@ -84,6 +84,8 @@ def _cause(error: InvalidInput) -> dict[str, Any]:
 def _invalid(status: Mapping[str, Any], message: str, sent: Mapping[str, Any] | None) -> InvalidInput:
     causes = (status.get("details") or {}).get("causes") or [{}]
     path, text = causes[0].get("field", "object"), str(causes[0].get("message", message))
+    if "strict decoding error" in text:  # how a patch with an unknown field is refused
+        return _bad_request(text, sent)
     value, rule = _value_and_rule(text)
     if causes[0].get("reason") == "FieldValueRequired":
         return InvalidInput(path, "nothing", "is required")

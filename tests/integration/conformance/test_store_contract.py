@@ -40,6 +40,9 @@ def service(namespace: str, name: str = "chat", **spec: Any) -> PDService:
 
 def tier(namespace: str, name: str = "gold", *owners: Resource, **spec: Any) -> QoSTier:
     references = tuple(owner.owner_reference() for owner in owners)
+    references = references[:1] + tuple(
+        owner.model_copy(update={"controller": False}) for owner in references[1:]
+    )
     metadata = ObjectMeta(name=name, namespace=namespace, owner_references=references)
     return QoSTier(metadata=metadata, spec=QoSTierSpec(**spec))
 
