@@ -153,15 +153,19 @@ async def _apply(
 ) -> float | None:
     """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
     late_s: float | None = None
+    made: dict[str, Resource] = {}
     for obj in plan.objects:
         before = stored.get((obj.kind, obj.metadata.name))
         if isinstance(obj, PDService) and isinstance(before, PDService):
             late_s = await _write_service(obj, before, cluster, cluster.memory[key])
+        elif before is None:
+            made[obj.metadata.name] = await _create(obj, cluster.store)
         else:
             await _write(obj, before, cluster.store)
     for obj in plan.delete:
         await _delete(obj, cluster.store)
-    await asyncio.gather(*(_start(instance, cluster) for instance in plan.start))
+    started = (made.get(instance.metadata.name, instance) for instance in plan.start)
+    await asyncio.gather(*(_start(obj, cluster) for obj in started if isinstance(obj, PDInstance)))
     await asyncio.gather(*(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop))
     return late_s
 
@@ -171,16 +175,25 @@ async def _start(instance: PDInstance, cluster: Cluster) -> None:
     await cluster.runtime.start(instance, cluster.command(instance), startup_s=startup_s)
 
 
-async def _write(obj: Resource, before: Resource | None, store: Store) -> None:
+async def _create(obj: Resource, store: Store) -> Resource:
+    """The object as it is stored now: with an identity, by which others can be owned by it."""
+    made = await store.create(obj)
+    _log.info("object made", kind=obj.kind, name=obj.metadata.name)
+    await _write_status(obj, made, store)
+    return made
+
+
+async def _write(obj: Resource, before: Resource, store: Store) -> None:
     kind, name, namespace = type(obj), obj.metadata.name, obj.metadata.namespace
-    if before is None:
-        before = await store.create(obj)
-        _log.info("object made", kind=obj.kind, name=name)
-    elif spec := merge_diff(_part(before, "spec"), _part(obj, "spec")):
+    if spec := merge_diff(_part(before, "spec"), _part(obj, "spec")):
         version = before.metadata.resource_version
         await store.patch(kind, name, {"spec": spec}, namespace=namespace, resource_version=version)
+    await _write_status(obj, before, store)
+
+
+async def _write_status(obj: Resource, before: Resource, store: Store) -> None:
     if status := merge_diff(_part(before, "status"), _part(obj, "status")):
-        await store.patch_status(kind, name, status, namespace=namespace)
+        await store.patch_status(type(obj), obj.metadata.name, status, namespace=obj.metadata.namespace)
         _tell_phase(obj, before)
 
 

@@ -197,22 +197,27 @@ class PodRuntime:
 
     def _refuse(self, key: InstanceKey, instance: PDInstance, startup_s: float, why: str) -> None:
         """Say why there is no pod, and try again later."""
-        _log.warning("pod refused", pod=key.name, namespace=key.namespace, why=why)
+        known = self._refused.get(key)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(RETRY_S, lambda: loop.create_task(self._again(key, instance, startup_s, why)))
         self._refused[key] = _Refused(why, timer)
+        if known is not None and known.why == why:
+            return
+        _log.warning("pod refused", pod=key.name, namespace=key.namespace, why=why)
         self._on_change(ServiceKey(key.namespace, instance.spec.service))
 
     async def _again(self, key: InstanceKey, instance: PDInstance, startup_s: float, why: str) -> None:
-        if key not in self._refused:
+        tried = self._refused.get(key)
+        if tried is None:
             return
-        del self._refused[key]
-        if self._cache.resource(PDInstance, key.namespace, key.name) is None:
-            return
-        try:
-            await self._make(key, instance, startup_s)
-        except StoreError:
-            self._refuse(key, instance, startup_s, why)
+        current = self._cache.resource(PDInstance, key.namespace, key.name)
+        if current is not None:
+            try:
+                await self._make(key, current, startup_s)
+            except StoreError:
+                self._refuse(key, instance, startup_s, why)
+        if self._refused.get(key) is tried:
+            del self._refused[key]
 
 
 def _is_engine(pod: Object) -> bool:
