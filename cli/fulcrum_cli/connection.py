@@ -17,7 +17,7 @@ from fulcrum_cli.autoscalers import cluster_decisions
 from fulcrum_cli.ports import decisions
 from fulcrum_cli.target import ClusterTarget, LocalTarget, Target
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.errors import FulcrumError, InvalidInput, NotFound, StoreUnavailable
+from fulcrum_core.errors import Forbidden, FulcrumError, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import Store
 from fulcrum_core.state import RouterState
 
@@ -75,17 +75,17 @@ class Connection:
 
 @asynccontextmanager
 async def connected(
-    target: Target, service: str | None = None, *, of_instance: str | None = None
+    target: Target, service: str | None = None, *, of_instance: str | None = None, bare: bool = False
 ) -> AsyncIterator[Connection]:
     """The connection to the service called so, or that has an instance called so, or to the only one.
 
-    Whatever fails on the way is one line.
+    Whatever fails on the way is one line. A `bare` cluster may lack our kinds, or the right to list them.
     """
     async with AsyncExitStack() as stack:
         if isinstance(target, LocalTarget):
             yield await _to_run(stack, find_run(target, service, of_instance=of_instance))
         else:
-            yield await _to_cluster(stack, target)
+            yield await _to_cluster(stack, target, bare=bare)
 
 
 def find_run(target: LocalTarget, name: str | None, *, of_instance: str | None = None) -> "RunInfo":
@@ -117,17 +117,23 @@ async def _to_run(stack: AsyncExitStack, run: "RunInfo") -> Connection:
     return Connection(store=store, namespace=run.namespace, words=words, run=run)
 
 
-async def _to_cluster(stack: AsyncExitStack, target: ClusterTarget) -> Connection:
+async def _to_cluster(stack: AsyncExitStack, target: ClusterTarget, *, bare: bool) -> Connection:
     from fulcrum_cluster.client import open_cluster
 
-    cluster = await stack.enter_async_context(open_cluster(target.store, program=MANAGER))
+    try:
+        cluster = await stack.enter_async_context(open_cluster(target.store, program=MANAGER))
+    except InvalidInput as error:  # its path is an option of other programs
+        raise FulcrumError(f"{target.context} ({target.server}) {error.rule}") from error
     try:
         async with asyncio.timeout(ANSWER_S):
             await cluster.objects.get_path("/version")
-            await cluster.store.list(PDService, namespace=target.namespace)
+            if not bare:
+                await cluster.store.list(PDService, namespace=target.namespace)
     except (TimeoutError, StoreUnavailable) as error:
-        why = str(error) or f"no answer within {ANSWER_S:g} s"
+        why = str(error).removeprefix(f"{target.server} does not answer: ") or f"nothing for {ANSWER_S:g} s"
         raise StoreUnavailable(f"{target.context} ({target.server}) does not answer: {why}") from error
+    except Forbidden as error:
+        raise Forbidden(f"{target.context} ({target.server}): {error}") from error
     except NotFound as error:
         raise FulcrumError(f"{target.context} has no Fulcrum: {NO_CRDS}") from error
     return Connection(

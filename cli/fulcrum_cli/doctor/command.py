@@ -34,7 +34,7 @@ async def _examined(asked: Asked) -> tuple[list[str], tuple[Finding, ...]]:
     findings: list[Finding] = []
     words: list[str] = []
     for name in names:
-        async with connected(target, name) as there:
+        async with connected(target, name, bare=True) as there:
             findings += examine(await gather(there))
             words.append(there.words)
     return words, tuple(findings)

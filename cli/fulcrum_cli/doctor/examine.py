@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from fulcrum_cli.doctor import placement, programs, rights, routing, schemas, services
 from fulcrum_cli.doctor.facts import ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.findings import Finding, ok, warning
+from fulcrum_cli.doctor.rights import SEE_SERVICES
 from fulcrum_core.api.crds import crd
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.registry import KINDS
@@ -17,7 +18,8 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
     findings: list[Finding] = []
     if facts.cluster is not None:
         findings += _installation(facts, facts.cluster)
-    if not facts.services:
+    unseen = facts.cluster is not None and SEE_SERVICES in rights.refused(facts.cluster.person)
+    if not facts.services and not unseen:
         findings.append(ok("services", f"there is no PDService in namespace {facts.namespace}"))
     for service in facts.services:
         findings += _service(facts, service)

@@ -10,7 +10,7 @@ from fulcrum_cli.connection import Connection
 from fulcrum_cli.doctor.facts import AccountFacts, Bodies, Body, ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.rights import AUTOSCALER, OPERATOR, PERSON, Answer, Need, router_needs
 from fulcrum_cli.ports import Unreachable
-from fulcrum_core.api.meta import GROUP
+from fulcrum_core.api.meta import GROUP, Resource
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
@@ -26,27 +26,34 @@ _PART_OF = "app.kubernetes.io/part-of=fulcrum"
 _COMPONENT = "app.kubernetes.io/component"
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Resource)
 
 
 async def gather(there: Connection) -> Facts:
     """The picture of the namespace, or of the run."""
-    services = await there.store.list(PDService, namespace=there.namespace)
-    instances = await there.store.list(PDInstance, namespace=there.namespace)
-    assignments = await there.store.list(PDAssignment, namespace=there.namespace)
-    tiers = await there.store.list(QoSTier, namespace=there.namespace)
+    services, instances = await _items(there, PDService), await _items(there, PDInstance)
+    assignments, tiers = await _items(there, PDAssignment), await _items(there, QoSTier)
     cluster = None
     if there.objects is not None:
-        cluster = await _Cluster(there.objects, there.namespace).facts(services.items)
+        cluster = await _Cluster(there.objects, there.namespace).facts(services)
     return Facts(
         now_s=time.time(),
         namespace=there.namespace,
-        services=services.items,
-        instances=instances.items,
-        assignments={found.metadata.name: found for found in assignments.items},
-        tiers=frozenset(tier.metadata.name for tier in tiers.items),
+        services=services,
+        instances=instances,
+        assignments={found.metadata.name: found for found in assignments},
+        tiers=frozenset(tier.metadata.name for tier in tiers),
         cluster=cluster,
         local=await _local(there) if there.run else None,
     )
+
+
+async def _items(there: Connection, kind: type[R]) -> tuple[R, ...]:
+    """All of a kind; none where they may not be listed or the kind is missing: checks say that."""
+    try:
+        return (await there.store.list(kind, namespace=there.namespace)).items
+    except (NotFound, Forbidden):
+        return ()
 
 
 async def _local(there: Connection) -> LocalFacts:

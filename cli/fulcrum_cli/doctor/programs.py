@@ -20,7 +20,7 @@ def check_deployment(
         return problem(what, f"no Deployment of the {what} is there", advice_absent, about=about)
     said = [_standing(body) for body in found]
     bad = [words for ready, words in said if not ready]
-    if any(ready is None for ready, _ in said) or len(bad) == len(said):
+    if any(ready is None for ready, _ in said):
         return problem(what, "; ".join(bad), _look(found[0]), about=about)
     if bad:
         return warning(what, "; ".join(bad), _look(found[0]), about=about)

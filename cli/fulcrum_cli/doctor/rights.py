@@ -30,11 +30,10 @@ class Answer:
     allowed: bool | None
 
 
+SEE_SERVICES = Need("list", "pdservices")
 PERSON = (
-    *(
-        Need("list", plural)
-        for plural in ("pdservices", "pdpools", "pdinstances", "pdassignments", "qostiers")
-    ),
+    SEE_SERVICES,
+    *(Need("list", plural) for plural in ("pdpools", "pdinstances", "pdassignments", "qostiers")),
     Need("patch", "pdassignments"),
     Need("get", "services", "", subresource="proxy"),
 )
@@ -67,14 +66,19 @@ def router_needs(service: str) -> tuple[Need, ...]:
     )
 
 
+def refused(answers: Sequence[Answer]) -> list[Need]:
+    """The rights that are known to be missing."""
+    return [answer.need for answer in answers if answer.allowed is False]
+
+
 def check_person(answers: Sequence[Answer], *, namespace: str) -> Finding:
-    """Whether the person may do what this program offers; not all need that, so it is a warning."""
-    refused = [str(answer.need) for answer in answers if answer.allowed is False]
-    if refused:
-        return warning(
-            "your rights",
-            f"in namespace {namespace} you may not {', '.join(refused)}",
-            "ask for a Role with these rights, if you want to flip, drain or explain",
+    """Whether the person may do what this program offers: a problem only if even services may not be seen."""
+    missing = refused(answers)
+    if missing:
+        found = problem if SEE_SERVICES in missing else warning
+        seen = f"in namespace {namespace} you may not {', '.join(map(str, missing))}"
+        return found(
+            "your rights", seen, "ask for a Role with these rights, for status, flip, drain and explain"
         )
     return ok("your rights", f"you may look at and change what is in namespace {namespace}")
 
@@ -82,11 +86,11 @@ def check_person(answers: Sequence[Answer], *, namespace: str) -> Finding:
 def check_account(what: str, account: str, answers: Sequence[Answer], *, about: str = "") -> Finding:
     """Whether a part's ServiceAccount (`namespace/name`) may do what the part has to do."""
     name = f"{what}'s rights"
-    refused = [str(answer.need) for answer in answers if answer.allowed is False]
-    if refused:
+    missing = refused(answers)
+    if missing:
         return problem(
             name,
-            f"ServiceAccount {account} may not {', '.join(refused)}",
+            f"ServiceAccount {account} may not {', '.join(map(str, missing))}",
             "bind the Role that the chart (for a router: the operator) makes again",
             about=about,
         )

@@ -1,8 +1,14 @@
 """The figures of a run, for programs and for people."""
 
+from pathlib import Path
+
+import pytest
+
+from fulcrum_cli.play.command import leave
 from fulcrum_cli.play.recorder import Flip, Recorder
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_core.api.pdinstance import PDInstanceStatus
+from fulcrum_core.errors import FulcrumError
 from fulcrum_core.values import Actor, Phase, Role, Slo
 from fulcrum_simulator.client import Ending, Outcome, Tally
 
@@ -74,3 +80,17 @@ def test_a_machine_that_is_too_slow_says_so_loudly() -> None:
     assert "MACHINE TOO SLOW" in slow.as_text()
     assert "MACHINE TOO SLOW" not in figures(lateness_p99_ms=10.0).as_text()
     assert figures(lateness_p99_ms=None).too_slow is False
+
+
+def test_a_file_that_cannot_be_written_does_not_keep_the_other_from_it(tmp_path: Path) -> None:
+    from tests.unit.cli.test_view import frame
+
+    gone, picture = tmp_path / "gone" / "figures.json", tmp_path / "play.svg"
+    with pytest.raises(FulcrumError) as caught:
+        leave(figures(), frame(), json_file=gone, snapshot=picture)
+    assert str(caught.value) == f"--json ({gone}) cannot be written: No such file or directory"
+    assert picture.read_text().startswith("<svg")
+    with pytest.raises(
+        FulcrumError, match=r"--json .* cannot be written: .*; --snapshot .* cannot be written"
+    ):
+        leave(figures(), frame(), json_file=gone, snapshot=gone)

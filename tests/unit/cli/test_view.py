@@ -109,6 +109,13 @@ def test_a_dead_engine_and_a_slow_machine_are_said_in_words() -> None:
     assert "MACHINE TOO SLOW" in text
 
 
+def test_parts_that_do_not_answer_are_said_in_words() -> None:
+    silent = replace(row(0), missed_probes=3)
+    text = "\n".join(lines(frame(instances=(silent,), away=("autoscaler for 2 s", "router for 4 s")), 80, 24))
+    assert "does not answer, 3 probes missed" in text
+    assert "AWAY: autoscaler for 2 s; router for 4 s" in text
+
+
 def test_a_run_that_has_just_begun_can_be_drawn() -> None:
     begun = frame(
         instances=(), counts=Counts(), recent=Latencies(None, None, None, None), attainment=None,

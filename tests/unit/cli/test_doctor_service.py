@@ -1,0 +1,366 @@
+"""Doctor's checks of one service: status, tiers, floors, instances, pairs, rollout; and all together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fulcrum_cli.doctor.command import tell
+from fulcrum_cli.doctor.examine import examine
+from fulcrum_cli.doctor.facts import ClusterFacts, Facts, LocalFacts
+from fulcrum_cli.doctor.findings import Finding, Standing, worst
+from fulcrum_cli.doctor.rights import PERSON, Answer
+from fulcrum_cli.doctor.routing import check_router_answers, check_somewhere
+from fulcrum_cli.doctor.services import (
+    HANGS_S,
+    check_conditions,
+    check_floors,
+    check_instances,
+    check_pairs,
+    check_progress,
+    check_status_is_current,
+    check_tiers,
+)
+from fulcrum_core.api.manifest import parse_object
+from fulcrum_core.api.meta import Condition
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
+from fulcrum_core.api.pdservice import PDService, PDServiceStatus
+from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.values import Phase, Role
+
+OK, WARNING, PROBLEM = Standing.OK, Standing.WARNING, Standing.PROBLEM
+NOW_S = 1_700_000_000.0
+
+
+def seen(finding: Finding) -> tuple[Standing, str]:
+    return finding.standing, finding.seen
+
+
+def made(kind: str, name: str, spec: Mapping[str, Any]) -> Any:
+    body = {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": name},
+        "spec": {k: v for k, v in spec.items() if v is not None},
+    }
+    return parse_object(body)
+
+
+def service(
+    *conditions: Condition, generation: int = 3, seen: int = 3, age_s: float = 60, **spec: Any
+) -> PDService:
+    found: PDService = made("PDService", "chat", {"model": "m", "instances": 2, **spec})
+    times = {"generation": generation, "creation_timestamp": NOW_S - age_s}
+    status = PDServiceStatus(conditions=conditions, observed_generation=seen)
+    return found.replace(metadata=found.metadata.model_copy(update=times), status=status)
+
+
+def condition(kind: str, status: str, *, message: str = "", since_s: float = 0.0) -> Condition:
+    told = {
+        "type": kind,
+        "status": status,
+        "reason": "R",
+        "message": message,
+        "lastTransitionTime": NOW_S - since_s,
+    }
+    return Condition.model_validate(told)
+
+
+def instance(name: str, phase: str = "Serving", role: str | None = "Prefill", **identity: Any) -> PDInstance:
+    spec = {"service": "chat", "pool": "flex", "model": "m", "engine": {}}
+    found: PDInstance = made("PDInstance", name, spec)
+    known = {
+        "model": "m",
+        "engine": "e:1",
+        "kvDtype": "f16",
+        "blockSize": 16,
+        "tensorParallel": 1,
+        **identity,
+    }
+    told = {"phase": phase, "role": role, "endpoint": "10.0.0.1:8000", "identity": known}
+    return found.replace(status=PDInstanceStatus.model_validate(told))
+
+
+def assignment(**roles: str) -> PDAssignment:
+    entries = {
+        name.replace("_", "-"): {"role": role, "since": "2026-01-01T00:00:00Z", "by": "Operator"}
+        for name, role in roles.items()
+    }
+    found: PDAssignment = made("PDAssignment", "chat", {"service": "chat", "roles": entries})
+    return found
+
+
+P, D = instance("chat-0"), instance("chat-1", role="Decode")
+PAIR = assignment(chat_0="Prefill", chat_1="Decode")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        pytest.param(service(), (OK, "speaks of generation 3, the current one"), id="current"),
+        pytest.param(
+            service(seen=2), (WARNING, "speaks of generation 2, the spec is generation 3"), id="behind"
+        ),
+        pytest.param(
+            service(seen=0),
+            (PROBLEM, "speaks of generation 0, the spec is generation 3: nobody has looked at it yet"),
+            id="never looked at",
+        ),
+        pytest.param(
+            service(seen=0, age_s=1),
+            (WARNING, "speaks of generation 0, the spec is generation 3"),
+            id="just made",
+        ),
+    ],
+)
+def test_a_status_of_an_older_spec_is_told(found: PDService, expected: tuple[Standing, str]) -> None:
+    assert seen(check_status_is_current(found, now_s=NOW_S)) == expected
+
+
+def test_tiers_that_are_missing_are_named() -> None:
+    named = service(qosTiers=["gold", "free"])
+    assert seen(check_tiers(named, {"gold"})) == (PROBLEM, "no QoSTier named free")
+    assert seen(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers are there")
+
+
+THREE = [{"name": "flex", "instances": {"min": 3}}]
+POOLS = [
+    {"name": "p", "role": "Prefill", "instances": {"min": 2}},
+    {"name": "d", "role": "Decode", "instances": {"min": 1}},
+]
+
+
+@pytest.mark.parametrize(
+    ("found", "instances", "expected"),
+    [
+        pytest.param(service(), (P, D), (OK, "at least 1 prefill and 1 decode"), id="held"),
+        pytest.param(
+            service(),
+            (P, instance("chat-1", "Starting", None)),
+            (PROBLEM, "0 of at least 1 Decode serve"),
+            id="not held now",
+        ),
+        pytest.param(
+            service(instances=None, pools=THREE, roles={"prefill": {"min": 2}, "decode": {"min": 2}}),
+            (P, D),
+            (PROBLEM, "floors of 2 and 2 need more than the 3 instances there may be"),
+            id="more than there may be",
+        ),
+        pytest.param(
+            service(instances=None, pools=POOLS, roles={"decode": {"min": 2}}),
+            (P, D),
+            (PROBLEM, "spec.roles.decode.min is 2, but only 1 instances can decode"),
+            id="more than the pools allow",
+        ),
+        pytest.param(
+            service(instances=1),
+            (instance("chat-0", role="Both"),),
+            (OK, "at least 1 prefill and 1 decode"),
+            id="one alone does both",
+        ),
+    ],
+)
+def test_floors_that_cannot_or_do_not_hold_are_a_problem(
+    found: PDService, instances: tuple[PDInstance, ...], expected: tuple[Standing, str]
+) -> None:
+    assert seen(check_floors(found, instances, PAIR)) == expected
+
+
+def test_failed_instances_are_told_with_their_message() -> None:
+    failed = P.replace(
+        status=P.status.model_copy(update={"phase": Phase.FAILED, "message": "its engine ended"})
+    )
+    assert seen(check_instances("chat", (failed, D))) == (PROBLEM, "chat-0: its engine ended")
+    assert seen(check_instances("chat", ())) == (PROBLEM, "there is none")
+    assert seen(check_instances("chat", (P, D))) == (OK, "none has failed, 2 of 2 serve")
+
+
+OTHER_ENGINE = instance("chat-1", role="Decode", engine="e:2")
+UNLIKE = "engine differs: prefill has e:1, decode has e:2"
+
+
+@pytest.mark.parametrize(
+    ("instances", "roles", "expected"),
+    [
+        pytest.param((P, D), PAIR, (OK, "all 1 pairs can exchange KV"), id="alike"),
+        pytest.param(
+            (P, OTHER_ENGINE),
+            PAIR,
+            (PROBLEM, f"1 of 1 pairs cannot exchange KV; chat-0 → chat-1: {UNLIKE}"),
+            id="no pair can",
+        ),
+        pytest.param(
+            (P, OTHER_ENGINE, instance("chat-2", role="Decode")),
+            assignment(chat_0="Prefill", chat_1="Decode", chat_2="Decode"),
+            (WARNING, f"1 of 2 pairs cannot exchange KV; chat-0 → chat-1: {UNLIKE}"),
+            id="some can",
+        ),
+        pytest.param(
+            (instance("chat-0", tensorParallel=2), D),
+            assignment(chat_0="Decode", chat_1="Prefill"),
+            (OK, "all 1 pairs can exchange KV"),
+            id="one direction is enough where nobody flips",
+        ),
+        pytest.param(
+            (P, D.replace(status=D.status.model_copy(update={"identity": None}))),
+            PAIR,
+            (WARNING, "not known yet of chat-1: no identity"),
+            id="not verified yet",
+        ),
+    ],
+)
+def test_pairs_that_cannot_exchange_kv_are_told_with_the_reason(
+    instances: tuple[PDInstance, ...], roles: PDAssignment, expected: tuple[Standing, str]
+) -> None:
+    assert seen(check_pairs("chat", instances, roles)) == expected
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        pytest.param((), (OK, "nothing is changing"), id="no condition yet"),
+        pytest.param(
+            (condition("Progressing", "False", message="settled"),),
+            (OK, "settled"),
+            id="settled",
+        ),
+        pytest.param(
+            (condition("Progressing", "True", message="1 of 2", since_s=60),),
+            (OK, "1 of 2; for 1m"),
+            id="on its way",
+        ),
+        pytest.param(
+            (condition("Progressing", "True", message="1 of 2", since_s=HANGS_S + 60),),
+            (PROBLEM, "1 of 2; for 11m"),
+            id="hanging",
+        ),
+    ],
+)
+def test_a_change_that_takes_too_long_hangs(
+    conditions: tuple[Condition, ...], expected: tuple[Standing, str]
+) -> None:
+    assert seen(check_progress(service(*conditions), now_s=NOW_S)) == expected
+
+
+def test_what_the_operator_says_is_wrong_is_handed_on() -> None:
+    bad = condition("Degraded", "True", message="chat-0: its engine ended")
+    fine = condition("Ready", "True", message="all serve")
+    assert seen(check_conditions(service(bad, fine))) == (
+        PROBLEM,
+        "Degraded is True (R): chat-0: its engine ended",
+    )
+    assert check_conditions(service(fine)).standing is OK
+    assert check_conditions(service()).standing is WARNING
+
+
+def test_a_router_needs_somewhere_to_send_requests() -> None:
+    starting = instance("chat-0", "Starting", None)
+    assert seen(check_somewhere("chat", (starting,))) == (
+        PROBLEM,
+        "the router has no instance to send requests to: chat-0 Starting",
+    )
+    assert check_somewhere("chat", (P, D)).standing is OK
+
+
+def state(*, missed_probes: int = 0) -> RouterState:
+    ledger = InstanceState(
+        name="chat-0",
+        role=Role.PREFILL,
+        serving=True,
+        prefill_queued_s=0,
+        prefill_tokens=0,
+        decode_tokens=0,
+        decode_requests=0,
+        legs=0,
+        open_handoffs=0,
+        itl_s=None,
+        missed_probes=missed_probes,
+    )
+    return RouterState(
+        service="chat",
+        generation=1,
+        acknowledged_at_s=0.0,
+        at_s=0.0,
+        instances=(ledger,),
+        flip_wanted=None,
+        flip_wanted_seq=0,
+        prediction_error=None,
+        local_prefills=0,
+        tiers=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        pytest.param(None, (PROBLEM, "it does not answer"), id="away"),
+        pytest.param(state(), (OK, "answers, and reaches 1 instances"), id="there"),
+        pytest.param(state(missed_probes=3), (WARNING, "it does not reach chat-0"), id="an engine is silent"),
+    ],
+)
+def test_a_local_router_is_asked_itself(told: RouterState | None, expected: tuple[Standing, str]) -> None:
+    assert seen(check_router_answers("chat", told)) == expected
+
+
+# all at once
+
+WELL = (condition("Ready", "True", message="2 of 2"), condition("Progressing", "False", message="settled"))
+
+
+def facts(**changes: Any) -> Facts:
+    given: dict[str, Any] = {
+        "now_s": NOW_S,
+        "namespace": "n",
+        "services": (service(*WELL),),
+        "instances": (P, D),
+        "assignments": {"chat": PAIR},
+        "tiers": frozenset(),
+    }
+    return Facts(**{**given, **changes})
+
+
+def test_a_local_run_that_is_well_has_nothing_but_ok() -> None:
+    findings = examine(facts(local=LocalFacts(state=state(), autoscaler_refusal="")))
+    assert worst(findings) is OK
+    assert tell(findings)[-1] == "10 ok, 0 warnings, 0 problems"
+
+
+def test_a_namespace_without_a_service_is_well() -> None:
+    findings = examine(facts(services=(), instances=(), assignments={}))
+    assert [finding.seen for finding in findings] == ["there is no PDService in namespace n"]
+
+
+def blind() -> ClusterFacts:
+    """What somebody sees who may see nothing."""
+    return ClusterFacts(
+        kinds=None,
+        person=tuple(Answer(need, False) for need in PERSON),
+        accounts=(),
+        operator=None,
+        autoscaler=None,
+        leader=None,
+        leases_seen=False,
+        nodes=None,
+        engine_pods=None,
+        router_pods=None,
+        routers=None,
+        router_leases=None,
+        slices=None,
+    )
+
+
+def test_somebody_without_rights_is_told_so_and_nothing_made_up() -> None:
+    findings = examine(facts(services=(), instances=(), assignments={}, cluster=blind()))
+    assert [(finding.name, finding.standing) for finding in findings] == [
+        ("kinds", WARNING),
+        ("your rights", PROBLEM),
+        ("operator", WARNING),
+        ("autoscaler", WARNING),
+    ]
+
+
+def test_every_problem_and_warning_says_what_to_do() -> None:
+    findings = examine(facts(services=(service(seen=0, qosTiers=["gold"]),), instances=(), cluster=blind()))
+    assert [finding.name for finding in findings if finding.standing is not OK and not finding.advice] == []
+    assert all(finding.advice == "" for finding in findings if finding.standing is OK)
