@@ -4,7 +4,7 @@ import asyncio
 
 from fulcrum_cli.connection import Connection, connected
 from fulcrum_cli.finding import service_of
-from fulcrum_cli.flipping import Written, cordon
+from fulcrum_cli.flipping import Written, cordon, cordon_reason, cordoner
 from fulcrum_cli.program import program_name
 from fulcrum_cli.target import Asked, choose_target
 from fulcrum_cli.waiting import Sight, check_stands, look, look_until, phase_words
@@ -31,11 +31,14 @@ def run(asked: Asked, instance: str, *, wait: bool, undo: bool) -> int:
 async def _drain(asked: Asked, instance: str, *, wait: bool, undo: bool) -> tuple[str, bool]:
     async with connected(choose_target(asked), of_instance=instance) as there:
         service = await service_of(there, instance)
-        reason = "drain taken back by command" if undo else "drained by command"
         written = await cordon(
-            there.store, service.metadata.name, instance, namespace=there.namespace, reason=reason,
+            there.store,
+            service.metadata.name,
+            instance,
+            namespace=there.namespace,
+            reason="drained by command",
             cordoned=not undo,
-        )  # fmt: skip
+        )
         words = _words(written, undo=undo)
         done = True
         if wait:
@@ -49,7 +52,7 @@ def _words(written: Written, *, undo: bool) -> str:
         return "takes new work again" if written.changed else "was not cordoned: nothing written"
     if not written.changed:
         entry = written.before
-        return f"was cordoned already by {entry.by} ({entry.reason or 'no reason'}): nothing written"
+        return f"was cordoned already by {cordoner(entry)} ({cordon_reason(entry)}): nothing written"
     back = f"{program_name()} drain {written.instance} --undo"
     return f"cordoned, gets no new work; `{back}` takes it back"
 

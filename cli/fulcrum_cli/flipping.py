@@ -89,16 +89,27 @@ async def cordon(
         entry = current.roles[instance]
         if entry.cordoned is cordoned:
             return current
-        if not cordoned and entry.by is Actor.OPERATOR:
-            why = entry.reason or "no reason given"
+        if not cordoned and cordoner(entry) is Actor.OPERATOR:
+            why = cordon_reason(entry)
             rule = f"was cordoned by the operator, who wants it gone: {why}"
             raise InvalidInput("instance", instance, rule)
-        update = {"cordoned": cordoned, "by": Actor.PERSON, "reason": reason}
+        word = (Actor.PERSON, reason) if cordoned else (None, "")
+        update = {"cordoned": cordoned, "cordoned_by": word[0], "cordon_reason": word[1]}
         roles = {**current.roles, instance: entry.model_copy(update=update)}
         return current.model_copy(update={"roles": roles})
 
     what = "be drained" if cordoned else "be taken back"
     return await _write(store, service, instance, propose, namespace=namespace, what=what)
+
+
+def cordoner(entry: RoleAssignment) -> Actor:
+    """Who cordoned it."""
+    return entry.cordoned_by or entry.by
+
+
+def cordon_reason(entry: RoleAssignment) -> str:
+    """Why it is cordoned, in words."""
+    return entry.cordon_reason or entry.reason or "no reason given"
 
 
 async def _write(

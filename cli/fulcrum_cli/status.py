@@ -8,6 +8,7 @@ from typing import Any
 
 from fulcrum_cli.arguments import one_of
 from fulcrum_cli.connection import Connection, connected
+from fulcrum_cli.flipping import cordoner
 from fulcrum_cli.output import Output, render
 from fulcrum_cli.target import Asked, LocalTarget, choose_target
 from fulcrum_core.api.meta import Condition, format_duration
@@ -197,7 +198,8 @@ def _role(instance: PDInstance, wish: RoleAssignment | None) -> str:
 def _by(wish: RoleAssignment, *, now_s: float) -> str:
     left_s = (wish.pinned_until or 0.0) - now_s
     pinned = f", pinned for {_age(left_s)}" if left_s > 0 else ""
-    return f"{wish.by}{pinned}{', cordoned' if wish.cordoned else ''}"
+    cordoned = f", cordoned by {cordoner(wish)}" if wish.cordoned else ""
+    return f"{wish.by}{pinned}{cordoned}"
 
 
 def _phase(instance: PDInstance, *, now_s: float) -> str:
@@ -238,7 +240,7 @@ def refusals(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
     """Wishes that are refused now, in words."""
     entries = sorted(assignment.spec.roles.items()) if assignment else []
     return [
-        f"refused {name} → {entry.refused.role}: {entry.refused.reason}, "
+        f"refused {name}{f' → {entry.refused.role}' if entry.refused.role else ''}: {entry.refused.reason}, "
         f"for {format_duration(max(1.0, round(entry.refused.until - now_s)))} more"
         for name, entry in entries
         if entry.refused and entry.refused.until > now_s

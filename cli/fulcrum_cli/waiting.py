@@ -80,7 +80,9 @@ def check_stands(seen: Sight, written: Written) -> None:
             raise Overruled(f"{name} → {wished.role} was refused: {refused.reason}")
         raise Overruled(f"{name} was given {entry.role} again by {entry.by}: {entry.reason or 'no reason'}")
     if wished.cordoned and not entry.cordoned:
-        raise Overruled(f"{name} was taken back by {entry.by}: {entry.reason or 'no reason'}")
+        if entry.refused and entry.refused.role is None:
+            raise Overruled(f"{name} is not drained, that was refused: {entry.refused.reason}")
+        raise Overruled(f"{name} takes new work again: somebody lifted the cordon")
 
 
 def phase_words(seen: Sight) -> str:

@@ -172,7 +172,7 @@ def _cordoned(
                 spec, left = proposed, left - 1
                 chosen.add(name)
     for name, entry in spec.roles.items():
-        if entry.cordoned and name not in chosen and entry.by is not Actor.PERSON:
+        if entry.cordoned and name not in chosen and (entry.cordoned_by or entry.by) is not Actor.PERSON:
             spec = _with_cordon(spec, name, cordoned=False)
     return spec
 

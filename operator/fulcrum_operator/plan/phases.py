@@ -17,6 +17,10 @@ from enum import StrEnum
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 
+DRAINED = "drained"
+"""How the message of a cordoned instance ends, once the router has nothing open on it any more."""
+
+LOOK_AGAIN_S = 1.0
 SWITCH_TIMEOUT_S = 60.0
 """Longest time for an engine to come back in its new role and answer."""
 
@@ -127,7 +131,7 @@ def _draining(facts: Facts) -> Step:
     since_s = facts.since_s if facts.phase is Phase.DRAINING else facts.now_s
     deadline_s = since_s + facts.drain_timeout_s
     if not facts.leaving and not facts.flips:
-        return Step(Phase.DRAINING, EngineAction.START, "cordoned")
+        return _cordoned(facts)
     waited = facts.phase is Phase.DRAINING  # a pass that only now cordons cannot have been acknowledged
     if waited and facts.drained:
         return _drained(facts, "drained")
@@ -135,6 +139,13 @@ def _draining(facts: Facts) -> Step:
         return _overdue(facts)
     # How many is the router's to say: a count here would be written with every request that ends.
     return Step(Phase.DRAINING, EngineAction.START, "waits for its requests to end", deadline_s=deadline_s)
+
+
+def _cordoned(facts: Facts) -> Step:
+    """It stays until the cordon is lifted; whoever cordoned it reads here when nothing is left on it."""
+    if facts.phase is Phase.DRAINING and facts.drained:
+        return Step(Phase.DRAINING, EngineAction.START, f"cordoned, {DRAINED}")
+    return Step(Phase.DRAINING, EngineAction.START, "cordoned", deadline_s=facts.now_s + LOOK_AGAIN_S)
 
 
 def _drained(facts: Facts, why: str) -> Step:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.values import FlipStrategy, Phase
-from fulcrum_operator.plan.phases import SWITCH_TIMEOUT_S, EngineAction, Facts, Step, advance
+from fulcrum_operator.plan.phases import LOOK_AGAIN_S, SWITCH_TIMEOUT_S, EngineAction, Facts, Step, advance
 from tests.unit.operator.builders import EXITED, NOW_S, RUNNING, STARTING, D, P, engine
 
 KEEP, START, STOP = EngineAction.KEEP, EngineAction.START, EngineAction.STOP
@@ -95,8 +95,13 @@ def test_serving_and_failing(before: Facts, step: Step) -> None:
         ),
         pytest.param(
             facts(Phase.SERVING, cordoned=True),
-            Step(Phase.DRAINING, START, "cordoned"),
+            Step(Phase.DRAINING, START, "cordoned", deadline_s=NOW_S + LOOK_AGAIN_S),
             id="cordoned without leaving: drains without a deadline",
+        ),
+        pytest.param(
+            facts(Phase.DRAINING, cordoned=True, drained=True),
+            Step(Phase.DRAINING, START, "cordoned, drained"),
+            id="cordoned and empty: stays, and says so",
         ),
         pytest.param(
             facts(Phase.STARTING, leaving=True, engine=COMING),
