@@ -22,6 +22,8 @@ from fulcrum_core.ports import Clock
 
 log = structlog.get_logger()
 
+_LEAST_PAUSE_S = 0.01
+
 
 class StepDown(StrEnum):
     """When a leader that cannot renew stops to lead."""
@@ -259,7 +261,7 @@ class Elector:
         pause_s = self._timing.retry_s * self._rng.uniform(0.5, 1.0)
         until_s = self._expires_at_s - self._clock.monotonic_s()
         waits = not self._leading and self._seen is not None and until_s > 0
-        return min(pause_s, until_s) if waits else pause_s
+        return min(pause_s, max(_LEAST_PAUSE_S, until_s)) if waits else pause_s
 
     def _say(self, error: Exception | None) -> None:
         """Log the first failure of a row, and its end."""

@@ -7,7 +7,6 @@ two be active for a moment, what they serve does no harm.
 
 import asyncio
 import random
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +69,7 @@ class Failover:
     def __init__(
         self, router: Router, objects: ObjectApi, place: Place, *, clock: Clock, rng: random.Random
     ) -> None:
-        self._router, self._objects, self._place = router, objects, place
+        self._router, self._objects, self._place, self._clock = router, objects, place, clock
         self._elector = Elector(
             ClusterLease(objects, place.name, namespace=place.namespace),
             identity=place.identity,
@@ -96,22 +95,22 @@ class Failover:
 
         Returns after `HAND_OVER_S` at the latest, also where no other one is left.
         """
-        end_s = time.monotonic() + HAND_OVER_S
+        end_s = self._clock.monotonic_s() + HAND_OVER_S
         if self._elector.leading:
             await self._elector.release()
-        elif time.monotonic() - self._last_active_s > HAND_OVER_S:
+        elif self._clock.monotonic_s() - self._last_active_s > HAND_OVER_S:
             return
-        while time.monotonic() < end_s and not await self._is_replaced():
+        while self._clock.monotonic_s() < end_s and not await self._is_replaced():
             await asyncio.sleep(LOOK_S)
         self._router.leaving = True
-        await asyncio.sleep(max(0.0, min(LINGER_S, end_s - time.monotonic())))
+        await asyncio.sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
 
     def _changed(self, leads: bool) -> None:
         if leads:
             self._router.step_in()
         else:
             self._router.active = False
-            self._last_active_s = time.monotonic()
+            self._last_active_s = self._clock.monotonic_s()
         self._turned.set()
 
     async def _keep_slice(self) -> None:
