@@ -31,14 +31,20 @@ rules:
 
 
 def started(
-    folder: Path, nodes: int, *, archives: tuple[Path, ...] = (), api_server: Mapping[str, str] | None = None
+    folder: Path,
+    nodes: int,
+    *,
+    archives: tuple[Path, ...] = (),
+    api_server: Mapping[str, str] | None = None,
+    crds: bool = True,
 ) -> Cluster:
-    """A running cluster with our kinds; where none can run the test is skipped, or fails if told so."""
+    """A running cluster, by default with our kinds; where none can run the test is skipped, or fails."""
     cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
     try:
         _check()
         cluster.start(nodes, archives=archives)
-        apply_crds(cluster)
+        if crds:
+            apply_crds(cluster)
     except BaseException as reason:
         cluster.stop()
         if not isinstance(reason, Unavailable) or os.environ.get("KUBERNETES_TESTS") == "required":

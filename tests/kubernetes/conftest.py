@@ -1,11 +1,13 @@
 """Levels 3 and 4: real clusters, one of each for the whole run."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kubernetes.clusters import started
+from tools.image.build import build
 from tools.kubernetes.cluster import Cluster
 
 StartCluster = Callable[..., Cluster]
@@ -35,3 +37,16 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartClu
 def control_plane(start_cluster: StartCluster) -> Cluster:
     """Level 3: etcd, API server, controller-manager and scheduler with our kinds, and no nodes."""
     return start_cluster(0)
+
+
+@pytest.fixture(scope="session")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """The product's image under two tags: what is installed, and what is rolled out after it."""
+    folder = tmp_path_factory.mktemp("images")
+    return tuple(build(folder / f"fulcrum-{tag}.tar", f"localhost/fulcrum:{tag}") for tag in (1, 2))
+
+
+@pytest.fixture(scope="session")
+def cluster(start_cluster: StartCluster, archives: tuple[Path, ...]) -> Cluster:
+    """Level 4: nodes n1, n2 and n3 with the product's images; the chart brings our kinds."""
+    return start_cluster(3, archives=archives, crds=False)

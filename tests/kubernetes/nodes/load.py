@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.kubernetes.clusters import REPO
+from tests.kubernetes.nodes.service import MODEL, Service
+from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
 
@@ -102,3 +104,15 @@ class Load:
         for line in self._process.stdout:
             said = json.loads(line)
             self._windows[said["window"]] = said
+
+
+@contextlib.contextmanager
+def loaded(cluster: Cluster, service: Service, seed: int, *, node: str) -> Iterator[Load]:
+    """Steady load on the service from this node, once it is seen to be answered."""
+    running = Load(cluster.nodes[node], host=service.address(), model=MODEL, seed=seed)
+    try:
+        with running.window("warming up"):
+            wait_for(lambda: service.first_token(node), "an answer", timeout_s=30)
+        yield running
+    finally:
+        running.stop()

@@ -1,0 +1,194 @@
+"""One PDService as its user sees it: its objects, its pods, its address, its router's state."""
+
+import contextlib
+import datetime
+import http.client
+import json
+import time
+from collections import Counter
+from typing import Any
+
+from tests.kubernetes.nodes.pods import Pod, list_pods
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+API = "/apis/fulcrum.dev/v1alpha1"
+MODEL = "laptop-1b"
+INSTANCES = 4
+
+MANIFEST = f"""
+apiVersion: fulcrum.dev/v1alpha1
+kind: PDService
+metadata: {{name: chat}}
+spec:
+  model: {MODEL}
+  instances: {INSTANCES}
+  engine: {{type: Simulated, profile: laptop}}
+"""
+
+Object = dict[str, Any]
+
+
+class Service:
+    """A PDService of the cluster, read as its administrator."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
+        self._cluster, self._namespace, self._name = cluster, namespace, name
+
+    # -- objects --
+
+    def read(self, plural: str, name: str | None = None) -> Object:
+        """One of our objects of this service, its own name unless another is given."""
+        answer: Object = self._cluster.read(f"{self._path(plural)}/{name or self._name}")
+        return answer
+
+    def exists(self) -> bool:
+        """Whether the PDService is there."""
+        with contextlib.suppress(LookupError):
+            return bool(self.read("pdservices"))
+        return False
+
+    def patch(self, plural: str, change: Object, *, name: str | None = None) -> Object:
+        """A merge patch; RuntimeError with what the API server said if it refuses."""
+        status, body = self._cluster.request(
+            "PATCH",
+            f"{self._path(plural)}/{name or self._name}",
+            json.dumps(change).encode(),
+            kind="application/merge-patch+json",
+        )
+        if status != 200:
+            raise RuntimeError(body.decode())
+        answer: Object = json.loads(body)
+        return answer
+
+    def roles(self) -> dict[str, Object]:
+        """The wish: the assignment's entry of each instance."""
+        entries: dict[str, Object] = self.read("pdassignments")["spec"].get("roles", {})
+        return entries
+
+    def instances(self) -> dict[str, Object]:
+        """The status of each PDInstance of the service, by name."""
+        items = self._cluster.read(self._path("pdinstances"))["items"]
+        return {
+            item["metadata"]["name"]: item.get("status", {})
+            for item in items
+            if item["spec"]["service"] == self._name
+        }
+
+    def plays(self, instance: str, role: str) -> bool:
+        """Whether the instance serves in that role."""
+        status = self.instances()[instance]
+        return (status.get("phase"), status.get("role")) == ("Serving", role)
+
+    def flip_one(self) -> tuple[str, str]:
+        """A person's flip of one of the role that more instances have; its name and its new role."""
+        roles = {name: entry["role"] for name, entry in self.roles().items()}
+        most = max(("Decode", "Prefill"), key=list(roles.values()).count)
+        name = min(name for name, role in roles.items() if role == most)
+        other = "Decode" if most == "Prefill" else "Prefill"
+        since = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat().replace("+00:00", "Z")
+        entry = {"role": other, "since": since, "by": "Person", "reason": "a scenario"}
+        self.patch("pdassignments", {"spec": {"roles": {name: entry}}})
+        return name, other
+
+    def phases(self) -> Counter[str]:
+        """How many instances are in each phase."""
+        return Counter(status.get("phase", "Pending") for status in self.instances().values())
+
+    def condition(self, kind: str) -> Object:
+        """One condition of the PDService; empty if it is not there."""
+        conditions = self.read("pdservices").get("status", {}).get("conditions", [])
+        return next((c for c in conditions if c["type"] == kind), {})
+
+    def events(self) -> Counter[str]:
+        """How often each reason was told of the service."""
+        items = self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]
+        ours = [e for e in items if e["involvedObject"]["name"] == self._name]
+        return Counter({e["reason"]: 0 for e in ours}) + Counter(e["reason"] for e in ours)
+
+    # -- pods --
+
+    def engines(self) -> list[Pod]:
+        """The engine pods."""
+        labels = f"fulcrum.dev/service={self._name},app.kubernetes.io/name=fulcrum-engine"
+        return list_pods(self._cluster, self._namespace, labels)
+
+    def routers(self) -> list[Pod]:
+        """The router pods, active and standby."""
+        labels = f"fulcrum.dev/router={self._name},app.kubernetes.io/name=fulcrum-router"
+        return list_pods(self._cluster, self._namespace, labels)
+
+    def active_router(self) -> Pod:
+        """The router that the Service's traffic goes to; LookupError while there is none."""
+        addresses = self.endpoints()
+        found = [pod for pod in self.routers() if pod.address in addresses]
+        if len(found) != 1:
+            raise LookupError(f"{len(found)} active routers")
+        return found[0]
+
+    def endpoints(self) -> list[str]:
+        """The addresses that the Service leads to."""
+        selector = f"labelSelector=kubernetes.io%2Fservice-name%3D{self._name}"
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices?{selector}"
+        slices = self._cluster.read(path)["items"]
+        endpoints = [endpoint for item in slices for endpoint in item.get("endpoints") or ()]
+        return [e["addresses"][0] for e in endpoints if (e.get("conditions") or {}).get("ready", True)]
+
+    def twice(self) -> list[str]:
+        """Addresses that more than one serving instance claims."""
+        claims = Counter(s.get("endpoint") for s in self.instances().values() if s.get("phase") == "Serving")
+        return [str(endpoint) for endpoint, claimed in claims.items() if claimed > 1]
+
+    # -- traffic --
+
+    def address(self) -> str:
+        """The Service's cluster address."""
+        path = f"/api/v1/namespaces/{self._namespace}/services/{self._name}"
+        address: str = self._cluster.read(path)["spec"]["clusterIP"]
+        return address
+
+    def first_token(self, node: str) -> bool:
+        """Whether a streamed completion through the Service's address begins."""
+        body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 4, "stream": True})
+        with self._cluster.nodes[node].network():
+            connection = http.client.HTTPConnection(self.address(), 80, timeout=5)
+            connection.connect()
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status == 200 and answer.readline().startswith(b"data: {")
+
+    # -- being whole --
+
+    def is_whole(self, instances: int = INSTANCES) -> bool:
+        """As many serving instances as wished with a ready pod each, no other, and two ready routers."""
+        engines, routers = self.engines(), self.routers()
+        return (
+            self.phases() == {"Serving": instances}
+            and len(engines) == instances
+            and all(pod.ready and not pod.leaving for pod in engines)
+            and [pod.ready and not pod.leaving for pod in routers] == [True, True]
+            and len(self.endpoints()) == 1
+        )
+
+    def is_whole_without(self, node: str, instances: int = INSTANCES) -> bool:
+        """As `is_whole`, whatever becomes of what a lost node held: nothing that counts is on it."""
+        engines = [pod for pod in self.engines() if pod.ready and not pod.leaving and pod.node != node]
+        routers = [pod for pod in self.routers() if pod.ready and not pod.leaving and pod.node != node]
+        serving = self.phases()["Serving"]
+        return (len(engines), serving, len(routers)) == (instances, instances, 2) and (
+            self.active_router() in routers
+        )
+
+    def wait_whole(self, instances: int = INSTANCES, *, timeout_s: float = 60.0) -> float:
+        """Waits until it is whole, and says how long that took; the error tells what it lacks."""
+        try:
+            return wait_for(lambda: self.is_whole(instances), f"{instances} instances", timeout_s=timeout_s)
+        except TimeoutError as error:
+            error.add_note(f"instances: {json.dumps(self.instances(), indent=1)}")
+            error.add_note(f"engines: {self.engines()}")
+            error.add_note(f"routers: {self.routers()}, endpoints: {self.endpoints()}")
+            raise
+
+    def _path(self, plural: str) -> str:
+        return f"{API}/namespaces/{self._namespace}/{plural}"

@@ -1,0 +1,99 @@
+"""Flips under a steady load: no request fails or gets a wrong text, and the router hears of them at once."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fulcrum_cli.flipping import Written, flip
+from fulcrum_cluster.client import open_store
+from fulcrum_core.values import Role
+from fulcrum_simulator.client import percentile
+from tests.kubernetes.nodes.load import Load
+from tests.kubernetes.nodes.router_state import StatePort, state_port
+from tests.kubernetes.nodes.service import Service
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+RELABELS, RESTARTS = 300, 4
+ACKNOWLEDGED_P99_S = 0.1
+
+
+@pytest.fixture
+def by_hand(service: Service) -> Iterator[Service]:
+    """The service with an autoscaler that decides nothing, so that every flip is the scenario's."""
+    service.patch("pdservices", {"spec": {"autoscaling": {"mode": "Off"}}})
+    yield service
+    change = {"mode": "Auto", "flip": {"strategy": "Auto"}}
+    service.patch("pdservices", {"spec": {"autoscaling": change}})
+    service.wait_whole(timeout_s=120)
+
+
+def flips(service: Service, rng: random.Random) -> Iterator[tuple[str, Role]]:
+    """Flips that keep both roles served: the second of a pair undoes what the first did to the balance."""
+    roles = {name: Role(entry["role"]) for name, entry in service.roles().items()}
+    for ahead in itertools.cycle((Role.PREFILL, Role.DECODE)):
+        name = rng.choice(sorted(name for name, role in roles.items() if role is ahead))
+        if sum(role is ahead for role in roles.values()) < 2:
+            continue
+        roles[name] = Role.DECODE if ahead is Role.PREFILL else Role.PREFILL
+        yield name, roles[name]
+
+
+@pytest.mark.timeout(240)
+async def test_300_relabels_are_acknowledged_at_once_and_nobody_notices(
+    cluster: Cluster, by_hand: Service, load: Load, seed: int
+) -> None:
+    wished = list(itertools.islice(flips(by_hand, random.Random(seed)), RELABELS))
+    with state_port(cluster, by_hand.address()) as state, load.window(f"{RELABELS} flips, Relabel") as seen:
+        delays_s = await _flip_all(cluster, state, wished)
+    p50_s, p99_s = percentile(delays_s, 50), percentile(delays_s, 99)
+    print(f"decision to acknowledgement: p50 {p50_s:.4f} s, p99 {p99_s:.4f} s, worst {max(delays_s):.4f} s")
+    assert p99_s is not None
+    assert (seen.all_right(), p99_s <= ACKNOWLEDGED_P99_S) == (True, True)
+
+
+async def _flip_all(cluster: Cluster, state: StatePort, wished: list[tuple[str, Role]]) -> list[float]:
+    """Flips one after the other; seconds from each decision to the router's word."""
+    delays_s: list[float] = []
+    async with open_store(f"kubeconfig:{cluster.kubeconfig}") as store:
+        for instance, role in wished:
+            written = await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
+            delays_s.append(await asyncio.to_thread(_acknowledged_after_s, state, written))
+    return delays_s
+
+
+def _acknowledged_after_s(state: StatePort, written: Written) -> float:
+    seen = state.read(min_generation=written.generation)
+    assert seen.generation == written.generation
+    return seen.acknowledged_at_s - written.entry.since
+
+
+@pytest.mark.timeout(300)
+async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
+    cluster: Cluster, by_hand: Service, load: Load, seed: int
+) -> None:
+    with load.window("engines started for one role each") as changed:
+        by_hand.patch("pdservices", {"spec": {"autoscaling": {"flip": {"strategy": "Restart"}}}})
+        wait_for(lambda: _all_flip_by(by_hand, "Restart"), "engines that restart", timeout_s=120)
+        by_hand.wait_whole(timeout_s=60)
+    with load.window(f"{RESTARTS} flips, Restart") as seen:
+        async with open_store(f"kubeconfig:{cluster.kubeconfig}") as store:
+            for instance, role in itertools.islice(flips(by_hand, random.Random(seed)), RESTARTS):
+                begin = time.monotonic()
+                await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
+                await asyncio.to_thread(_wait_for_role, by_hand, instance, role)
+                await asyncio.to_thread(by_hand.wait_whole)
+                print(f"{instance} serves {role} after {time.monotonic() - begin:.1f} s")
+    assert (changed.all_right(), seen.all_right()) == (True, True)
+
+
+def _wait_for_role(service: Service, instance: str, role: Role) -> None:
+    wait_for(lambda: service.plays(instance, role), f"{instance} as {role}", timeout_s=60)
+
+
+def _all_flip_by(service: Service, strategy: str) -> bool:
+    return {status.get("strategy") for status in service.instances().values()} == {strategy}

@@ -1,0 +1,67 @@
+"""New images and new kinds under a steady load: engines one after the other, operator, routers, CRDs."""
+
+import json
+from functools import partial
+
+import pytest
+
+from tests.kubernetes.nodes.components import all_ready, component_pods
+from tests.kubernetes.nodes.installation import IMAGE, NEXT_IMAGE, Helm, values
+from tests.kubernetes.nodes.load import Load
+from tests.kubernetes.nodes.service import Service
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+
+@pytest.mark.timeout(300)
+def test_rolling_update_of_the_engine_image_fails_no_request(service: Service, load: Load) -> None:
+    for image in (NEXT_IMAGE, None):
+        with load.window(f"engine image {image}") as seen:
+            service.patch("pdservices", {"spec": {"engine": {"image": image}}})
+            rolled_s = wait_for(partial(_engines_run, service, image or IMAGE), "the rollout", timeout_s=140)
+        print(f"engines run {image or IMAGE} after {rolled_s:.1f} s")
+        assert seen.all_right()
+
+
+def _engines_run(service: Service, image: str) -> bool:
+    return {pod.image for pod in service.engines()} == {image} and service.is_whole()
+
+
+@pytest.mark.timeout(420)
+def test_helm_upgrade_of_operator_and_router_fails_no_request(
+    cluster: Cluster, service: Service, helm: Helm, load: Load
+) -> None:
+    for image in (NEXT_IMAGE, IMAGE):
+        with load.window(f"helm upgrade to {image}") as seen:
+            helm.upgrade(values(image))
+            upgraded_s = wait_for(partial(_all_run, cluster, service, image), "the upgrade", timeout_s=150)
+        print(f"all run {image} {upgraded_s:.1f} s after helm")
+        assert seen.all_right()
+
+
+def _all_run(cluster: Cluster, service: Service, image: str) -> bool:
+    pods = [*component_pods(cluster, "operator"), *component_pods(cluster, "autoscaler"), *service.routers()]
+    return {pod.image for pod in pods} == {image} and all_ready(cluster) and _engines_run(service, image)
+
+
+@pytest.mark.timeout(180)
+def test_upgrade_of_the_crds_fails_no_request(cluster: Cluster, service: Service, load: Load) -> None:
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    place = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/fieldOfTheNextRelease"
+    kinds = ("pdservices", "pdinstances", "pdassignments")
+    with load.window("new fields in the CRDs") as seen:
+        for change in (
+            {"op": "add", "path": place, "value": {"type": "string"}},
+            {"op": "remove", "path": place},
+        ):
+            for kind in kinds:
+                body = json.dumps([change]).encode()
+                status, said = cluster.request(
+                    "PATCH", f"{path}/{kind}.fulcrum.dev", body, kind="application/json-patch+json"
+                )
+                assert status == 200, said
+            name, role = service.flip_one()
+            acted_s = wait_for(partial(service.plays, name, role), "a flip", timeout_s=30)
+            print(f"a flip took {acted_s:.1f} s after the change")
+        service.wait_whole()
+    assert seen.all_right()
