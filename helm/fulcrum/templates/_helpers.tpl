@@ -1,0 +1,76 @@
+{{/* The beginning of all names: at most 46 characters, so that "-autoscaler" and a hash fit behind it. */}}
+{{- define "fulcrum.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 46 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 46 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "fulcrum.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Labels of everything; takes (dict "root" $ "component" "operator"). */}}
+{{- define "fulcrum.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: fulcrum
+{{ include "fulcrum.selector" . }}
+{{- end -}}
+
+{{/* Of pods: nothing that a new version of the chart would change, or all would restart with it. */}}
+{{- define "fulcrum.podLabels" -}}
+app.kubernetes.io/part-of: fulcrum
+{{ include "fulcrum.selector" . }}
+{{- end -}}
+
+{{- define "fulcrum.selector" -}}
+app.kubernetes.io/name: {{ include "fulcrum.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "fulcrum.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The container's half of the "restricted" Pod Security Standard, and a root that cannot be written. */}}
+{{- define "fulcrum.containerSecurity" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+{{- end -}}
+
+{{/* Mounts of a program's container, and the volumes behind them: scratch, and the token for routers' state ports. */}}
+{{- define "fulcrum.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: router-state-token
+  mountPath: /var/run/secrets/fulcrum.dev
+  readOnly: true
+{{- end -}}
+
+{{- define "fulcrum.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: router-state-token
+  projected:
+    sources:
+      - serviceAccountToken:
+          audience: fulcrum.dev/router-state
+          expirationSeconds: 3600
+          path: token
+{{- end -}}

@@ -1,0 +1,59 @@
+{{/*
+What the parts may do. A test holds each rule to what the API server's audit log says was used.
+
+The operator makes a Role for each service's router, so the API server asks it to hold what is in there itself.
+The other way, a ClusterRole for all routers and the right to bind it, grants the operator less, but every router
+the Leases and the endpoints of all services of its namespace: whoever takes over one router then takes over all.
+The operator sees these anyway, as it makes them.
+*/}}
+{{- define "fulcrum.operatorRules" -}}
+- apiGroups: [fulcrum.dev]
+  resources: [pdservices, qostiers]
+  verbs: [get, list, watch]
+- apiGroups: [fulcrum.dev]
+  resources: [pdpools, pdinstances, pdassignments]
+  verbs: [create, delete, get, list, patch, watch]
+- apiGroups: [fulcrum.dev]
+  resources: [pdservices/status, pdpools/status, pdinstances/status, pdassignments/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [create, delete, get, list, patch, watch]
+- apiGroups: [""]
+  resources: [services, serviceaccounts]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles, rolebindings]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [create, delete, get, list, patch, watch]
+{{ include "fulcrum.leaseRules" . }}
+{{- end -}}
+
+{{- define "fulcrum.leaseRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create, get, patch]
+{{- end -}}
+
+{{- define "fulcrum.autoscalerRules" -}}
+- apiGroups: [fulcrum.dev]
+  resources: [pdservices, pdinstances, pdassignments]
+  verbs: [get, list, watch]
+- apiGroups: [fulcrum.dev]
+  resources: [pdassignments]
+  verbs: [patch]
+{{- end -}}
