@@ -4,7 +4,19 @@ from fulcrum_core.api.manifest import load_manifest, parse_object
 from fulcrum_core.api.meta import API_VERSION, GROUP, VERSION, Condition, ObjectMeta, OwnerReference, Resource
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.api.pdinstance import IdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
-from fulcrum_core.api.pdpool import Bounds, EngineSpec, PDPool, PDPoolSpec, PDPoolStatus, PoolRole, fixed_role
+from fulcrum_core.api.pdpool import (
+    Bounds,
+    EngineSpec,
+    EnvVar,
+    HardwareSpec,
+    PDPool,
+    PDPoolSpec,
+    PDPoolStatus,
+    PoolRole,
+    RefusedRevision,
+    StartSpec,
+    fixed_role,
+)
 from fulcrum_core.api.pdservice import (
     LastDecision,
     PDService,
@@ -24,7 +36,9 @@ __all__ = [
     "Bounds",
     "Condition",
     "EngineSpec",
+    "EnvVar",
     "Floors",
+    "HardwareSpec",
     "IdentitySpec",
     "LastDecision",
     "ObjectMeta",
@@ -45,10 +59,12 @@ __all__ = [
     "QoSTier",
     "QoSTierSpec",
     "Refusal",
+    "RefusedRevision",
     "Resource",
     "RoleAssignment",
     "RoleStatus",
     "SloSpec",
+    "StartSpec",
     "fixed_role",
     "kind_of",
     "load_manifest",

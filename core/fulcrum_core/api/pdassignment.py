@@ -17,7 +17,9 @@ AssignedRole = Literal[Role.PREFILL, Role.DECODE]
 class Refusal(Model):
     """A wish that was turned down, so that nobody retries for ever."""
 
-    role: AssignedRole = Field(description="The role that was wished for.")
+    role: AssignedRole | None = Field(
+        default=None, description="The role that was wished for; none: another change, as a cordon or a pin."
+    )
     reason: str = Field(max_length=1024, description="Why it was turned down.")
     until: Time = Field(description="Before this time the same wish is refused without a second look.")
 
@@ -33,6 +35,10 @@ class RoleAssignment(Model):
         default=None, description="A person's word: until then nobody else flips it."
     )
     cordoned: StrictBool = Field(default=False, description="Whether it gets no new work (default false).")
+    cordoned_by: Actor | None = Field(
+        default=None, description="Who cordoned it (default: `by`). A person's cordon only a person lifts."
+    )
+    cordon_reason: str = Field(default="", max_length=1024, description="Why it is cordoned, in words.")
     refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
 
 

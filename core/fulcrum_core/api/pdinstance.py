@@ -5,17 +5,22 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from fulcrum_core.api.meta import Model, Printer, Resource, Time
-from fulcrum_core.api.pdpool import EngineSpec
+from fulcrum_core.api.pdassignment import AssignedRole
+from fulcrum_core.api.pdpool import StartSpec
 from fulcrum_core.values import FlipStrategy, Identity, Phase, Role
 
 
-class PDInstanceSpec(Model):
+class PDInstanceSpec(StartSpec):
     """What this instance runs."""
 
     service: str = Field(max_length=253, description="The PDService it belongs to.")
     pool: str = Field(max_length=253, description="The PDPool it belongs to.")
-    model: str = Field(max_length=253, description="The model it serves.")
-    engine: EngineSpec = Field(description="The engine it runs.")
+    revision: str = Field(
+        default="", max_length=63, description="Hash of what it is started with, but for its role."
+    )
+    role: AssignedRole | None = Field(
+        default=None, description="The role that its engine is started for, where that is a start-up option."
+    )
 
 
 class IdentitySpec(Model):

@@ -1,8 +1,10 @@
 """PDPool: interchangeable instances, made by the operator from a pool of a PDService."""
 
-from typing import ClassVar, Literal, Self
+import hashlib
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from fulcrum_core.api.meta import Condition, Model, Printer, Resource, between_fields
 from fulcrum_core.values import Role
@@ -36,6 +38,18 @@ class Bounds(Model):
         return max(self.min, min(replicas, self.ceiling))
 
 
+class EnvVar(Model):
+    """One environment variable."""
+
+    name: str = Field(
+        min_length=1,
+        max_length=253,
+        pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$",
+        description="Name of the variable.",
+    )
+    value: str = Field(default="", max_length=4096, description="Its value (default empty).")
+
+
 class EngineSpec(Model):
     """Which engine the instances run."""
 
@@ -46,17 +60,91 @@ class EngineSpec(Model):
         max_length=253,
         description="Simulated accelerator: name of a built-in profile, or a file (default laptop).",
     )
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Container image of the engine (default: the operator's own).",
+    )
+    args: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
+        default=(), max_length=128, description="Arguments after those that the operator writes."
+    )
+    env: tuple[EnvVar, ...] = Field(
+        default=(),
+        max_length=128,
+        description="Environment variables of the engine.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Self:
+        names = [pair.name for pair in self.env]
+        if len(set(names)) < len(names):
+            raise ValueError("names an environment variable twice")
+        return self
 
 
-class PDPoolSpec(Model):
+class HardwareSpec(Model):
+    """What an instance asks of its node."""
+
+    resource: str = Field(
+        min_length=1,
+        max_length=253,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        description="Name of a resource of nodes, as nvidia.com/gpu.",
+    )
+    count: StrictInt = Field(default=1, ge=1, le=1024, description="How many of it (default 1).")
+
+
+Template = Annotated[
+    dict[str, Any],
+    Field(
+        description="Laid over the pod of each instance, as a strategic merge patch.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+
+
+class StartSpec(Model):
+    """What an instance is started with, but for its role. Its hash is the instance's revision."""
+
+    model: str = Field(max_length=253, description="The model that it serves.")
+    engine: EngineSpec = Field(description="The engine that it runs.")
+    hardware: HardwareSpec | None = Field(
+        default=None, description="What it asks of its node (default: nothing)."
+    )
+    template: Template | None = None
+    role_at_start: StrictBool = Field(
+        default=False,
+        description="Whether the role is a start-up option of the engine, so that a flip restarts it.",
+    )
+
+    @property
+    def start(self) -> "StartSpec":
+        """Only what it is started with."""
+        return StartSpec.model_construct(**{name: getattr(self, name) for name in StartSpec.model_fields})
+
+    @property
+    def start_revision(self) -> str:
+        """Short hash of what it is started with. A field that a later version adds leaves it as it is."""
+        content = self.start.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
+
+
+class PDPoolSpec(StartSpec):
     """What the operator asks of a pool."""
 
     service: str = Field(max_length=253, description="The PDService this pool belongs to.")
-    model: str = Field(max_length=253, description="The model that every instance serves.")
-    engine: EngineSpec = Field(description="The engine that every instance runs.")
     role: PoolRole = Field(description="Prefill or Decode for ever, or Flexible: instances flip.")
     replicas: StrictInt = Field(ge=0, le=1024, description="Instances wanted; clamped to `instances`.")
     instances: Bounds = Field(description="Bounds that clamp every writer of `replicas`.")
+
+
+class RefusedRevision(Model):
+    """A revision that did not come to serve. It is not tried again until the spec changes."""
+
+    revision: str = Field(description="Which.")
+    reason: str = Field(max_length=1024, description="What became of it.")
 
 
 class PDPoolStatus(Model):
@@ -65,6 +153,14 @@ class PDPoolStatus(Model):
     replicas: int = Field(default=0, description="Instances that exist.")
     ready_replicas: int = Field(default=0, description="Instances that serve.")
     selector: str = Field(default="", description="Label selector of the pool's instances.")
+    revision: str = Field(default="", description="The revision that instances shall have.")
+    updated_replicas: int = Field(default=0, description="Instances that have it.")
+    last_good: StartSpec | None = Field(
+        default=None, description="What all instances were last started with and served."
+    )
+    refused: RefusedRevision | None = Field(
+        default=None, description="The revision that was given up for the last good one."
+    )
     conditions: tuple[Condition, ...] = Field(
         default=(),
         description="ScalingLimited: a wish was clamped.",

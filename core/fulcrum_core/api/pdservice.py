@@ -1,16 +1,35 @@
 """PDService: what a user writes. Everything but the model has a default."""
 
+import re
 from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
 from fulcrum_core.api.pdassignment import Floors
-from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole
+from fulcrum_core.api.pdpool import Bounds, EngineSpec, HardwareSpec, PoolRole, Template
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.values import AutoscalingMode, Role
 
 DEFAULT_INSTANCES = 2
+
+NAME_LENGTH = 40
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+BAD_NAME = (
+    f"has a metadata.name that is not a letter and then letters, digits and `-`, {NAME_LENGTH} at most: "
+    "pods, a Service and labels are named after it"
+)
+FLOORS_TOO_HIGH = "has fewer instances than the floors of prefill and decode ask for"
+_HAS_POOLS = "has(self.pools) && size(self.pools) > 0"
+_FLOORS_OF_COUNT = (
+    f"({_HAS_POOLS}) || !has(self.instances) || self.roles.prefill.min + self.roles.decode.min"
+    " <= (self.instances == 1 ? 2 : self.instances)"
+)
+_FLOORS_OF_DEFAULT = (
+    f"({_HAS_POOLS}) || has(self.instances) || self.roles.prefill.min + self.roles.decode.min"
+    f" <= {DEFAULT_INSTANCES}"
+)
+"""A single instance does both. Pools have bounds, not counts: what they lack the status says."""
 
 
 class PoolSpec(Model):
@@ -27,6 +46,10 @@ class PoolSpec(Model):
         description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible).",
     )
     instances: Bounds = Field(description="How many instances the pool has.")
+    hardware: HardwareSpec | None = Field(
+        default=None, description="What each instance asks of its node (default: nothing)."
+    )
+    template: Template | None = None
 
 
 class RoleFloor(Model):
@@ -80,8 +103,13 @@ class ArrowSpec(Model):
 
 
 class FlipSpec(Model):
-    """When instances may flip."""
+    """When and how instances flip."""
 
+    strategy: Literal["Auto", "Relabel", "Restart"] = Field(
+        default="Auto",
+        description="Relabel: the engine takes its role per request; Restart: at its start; "
+        "Auto: the cheapest that the engine is seen to offer (default Auto).",
+    )
     prefill_to_decode_cooldown: Duration = Field(
         default=10.0,
         ge=0,
@@ -89,6 +117,16 @@ class FlipSpec(Model):
     )
     paused: StrictBool = Field(
         default=False, description="Whether the autoscaler holds all flips (default false)."
+    )
+
+
+class ScaleSpec(Model):
+    """Who says how many instances a pool has."""
+
+    owner: Literal["Fulcrum", "External"] = Field(
+        default="Fulcrum",
+        description="External: only you and your autoscaler write PDPool replicas; "
+        "Fulcrum: replicas also follow changed bounds (default Fulcrum).",
     )
 
 
@@ -101,7 +139,8 @@ class AutoscalingSpec(Model):
     )
     policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
     arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
-    flip: FlipSpec = Field(default_factory=FlipSpec, description="When instances may flip.")
+    flip: FlipSpec = Field(default_factory=FlipSpec, description="When and how instances flip.")
+    scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who says how many instances a pool has.")
 
 
 class DrainSpec(Model):
@@ -112,6 +151,37 @@ class DrainSpec(Model):
         ge=0,
         description="Longest wait for an instance's requests before it is ended (default 120s).",
     )
+
+
+class RolloutSpec(Model):
+    """How instances are replaced when what they are started with changes."""
+
+    model_config = ConfigDict(
+        json_schema_extra=between_fields(
+            "self.maxSurge + self.maxUnavailable > 0",
+            "has maxSurge and maxUnavailable 0: nothing could be replaced",
+        )
+    )
+
+    max_surge: StrictInt = Field(
+        default=1, ge=0, le=1024, description="Most instances of a pool above those wanted (default 1)."
+    )
+    max_unavailable: StrictInt = Field(
+        default=0, ge=0, le=1024, description="Most instances of a pool that may lack meanwhile (default 0)."
+    )
+    paused: StrictBool = Field(default=False, description="Whether nothing is replaced (default false).")
+    progress_deadline: Duration | None = Field(
+        default=None,
+        gt=0,
+        description="Longest wait for a new instance to serve before the last good revision comes back "
+        "(default: two minutes and ten times the engine's start-up).",
+    )
+
+    @model_validator(mode="after")
+    def _moves(self) -> Self:
+        if not self.max_surge + self.max_unavailable:
+            raise ValueError("has maxSurge and maxUnavailable 0: nothing could be replaced")
+        return self
 
 
 class TimeoutsSpec(Model):
@@ -139,10 +209,16 @@ class PDServiceSpec(Model):
     """A model served by prefill and decode instances."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields(
-            "!(has(self.instances) && has(self.pools) && size(self.pools) > 0)",
-            "has both instances and pools: write one of them",
-        )
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!(has(self.instances) && has(self.pools) && size(self.pools) > 0)",
+                    "message": "has both instances and pools: write one of them",
+                },
+                {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH},
+                {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH},
+            ]
+        }
     )
 
     model: str = Field(min_length=1, max_length=253, description="The model to serve, as clients name it.")
@@ -168,6 +244,10 @@ class PDServiceSpec(Model):
         default_factory=AutoscalingSpec, description="How the split follows the load."
     )
     drain: DrainSpec = Field(default_factory=DrainSpec, description="How an instance leaves.")
+    rollout: RolloutSpec = Field(
+        default_factory=RolloutSpec,
+        description="How instances are replaced when what they are started with changes.",
+    )
     router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
 
     @model_validator(mode="after")
@@ -177,6 +257,14 @@ class PDServiceSpec(Model):
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise ValueError("names a pool twice")
+        return self
+
+    @model_validator(mode="after")
+    def _floors_held(self) -> Self:
+        count = DEFAULT_INSTANCES if self.instances is None else self.instances
+        floors = self.roles.floors()
+        if not self.pools and floors.prefill + floors.decode > max(count, 2):
+            raise ValueError(FLOORS_TOO_HIGH)
         return self
 
     def resolved_pools(self) -> tuple[PoolSpec, ...]:
@@ -208,7 +296,7 @@ class PDServiceStatus(Model):
 
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        description="Ready, Progressing, Degraded, TiersAccepted.",
+        description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")
@@ -240,6 +328,20 @@ class PDService(Resource):
         Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
+    model_config = ConfigDict(
+        json_schema_extra=between_fields(
+            f"self.metadata.name.matches('{NAME_PATTERN}') && size(self.metadata.name) <= {NAME_LENGTH}",
+            BAD_NAME,
+        )
+    )
+
     kind: Literal["PDService"] = "PDService"
     spec: PDServiceSpec = Field(description="What the user asks for.")
     status: PDServiceStatus = Field(default_factory=PDServiceStatus, description="What is seen.")
+
+    @model_validator(mode="after")
+    def _name_for_children(self) -> Self:
+        name = self.metadata.name
+        if len(name) > NAME_LENGTH or not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(BAD_NAME)
+        return self
