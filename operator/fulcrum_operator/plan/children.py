@@ -34,8 +34,8 @@ HAND_OVER_S = 5
 """How long a router that was told to end lets its successor take over before it drains."""
 TEARDOWN_S = 10
 
-_READ = ["get", "list", "watch"]
-_CHANGE = ["get", "update", "patch"]
+_FOLLOW = ["list", "watch"]
+_CHANGE = ["get", "patch"]
 
 
 def children_of(service: PDService, settings: ClusterSettings, *, wanted: int) -> tuple[dict[str, Any], ...]:
@@ -86,10 +86,10 @@ def _account(service: PDService, suffix: str) -> dict[str, Any]:
 
 def _role(service: PDService) -> dict[str, Any]:
     name = [f"{service.metadata.name}-router"]
-    kinds = ["pdassignments", "pdinstances", "pdservices", "qostiers"]
+    kinds = ["pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers"]
     rules = [
-        {"apiGroups": [GROUP], "resources": kinds, "verbs": _READ},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": _READ},
+        {"apiGroups": [GROUP], "resources": kinds, "verbs": _FOLLOW},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": _FOLLOW},
         _rule_on("coordination.k8s.io", "leases", name),
         _rule_on("discovery.k8s.io", "endpointslices", name),
     ]
