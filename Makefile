@@ -6,7 +6,7 @@ SHELL := bash
 
 bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
-inner_tests := tests/unit tests/properties tests/simulation
+inner_tests := tests/unit tests/properties tests/simulation tests/helm
 
 .PHONY: help play test kubernetes check generate verify lock engine bench clean \
 	static check-format check-lint check-types check-contracts check-tests
@@ -43,10 +43,11 @@ check-contracts: .venv/.dev
 check-tests: .venv/.dev
 	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
 
-generate: .venv/.dev ## rewrite what is made from code: crds/
+generate: .venv/.dev ## rewrite what is made from code: crds/, the kinds and the table of values in the chart
 	$(bin)/python -m fulcrum_core.api.crds crds
+	$(bin)/python tools/chart.py crds helm/fulcrum
 
-verify: .venv/.dev ## fail if crds/ is not what the code makes
+verify: .venv/.dev ## fail if crds/ or the chart is not what the code makes
 	tools/verify
 
 lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions

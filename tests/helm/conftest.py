@@ -1,0 +1,74 @@
+"""Level 1: the chart, rendered by Helm."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "fulcrum"
+
+
+class Refused(Exception):
+    """Helm does not render the chart with these values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What Helm made of the chart."""
+
+    files: dict[str, str]
+    """Text by file, without the chart's name."""
+    objects: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
+    """What the linter says."""
+
+    def the(self, kind: str, name: str) -> dict[str, Any]:
+        """The one object of that kind and name."""
+        (found,) = (
+            made for made in self.objects if made["kind"] == kind and made["metadata"]["name"] == name
+        )
+        return found
+
+    def kinds(self) -> set[str]:
+        """All kinds among the objects."""
+        return {made["kind"] for made in self.objects}
+
+
+class Renderer:
+    """Helm in a process beside the tests. Called with values, it gives what they make of the chart."""
+
+    def __init__(self, asks: IO[str], answers: IO[str]) -> None:
+        self._asks, self._answers = asks, answers
+
+    def __call__(
+        self, *, release: str = "fulcrum", namespace: str = "fulcrum-system", **values: Any
+    ) -> Rendered:
+        asked = {"values": values, "namespace": namespace, "release": release}
+        print(json.dumps(asked), file=self._asks, flush=True)
+        answer = json.loads(self._answers.readline())
+        if "error" in answer:
+            raise Refused(answer["error"])
+        files = {name.partition("/templates/")[2]: text for name, text in answer["files"].items()}
+        texts = (text for name, text in files.items() if name.endswith(".yaml"))
+        objects = [made for text in texts for made in yaml.safe_load_all(text) if made]
+        return Rendered(files, objects, answer["findings"])
+
+
+@pytest.fixture(scope="session")
+def render() -> Iterator[Renderer]:
+    """Renders the chart with values."""
+    command = [sys.executable, "-m", "tests.helm.renderer_program", str(CHART)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        yield Renderer(process.stdin, process.stdout)
+        process.stdin.close()

@@ -1,0 +1,36 @@
+"""Helm's own rendering, asked one JSON line at a time: `{"values": …, "namespace": …}`.
+
+A process of its own, because the library brings Go's runtime, whose threads would stay in the tests' process.
+"""
+
+import json
+import sys
+from typing import Any
+
+from helm_python import Chart, HelmError, lint
+from helm_python.config import Config
+
+
+def rendered(chart: Chart, folder: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """The files of the chart under these values, and what the linter says of it."""
+    values, namespace = asked["values"], asked["namespace"]
+    nowhere = "apiVersion: v1\nkind: Config\n"
+    try:
+        chart.validate_schema(values)
+        with Config(kubeconfig_content=nowhere, namespace=namespace) as config:
+            files = config.render(chart, values, name=asked["release"], namespace=namespace, is_install=True)
+        findings = lint(folder, values, strict=True, namespace=namespace)["messages"]
+    except HelmError as error:
+        return {"error": str(error)}
+    return {"files": files, "findings": findings}
+
+
+def main(folder: str) -> None:
+    """Answer until the end of the input."""
+    chart = Chart.load(folder)
+    for line in sys.stdin:
+        print(json.dumps(rendered(chart, folder, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,269 @@
+"""The chart: what it makes of values, what values it refuses, and what its parts may do."""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from fulcrum_operator.__main__ import main as operator
+from fulcrum_operator.plan.children import children_of
+from fulcrum_operator.plan.labels import Account, ClusterSettings, component_labels
+from tests.helm.conftest import CHART, ROOT, Refused, Rendered, Renderer
+from tests.unit.operator.builders import service
+
+WATCHED = "team-a"
+ALL: dict[str, Any] = {
+    "nameOverride": "pd",
+    "watchNamespace": WATCHED,
+    "image": {
+        "repository": "registry.example/fulcrum",
+        "digest": "sha256:" + "0" * 64,
+        "pullPolicy": "Always",
+    },
+    "imagePullSecrets": [{"name": "pull"}],
+    "crds": {"enabled": False},
+    "router": {"replicas": 3},
+    "operator": {
+        "replicas": 1,
+        "serviceAccount": {"annotations": {"example.com/role": "operator"}},
+        "podAnnotations": {"example.com/note": "operator"},
+        "podLabels": {"team": "platform"},
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {}},
+        "extraArgs": ["--host=::"],
+        "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
+    },
+    "autoscaler": {
+        "resources": {"limits": {"cpu": 1}},
+        "tolerations": [{"operator": "Exists"}],
+        "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
+    },
+}
+"""Every value at something else than its default."""
+
+Golden = Callable[[str, str], None]
+
+
+def text_of(made: Rendered) -> str:
+    """All files but the kinds, which are generated, as one text."""
+    files = sorted((name, text) for name, text in made.files.items() if not name.startswith("crds/"))
+    return "\n".join(f"# {name}\n{text.strip()}\n" for name, text in files if text.strip())
+
+
+def programs(made: Rendered) -> dict[str, dict[str, Any]]:
+    """The pods' specs of both Deployments, and of the test."""
+    found = {
+        made["metadata"]["name"]: made["spec"]["template"]["spec"]
+        for made in made.objects
+        if made["kind"] == "Deployment"
+    }
+    return found | {pod["metadata"]["name"]: pod["spec"] for pod in made.objects if pod["kind"] == "Pod"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [pytest.param("chart-defaults", {}, id="defaults"), pytest.param("chart-changed", ALL, id="all changed")],
+)
+def test_the_chart_makes_this(golden: Golden, render: Renderer, name: str, values: dict[str, Any]) -> None:
+    golden(f"manifests/{name}.yaml", text_of(render(**values)))
+
+
+@pytest.mark.parametrize("values", [{}, ALL], ids=["defaults", "all changed"])
+def test_the_linter_has_nothing_to_say(render: Renderer, values: dict[str, Any]) -> None:
+    findings = [finding["error"] for finding in render(**values).findings]
+    assert [finding for finding in findings if finding != "icon is recommended"] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        pytest.param({"operatr": {}}, "operatr", id="an unknown section"),
+        pytest.param({"operator": {"replica": 3}}, "replica", id="an unknown value"),
+        pytest.param({"operator": {"replicas": "3"}}, "replicas", id="text for a number"),
+        pytest.param({"operator": {"replicas": 0}}, "replicas", id="no operator"),
+        pytest.param({"router": {"replicas": 0}}, "replicas", id="no router"),
+        pytest.param({"image": {"tag": 1.10}}, "tag", id="a tag that YAML made a number"),
+        pytest.param({"image": {"digest": "0123"}}, "digest", id="a digest that is none"),
+        pytest.param({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy", id="an unknown word"),
+        pytest.param({"imagePullSecrets": ["pull"]}, "imagePullSecrets", id="a name for an object"),
+        pytest.param({"operator": {"tolerations": [{"effct": "NoSchedule"}]}}, "effct", id="deep in a list"),
+        pytest.param({"operator": {"resources": {"limit": {}}}}, "limit", id="a misspelt limit"),
+        pytest.param({"operator": {"podSecurityContext": {"runAsUsr": 1}}}, "runAsUsr", id="a misspelt user"),
+        pytest.param({"operator": {"extraEnv": [{"value": "1"}]}}, "name", id="a variable without a name"),
+        pytest.param({"watchNamespace": "Team_A"}, "watchNamespace", id="no name of a namespace"),
+        pytest.param({"fullnameOverride": "x" * 47}, "fullnameOverride", id="a name that leaves no room"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(render: Renderer, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(Refused, match=named):
+        render(**values)
+
+
+def test_one_namespace_needs_nothing_of_the_cluster(render: Renderer) -> None:
+    made = render(watchNamespace=WATCHED, crds={"enabled": False})
+    of_cluster = {kind for kind in made.kinds() if kind.startswith("Cluster") or kind.startswith("Custom")}
+    assert of_cluster == set()
+    assert "--namespace=team-a" in programs(made)["fulcrum-operator"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "roles"),
+    [
+        pytest.param(WATCHED, {"fulcrum-operator", "fulcrum-autoscaler"}, id="its own namespace"),
+        pytest.param(
+            "other",
+            {"fulcrum-operator", "fulcrum-autoscaler", "fulcrum-operator-lease"},
+            id="another namespace",
+        ),
+    ],
+)
+def test_operators_may_always_write_their_lease(render: Renderer, namespace: str, roles: set[str]) -> None:
+    made = render(namespace=namespace, watchNamespace=WATCHED)
+    named = {made["metadata"]["name"] for made in made.objects if made["kind"] == "Role"}
+    bound = {made["metadata"]["name"] for made in made.objects if made["kind"] == "RoleBinding"}
+    assert (named, bound) == (roles, roles)
+
+
+def test_what_one_namespace_is_granted_is_what_the_cluster_is_granted(render: Renderer) -> None:
+    whole, one = render(), render(watchNamespace=WATCHED)
+    for name in ("fulcrum-operator", "fulcrum-autoscaler"):
+        assert whole.the("ClusterRole", name)["rules"] == one.the("Role", name)["rules"]
+
+
+def test_nobody_may_read_a_secret_or_do_everything(render: Renderer) -> None:
+    granted = {
+        (group, resource, verb)
+        for made in render().objects
+        if made["kind"] == "ClusterRole"
+        for rule in made["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    too_much = {("", "secrets"), ("rbac.authorization.k8s.io", "clusterroles")}
+    assert not {(group, resource) for group, resource, _ in granted} & too_much
+    assert not {verb for _, _, verb in granted} & {"*", "bind", "escalate", "impersonate"}
+    assert not any("*" in word for rule in granted for word in rule)
+
+
+def test_the_operator_holds_what_it_grants_to_routers(render: Renderer) -> None:
+    """Else the API server refuses the Role that it makes for them."""
+
+    def spread(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+        return {
+            (g, r, v)
+            for rule in rules
+            for g in rule["apiGroups"]
+            for r in rule["resources"]
+            for v in rule["verbs"]
+        }
+
+    accounts = Account("fulcrum-system", "fulcrum-operator"), Account("fulcrum-system", "fulcrum-autoscaler")
+    settings = ClusterSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
+    (role,) = (child for child in children_of(service(), settings, wanted=2) if child["kind"] == "Role")
+    held = spread(render().the("ClusterRole", "fulcrum-operator")["rules"])
+    assert spread(role["rules"]) - held == set()
+
+
+@pytest.mark.parametrize("values", [{}, ALL], ids=["defaults", "all changed"])
+def test_every_pod_of_the_chart_is_restricted(render: Renderer, values: dict[str, Any]) -> None:
+    for spec in programs(render(**values)).values():
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        (container,) = spec["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+        }
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_kinds_survive_the_release_if_asked_to(render: Renderer, keep: bool) -> None:
+    kinds = [
+        made for made in render(crds={"keep": keep}).objects if made["kind"] == "CustomResourceDefinition"
+    ]
+    policies = {made["metadata"].get("annotations", {}).get("helm.sh/resource-policy") for made in kinds}
+    assert (len(kinds), policies) == (5, {"keep" if keep else None})
+
+
+def test_the_kinds_of_the_chart_are_those_that_kubectl_applies(render: Renderer) -> None:
+    kinds = {
+        made["metadata"]["name"]: made
+        for made in render(crds={"keep": False}).objects
+        if made["kind"] == "CustomResourceDefinition"
+    }
+    files = [yaml.safe_load(file.read_text(encoding="utf-8")) for file in (ROOT / "crds").glob("*.yaml")]
+    assert kinds == {crd["metadata"]["name"]: crd for crd in files}
+
+
+def test_without_the_kinds_the_notes_say_where_they_are(render: Renderer) -> None:
+    assert "crds/" not in render().files["NOTES.txt"]
+    made = render(crds={"enabled": False})
+    assert "kubectl apply --server-side -f crds/" in made.files["NOTES.txt"]
+    assert "CustomResourceDefinition" not in made.kinds()
+
+
+def test_what_the_notes_say_can_be_applied(render: Renderer) -> None:
+    manifest = re.search(r"<<'END'\n(.*?)\n  END", render().files["NOTES.txt"], re.DOTALL)
+    assert manifest
+    typed = yaml.safe_load(manifest[1])
+    assert typed == {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": "PDService",
+        "metadata": {"name": "chat"},
+        "spec": {"model": "Qwen/Qwen3-32B", "instances": 4},
+    }
+
+
+def test_programs_of_the_chart_are_programs_of_the_rooms(render: Renderer) -> None:
+    for name in ("fulcrum-operator", "fulcrum-autoscaler"):
+        (container,) = programs(render())[name]["containers"]
+        assert container["command"][:2] == ["python", "-m"]
+        assert importlib.util.find_spec(f"{container['command'][2]}.__main__")
+
+
+def test_the_operator_takes_the_arguments_that_it_is_given(
+    render: Renderer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An argument that it does not know ends a program with one line that says so."""
+    args = programs(render(**ALL))["fulcrum-pd-operator"]["containers"][0]["args"]
+    with pytest.raises(SystemExit):
+        operator([*args, "--unknown"])
+    assert capsys.readouterr().err == "error: unrecognized arguments: --unknown\n"
+
+
+def test_policies_of_services_know_the_chart_s_pods(render: Renderer) -> None:
+    """NetworkPolicies admit the operator and the autoscaler by labels that every release sets."""
+    made = render(release="other", nameOverride="pd")
+    for component in ("operator", "autoscaler"):
+        (labels,) = (
+            deployment["spec"]["template"]["metadata"]["labels"]
+            for deployment in made.objects
+            if deployment["kind"] == "Deployment" and deployment["metadata"]["name"].endswith(component)
+        )
+        assert component_labels(component).items() <= labels.items()
+
+
+def test_no_two_renderings_differ(render: Renderer) -> None:
+    assert render(**ALL) == render(**ALL)
+
+
+def test_one_operator_has_no_budget(render: Renderer) -> None:
+    """A budget of one for one pod would hold up every drain of its node."""
+    assert "PodDisruptionBudget" in render().kinds()
+    assert "PodDisruptionBudget" not in render(operator={"replicas": 1}).kinds()
+
+
+def test_the_chart_carries_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    version = re.search(
+        r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert version
+    assert (chart["version"], chart["appVersion"]) == (version[1], version[1])
