@@ -15,8 +15,6 @@ import structlog
 
 # Levels that no test covers yet, so that a green run does not claim them.
 LEVELS_WITHOUT_TESTS = {
-    "level 3 (operator, RBAC, CEL, /scale)": "needs the Kubernetes adapter",
-    "level 4 (install, rollouts, partitions on nodes)": "needs the Kubernetes adapter",
     "level 5 (vLLM, NIXL, LMCache)": "needs the engine environment",
 }
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tools.kubernetes.waiting import wait_for
 
 REPO = Path(__file__).resolve().parents[2]
 CRDS = REPO / "crds"
+
+TIMES_S: dict[str, float] = {}
+"""How long what was started in this run took."""
 
 # Who did what, without the cluster's own parts: what a test of rights or of write rates reads.
 AUDIT = """
@@ -42,14 +46,19 @@ def started(
     cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
     try:
         _check()
-        cluster.start(nodes, archives=archives)
+        begin = time.monotonic()
+        cluster.start(nodes)
+        TIMES_S[f"{nodes} nodes"] = time.monotonic() - begin
+        for archive in archives:
+            cluster.load_image(archive)
+        TIMES_S[f"{nodes} nodes with {len(archives)} images"] = time.monotonic() - begin
         if crds:
             apply_crds(cluster)
     except BaseException as reason:
         cluster.stop()
         if not isinstance(reason, Unavailable) or os.environ.get("KUBERNETES_TESTS") == "required":
             raise
-        pytest.skip(f"no real Kubernetes: {reason}")
+        pytest.skip(f"levels 3 and 4 need a real Kubernetes: {reason}")
     return cluster
 
 

@@ -1,0 +1,102 @@
+"""A run that starts a node leaves nothing of it on the machine, however the run ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kubernetes.clusters import REPO
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.machine import KERNEL_SETTINGS
+from tools.kubernetes.program import CGROUPS
+from tools.kubernetes.waiting import wait_for
+
+RUN = """
+import threading
+from pathlib import Path
+
+import pytest
+
+
+def test_with_a_node(start_cluster):
+    cluster = start_cluster(1)
+    Path({told!r}).write_text(str(cluster.folder))
+    if {ending!r} == "interrupted":
+        threading.Event().wait()
+    assert {ending!r} == "passed"
+"""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("control_plane")  # where no cluster can run there is nothing to see here, either
+@pytest.mark.parametrize("ending", ["passed", "failed", "interrupted"])
+def test_nothing_is_left_of_a_run_that(tmp_path: Path, ending: str) -> None:
+    before = _of_the_machine()
+    run, folder, cluster_pid = _started(tmp_path, ending)
+    if ending == "interrupted":
+        run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=120)
+    assert (_expected(ending), []) == (run.returncode, _processes(folder, cluster_pid)), output
+    assert _of_the_machine() == before
+    assert _cgroups(folder) == []
+
+
+def _expected(ending: str) -> int:
+    return {"passed": 0, "failed": 1, "interrupted": 2}[ending]
+
+
+def _started(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], Path, int]:
+    """A run of its own that has a cluster by now, the cluster's folder, and its network namespace."""
+    told, test = tmp_path / "told", tmp_path / "test_run.py"
+    test.write_text(RUN.format(told=str(told), ending=ending))
+    options = [
+        "-p",
+        "tests.kubernetes.conftest",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+        "-c",
+        os.devnull,
+    ]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", *options, str(test)],
+        cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: told.exists() or run.poll() is not None, "the run's cluster", timeout_s=100)
+    folder = Path(told.read_text())
+    state = folder / "state.json"
+    return run, folder, int(json.loads(state.read_text())["hub"]) if state.exists() else 0
+
+
+def _of_the_machine() -> dict[str, object]:
+    """What every process of the machine shares and a cluster could spoil."""
+    settings = [*KERNEL_SETTINGS, "net-ipv4-ip_forward", "net-netfilter-nf_conntrack_max"]
+    places = {name: Path("/proc/sys", *name.split("-")) for name in settings}
+    links = json.loads(subprocess.run(["ip", "-json", "link"], capture_output=True, check=True).stdout)
+    return {
+        "mounts": [line.split(" ", 2)[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()],
+        "interfaces": sorted(link["ifname"] for link in links),
+        "settings": {name: place.read_text() for name, place in places.items() if place.exists()},
+        "folders": sorted(str(p) for p in (Path("/usr/libexec/kubernetes"), Path("/etc/cni")) if p.exists()),
+    }
+
+
+def _processes(folder: Path, hub: int) -> list[str]:
+    """Processes that name the cluster's folder, and its first one."""
+    found = []
+    for process in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended while we looked
+        if str(folder) in command or (int(process.name) == hub and "hold.py" in command):
+            found.append(command)
+    return found
+
+
+def _cgroups(folder: Path) -> list[Path]:
+    return list(CGROUPS.glob(f"*/{Cluster(folder).cgroup}"))
