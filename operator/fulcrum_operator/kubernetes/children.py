@@ -27,7 +27,7 @@ from fulcrum_cluster.objects import (
     kind_of_body,
 )
 from fulcrum_core.api import PDService
-from fulcrum_core.errors import AlreadyExists, NotFound
+from fulcrum_core.errors import NotFound
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan.children import MADE_ONCE, children_of
@@ -60,14 +60,18 @@ class Children:
         self, objects: ObjectApi, cache: Cache, settings: ClusterSettings, *, leads: Callable[[], bool]
     ) -> None:
         self._objects, self._cache, self._settings, self._leads = objects, cache, settings, leads
-        self._unseen: dict[tuple[ObjectKind, str, str], str] = {}
-        """Children of kinds that are not watched, made or met by this process, and their owner's identity."""
+        self._met: dict[tuple[ObjectKind, str, str], str] = {}
+        """Children of kinds that are not watched, as last looked for, with their owner's identity."""
 
     async def tend(self, service: PDService, *, wanted: int) -> None:
         """Make, change and delete what differs; nothing differs: nothing is written."""
         desired = children_of(service, self._settings, wanted=wanted)
         await asyncio.gather(*(self._keep(child, service) for child in desired))
         await asyncio.gather(*(self._delete(kind, child) for kind, child in self._unwanted(service, desired)))
+
+    def look_again(self) -> None:
+        """Have the next pass of each service see whether what is not watched is still there."""
+        self._met.clear()
 
     async def _keep(self, child: Object, service: PDService) -> None:
         kind, meta = kind_of_body(child), child["metadata"]
@@ -87,19 +91,19 @@ class Children:
     async def _make_once(self, kind: ObjectKind, child: Object, service: PDService) -> None:
         meta = child["metadata"]
         key = kind, meta["namespace"], meta["name"]
-        if self._cache.object(*key) is not None or self._unseen.get(key) == service.metadata.uid:
+        if self._cache.object(*key) is not None or self._met.get(key) == service.metadata.uid:
             return
-        check_leading(self._leads)
         try:
+            made = await self._objects.get(kind, meta["name"], namespace=meta["namespace"])
+        except NotFound:
+            check_leading(self._leads)
             made = await self._objects.create(kind, child, namespace=meta["namespace"])
             _log.info("child made", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
-        except AlreadyExists:
-            made = await self._objects.get(kind, meta["name"], namespace=meta["namespace"])
         owners = made["metadata"].get("ownerReferences", ())
         if kind in WATCHED:
             self._cache.take(kind, made)
         elif any(owner["uid"] == service.metadata.uid for owner in owners):
-            self._unseen[key] = service.metadata.uid  # else it is its predecessor's, and goes soon
+            self._met[key] = service.metadata.uid  # else it is its predecessor's, and goes soon
 
     def _unwanted(self, service: PDService, desired: tuple[Object, ...]) -> list[tuple[ObjectKind, Object]]:
         """Children of this service that it does not need any more."""

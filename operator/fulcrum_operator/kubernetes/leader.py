@@ -142,6 +142,7 @@ class Leader:
                 kind, namespace=namespace, labels=selector(kind)
             )
             self._cache.relisted(kind, namespace, found, version)
+        self._children.look_again()
 
     async def _pass(self, key: ServiceKey) -> float | None:
         began_s, outcome = time.perf_counter(), "error"

@@ -1,0 +1,130 @@
+"""Of several operators one leads: who acts when it dies, ends or is cut off; and none when all is quiet."""
+
+import json
+import signal
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fulcrum_core.api.meta import parse_time
+from tests.kubernetes.control_plane.operators import (
+    Kubelet,
+    OperatorProcess,
+    Space,
+    engines_at,
+    operators,
+    some_address,
+    until,
+)
+from tools.kubernetes.cluster import API_SERVER, Cluster
+
+QUIET_S = 10.0
+READS = frozenset({"get", "list", "watch"})
+
+Start = Callable[..., OperatorProcess]
+
+
+@pytest.fixture
+def space(control_plane: Cluster, namespace: str) -> Space:
+    return Space(control_plane, namespace)
+
+
+@pytest.fixture
+def start(control_plane: Cluster, namespace: str, tmp_path: Path) -> Iterator[Start]:
+    with operators(control_plane, namespace, tmp_path) as make:
+        yield make
+
+
+@pytest.fixture
+def pair(start: Start) -> tuple[OperatorProcess, OperatorProcess]:
+    """A leader and one that stands by."""
+    leader = start("op-a")
+    until(leader.leads, "op-a to lead")
+    standby = start("op-b")
+    until(lambda: asked(standby, "readyz") == (200, "ok\n"), "op-b to stand by")
+    return leader, standby
+
+
+def asked(operator: OperatorProcess, path: str) -> tuple[int, str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/{path}", timeout=5) as answer:
+        return answer.status, answer.read().decode()
+
+
+def metric(operator: OperatorProcess, name: str) -> float:
+    line = next(line for line in asked(operator, "metrics")[1].splitlines() if line.startswith(f"{name} "))
+    return float(line.split()[1])
+
+
+def pods(space: Space, count: int) -> Callable[[], bool]:
+    return lambda: {f"chat-{number}" for number in range(count)} <= set(space.names("pods"))
+
+
+def test_one_leads_and_both_say_how_they_are(pair: tuple[OperatorProcess, OperatorProcess]) -> None:
+    leader, standby = pair
+    assert [asked(one, "healthz") for one in pair] == [(200, "ok\n")] * 2
+    assert [metric(one, "fulcrum_operator_leader") for one in (leader, standby)] == [1.0, 0.0]
+
+
+def test_a_killed_leader_is_followed_within_fifteen_seconds(
+    pair: tuple[OperatorProcess, OperatorProcess], space: Space
+) -> None:
+    space.service(instances=2)
+    until(pods(space, 2), "the pods")
+    pair[0].kill()
+    space.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    assert until(pods(space, 3), "the third pod", timeout_s=30) <= 15.0
+
+
+def test_a_leader_told_to_end_is_followed_at_once(
+    pair: tuple[OperatorProcess, OperatorProcess], space: Space
+) -> None:
+    space.service(instances=2)
+    until(pods(space, 2), "the pods")
+    pair[0].process.send_signal(signal.SIGTERM)
+    space.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    took_s = until(pods(space, 3), "the third pod")
+    assert (pair[0].process.wait(timeout=10), took_s < 6.0) == (0, True)
+
+
+def test_a_leader_that_cannot_renew_ends_and_says_so(start: Start, control_plane: Cluster) -> None:
+    leader = start("op-a")
+    until(leader.leads, "op-a to lead")
+    control_plane.signal_part(API_SERVER, signal.SIGSTOP)
+    try:
+        code = leader.process.wait(timeout=15)
+    finally:
+        control_plane.signal_part(API_SERVER, signal.SIGCONT)
+    until(lambda: control_plane.get("/readyz")[0] == 200, "the API server")
+    assert (code, "lease lost" in leader.log.read_text()) == (1, True)
+
+
+def test_when_nothing_changes_nothing_is_written_but_leases(
+    start: Start, space: Space, control_plane: Cluster
+) -> None:
+    address = some_address()
+    with engines_at(address):
+        until(start().leads, "the operator to lead")
+        space.service(instances=4)
+        until(pods(space, 4), "the pods")
+        Kubelet(space, address).ready("chat-0", "chat-1", "chat-2", "chat-3")
+        until(lambda: set(space.phases().values()) == {"Serving"}, "all to serve")
+        until(lambda: space.get("pdservices", "chat")["status"]["ready"] == "4/4", "the count", timeout_s=20)
+        settled = time.time() + 1.0
+        until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)
+    assert writes(control_plane, space.name, settled, settled + QUIET_S) == {}
+
+
+def writes(cluster: Cluster, namespace: str, since_s: float, until_s: float) -> dict[tuple[str, str], int]:
+    """Writes of operators in a namespace in some seconds, by verb and kind, but for Leases."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in cluster.audit_log.read_text().splitlines():
+        entry = json.loads(line)
+        at, what = entry["requestReceivedTimestamp"], entry.get("objectRef", {})
+        ours = what.get("namespace") == namespace and "fulcrum-operator" in entry.get("userAgent", "")
+        if ours and entry["verb"] not in READS and what.get("resource") != "leases":
+            found[entry["verb"], what["resource"]] += since_s <= parse_time(at) < until_s
+    return {key: count for key, count in found.items() if count}

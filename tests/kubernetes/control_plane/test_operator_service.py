@@ -1,0 +1,192 @@
+"""The operator on a real API server: what it makes of a PDService and keeps. The test plays the nodes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kubernetes.control_plane.operators import (
+    Engines,
+    Kubelet,
+    OperatorProcess,
+    Space,
+    engines_at,
+    operators,
+    some_address,
+    until,
+)
+from tools.kubernetes.cluster import Cluster
+
+CHILDREN = {
+    "apps/v1/deployments": ["chat-router"],
+    "services": ["chat"],
+    "discovery.k8s.io/v1/endpointslices": ["chat-router"],
+    "coordination.k8s.io/v1/leases": ["chat-router"],
+    "policy/v1/poddisruptionbudgets": ["chat-engines", "chat-router"],
+    "networking.k8s.io/v1/networkpolicies": ["chat-engines", "chat-router"],
+    "rbac.authorization.k8s.io/v1/roles": ["chat-router"],
+    "rbac.authorization.k8s.io/v1/rolebindings": ["chat-router"],
+    "serviceaccounts": ["chat-engine", "chat-router"],
+}
+ALL_KINDS = (*CHILDREN, "pods", "pdpools", "pdinstances", "pdassignments", "pdservices")
+
+
+@dataclass
+class World:
+    """A namespace with an operator, and the hands of a kubelet."""
+
+    space: Space
+    kubelet: Kubelet
+    engines: Engines
+    operator: OperatorProcess
+
+    def up(self, count: int = 4, **spec: Any) -> None:
+        """A service all of whose instances serve."""
+        names = [f"chat-{number}" for number in range(count)]
+        self.space.service(instances=count, **spec)
+        until(lambda: set(names) <= set(self.space.names("pods")), "the pods")
+        self.kubelet.ready(*names)
+        until(lambda: self.space.phases() == dict.fromkeys(names, "Serving"), "all to serve")
+
+    def router_serves(self) -> None:
+        """What the active router writes when it serves."""
+        endpoint = {"addresses": ["10.1.2.3"], "conditions": {"ready": True}}
+        self.space.patch("discovery.k8s.io/v1/endpointslices", "chat-router", {"endpoints": [endpoint]})
+
+
+@pytest.fixture
+def world(control_plane: Cluster, namespace: str, tmp_path: Path) -> Iterator[World]:
+    address, space = some_address(), Space(control_plane, namespace)
+    with engines_at(address) as engines, operators(control_plane, namespace, tmp_path) as start:
+        operator = start()
+        until(operator.leads, "the operator to lead")
+        yield World(space, Kubelet(space, address), engines, operator)
+
+
+def of_fulcrum(space: Space, kind: str) -> list[str]:
+    found = space.list(kind)
+    return sorted(
+        item["metadata"]["name"]
+        for item in found
+        if item["metadata"].get("labels", {}).get("fulcrum.dev/service") == "chat" or kind in ("pdservices",)
+    )
+
+
+def test_six_lines_become_pools_instances_pods_and_all_around_them(world: World) -> None:
+    world.up()
+    world.router_serves()
+    until(lambda: world.space.condition("Ready")["status"] == "True", "the service to be ready")
+    status = world.space.get("pdservices", "chat")["status"]
+    assert {kind: of_fulcrum(world.space, kind) for kind in CHILDREN} == CHILDREN
+    assert (status["ready"], status["ratio"], status["endpoint"]) == (
+        "4/4",
+        "2:2",
+        f"http://chat.{world.space.name}.svc",
+    )
+    assert {"ScaledUp", "Ready"} <= world.space.events().keys()
+
+
+def test_pods_are_owned_and_say_which_role_they_play(world: World) -> None:
+    world.up(2)
+    pods = {pod["metadata"]["name"]: pod["metadata"] for pod in world.space.list("pods")}
+    until(
+        lambda: (
+            {
+                name: world.space.get("pods", name)["metadata"]["labels"].get("fulcrum.dev/role")
+                for name in ("chat-0", "chat-1")
+            }
+            == {"chat-0": "Prefill", "chat-1": "Decode"}
+        ),
+        "the roles",
+    )
+    owners = [(owner["kind"], owner["name"]) for owner in pods["chat-0"]["ownerReferences"]]
+    assert owners == [("PDInstance", "chat-0")]
+
+
+def test_a_flip_changes_an_effective_role_and_no_pod_but_its_label(world: World) -> None:
+    world.up()
+    before = world.space.get("pods", "chat-0")["metadata"]["uid"]
+    entry = {"role": "Decode", "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": "asked"}
+    world.space.patch("pdassignments", "chat", {"spec": {"roles": {"chat-0": entry}}})
+    until(
+        lambda: world.space.get("pods", "chat-0")["metadata"]["labels"]["fulcrum.dev/role"] == "Decode",
+        "the label",
+    )
+    pod, instance = world.space.get("pods", "chat-0"), world.space.get("pdinstances", "chat-0")
+    assert (pod["metadata"]["uid"], instance["status"]["role"]) == (before, "Decode")
+    until(lambda: "RoleFlipped" in world.space.events(), "the event")
+
+
+def test_each_engine_is_probed_once_in_each_of_its_lives(world: World) -> None:
+    world.up(2)
+    first = sorted(world.engines.asked)
+    world.kubelet.died("chat-1", 1)
+    until(lambda: world.space.phases()["chat-1"] != "Serving", "the end of chat-1")
+    world.kubelet.ready("chat-1", restarts=1)
+    until(lambda: world.space.phases()["chat-1"] == "Serving", "chat-1 to serve again")
+    assert first == ["completion"] * 2 + ["prefill"] * 2
+    assert sorted(world.engines.asked) == ["completion"] * 3 + ["prefill"] * 3
+
+
+def test_an_engine_that_refuses_a_role_is_flipped_by_a_restart(world: World) -> None:
+    world.engines.refuses = {"prefill"}
+    world.up(2)
+    strategies = [item["status"]["strategy"] for item in world.space.list("pdinstances")]
+    assert strategies == ["Restart", "Restart"]
+
+
+def test_an_image_that_does_not_pull_is_told(world: World) -> None:
+    world.space.service(instances=2)
+    until(lambda: "chat-1" in world.space.names("pods"), "the pods")
+    world.kubelet.waits("chat-1", "ImagePullBackOff", 'Back-off pulling image "x:1"')
+    until(lambda: "ImagePullFailed" in world.space.events(), "the event")
+    assert world.space.events()["ImagePullFailed"] == 'chat-1: ImagePullBackOff: Back-off pulling image "x:1"'
+
+
+def test_what_is_taken_away_around_a_service_is_made_again(world: World) -> None:
+    world.up(2)
+    for kind, name in (("services", "chat"), ("policy/v1/poddisruptionbudgets", "chat-engines")):
+        before = world.space.get(kind, name)["metadata"]["uid"]
+        world.space.delete(kind, name)
+        until(lambda: world.space.get(kind, name)["metadata"]["uid"] != before, name)  # noqa: B023
+
+
+def test_the_budget_follows_the_number_of_instances(world: World) -> None:
+    world.up(4)
+    budget = world.space.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"]
+    world.space.patch("pdservices", "chat", {"spec": {"instances": 6}})
+    until(
+        lambda: (
+            world.space.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"] == 5
+        ),
+        "the budget",
+    )
+    assert budget == 3
+
+
+def test_a_deleted_service_leaves_nothing(world: World) -> None:
+    world.up(2)
+    world.space.delete("pdservices", "chat", {"propagationPolicy": "Background"})
+    until(
+        lambda: not any(of_fulcrum(world.space, kind) for kind in ALL_KINDS), "everything to go", timeout_s=40
+    )
+
+
+def test_a_service_deleted_in_the_foreground_is_not_made_anew(world: World) -> None:
+    world.up(2)
+    world.space.delete("pdservices", "chat", {"propagationPolicy": "Foreground"})
+    until(
+        lambda: not any(of_fulcrum(world.space, kind) for kind in ALL_KINDS), "everything to go", timeout_s=40
+    )
+
+
+def test_a_missing_tier_is_a_condition_and_an_event_that_names_it(world: World) -> None:
+    world.space.service(instances=2, qosTiers=["gold"])
+    until(lambda: world.space.condition("TiersAccepted")["reason"] == "TierNotFound", "the condition")
+    until(lambda: "TierMissing" in world.space.events(), "the event")
+    tier = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "QoSTier", "metadata": {"name": "gold"}}
+    world.space.create("qostiers", {**tier, "spec": {}})
+    until(lambda: world.space.condition("TiersAccepted")["status"] == "True", "the tier to be seen")
+    assert "gold" in world.space.events()["TierMissing"]
