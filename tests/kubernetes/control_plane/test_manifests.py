@@ -1,0 +1,143 @@
+"""What the operator makes, as a real API server takes it.
+
+Pods have to be restricted there, and a field that Kubernetes does not know is an error.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from fulcrum_core.api import PDInstance, PDService
+from fulcrum_operator.plan.children import children_of
+from fulcrum_operator.plan.labels import Account, ClusterSettings
+from fulcrum_operator.plan.pod import pod_of
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+SETTINGS = ClusterSettings(
+    image="localhost/fulcrum:1",
+    operator=Account("fulcrum-system", "fulcrum-operator"),
+    autoscaler=Account("fulcrum-system", "fulcrum-autoscaler"),
+    image_pull_secrets=("pull",),
+)
+TEMPLATE = {
+    "metadata": {"annotations": {"example.com/note": "kept"}},
+    "spec": {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "containers": [{"name": "engine", "resources": {"limits": {"memory": "64Gi"}}}],
+    },
+}
+PLURALS = {
+    "Deployment": "apis/apps/v1/{}/deployments",
+    "EndpointSlice": "apis/discovery.k8s.io/v1/{}/endpointslices",
+    "Lease": "apis/coordination.k8s.io/v1/{}/leases",
+    "NetworkPolicy": "apis/networking.k8s.io/v1/{}/networkpolicies",
+    "PDService": "apis/fulcrum.dev/v1alpha1/{}/pdservices",
+    "Pod": "api/v1/{}/pods",
+    "PodDisruptionBudget": "apis/policy/v1/{}/poddisruptionbudgets",
+    "Role": "apis/rbac.authorization.k8s.io/v1/{}/roles",
+    "RoleBinding": "apis/rbac.authorization.k8s.io/v1/{}/rolebindings",
+    "Service": "api/v1/{}/services",
+    "ServiceAccount": "api/v1/{}/serviceaccounts",
+}
+
+
+class Asked:
+    """A namespace in which pods must be restricted."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+
+    def path(self, kind: str) -> str:
+        """Where objects of the kind are."""
+        return "/" + PLURALS[kind].format(f"namespaces/{self.namespace}")
+
+    def create(self, body: dict[str, Any], *, dry: bool = False) -> dict[str, Any]:
+        """The object as the API server keeps it, or would; AssertionError with its words if it refuses."""
+        query = "?fieldValidation=Strict" + ("&dryRun=All" if dry else "")
+        status, answer = self.cluster.request(
+            "POST", self.path(body["kind"]) + query, json.dumps(body).encode()
+        )
+        made: dict[str, Any] = json.loads(answer)
+        assert status == 201, made.get("message")
+        return made
+
+
+@pytest.fixture
+def restricted(control_plane: Cluster, namespace: str) -> Asked:
+    """The test's namespace, which refuses every pod that is not restricted."""
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    path = f"/api/v1/namespaces/{namespace}"
+    control_plane.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")
+    return Asked(control_plane, namespace)
+
+
+@pytest.fixture
+def chat(restricted: Asked) -> PDService:
+    """A service as the API server keeps it: with an identity that its children can be owned by."""
+    body = {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": "PDService",
+        "metadata": {"name": "chat"},
+        "spec": {"model": "m", "instances": 4},
+    }
+    return PDService.model_validate(restricted.create(body))
+
+
+@pytest.fixture
+def children(restricted: Asked, chat: PDService) -> list[dict[str, Any]]:
+    """What stands around the service, made."""
+    return [restricted.create(child) for child in children_of(chat, SETTINGS, wanted=4)]
+
+
+def test_all_children_are_taken_without_a_word(restricted: Asked, chat: PDService) -> None:
+    made = [restricted.create(child, dry=True)["kind"] for child in children_of(chat, SETTINGS, wanted=4)]
+    assert len(made) == 12
+
+
+def test_children_go_with_their_service(
+    restricted: Asked, chat: PDService, children: list[dict[str, Any]]
+) -> None:
+    restricted.cluster.request("DELETE", f"{restricted.path('PDService')}/{chat.metadata.name}")
+    paths = [f"{restricted.path(child['kind'])}/{child['metadata']['name']}" for child in children]
+
+    def left() -> list[str]:
+        return [path for path in paths if restricted.cluster.get(path)[0] != 404]
+
+    # The collector looks for new kinds every half minute: ours may be so new.
+    wait_for(lambda: left() == [], "the children to be gone", timeout_s=90)
+
+
+@pytest.mark.usefixtures("children")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"role": "Decode", "revision": "0a1b2c3d4e"}, id="of a fixed role"),
+        pytest.param({"hardware": {"resource": "nvidia.com/gpu", "count": 4}}, id="with accelerators"),
+        pytest.param({"template": TEMPLATE}, id="changed by its pool"),
+    ],
+)
+def test_a_pod_is_taken_where_pods_must_be_restricted(
+    restricted: Asked, chat: PDService, changed: dict[str, Any]
+) -> None:
+    spec = {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {}, **changed}
+    meta = {"name": "chat-0", "namespace": restricted.namespace, "uid": "u"}
+    instance = PDInstance.model_validate({"metadata": meta, "spec": spec})
+    made = restricted.create(pod_of(instance, chat, SETTINGS, startup_s=180.0), dry=True)
+    assert made["metadata"]["name"] == "chat-0"
+
+
+def test_a_router_is_taken_where_pods_must_be_restricted(
+    restricted: Asked, children: list[dict[str, Any]]
+) -> None:
+    (deployment,) = (child for child in children if child["kind"] == "Deployment")
+    template = deployment["spec"]["template"]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **template,
+        "metadata": {"name": "router", **template["metadata"]},
+    }
+    assert restricted.create(pod, dry=True)["spec"]["serviceAccountName"] == "chat-router"
