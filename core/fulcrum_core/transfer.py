@@ -1,29 +1,69 @@
 """Who may hand KV blocks to whom."""
 
+from collections.abc import Mapping
+
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Identity
 
 KV_LEASE_S = 30.0
 """For how long an engine keeps the blocks of a hand-off that nobody fetches (vLLM's kv_lease_duration)."""
 
-_EQUAL = ("model", "engine", "kv_dtype", "block_size")
+_EQUAL = {
+    "model": "model",
+    "revision": "model revision",
+    "engine": "engine",
+    "connector": "connector",
+    "dtype": "data type",
+    "kv_dtype": "kv dtype",
+    "attention": "attention back end",
+    "block_size": "block size",
+    "latent": "latent attention",
+}
 
 
 def can_transfer(prefill: Identity, decode: Identity) -> Verdict:
     """Whether `decode` can read the KV blocks that `prefill` wrote.
 
-    Engines refuse a handshake unless model spelling, version, KV data type and block size agree. The
-    tensor-parallel size may differ in one direction only: decode's must not be the smaller one.
+    Engines refuse a handshake unless model spelling, version, data types, attention back end and block size
+    agree; the model's revision they do not compare, so it is compared here. The tensor-parallel size may
+    differ in one direction only: decode's must not be the smaller one, except under latent attention, where
+    every rank holds all. Decode reads into one pipeline stage.
     """
-    for name in _EQUAL:
+    for name, words in _EQUAL.items():
         ours, theirs = getattr(prefill, name), getattr(decode, name)
         if ours != theirs:
-            what = name.replace("_", " ")
-            return Verdict(False, f"{what} differs: prefill has {ours}, decode has {theirs}")
-    if decode.tensor_parallel < prefill.tensor_parallel:
+            return Verdict(False, f"{words} differs: prefill has {_said(ours)}, decode has {_said(theirs)}")
+    if decode.tensor_parallel < prefill.tensor_parallel and not decode.latent:
         return Verdict(
             False,
             f"decode's tensor-parallel size ({decode.tensor_parallel}) is smaller than "
             f"prefill's ({prefill.tensor_parallel})",
         )
+    if decode.pipeline_parallel > 1:
+        return Verdict(
+            False, f"decode has {decode.pipeline_parallel} pipeline stages and reads KV into one only"
+        )
     return Verdict(True, "same model, engine, KV data type and block size")
+
+
+def _said(value: object) -> object:
+    return "none" if value == "" else value
+
+
+def compatibility_groups(identities: Mapping[str, Identity | None]) -> dict[str, int]:
+    """A number for each name; two engines have the same one if either could hand KV blocks to the other.
+
+    Engines of which nothing is known yet share the first group: nobody is kept apart by a guess.
+    """
+    found: list[Identity] = []
+    return {name: _group_of(identities[name], found) for name in sorted(identities)}
+
+
+def _group_of(identity: Identity | None, found: list[Identity]) -> int:
+    if identity is None:
+        return 0
+    for number, other in enumerate(found):
+        if can_transfer(identity, other).allowed or can_transfer(other, identity).allowed:
+            return number
+    found.append(identity)
+    return len(found) - 1

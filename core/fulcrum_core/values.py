@@ -85,10 +85,20 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must agree between two engines that exchange KV blocks."""
+    """What must agree between two engines that exchange KV blocks.
+
+    `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
+    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it.
+    """
 
     model: str
     engine: str
     kv_dtype: str
     block_size: int
     tensor_parallel: int
+    pipeline_parallel: int = 1
+    revision: str = ""
+    dtype: str = ""
+    attention: str = ""
+    connector: str = ""
+    latent: bool = False

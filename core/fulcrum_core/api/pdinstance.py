@@ -31,10 +31,16 @@ class IdentitySpec(Model):
     kv_dtype: str = Field(description="Data type of the KV cache.")
     block_size: int = Field(description="Tokens in a KV block.")
     tensor_parallel: int = Field(description="Tensor-parallel size.")
+    pipeline_parallel: int = Field(default=1, description="Pipeline stages.")
+    revision: str = Field(default="", description="Revision of the model.")
+    dtype: str = Field(default="", description="Data type that it computes in.")
+    attention: str = Field(default="", description="Attention back end, which lays KV out.")
+    connector: str = Field(default="", description="How KV is handed over.")
+    latent: bool = Field(default=False, description="Whether KV is one latent vector a token.")
 
     def value(self) -> Identity:
         """The value that `can_transfer` compares."""
-        return Identity(self.model, self.engine, self.kv_dtype, self.block_size, self.tensor_parallel)
+        return Identity(**self.model_dump())
 
 
 class PDInstanceStatus(Model):
@@ -59,6 +65,7 @@ class PDInstance(Resource):
 
     plural: ClassVar[str] = "pdinstances"
     short: ClassVar[str] = "pdi"
+    immutable: ClassVar[tuple[str, ...]] = ("service", "pool")
     printers: ClassVar[tuple[Printer, ...]] = (
         Printer(name="Service", type="string", json_path=".spec.service"),
         Printer(name="Role", type="string", json_path=".status.role"),

@@ -6,7 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
+from fulcrum_core.api.engine import (
+    EngineType,
+    KvCacheSpec,
+    KvTransferSpec,
+    ModelSourceSpec,
+    ParallelismSpec,
+    QuantizationSpec,
+    SettingsSpec,
+)
 from fulcrum_core.api.meta import Condition, Model, Printer, Resource, between_fields
+from fulcrum_core.api.quantity import Quantity
+from fulcrum_core.hardware import Fabric
 from fulcrum_core.values import Role
 
 PoolRole = Literal["Prefill", "Decode", "Flexible"]
@@ -53,7 +64,9 @@ class EnvVar(Model):
 class EngineSpec(Model):
     """Which engine the instances run."""
 
-    type: Literal["Simulated"] = Field(default="Simulated", description="Kind of engine (default Simulated).")
+    type: EngineType = Field(
+        default="Simulated", description="Kind of engine: Simulated or vLLM (default Simulated)."
+    )
     profile: str = Field(
         default="laptop",
         min_length=1,
@@ -94,6 +107,17 @@ class HardwareSpec(Model):
         description="Name of a resource of nodes, as nvidia.com/gpu.",
     )
     count: StrictInt = Field(default=1, ge=1, le=1024, description="How many of it (default 1).")
+    type: str = Field(
+        default="",
+        max_length=63,
+        description="The device, as H100-SXM, or as its nodes are labelled (default: not known).",
+    )
+    memory: Quantity | None = Field(
+        default=None, description="Memory of one device (default: as known of the type)."
+    )
+    fabric: Fabric | None = Field(
+        default=None, description="What carries KV between instances (default: what is found)."
+    )
 
 
 Template = Annotated[
@@ -112,6 +136,24 @@ class StartSpec(Model):
     engine: EngineSpec = Field(description="The engine that it runs.")
     hardware: HardwareSpec | None = Field(
         default=None, description="What it asks of its node (default: nothing)."
+    )
+    model_source: ModelSourceSpec | None = Field(
+        default=None, description="Where the model is (default: at the hub)."
+    )
+    parallelism: ParallelismSpec | None = Field(
+        default=None, description="How it is laid over its devices (default: all share each layer)."
+    )
+    quantization: QuantizationSpec | None = Field(
+        default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
+    )
+    settings: SettingsSpec | None = Field(
+        default=None, description="Settings of the engine (default: by model, hardware and role)."
+    )
+    kv_transfer: KvTransferSpec | None = Field(
+        default=None, description="How KV gets from prefill to decode (default: NIXL)."
+    )
+    kv_cache: KvCacheSpec | None = Field(
+        default=None, description="Tiers of KV below the device's memory (default: none)."
     )
     template: Template | None = None
     role_at_start: StrictBool = Field(
@@ -174,6 +216,7 @@ class PDPool(Resource):
 
     plural: ClassVar[str] = "pdpools"
     short: ClassVar[str] = "pdp"
+    immutable: ClassVar[tuple[str, ...]] = ("service",)
     printers: ClassVar[tuple[Printer, ...]] = (
         Printer(name="Service", type="string", json_path=".spec.service"),
         Printer(name="Role", type="string", json_path=".spec.role"),

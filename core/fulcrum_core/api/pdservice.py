@@ -5,6 +5,15 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
+from fulcrum_core.api.engine import (
+    Connector,
+    KvCacheSpec,
+    KvTransferSpec,
+    ModelSourceSpec,
+    ParallelismSpec,
+    QuantizationSpec,
+    SettingsSpec,
+)
 from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, HardwareSpec, PoolRole, Template
@@ -31,6 +40,14 @@ _FLOORS_OF_DEFAULT = (
 )
 """A single instance does both. Pools have bounds, not counts: what they lack the status says."""
 
+_TIERS_HAVE_A_KEEPER = (
+    "!has(self.kvCache) || (has(self.kvTransfer) && "
+    "self.kvTransfer.connector in ['NIXLWithLMCache', 'LMCache'])"
+)
+NO_KEEPER_OF_TIERS = (
+    "has kvCache, which needs kvTransfer.connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
+)
+
 
 class PoolSpec(Model):
     """A group of interchangeable instances."""
@@ -48,6 +65,15 @@ class PoolSpec(Model):
     instances: Bounds = Field(description="How many instances the pool has.")
     hardware: HardwareSpec | None = Field(
         default=None, description="What each instance asks of its node (default: nothing)."
+    )
+    parallelism: ParallelismSpec | None = Field(
+        default=None, description="How an instance is laid over its devices (default: all share each layer)."
+    )
+    quantization: QuantizationSpec | None = Field(
+        default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
+    )
+    settings: SettingsSpec | None = Field(
+        default=None, description="Settings of the engine (default: by model, hardware and role)."
     )
     template: Template | None = None
 
@@ -217,11 +243,15 @@ class PDServiceSpec(Model):
                 },
                 {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH},
                 {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH},
+                {"rule": _TIERS_HAVE_A_KEEPER, "message": NO_KEEPER_OF_TIERS},
             ]
         }
     )
 
     model: str = Field(min_length=1, max_length=253, description="The model to serve, as clients name it.")
+    model_source: ModelSourceSpec | None = Field(
+        default=None, description="Where engines find the model (default: at the hub)."
+    )
     instances: StrictInt | None = Field(
         default=None,
         ge=1,
@@ -240,6 +270,12 @@ class PDServiceSpec(Model):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
+    kv_transfer: KvTransferSpec | None = Field(
+        default=None, description="How KV gets from prefill to decode (default: NIXL)."
+    )
+    kv_cache: KvCacheSpec | None = Field(
+        default=None, description="Tiers of KV below the device's memory (default: none)."
+    )
     autoscaling: AutoscalingSpec = Field(
         default_factory=AutoscalingSpec, description="How the split follows the load."
     )
@@ -265,6 +301,13 @@ class PDServiceSpec(Model):
         floors = self.roles.floors()
         if not self.pools and floors.prefill + floors.decode > max(count, 2):
             raise ValueError(FLOORS_TOO_HIGH)
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_have_a_keeper(self) -> Self:
+        nixl = self.kv_transfer is None or self.kv_transfer.connector is Connector.NIXL
+        if self.kv_cache is not None and nixl:
+            raise ValueError(NO_KEEPER_OF_TIERS)
         return self
 
     def resolved_pools(self) -> tuple[PoolSpec, ...]:

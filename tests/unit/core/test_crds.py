@@ -9,6 +9,7 @@ import yaml
 
 from fulcrum_core.api import KINDS, PDAssignment, PDService, QoSTier, Resource
 from fulcrum_core.api.crds import crd, render
+from fulcrum_core.api.pdservice import BAD_NAME, FLOORS_TOO_HIGH
 
 JSON_SCHEMA_PROPS = {
     "type", "format", "description", "default", "enum", "nullable",
@@ -172,10 +173,21 @@ def test_rules_between_fields_stand_in_the_schema() -> None:
         for path, node in nodes(schema(kind))
         if node["type"] == "object" and "x-kubernetes-validations" in node
     }
+    buffer = "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies"
+    starts = ("PDService.spec", "PDPool.spec", "PDPool.status.lastGood", "PDInstance.spec")
     assert rules == {
-        "PDService.spec": ["has both instances and pools: write one of them"],
+        "PDService": [BAD_NAME],
+        "PDService.spec": [
+            "has both instances and pools: write one of them",
+            FLOORS_TOO_HIGH,
+            FLOORS_TOO_HIGH,
+            "has kvCache, which needs kvTransfer.connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
+        ],
+        **{f"{start}.modelSource": ["has both pvc and hostPath: write one of them"] for start in starts},
+        **{f"{start}.kvTransfer": [buffer] for start in starts},
         "PDService.spec.pools[*].instances": ["min is greater than max"],
         "PDService.spec.autoscaling.arrow": ["shrink is greater than expand"],
+        "PDService.spec.rollout": ["has maxSurge and maxUnavailable 0: nothing could be replaced"],
         "PDPool.spec.instances": ["min is greater than max"],
     }
 

@@ -118,8 +118,8 @@ def test_a_bare_time_is_a_time() -> None:
             id="no such mode",
         ),
         pytest.param(
-            "{model: m, engine: {type: vLLM}}",
-            "spec.engine.type (vLLM) is not 'Simulated'",
+            "{model: m, engine: {type: TGI}}",
+            "spec.engine.type (TGI) is none of 'Simulated' or 'vLLM'",
             id="no such engine",
         ),
         pytest.param(

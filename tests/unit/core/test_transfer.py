@@ -43,3 +43,47 @@ def test_no_transfer_where(changes: dict[str, object], reason: str) -> None:
 def test_transfer_where(tensor_parallel: int) -> None:
     verdict = can_transfer(ONE, replace(ONE, tensor_parallel=tensor_parallel))
     assert verdict == Verdict(True, "same model, engine, KV data type and block size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param(
+            {"revision": "abc"},
+            "model revision differs: prefill has none, decode has abc",
+            id="weights of two revisions",
+        ),
+        pytest.param(
+            {"connector": "LMCache"},
+            "connector differs: prefill has NIXL, decode has LMCache",
+            id="connector",
+        ),
+        pytest.param(
+            {"dtype": "float16"},
+            "data type differs: prefill has bfloat16, decode has float16",
+            id="data type",
+        ),
+        pytest.param(
+            {"attention": "FLASHINFER"},
+            "attention back end differs: prefill has FLASH_ATTN, decode has FLASHINFER",
+            id="attention back end",
+        ),
+        pytest.param(
+            {"pipeline_parallel": 2},
+            "decode has 2 pipeline stages and reads KV into one only",
+            id="stages of decode",
+        ),
+    ],
+)
+def test_real_engines_do_not_pair_where(changes: dict[str, object], reason: str) -> None:
+    real = replace(ONE, connector="NIXL", dtype="bfloat16", attention="FLASH_ATTN")
+    assert can_transfer(real, replace(real, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+
+
+def test_prefill_may_have_stages() -> None:
+    assert can_transfer(replace(ONE, pipeline_parallel=4), ONE).allowed
+
+
+def test_under_latent_attention_decode_may_be_split_over_fewer() -> None:
+    latent = replace(ONE, latent=True)
+    assert can_transfer(latent, replace(latent, tensor_parallel=1)).allowed

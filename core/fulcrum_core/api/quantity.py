@@ -1,0 +1,59 @@
+"""Sizes as Kubernetes writes them: `64Gi`, `500G`."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+_QUANTITY = re.compile(r"^(\d+)(Ki|Mi|Gi|Ti|K|M|G|T)?$")
+_PATTERN = r"^[0-9]+(Ki|Mi|Gi|Ti|K|M|G|T)?$"
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_quantity(text: str) -> int:
+    """Bytes of a size such as `64Gi`, `500G` or `1048576`.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = _QUANTITY.match(text)
+    if not match:
+        raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
+    number, unit = match.groups(default="")
+    base = 1024 if unit.endswith("i") else 1000
+    factor: int = base ** _POWERS[unit.removesuffix("i")]
+    return int(number) * factor
+
+
+def format_quantity(size: int) -> str:
+    """The shortest binary spelling that `parse_quantity` reads back."""
+    for unit in ("Ti", "Gi", "Mi", "Ki"):
+        factor = 1024 ** _POWERS[unit.removesuffix("i")]
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def _quantity(value: object) -> int:
+    if isinstance(value, str):
+        value = parse_quantity(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
+    return value
+
+
+_SCHEMA: dict[str, Any] = {
+    "type": "string",
+    "pattern": _PATTERN,
+    "minLength": 1,
+    "maxLength": 20,
+    "x-kubernetes-validations": [{"rule": "self.matches('[1-9]')", "message": "is not greater than 0"}],
+}
+
+Quantity = Annotated[
+    int,
+    BeforeValidator(_quantity),
+    PlainSerializer(format_quantity, return_type=str),
+    WithJsonSchema(_SCHEMA),
+]
+"""Bytes in Python, `64Gi` in YAML."""
