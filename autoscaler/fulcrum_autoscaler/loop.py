@@ -43,7 +43,8 @@ WRITE_TRIES = 4
 """How often a flip is decided anew after somebody else's write before it is given up."""
 ACK_WAIT_S = 0.25
 """How long the router is given to apply the generation that a decision starts from."""
-WANTED_POLL_S = 10.0
+WANTED_POLL_S = 5.0
+""""Flip wanted" is waited for so long at a time: a router whose node is gone says nothing at all."""
 AFTER_REFUSAL_S = 0.1
 """Pause after a refused "flip wanted": an overloaded router asks with every request."""
 

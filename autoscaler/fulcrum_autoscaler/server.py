@@ -1,31 +1,46 @@
 """The autoscaler's own port: its decisions, its metrics, its pulse; carries no secret, takes no order."""
 
+from collections.abc import Callable
+
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from fulcrum_autoscaler.journal import Journal
+from fulcrum_autoscaler.journal import Journals
 
 _DEFAULT_LIMIT = 100
 
 
-def make_app(journal: Journal, registry: CollectorRegistry) -> web.Application:
-    """`/decisions?limit=N` (JSON list, newest last), `/metrics`, `/health`."""
+def make_app(
+    journals: Journals, registry: CollectorRegistry, is_ready: Callable[[], bool]
+) -> web.Application:
+    """`/decisions?namespace=&service=&limit=` (JSON list, newest last), `/metrics`, `/healthz`, `/readyz`."""
 
     async def decisions(request: web.Request) -> web.Response:
         limit = request.query.get("limit", str(_DEFAULT_LIMIT))
         if not limit.isdecimal():
             return web.json_response({"error": f"limit ({limit}) must be a whole number"}, status=400)
-        return web.json_response([decision.dump() for decision in journal.recent(int(limit))])
+        namespace, service = (request.query.get(name) or None for name in ("namespace", "service"))
+        return web.json_response(journals.recent(int(limit), namespace=namespace, service=service))
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    async def health(_request: web.Request) -> web.Response:
+    async def healthz(_request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
+
+    async def readyz(_request: web.Request) -> web.Response:
+        if is_ready():
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "the objects are not read yet"}, status=503)
 
     app = web.Application()
     app.add_routes(
-        [web.get("/decisions", decisions), web.get("/metrics", metrics), web.get("/health", health)]
+        [
+            web.get("/decisions", decisions),
+            web.get("/metrics", metrics),
+            web.get("/healthz", healthz),
+            web.get("/readyz", readyz),
+        ]
     )
     return app

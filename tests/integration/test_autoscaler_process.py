@@ -68,7 +68,8 @@ async def test_without_store_and_router_it_serves_and_says_that_it_cannot_tell(
             "hold",
             "cannot tell: the store shows no PDService",
         )
-        assert (await client.get("/health")).status_code == 200
+        assert (decisions[0]["namespace"], decisions[0]["service"]) == ("default", "chat")
+        assert [(await client.get(f"/{name}")).status_code for name in ("healthz", "readyz")] == [200, 503]
         assert "fulcrum_autoscaler_decisions_total" in (await client.get("/metrics")).text
         assert (await client.get("/decisions", params={"limit": "many"})).status_code == 400
 
@@ -85,6 +86,11 @@ async def test_sigterm_ends_it_at_once_and_cleanly(process: asyncio.subprocess.P
         pytest.param({"token-file": "/nowhere/token"}, "/nowhere/token", id="no token file"),
         pytest.param(
             {"store": "chat.sock"}, "--store (chat.sock) is not unix: and a path", id="no unix store"
+        ),
+        pytest.param({"router-state": "chat:9091"}, "--router-state (chat:9091) is not http://", id="no URL"),
+        pytest.param({"router-state": "http://"}, "--router-state (http://) is not http://", id="no host"),
+        pytest.param(
+            {"router-state": "http://{pod}:1"}, "--router-state (http://{pod}:1) is not", id="no such field"
         ),
         pytest.param({"port": "http"}, "--port", id="port that is no number"),
         pytest.param(

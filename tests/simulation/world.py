@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from fulcrum_autoscaler.desired import WatchedService
+from fulcrum_autoscaler.desired import WatchedObjects
 from fulcrum_autoscaler.journal import Journal
 from fulcrum_autoscaler.loop import Autoscaler
 from fulcrum_autoscaler.meters import Meters
@@ -249,11 +249,9 @@ class _World:
     async def _autoscale(self) -> None:
         """The autoscaler, started anew whenever it was stalled."""
         while True:
-            desired = WatchedService(
-                self._store, service=NAME, namespace="default", rng=random.Random(self._rng.random())
-            )
+            seen = WatchedObjects(self._store, namespace="default", rng=random.Random(self._rng.random()))
             autoscaler = Autoscaler(
-                desired=desired,
+                desired=seen.of("default", NAME),
                 store=self._store,
                 router=self._router,
                 clock=self._clock,
@@ -262,7 +260,7 @@ class _World:
             )
             self._stalled.clear()
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(desired.run()), tasks.create_task(autoscaler.run())]
+                running = [tasks.create_task(seen.run()), tasks.create_task(autoscaler.run())]
                 await self._stalled.wait()
                 for task in running:
                     task.cancel()

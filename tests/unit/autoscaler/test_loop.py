@@ -8,7 +8,7 @@ import pytest
 
 from fulcrum_autoscaler.journal import Journal
 from fulcrum_autoscaler.loop import WRITE_TRIES, Autoscaler
-from fulcrum_autoscaler.meters import Meters
+from fulcrum_autoscaler.meters import Families, Meters
 from fulcrum_autoscaler.policy import Action, Decision, Trigger
 from fulcrum_autoscaler.routers import RouterAway
 from fulcrum_cluster.memory import MemoryStore
@@ -123,7 +123,8 @@ class World:
         )
         self.objects = Objects()
         self.journal = Journal()
-        self.meters = Meters()
+        self.families = Families()
+        self.meters = Meters(self.families, namespace="default", service="chat")
         self.autoscaler = self.restarted()
 
     def restarted(self) -> Autoscaler:
@@ -197,7 +198,8 @@ def world(clock: HandClock) -> World:
 
 
 def metric(world: World, name: str, **labels: str) -> float | None:
-    return world.meters.registry.get_sample_value(f"fulcrum_autoscaler_{name}", labels)
+    of = {"namespace": "default", "service": "chat"}
+    return world.families.registry.get_sample_value(f"fulcrum_autoscaler_{name}", {**of, **labels})
 
 
 async def test_a_flip_is_one_signed_write_of_the_assignment(world: World) -> None:
