@@ -1,0 +1,376 @@
+"""`fulcrum status|flip|drain|explain` on a real API server, without an operator: the test plays its part."""
+
+import asyncio
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_cli.flipping import flip
+from fulcrum_cluster.client import open_store
+from fulcrum_core.values import Role
+from tests.kubernetes.control_plane.commands import CommandLine, Service, make_all
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.program import program
+from tools.kubernetes.waiting import wait_for
+
+ROLES = {"chat-0": "Prefill", "chat-1": "Decode", "chat-2": "Decode"}
+
+
+@pytest.fixture
+def fulcrum(control_plane: Cluster, namespace: str, tmp_path: Path) -> CommandLine:
+    return CommandLine(control_plane.kubeconfig, tmp_path, namespace)
+
+
+@pytest.fixture
+def chat(control_plane: Cluster, namespace: str) -> Service:
+    return Service(control_plane, namespace, roles=ROLES)
+
+
+def refused(done: "subprocess.CompletedProcess[str]") -> str:
+    """The one line of a refusal."""
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("error: ").rstrip("\n")
+
+
+def said(done: "subprocess.CompletedProcess[str]") -> str:
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
+# status
+
+
+def test_status_shows_a_service_with_its_instances_and_where_it_is(
+    fulcrum: CommandLine, chat: Service
+) -> None:
+    condition = {"type": "Ready", "status": "True", "reason": "InstancesServing", "message": "3 of 3 serve"}
+    chat.status(
+        conditions=[condition], ready="3/3", ratio="1:2", endpoint="http://chat", observedGeneration=1
+    )
+    chat.see("chat-2", role="Decode", phase="Draining")
+    chat.wish("chat-2", cordoned=True, cordonedBy="Person")
+    chat.wish("chat-0", by="Person", pinnedUntil="2999-01-01T00:00:00Z")
+    lines = said(fulcrum("status")).splitlines()
+    assert lines[1].split()[:6] == ["chat", "m", "3/3", "0", "0", "1:2"]
+    rows = {line.split()[0]: line for line in lines if line.startswith("chat-")}
+    assert {name: row.split()[1:3] for name, row in rows.items()} == {
+        "chat-0": ["Serving", "Prefill"], "chat-1": ["Serving", "Decode"], "chat-2": ["Draining", "Decode"],
+    }  # fmt: skip
+    assert "Person, pinned for " in rows["chat-0"]
+    assert "cordoned by Person" in rows["chat-2"]
+    assert "Ready       True     InstancesServing   3 of 3 serve" in lines
+    assert lines[-1].startswith("target context test (https://127.0.0.1:")
+    assert lines[-1].endswith(f"namespace {fulcrum.namespace}")
+
+
+def test_status_for_programs_has_the_names_of_the_kinds(fulcrum: CommandLine, chat: Service) -> None:
+    chat.status(ready="3/3")
+    (service,) = json.loads(said(fulcrum("status", "chat", "-o", "json")))["services"]
+    assert service["status"]["ready"] == "3/3"
+    assert service["assignment"]["roles"]["chat-0"]["role"] == "Prefill"
+    assert [i["status"]["phase"] for i in service["instances"]] == ["Serving"] * 3
+
+
+def test_a_namespace_without_services_says_so(fulcrum: CommandLine) -> None:
+    assert said(fulcrum("status")).startswith("no PDService\ntarget context test (")
+
+
+def test_a_service_that_is_not_there_is_named_with_those_that_are(
+    fulcrum: CommandLine, chat: Service
+) -> None:
+    assert chat
+    words = refused(fulcrum("status", "code"))
+    assert words.startswith("SERVICE (code) is not a PDService of context test (https://127.0.0.1:")
+    assert words.endswith("; it has chat")
+
+
+# flip
+
+
+def test_a_flip_waits_until_the_instance_plays_its_role(fulcrum: CommandLine, chat: Service) -> None:
+    process = fulcrum.start("flip", "chat-1", "--to", "prefill", "--pin", "10m", "--wait")
+    try:
+        wait_for(lambda: chat.assigned("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
+        chat.see("chat-1", role="Prefill")
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("chat-1 → Prefill, pinned for 10m: plays it ")
+    entry = chat.assigned("chat-1")
+    assert (entry["by"], entry["reason"]) == ("Person", "by command")
+    managers = {field["manager"] for field in chat.assignment()["metadata"]["managedFields"]}
+    assert "fulcrum-cli" in managers
+
+
+def test_a_flip_that_is_refused_after_it_was_written_says_why(fulcrum: CommandLine, chat: Service) -> None:
+    process = fulcrum.start("flip", "chat-1", "--to", "prefill", "--wait")
+    try:
+        wait_for(lambda: chat.assigned("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
+        refusal = {"role": "Prefill", "reason": "not drained after 120 s", "until": "2999-01-01T00:00:00Z"}
+        chat.wish("chat-1", role="Decode", refused=refusal)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (2, "error: chat-1 → Prefill was refused: not drained after 120 s\n")
+    assert "refused chat-1 → Prefill: not drained after 120 s, for " in said(fulcrum("status"))
+
+
+def test_a_flip_that_nobody_follows_is_called_written_and_no_more(
+    fulcrum: CommandLine, chat: Service
+) -> None:
+    done = said(fulcrum("flip", "chat-1", "--to", "prefill"))
+    assert done.startswith(
+        "chat-1 → Prefill: written, not played within 5 s, it is Serving; see fulcrum status chat ("
+    )
+    assert chat.assigned("chat-1")["role"] == "Prefill"
+
+
+def test_a_flip_to_the_role_that_is_held_writes_nothing(fulcrum: CommandLine, chat: Service) -> None:
+    before = chat.assignment()["metadata"]["resourceVersion"]
+    done = said(fulcrum("flip", "chat-1", "--to", "decode"))
+    assert done.startswith("chat-1 has the role Decode already: nothing written (context test (")
+    assert chat.assignment()["metadata"]["resourceVersion"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(
+            ("flip", "chat-0", "--to", "decode"),
+            "instance (chat-0) may not flip to Decode: 0 instances would serve Prefill, the floor is 1; "
+            "leaving: chat-0",
+            id="a flip below the floor",
+        ),
+        pytest.param(
+            ("drain", "chat-0"),
+            "instance (chat-0) may not be drained: 0 instances would serve Prefill, the floor is 1; "
+            "leaving: chat-0",
+            id="a drain below the floor",
+        ),
+        pytest.param(
+            ("flip", "chat-9", "--to", "decode"),
+            "instance (chat-9) is not of service chat; it has chat-0, chat-1, chat-2",
+            id="no such instance",
+        ),
+    ],
+)
+def test_what_may_not_be_is_refused_and_not_written(
+    fulcrum: CommandLine, chat: Service, arguments: tuple[str, ...], expected: str
+) -> None:
+    before = chat.assignment()["metadata"]["resourceVersion"]
+    assert refused(fulcrum(*arguments)) == expected
+    assert chat.assignment()["metadata"]["resourceVersion"] == before
+
+
+async def test_flips_of_several_people_at_once_are_all_made(control_plane: Cluster, namespace: str) -> None:
+    """Of one version only one write is taken: the others read again, judge again and write again."""
+    roles = {f"chat-{number}": "Decode" if number else "Prefill" for number in range(7)}
+    chat = Service(control_plane, namespace, roles=roles)
+    address = f"kubeconfig:{control_plane.kubeconfig}"
+    names = [name for name in roles if name not in ("chat-0", "chat-1")]
+
+    async def one(name: str) -> None:
+        async with open_store(address) as store:
+            await flip(store, "chat", name, Role.PREFILL, namespace=namespace, reason="at once")
+
+    await asyncio.gather(*(one(name) for name in names))
+    spec = chat.assignment()["spec"]
+    assert {name: entry["role"] for name, entry in spec["roles"].items()} == {
+        name: "Decode" if name == "chat-1" else "Prefill" for name in roles
+    }
+    assert spec["flips"] == len(names)
+
+
+# drain
+
+
+def test_a_drain_is_waited_for_and_taken_back(fulcrum: CommandLine, chat: Service) -> None:
+    process = fulcrum.start("drain", "chat-2", "--wait")
+    try:
+        wait_for(lambda: chat.assigned("chat-2")["cordoned"], "the cordon", timeout_s=20)
+        chat.see("chat-2", role="Decode", phase="Draining", message="cordoned, drained")
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, err) == (0, "")
+    assert "`fulcrum drain chat-2 --undo` takes it back; drained, no request is left on it (" in out
+    entry = chat.assigned("chat-2")
+    assert (entry["cordonedBy"], entry["cordonReason"], entry["by"]) == (
+        "Person",
+        "drained by command",
+        "Operator",
+    )
+    assert said(fulcrum("drain", "chat-2", "--undo")).startswith("chat-2: takes new work again (")
+    assert chat.assigned("chat-2")["cordoned"] is False
+
+
+def test_the_operators_cordon_is_not_a_persons_to_lift(fulcrum: CommandLine, chat: Service) -> None:
+    chat.wish("chat-2", cordoned=True, cordonedBy="Operator", cordonReason="more instances than wanted")
+    assert refused(fulcrum("drain", "chat-2", "--undo")) == (
+        "instance (chat-2) was cordoned by the operator, who wants it gone: more instances than wanted"
+    )
+
+
+# explain
+
+
+@contextmanager
+def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[str]]:
+    """An autoscaler that gives this answer, reached through the API server; yields the paths it was asked."""
+    asked: list[str] = []
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: the test reads what was asked."""
+
+    with cluster.hub.network():
+        server = http.server.ThreadingHTTPServer(("10.88.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    labels = {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": "autoscaler"}
+    port = {"name": "http", "port": server.server_address[1]}
+    slice_labels = {"kubernetes.io/service-name": "fulcrum-autoscaler"}
+    make_all(cluster, namespace, [
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "fulcrum-autoscaler", "labels": labels},
+         "spec": {"ports": [port]}},
+        {"apiVersion": "v1", "kind": "Endpoints", "metadata": {"name": "fulcrum-autoscaler"},
+         "subsets": [{"addresses": [{"ip": "10.88.0.1"}], "ports": [port]}]},
+        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4", "ports": [port],
+         "metadata": {"name": "fulcrum-autoscaler-test", "labels": slice_labels},
+         "endpoints": [{"addresses": ["10.88.0.1"], "conditions": {"ready": True}}]},
+    ])  # fmt: skip
+    pulse = f"/api/v1/namespaces/{namespace}/services/fulcrum-autoscaler:http/proxy/"
+    try:
+        wait_for(lambda: cluster.get(pulse)[0] == 200, "the way through the API server", timeout_s=20)
+        asked.clear()
+        yield asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+DECISION = {
+    "at_s": 1_700_000_000.25, "action": "flip", "trigger": "tick", "reason": "decode load 1.04",
+    "instance": "chat-1", "to": "Prefill", "loads": None, "passes": 2, "split": "1:2", "generation": 7,
+    "rejected": [],
+}  # fmt: skip
+
+
+def test_explain_asks_the_autoscaler_through_the_api_server(
+    control_plane: Cluster, fulcrum: CommandLine, chat: Service
+) -> None:
+    assert chat
+    with autoscaler(control_plane, fulcrum.namespace, [DECISION]) as asked:
+        told = said(fulcrum("explain"))
+    assert "flip    chat-1 → Prefill: decode load 1.04  [P:D 1:2, 2 passes, tick]" in told
+    assert "no wish is refused now" in told
+    assert asked == [f"/decisions?namespace={fulcrum.namespace}&service=chat&limit=600"]
+
+
+def test_explain_without_an_autoscaler_still_tells_the_rest(fulcrum: CommandLine, chat: Service) -> None:
+    refusal = {"role": "Prefill", "reason": "below the floor", "until": "2999-01-01T00:00:00Z"}
+    chat.wish("chat-1", refused=refusal)
+    told = said(fulcrum("explain", "chat"))
+    assert told.startswith("no decisions: no Service with the labels app.kubernetes.io/part-of=fulcrum,")
+    assert "refused chat-1 → Prefill: below the floor, for " in told
+
+
+# the way there
+
+
+def broken(
+    change: Callable[[dict[str, Any], dict[str, Any]], object],
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def changed(document: dict[str, Any]) -> dict[str, Any]:
+        change(document["clusters"][0]["cluster"], document["users"][0])
+        return document
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(
+            broken(lambda cluster, _: cluster.update(server="https://127.0.0.1:1")),
+            "error: context test (https://127.0.0.1:1) does not answer: ", id="nobody listens",
+        ),
+        pytest.param(
+            broken(lambda cluster, _: cluster.pop("certificate-authority-data")),
+            "certificate verify failed", id="a server that is not trusted",
+        ),
+        pytest.param(
+            broken(lambda _, user: user.update(user={"token": "x"})),
+            "does not accept these credentials", id="a token that is not valid",
+        ),
+        pytest.param(
+            broken(lambda _, user: user.update(user={})),
+            "system:anonymous may not list pdservices.fulcrum.dev in namespace", id="somebody without rights",
+        ),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_cannot_be_spoken_to_is_one_line(
+    control_plane: Cluster, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], expected: str
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(json.dumps(change(json.loads(Path(control_plane.kubeconfig).read_text()))))
+    done = CommandLine(file, tmp_path, "default")("status")
+    assert expected in done.stderr
+    refused(done)
+
+
+def test_a_context_that_is_not_there_is_named_with_those_that_are(fulcrum: CommandLine) -> None:
+    words = refused(fulcrum("status", "--context", "prod"))
+    assert words == f"--context (prod) is not a context of {fulcrum.kubeconfig}; it has test"
+
+
+def test_a_server_that_hangs_is_given_up_after_seconds(control_plane: Cluster, tmp_path: Path) -> None:
+    """It takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        file = tmp_path / "config"
+        change = broken(lambda cluster, _: cluster.update(server=server))
+        file.write_text(json.dumps(change(json.loads(Path(control_plane.kubeconfig).read_text()))))
+        words = refused(CommandLine(file, tmp_path, "default")("status"))
+    assert words == f"context test ({server}) does not answer: nothing for 5 s"
+
+
+# kubectl's plugin
+
+
+def test_kubectl_finds_the_plugin_and_is_told_its_own_name(fulcrum: CommandLine, chat: Service) -> None:
+    assert chat
+    installed = Path(sys.executable).parent
+    environment = {**fulcrum.environment, "PATH": f"{installed}:{fulcrum.environment['PATH']}"}
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [str(program()), "kubectl", "fulcrum", *arguments, "-n", fulcrum.namespace]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    assert "chat-0     Serving   Prefill" in said(run("status", "chat"))
+    assert "Usage: kubectl fulcrum status" in said(run("status", "--help"))
+    assert refused(run("flip", "chat-0", "--to", "decode")).endswith("leaving: chat-0")
