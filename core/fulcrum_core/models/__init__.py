@@ -2,7 +2,7 @@
 
 from fulcrum_core.models.config import parse_model_config
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
-from fulcrum_core.models.fit import Fit, Layout, judge_fit
+from fulcrum_core.models.fit import GPU_UTILIZATION, Fit, Layout, gib, judge_fit
 from fulcrum_core.models.sizes import (
     TRANSFER_ALIGN_BYTES,
     kv_bytes,
@@ -14,12 +14,14 @@ from fulcrum_core.models.sizes import (
 )
 
 __all__ = [
+    "GPU_UTILIZATION",
     "TRANSFER_ALIGN_BYTES",
     "Fit",
     "KvPrecision",
     "Layout",
     "ModelFacts",
     "WeightPrecision",
+    "gib",
     "judge_fit",
     "kv_bytes",
     "kv_bytes_per_token",

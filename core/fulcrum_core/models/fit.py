@@ -19,7 +19,7 @@ class Layout:
     """How one instance is laid over its devices.
 
     `max_tokens` is the longest context that is served; None: the model's own. `devices` is what the instance
-    is given; None: not said.
+    is given; None: not said. `buffer_bytes` of each device go to a transfer buffer.
     """
 
     tensor: int = 1
@@ -30,6 +30,7 @@ class Layout:
     kv: KvPrecision = KvPrecision.AUTO
     max_tokens: int | None = None
     devices: int | None = None
+    buffer_bytes: int = 0
 
     @property
     def needed(self) -> int:
@@ -90,7 +91,7 @@ def usable_bytes(hardware: HardwareFacts) -> float:
 
 
 def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weights: float) -> Fit:
-    usable = usable_bytes(hardware)
+    usable = max(0.0, usable_bytes(hardware) - layout.buffer_bytes)
     if weights >= usable:
         message = (
             f"{gib(weights)} of weights a device do not fit the {gib(usable)} that {hardware.name} has for "

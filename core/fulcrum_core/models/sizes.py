@@ -41,13 +41,15 @@ def rank_kv_bytes_per_token(facts: ModelFacts, *, tensor: int, pipeline: int, kv
     Pipeline stages share the layers. Tensor-parallel ranks share the heads, down to one a rank: where there
     are more ranks than heads, and under latent attention, they hold copies.
     """
-    shared = 1.0 if facts.latent else max(1, math.ceil(facts.kv_heads / tensor)) / facts.kv_heads
-    return kv_bytes_per_token(facts, kv) * shared / pipeline
+    return kv_bytes_per_token(facts, kv) * _rank_share(facts, tensor) / pipeline
 
 
-def transfer_buffer_bytes(facts: ModelFacts, tokens: int, kv: KvPrecision = KvPrecision.AUTO) -> int:
-    """Buffer through which a prompt of so many tokens is handed over, rounded up to 256 MiB."""
-    return TRANSFER_ALIGN_BYTES * max(1, math.ceil(kv_bytes(facts, tokens, kv) / TRANSFER_ALIGN_BYTES))
+def transfer_buffer_bytes(
+    facts: ModelFacts, tokens: int, kv: KvPrecision = KvPrecision.AUTO, *, tensor: int = 1
+) -> int:
+    """Buffer of one rank through which a prompt of so many tokens is handed over, rounded up to 256 MiB."""
+    share = kv_bytes(facts, tokens, kv) * _rank_share(facts, tensor)
+    return TRANSFER_ALIGN_BYTES * max(1, math.ceil(share / TRANSFER_ALIGN_BYTES))
 
 
 def weight_bytes(facts: ModelFacts, weights: WeightPrecision = WeightPrecision.AUTO) -> int:
@@ -67,6 +69,10 @@ def rank_weight_bytes(
     experts = facts.expert_params * _bits(facts, weights) / 8
     rest = weight_bytes(facts, weights) - experts
     return (rest + experts / (data if expert else 1)) / (tensor * pipeline)
+
+
+def _rank_share(facts: ModelFacts, tensor: int) -> float:
+    return 1.0 if facts.latent else max(1, math.ceil(facts.kv_heads / tensor)) / facts.kv_heads
 
 
 def _bits(facts: ModelFacts, weights: WeightPrecision) -> float:

@@ -1,0 +1,201 @@
+"""`--kv-transfer-config`: how a vLLM instance hands KV over, for each connector.
+
+An engine id is never given: one that outlives a restart makes peers use the dead memory map. A hand-off that
+cannot be loaded is computed again where it was to go, because instances are flipped and killed.
+"""
+
+import math
+import shlex
+from typing import Any
+
+from fulcrum_core.api.engine import Connector, KvCacheSpec
+from fulcrum_core.hardware import Vendor
+from fulcrum_core.models import kv_bytes
+from fulcrum_core.transfer import KV_LEASE_S
+from fulcrum_core.values import FlipStrategy, Role
+from fulcrum_operator.engines.launch import Choice, Place, compact_json
+from fulcrum_operator.engines.request import EngineRequest
+
+GIB = 2**30
+_CHUNK_BLOCKS = 2
+"""LMCache keeps whole chunks of tokens: two blocks move well and are small enough to be met again."""
+_CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
+"""Memory tier of an LMCache server that nobody sized."""
+_PEER_PORTS = 2
+"""An LMCache receiver listens on two ports for each rank: to be introduced, and to be asked for memory."""
+
+
+def strategy(connector: Connector) -> FlipStrategy:
+    """How an instance with this connector changes its role."""
+    return FlipStrategy.RESTART if connector is Connector.LMCACHE else FlipStrategy.RELABEL
+
+
+def kv_transfer_config(request: EngineRequest, place: Place, *, block_size: int) -> dict[str, Any]:
+    """The value of `--kv-transfer-config`."""
+    connector = request.kv_transfer.connector
+    if connector is Connector.NIXL:
+        return _nixl(request)
+    if connector is Connector.LMCACHE:
+        return _lmcache_pd(request, place, block_size)
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [_nixl(request), _lmcache_tiers(request, place, block_size)]
+        },
+    }
+
+
+def lease_s(request: EngineRequest) -> int:
+    """For how long prefill keeps the blocks of a hand-off that nobody fetched.
+
+    The router gives a hand-off up at half the lease. Until then it has to choose decode, which may take as
+    long as the first token may, and decode has to start fetching; from there on heartbeats prolong it.
+    """
+    return math.ceil(max(KV_LEASE_S, 2 * (request.slo.ttft_s + longest_transfer_s(request))))
+
+
+def longest_transfer_s(request: EngineRequest) -> float:
+    """How long the longest prompt is on the wire; 0 where that is not known."""
+    if request.facts is None or request.longest_tokens is None:
+        return 0.0
+    size = kv_bytes(request.facts, request.longest_tokens, request.quantization.kv_cache)
+    return size / request.hardware.fabric.bytes_s
+
+
+def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
+    """What was chosen for the transfer, and why."""
+    connector = request.kv_transfer.connector
+    how = strategy(connector)
+    flips = {
+        FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
+        FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
+    }
+    rows = [Choice("flip", how.value, flips[how])]
+    if connector is not Connector.LMCACHE:
+        reason = f"longest prompt {longest_transfer_s(request):.1f} s on {request.hardware.fabric.value}"
+        rows.append(
+            Choice("lease", f"{lease_s(request)}s", f"twice TTFT and transfer, at least 30 s; {reason}")
+        )
+        rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
+    elif (size := request.buffer_bytes) is not None:
+        tokens = request.longest_tokens
+        by = f"a rank's share of a prompt of {tokens:,} tokens, in pieces of 256 MiB"
+        written = request.kv_transfer.buffer_size is not None
+        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "as written" if written else by))
+    return tuple(rows)
+
+
+def peer_ports(tensor: int, place: Place) -> tuple[list[int], list[int]]:
+    """Where an LMCache receiver's ranks are introduced to senders, and where they are asked for memory."""
+    ports = [place.cache_port + _PEER_PORTS * rank for rank in range(tensor)]
+    return ports, [port + 1 for port in ports]
+
+
+def _nixl(request: EngineRequest) -> dict[str, Any]:
+    return {
+        "kv_connector": "NixlConnector",
+        # Not enforced by NIXL; only "both" keeps the guards that a decoding instance needs.
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": lease_s(request)},
+    }
+
+
+def _lmcache_tiers(request: EngineRequest, place: Place, block_size: int) -> dict[str, Any]:
+    """LMCache's server beside the engine. The engine starts it, so it sees the engine's devices."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",  # as a consumer it would never store
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": place.cache_port,
+            "lmcache.mp.autostart": True,
+            "lmcache.mp.autostart.server_args": shlex.join(_server_args(request, place, block_size)),
+        },
+    }
+
+
+def _server_args(request: EngineRequest, place: Place, block_size: int) -> tuple[str, ...]:
+    cpu = request.hardware.vendor is Vendor.CPU
+    memory = request.kv_cache.cpu / GIB if request.kv_cache.cpu else (_CPU_CACHE_GIB if cpu else _CACHE_GIB)
+    return (
+        *("--chunk-size", str(_CHUNK_BLOCKS * block_size)),
+        *("--l1-size-gb", f"{memory:g}", "--eviction-policy", "LRU"),
+        *(("--supported-transfer-mode", "engine_driven") if cpu else ()),
+        *("--shm-name", f"lmcache_{place.cache_port}"),
+        *("--http-port", str(place.cache_http_port)),
+        *(
+            part
+            for tier in _lower_tiers(request.kv_cache, place)
+            for part in ("--l2-adapter", compact_json(tier))
+        ),
+    )
+
+
+def _lower_tiers(spec: KvCacheSpec, place: Place) -> list[dict[str, Any]]:
+    tiers: list[dict[str, Any]] = []
+    if spec.disk is not None:
+        eviction = {"eviction_policy": "LRU"}  # without it the capacity bounds nothing
+        capacity = spec.disk / GIB
+        tiers.append(
+            {
+                "type": "fs_native",
+                "base_path": place.cache_folder,
+                "max_capacity_gb": capacity,
+                "eviction": eviction,
+            }
+        )
+    if spec.remote is not None:
+        host, _, port = spec.remote.partition("://")[2].rpartition(":")
+        tiers.append({"type": "resp", "host": host, "port": int(port)})
+    return tiers
+
+
+def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[str, Any]:
+    """LMCache inside the engine, pushing KV from a sender to a receiver."""
+    sender = request.role is Role.PREFILL
+    keys: dict[str, Any] = {
+        "chunk_size": _CHUNK_BLOCKS * block_size,
+        "enable_pd": True,
+        "transfer_channel": "nixl",
+        "nixl_backends": ["UCX"],
+        "pd_role": "sender" if sender else "receiver",
+        "pd_buffer_size": request.buffer_bytes,
+        "pd_buffer_device": "cuda",
+        "save_unfull_chunk": True,
+        **(_sender_keys(place) if sender else _receiver_keys(request, place)),
+        **_in_process_tiers(request.kv_cache, place),
+    }
+    return {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": "kv_producer" if sender else "kv_consumer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {f"lmcache.{key}": value for key, value in keys.items()},
+    }
+
+
+def _sender_keys(place: Place) -> dict[str, Any]:
+    return {"pd_proxy_host": place.proxy_host, "pd_proxy_port": place.proxy_port}
+
+
+def _receiver_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
+    introduced, asked = peer_ports(request.layout.tensor, place)
+    return {
+        "pd_peer_host": place.host,
+        "pd_peer_init_port": introduced,
+        "pd_peer_alloc_port": asked,
+        "retrieve_locations": ["PDBackend"],
+    }
+
+
+def _in_process_tiers(spec: KvCacheSpec, place: Place) -> dict[str, Any]:
+    keys: dict[str, Any] = {"local_cpu": spec.cpu is not None}
+    if spec.cpu is not None:
+        keys["max_local_cpu_size"] = spec.cpu / GIB
+    if spec.disk is not None:
+        keys |= {"local_disk": f"file://{place.cache_folder}", "max_local_disk_size": spec.disk / GIB}
+    if spec.remote is not None:
+        keys["remote_url"] = spec.remote
+    return keys

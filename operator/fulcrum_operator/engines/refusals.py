@@ -1,0 +1,69 @@
+"""What a vLLM of this version cannot do, said before it is started."""
+
+from collections.abc import Iterator
+
+from fulcrum_core.api.engine import Connector
+from fulcrum_core.hardware import Vendor
+from fulcrum_core.models import KvPrecision, WeightPrecision
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.settings import LATENT_BACKENDS, Settings
+
+
+def refusals(request: EngineRequest, settings: Settings) -> tuple[str, ...]:
+    """One line for each thing that cannot be; empty: nothing speaks against a start."""
+    return (*_transfer(request), *_layout(request), *_quantization(request), *_kernels(request, settings))
+
+
+def _transfer(request: EngineRequest) -> Iterator[str]:
+    connector = request.kv_transfer.connector
+    if connector is Connector.NIXL and not request.kv_cache.empty:
+        yield "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
+    if request.settings.sleep_mode and connector is not Connector.LMCACHE:
+        yield f"sleepMode with {connector}: vLLM {request.version} does not register its memory again"
+    if connector is not Connector.LMCACHE:
+        return
+    if request.hardware.vendor is Vendor.CPU:
+        yield "the connector LMCache needs a GPU: its in-process mode has no kernels for CPUs"
+    if request.role is None:
+        yield "the connector LMCache fixes the role at start, and none is given"
+    if request.buffer_bytes is None:
+        yield "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read"
+
+
+def _layout(request: EngineRequest) -> Iterator[str]:
+    layout, facts = request.layout, request.facts
+    if layout.pipeline > 1 and request.pool_role != "Prefill":
+        yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages, decode reads KV into none"
+    if layout.data > 1 and facts is not None and not facts.mixture:
+        yield f"data {layout.data}: a model without experts gains nothing; use more instances instead"
+    if layout.data > 1 and request.kv_transfer.connector is Connector.LMCACHE:
+        yield f"data {layout.data} with LMCache: its ranks would share one receiver's ports"
+
+
+def _quantization(request: EngineRequest) -> Iterator[str]:
+    weights, kv = request.quantization.weights, request.quantization.kv_cache
+    facts, hardware = request.facts, request.hardware
+    cpu = hardware.vendor is Vendor.CPU
+    if cpu and weights is not WeightPrecision.AUTO:
+        yield f"weights {weights}: CPUs run the checkpoint's own data type"
+    if cpu and kv is not KvPrecision.AUTO:
+        yield f"kvCache {kv}: CPUs keep KV in the model's data type"
+    if kv is KvPrecision.FP4 and not cpu and not hardware.fp4:
+        yield f"kvCache fp4 needs Blackwell, {hardware.name} is not"
+    if kv is KvPrecision.FP4 and facts is not None and facts.latent:
+        yield "kvCache fp4: no kernel reads a latent vector in FP4"
+    if facts is None:
+        return
+    if weights is WeightPrecision.FP4 and facts.weight_bits > 5:
+        yield "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated"
+    if weights is WeightPrecision.FP8 and facts.quantization and facts.weight_bits != 8:
+        yield f"weights fp8: the checkpoint is quantised as {facts.quantization} already"
+
+
+def _kernels(request: EngineRequest, settings: Settings) -> Iterator[str]:
+    facts = request.facts
+    if facts is None or settings.attention is None:
+        return
+    if (settings.attention in LATENT_BACKENDS) != facts.latent:
+        kind = "has" if facts.latent else "has no"
+        yield f"attentionBackend {settings.attention}: the model {kind} latent attention"
