@@ -217,6 +217,7 @@ class OperatorProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         if not line.startswith("ready "):
+            self.kill()
             raise RuntimeError(f"the operator does not start: {line}{self.log.read_text()}")
         self.port = int(json.loads(line.removeprefix("ready "))["port"])
 
