@@ -51,7 +51,7 @@ The operator sees these anyway, as it makes them.
 
 {{- define "fulcrum.autoscalerRules" -}}
 - apiGroups: [fulcrum.dev]
-  resources: [pdservices, pdinstances, pdassignments]
+  resources: [pdservices, pdpools, pdinstances, pdassignments]
   verbs: [get, list, watch]
 - apiGroups: [fulcrum.dev]
   resources: [pdassignments]
