@@ -2,7 +2,7 @@
 
     python tools/image/build.py OUT.tar TAG        writes localhost/fulcrum:TAG in the format of `docker save`
 
-It holds what the Dockerfile's holds, at the same paths: this interpreter below /usr/local, the packages that
+It holds what the Dockerfile's holds: this interpreter below /usr/local, and in it the packages that
 `requirements/image.lock` names (taken from the environment that runs this), and the rooms as they lie in the
 checkout. Compiled files are in it, because nothing in a container can write them. What is slow to make, the
 layers of interpreter and packages, stays in a cache folder under a name made from all that went into it.

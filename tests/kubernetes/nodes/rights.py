@@ -1,0 +1,74 @@
+"""What a ServiceAccount may do by its roles, and what the API server's audit log says it did."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from tools.kubernetes.cluster import Cluster
+
+Right = tuple[str, str, str]
+"""API group, resource with its subresource, verb."""
+
+_RBAC = "/apis/rbac.authorization.k8s.io/v1"
+_FORBIDDEN, _CREATED = 403, 201
+
+
+def rights_of(rules: list[dict[str, Any]]) -> set[Right]:
+    """Rules, one right at a time; names of single objects are left out."""
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def granted(cluster: Cluster, namespace: str, account: str) -> set[Right]:
+    """What bindings that name the account give it, in any namespace."""
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace}
+    found: set[Right] = set()
+    for kind in ("clusterrolebindings", "rolebindings"):
+        for binding in cluster.read(f"{_RBAC}/{kind}")["items"]:
+            if subject in binding.get("subjects", []):
+                found |= rights_of(_role(cluster, binding).get("rules") or [])
+    return found
+
+
+def _role(cluster: Cluster, binding: dict[str, Any]) -> dict[str, Any]:
+    reference = binding["roleRef"]
+    where = "" if reference["kind"] == "ClusterRole" else f"/namespaces/{binding['metadata']['namespace']}"
+    role: dict[str, Any] = cluster.read(f"{_RBAC}{where}/{reference['kind'].lower()}s/{reference['name']}")
+    return role
+
+
+def used(cluster: Cluster, namespace: str, account: str) -> set[Right]:
+    """What the account did, and the API server let it do."""
+    return {right for right, code in _requests(cluster, namespace, account) if code < 400}
+
+
+def refused(cluster: Cluster, namespace: str, account: str) -> set[Right]:
+    """What the account tried and may not do."""
+    return {right for right, code in _requests(cluster, namespace, account) if code == _FORBIDDEN}
+
+
+def _requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[Right, int]]:
+    name = f"system:serviceaccount:{namespace}:{account}"
+    for line in cluster.audit_log.read_text(encoding="utf-8").splitlines():
+        event = _read(line)
+        target = event.get("objectRef", {})
+        if event.get("user", {}).get("username") != name or "resource" not in target:
+            continue
+        resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))
+        group, code = target.get("apiGroup", ""), event.get("responseStatus", {}).get("code", 0)
+        yield (group, resource, event["verb"]), code
+        if event["verb"] == "patch" and code == _CREATED:  # an apply of something new needs both rights
+            yield (group, resource, "create"), code
+
+
+def _read(line: str) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError:  # the last line, which is being written
+        return {}
+    return event

@@ -1,0 +1,59 @@
+"""What the two ways to make the image promise alike."""
+
+import re
+from pathlib import Path
+
+from tools.image.build import FILES, UNUSED, USER
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def instructions(word: str) -> list[str]:
+    """The arguments of every such instruction, in order."""
+    joined = DOCKERFILE.replace("\\\n", " ")
+    return [line.removeprefix(word).strip() for line in joined.splitlines() if line.startswith(f"{word} ")]
+
+
+def test_the_base_is_pinned_and_may_be_another() -> None:
+    base, *_ = instructions("ARG")
+    assert re.fullmatch(r"BASE=[a-z0-9./:-]+@sha256:[0-9a-f]{64}", base)
+    assert {stage.split()[0] for stage in instructions("FROM")} == {"${BASE}"}
+
+
+def test_programs_are_nobody_of_importance() -> None:
+    assert instructions("USER") == [USER]
+    assert USER.split(":") == ["65532", "65532"]
+    assert USER.split(":")[0] in FILES["etc/passwd"]
+
+
+def test_what_is_copied_is_there_and_is_let_through() -> None:
+    here = [word for copy in instructions("COPY") if "--from" not in copy for word in copy.split()[:-1]]
+    assert [name for name in here if not (ROOT / name).exists()] == []
+    let_through = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    }
+    assert {name.rstrip("/") for name in here} == let_through
+
+
+def test_every_package_comes_by_its_hash() -> None:
+    installs = re.findall(r"install (.*?)(?: &&|$)", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
+    assert installs
+    assert [one for one in installs if "--require-hashes" not in one and "--no-index" not in one] == [], (
+        "only our own wheel has no hash"
+    )
+
+
+def test_both_leave_out_the_same() -> None:
+    removed = re.findall(r"site-packages/(kubernetes\S*)", DOCKERFILE)
+    assert sorted(removed) == sorted(name.rstrip("/") for name in UNUSED)
+
+
+def test_nothing_imports_what_is_left_out() -> None:
+    """`kubernetes.client` loads its APIs when they are asked for: only in a container would that fail."""
+    rooms = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+    asks = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
+    assert [str(file) for file in files if asks.search(file.read_text(encoding="utf-8"))] == []
