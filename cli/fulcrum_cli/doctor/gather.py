@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi, ObjectKind
 
 SERVICE_LABEL, ROUTER_LABEL = "fulcrum.dev/service", "fulcrum.dev/router"
+OPERATOR_LEASE = "fulcrum-operator"
 _PART_OF = "app.kubernetes.io/part-of=fulcrum"
 _COMPONENT = "app.kubernetes.io/component"
 
@@ -123,27 +124,29 @@ class _Cluster:
         return found
 
     async def _component(self, part: str) -> Bodies | None:
-        """The Deployments of a part wherever they may be seen."""
+        """The Deployments of a part that look after this namespace, wherever they may be seen."""
         from fulcrum_cluster.objects import DEPLOYMENT
 
         labels = f"{_PART_OF},{_COMPONENT}={part}"
         everywhere = await self._list(DEPLOYMENT, namespace="", labels=labels)
         if everywhere is not None:
-            return everywhere
+            return in_charge(everywhere, self._namespace)
         here = await self._list(DEPLOYMENT, labels=labels)
         return here or None  # none here says nothing of other namespaces
 
     async def _leader(self, operator: Bodies | None) -> tuple[Body | None, bool]:
-        """The operator's Lease, and whether it could be looked for. It is called after its Deployment."""
+        """The operator's Lease, and whether it could be looked for."""
         from fulcrum_cluster.objects import LEASE
 
         if not operator:
             return None, False
-        leases = await self._list(LEASE, namespace=operator[0]["metadata"]["namespace"])
-        if leases is None:
+        try:
+            where = operator[0]["metadata"]["namespace"]
+            return await self._objects.get(LEASE, OPERATOR_LEASE, namespace=where), True
+        except NotFound:
+            return None, True
+        except Forbidden:
             return None, False
-        named = {body["metadata"]["name"]: body for body in leases}
-        return next((named[name] for name in lease_names(operator[0]) if name in named), None), True
 
     async def _rights_of_person(self) -> tuple[Answer, ...]:
         from fulcrum_cluster.objects import SELF_SUBJECT_ACCESS_REVIEW
@@ -219,16 +222,28 @@ def account_of(deployment: Body) -> tuple[str, str]:
     return deployment["metadata"]["namespace"], spec.get("serviceAccountName", "default")
 
 
-def lease_names(deployment: Body) -> tuple[str, ...]:
-    """How the Lease that an operator's Deployment holds may be called: as its arguments say, or as itself."""
+def in_charge(deployments: Bodies, namespace: str) -> Bodies:
+    """Those that look after the namespace: installed in it, else for it alone, else for all."""
+    for wanted in (
+        lambda body: body["metadata"]["namespace"] == namespace,
+        lambda body: _option(body, "--namespace") == namespace,
+        lambda body: _option(body, "--namespace") is None,
+    ):
+        if found := [body for body in deployments if wanted(body)]:
+            return found
+    return []
+
+
+def _option(deployment: Body, option: str) -> str | None:
+    """What its containers are told with that option, in one word or in two."""
     arguments = [
         str(argument)
         for container in deployment["spec"]["template"]["spec"]["containers"]
         for argument in (*container.get("command", ()), *container.get("args", ()))
     ]
-    told = [value for option, value in pairwise(arguments) if option == "--lease"]
-    told += [argument.removeprefix("--lease=") for argument in arguments if argument.startswith("--lease=")]
-    return (*told, deployment["metadata"]["name"], "fulcrum-operator")
+    joined = (a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}="))
+    following = (value for name, value in pairwise(arguments) if name == option)
+    return next(joined, None) or next(following, None)
 
 
 def _by_label(bodies: Bodies, label: str) -> dict[str, Bodies]:

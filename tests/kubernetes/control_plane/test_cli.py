@@ -250,22 +250,27 @@ def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[s
     thread.start()
     labels = {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": "autoscaler"}
     port = {"name": "http", "port": server.server_address[1]}
-    slice_labels = {"kubernetes.io/service-name": "fulcrum-autoscaler"}
+    pod = {"kind": "Pod", "name": "fulcrum-autoscaler-0", "namespace": namespace}
+    containers = [{"name": "autoscaler", "image": "localhost/fulcrum:1"}]
+    address = {"ip": "10.88.0.1", "targetRef": pod}
     make_all(cluster, namespace, [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod["name"]},
+         "spec": {"containers": containers}},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "fulcrum-autoscaler", "labels": labels},
          "spec": {"ports": [port]}},
         {"apiVersion": "v1", "kind": "Endpoints", "metadata": {"name": "fulcrum-autoscaler"},
-         "subsets": [{"addresses": [{"ip": "10.88.0.1"}], "ports": [port]}]},
-        {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4", "ports": [port],
-         "metadata": {"name": "fulcrum-autoscaler-test", "labels": slice_labels},
-         "endpoints": [{"addresses": ["10.88.0.1"], "conditions": {"ready": True}}]},
+         "subsets": [{"addresses": [address], "ports": [port]}]},
     ])  # fmt: skip
+    status = {"status": {"podIP": "10.88.0.1", "podIPs": [{"ip": "10.88.0.1"}]}}
+    where = ("-n", namespace, "patch", "pod", pod["name"], "--subresource=status", "--type=merge", "-p")
+    cluster.kubectl(*where, json.dumps(status))  # the API server leads to addresses of pods only
     pulse = f"/api/v1/namespaces/{namespace}/services/fulcrum-autoscaler:http/proxy/"
     try:
         wait_for(lambda: cluster.get(pulse)[0] == 200, "the way through the API server", timeout_s=20)
         asked.clear()
         yield asked
     finally:
+        cluster.kubectl("-n", namespace, "delete", "service", "fulcrum-autoscaler")
         server.shutdown()
         thread.join()
         server.server_close()
@@ -293,7 +298,7 @@ def test_explain_without_an_autoscaler_still_tells_the_rest(fulcrum: CommandLine
     refusal = {"role": "Prefill", "reason": "below the floor", "until": "2999-01-01T00:00:00Z"}
     chat.wish("chat-1", refused=refusal)
     told = said(fulcrum("explain", "chat"))
-    assert told.startswith("no decisions: no Service with the labels app.kubernetes.io/part-of=fulcrum,")
+    assert told.startswith("no decisions: ")
     assert "refused chat-1 → Prefill: below the floor, for " in told
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fulcrum_cli.doctor.findings import Finding, Standing, worst
-from fulcrum_cli.doctor.gather import account_of, lease_names
+from fulcrum_cli.doctor.gather import account_of, in_charge
 from fulcrum_cli.doctor.placement import check_images, check_nodes, check_restarts
 from fulcrum_cli.doctor.programs import check_deployment, check_lease
 from fulcrum_cli.doctor.quantities import parse_quantity, spell
@@ -208,18 +208,32 @@ def test_a_lease_that_nobody_renews_is_a_problem(held: Body | None, expected: tu
     assert seen(check_lease("leader", held, now_s=NOW_S, advice="")) == expected
 
 
+def installed(namespace: str, *args: str) -> Body:
+    pods = {"spec": {"serviceAccountName": "sa", "containers": [{"args": list(args)}]}}
+    return {"metadata": {"name": "op", "namespace": namespace}, "spec": {"template": pods}}
+
+
+FOR_ALL, FOR_N, FOR_OTHERS = (
+    installed("f"),
+    installed("g", "--namespace=n"),
+    installed("h", "--namespace", "o"),
+)
+
+
 @pytest.mark.parametrize(
-    ("args", "names"),
+    ("there", "expected"),
     [
-        pytest.param([], ("op", "fulcrum-operator"), id="not said: called as the Deployment"),
-        pytest.param(["--lease", "x"], ("x", "op", "fulcrum-operator"), id="in two words"),
-        pytest.param(["--lease=x"], ("x", "op", "fulcrum-operator"), id="in one word"),
+        pytest.param([FOR_ALL, FOR_N, installed("n")], [installed("n")], id="the one installed there"),
+        pytest.param([FOR_ALL, FOR_N, FOR_OTHERS], [FOR_N], id="the one for it alone"),
+        pytest.param([FOR_ALL, FOR_OTHERS], [FOR_ALL], id="the one for all"),
+        pytest.param([FOR_OTHERS], [], id="none is for it"),
     ],
 )
-def test_the_leaders_lease_is_looked_for_by_its_names(args: list[str], names: tuple[str, ...]) -> None:
-    pods = {"spec": {"serviceAccountName": "sa", "containers": [{"args": args}]}}
-    body = {"metadata": {"name": "op", "namespace": "f"}, "spec": {"template": pods}}
-    assert (lease_names(body), account_of(body)) == (names, ("f", "sa"))
+def test_of_several_installations_the_one_in_charge_is_looked_at(
+    there: list[Body], expected: list[Body]
+) -> None:
+    assert in_charge(there, "n") == expected
+    assert account_of(FOR_ALL) == ("f", "sa")
 
 
 # nodes and images

@@ -1,0 +1,254 @@
+"""`fulcrum doctor` on a real API server: nothing to say of what is well, and each trouble by its name."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+from fulcrum_core.api.meta import format_time
+from tests.kubernetes.clusters import CRDS
+from tests.kubernetes.control_plane.commands import CommandLine, Service, make_all
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+ROLES = {"chat-0": "Prefill", "chat-1": "Decode"}
+RBAC = "rbac.authorization.k8s.io"
+PART = {"app.kubernetes.io/part-of": "fulcrum"}
+
+
+@pytest.fixture
+def fulcrum(control_plane: Cluster, namespace: str, tmp_path: Path) -> CommandLine:
+    return CommandLine(control_plane.kubeconfig, tmp_path, namespace)
+
+
+@pytest.fixture
+def chat(control_plane: Cluster, namespace: str) -> Service:
+    """A service and all that stands around it, as if operator, autoscaler and router ran."""
+    service = Service(control_plane, namespace, roles=ROLES)
+    ready = {"type": "Ready", "status": "True", "reason": "InstancesServing", "message": "2 of 2 serve"}
+    service.status(conditions=[ready], ready="2/2", observedGeneration=1)
+    parts = ("fulcrum-operator", "fulcrum-autoscaler", "chat-router")
+    make_all(control_plane, namespace, [
+        *(deployment(name) for name in parts),
+        *({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}} for name in parts),
+        role("everything", {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}),
+        *(binding(name) for name in parts),
+        lease("fulcrum-operator"), lease("chat-router"),
+        endpoint_slice("10.88.0.9"),
+    ])  # fmt: skip
+    for name in parts:
+        make_ready(control_plane, namespace, name)
+    return service
+
+
+def labels_of(name: str) -> dict[str, str]:
+    part = name.rpartition("-")[2]
+    of_router = {"fulcrum.dev/router": "chat"} if part == "router" else {"app.kubernetes.io/component": part}
+    return {**PART, **of_router}
+
+
+def deployment(name: str) -> dict[str, Any]:
+    labels = labels_of(name)
+    pod = {
+        "serviceAccountName": name,
+        "nodeName": "n0",
+        "containers": [{"name": "c", "image": "localhost/fulcrum:1"}],
+    }
+    spec = {
+        "replicas": 1,
+        "selector": {"matchLabels": labels},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
+
+
+def role(name: str, *rules: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": f"{RBAC}/v1", "kind": "Role", "metadata": {"name": name}, "rules": list(rules)}
+
+
+def binding(account: str, *, role: str = "everything") -> dict[str, Any]:
+    return {
+        "apiVersion": f"{RBAC}/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": account},
+        "roleRef": {"apiGroup": RBAC, "kind": "Role", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": account}],
+    }
+
+
+def lease(name: str, *, age_s: float = 0.0) -> dict[str, Any]:
+    renewed = format_time(time.time() - age_s)
+    spec = {"holderIdentity": f"{name}-x", "leaseDurationSeconds": 600, "renewTime": renewed}
+    metadata = {"name": name, "labels": PART}
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
+
+
+def endpoint_slice(*addresses: str) -> dict[str, Any]:
+    endpoints = [{"addresses": [address], "conditions": {"ready": True}} for address in addresses]
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "addressType": "IPv4",
+        "metadata": {"name": "chat-router", "labels": {**PART, "kubernetes.io/service-name": "chat"}},
+        "endpoints": endpoints,
+        "ports": [{"name": "http", "port": 8000}],
+    }
+
+
+def make_ready(cluster: Cluster, namespace: str, name: str) -> None:
+    """Has the Deployment's pod look as a kubelet would make it look."""
+    selector = quote(",".join(f"{key}={value}" for key, value in labels_of(name).items()))
+    pods = f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}"
+    wait_for(lambda: cluster.read(pods)["items"], f"the pod of {name}", timeout_s=20)
+    pod = cluster.read(pods)["items"][0]["metadata"]["name"]
+    conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")]
+    status = {
+        "phase": "Running",
+        "podIP": "10.88.0.9",
+        "podIPs": [{"ip": "10.88.0.9"}],
+        "conditions": conditions,
+    }
+    where = ("-n", namespace, "patch", "pod", pod, "--subresource=status", "--type=merge", "-p")
+    cluster.kubectl(*where, json.dumps({"status": status}))
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}"
+    wait_for(
+        lambda: cluster.read(path)["status"].get("readyReplicas") == 1, f"{name} to be ready", timeout_s=20
+    )
+
+
+def troubles(fulcrum: CommandLine) -> dict[str, tuple[str, str]]:
+    """What doctor finds that is not ok, by check: its verdict and what was seen."""
+    done = fulcrum("doctor", "-o", "json")
+    assert done.stderr == ""
+    told = json.loads(done.stdout)
+    found = {
+        check["check"]: (check["verdict"], check["seen"])
+        for check in told["checks"]
+        if check["verdict"] != "ok"
+    }
+    problems = [name for name, (verdict, _) in found.items() if verdict == "problem"]
+    assert done.returncode == (1 if problems else 0)
+    assert all(check["advice"] for check in told["checks"] if check["verdict"] != "ok")
+    return found
+
+
+def test_what_is_well_is_left_alone_and_every_break_is_found(
+    control_plane: Cluster, fulcrum: CommandLine, chat: Service
+) -> None:
+    namespace = fulcrum.namespace
+    assert troubles(fulcrum) == {}
+
+    chat.see("chat-1", role="Decode", phase="Failed", message="its engine ended: exit code 1")
+    assert troubles(fulcrum) == {
+        "instances": ("problem", "chat-1: its engine ended: exit code 1"),
+        "floors": ("problem", "0 of at least 1 Decode serve"),
+    }
+    other = {"model": "m", "engine": "sim:2", "kvDtype": "float16", "blockSize": 16, "tensorParallel": 1}
+    chat.see("chat-1", role="Decode", identity=other, message="")
+    assert troubles(fulcrum)["pairs"][0] == "problem"
+    assert "engine differs: prefill has sim:1, decode has sim:2" in troubles(fulcrum)["pairs"][1]
+    chat.see("chat-1", role="Decode", message="")
+
+    control_plane.kubectl("-n", namespace, "delete", "rolebinding", "chat-router")
+    make_all(control_plane, namespace, [endpoint_slice(), lease("fulcrum-operator", age_s=700)])
+    found = troubles(fulcrum)
+    assert sorted(found) == ["endpoints", "leader", "router's rights"]
+    assert found["endpoints"][1] == "EndpointSlice chat-router is empty: nobody answers at the Service chat"
+    assert found["router's rights"][1].startswith(
+        f"ServiceAccount {namespace}/chat-router may not list pdservices"
+    )
+    assert "ran out after 10m" in found["leader"][1]
+
+
+def test_a_pod_that_no_node_fits_is_told_in_the_schedulers_words(
+    control_plane: Cluster, fulcrum: CommandLine, chat: Service
+) -> None:
+    assert chat
+    labels = {**PART, "fulcrum.dev/service": "chat"}
+    containers = [{"name": "engine", "image": "x", "resources": {"requests": {"cpu": "2"}}}]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "chat-0", "labels": labels}}
+    make_all(control_plane, fulcrum.namespace, [{**pod, "spec": {"containers": containers}}])
+    path = f"/api/v1/namespaces/{fulcrum.namespace}/pods/chat-0"
+    wait_for(lambda: "conditions" in control_plane.read(path)["status"], "the scheduler's word", timeout_s=20)
+    assert troubles(fulcrum) == {
+        "nodes": ("problem", "no node fits chat-0: no nodes available to schedule pods")
+    }
+
+
+def test_a_cluster_without_operator_says_what_is_missing(
+    fulcrum: CommandLine, control_plane: Cluster
+) -> None:
+    make_all(control_plane, fulcrum.namespace, [
+        {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService", "metadata": {"name": "chat"},
+         "spec": {"model": "m", "qosTiers": ["gold"]}},
+    ])  # fmt: skip
+    found = troubles(fulcrum)
+    assert found["tiers"] == ("problem", "no QoSTier named gold")
+    assert found["instances"] == ("problem", "there is none")
+    assert found["status"] == ("warning", "speaks of generation 0, the spec is generation 1")
+    assert found["endpoints"] == ("problem", "EndpointSlice chat-router is not there")
+
+
+def test_somebody_with_few_rights_is_told_what_could_not_be_looked_at(
+    control_plane: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    make_all(control_plane, namespace, [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "guest"}},
+        role("look", {"apiGroups": ["fulcrum.dev"], "resources": ["*"], "verbs": ["list"]}),
+        binding("guest", role="look"),
+    ])  # fmt: skip
+    token = control_plane.kubectl("-n", namespace, "create", "token", "guest").strip()
+    document = json.loads(Path(control_plane.kubeconfig).read_text())
+    document["users"][0]["user"] = {"token": token}
+    file = tmp_path / "config"
+    file.write_text(json.dumps(document))
+    guest = CommandLine(file, tmp_path, namespace)
+    found = troubles(guest)
+    assert {name: verdict for name, (verdict, _) in found.items()} == {
+        "kinds": "warning", "your rights": "warning", "operator": "warning", "autoscaler": "warning",
+    }  # fmt: skip
+    assert found["your rights"][1] == (
+        f"in namespace {namespace} you may not patch pdassignments.fulcrum.dev, get services/proxy"
+    )
+    assert guest("status").stdout.startswith("no PDService\n")
+    refused = guest("flip", "chat-0", "--to", "decode")
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_kinds_that_are_missing_or_old_are_told(
+    start_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    cluster = start_cluster(0, crds=False)
+    fulcrum = CommandLine(cluster.kubeconfig, tmp_path, "default")
+    status = fulcrum("status")
+    assert (status.returncode, status.stdout) == (2, "")
+    assert "has no Fulcrum: the CustomResourceDefinition pdservices.fulcrum.dev is missing" in status.stderr
+    assert troubles(fulcrum)["kinds"] == (
+        "problem",
+        "missing: pdassignments.fulcrum.dev, pdinstances.fulcrum.dev, pdpools.fulcrum.dev, "
+        "pdservices.fulcrum.dev, qostiers.fulcrum.dev",
+    )
+    bodies = [yaml.safe_load(path.read_text()) for path in sorted(CRDS.glob("*.yaml"))]
+    services = next(body for body in bodies if body["metadata"]["name"] == "pdservices.fulcrum.dev")
+    del services["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
+        "drain"
+    ]
+    make_all(cluster, "default", bodies)
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
+    assert troubles(fulcrum)["kinds"] == (
+        "problem",
+        "older than this program: pdservices.fulcrum.dev has no spec.drain",
+    )
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
+    assert "kinds" not in troubles(fulcrum)
+    cluster.stop()
