@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from fulcrum_cluster import fields
 from fulcrum_cluster.eventlog import EventLog, Record
 from fulcrum_core.api.manifest import parse_as
-from fulcrum_core.api.meta import Resource, format_time
+from fulcrum_core.api.meta import CANNOT_CHANGE, Resource, format_time
 from fulcrum_core.errors import AlreadyExists, Conflict, Gone, InvalidInput, NotFound
 from fulcrum_core.merge import apply_merge_patch
 from fulcrum_core.ports import Clock, EventType, Listing, WatchEvent
@@ -198,6 +198,7 @@ class MemoryStore:
 
     def _update(self, entry: _Entry, new: R, document: dict[str, Any], managers: fields.Managers) -> R:
         """Store `new` in the place of `entry`; a write that changes nothing is not seen."""
+        _check_immutable(entry, document)
         if document == entry.document:
             self._entries[_key(new)] = replace(entry, managers=managers)
             return cast(R, entry.obj)
@@ -266,7 +267,13 @@ def _check_version(entry: _Entry, version: object) -> None:
 def _check_identity(entry: _Entry, metadata: Mapping[str, Any]) -> None:
     for key in ("name", "namespace", "uid"):
         if metadata.get(key, entry.document["metadata"][key]) != entry.document["metadata"][key]:
-            raise InvalidInput(f"metadata.{key}", metadata[key], "cannot be changed")
+            raise InvalidInput(f"metadata.{key}", metadata[key], CANNOT_CHANGE)
+
+
+def _check_immutable(entry: _Entry, document: Mapping[str, Any]) -> None:
+    for name in entry.obj.immutable:
+        if document["spec"].get(name) != entry.document["spec"].get(name):
+            raise InvalidInput(f"spec.{name}", document["spec"].get(name), CANNOT_CHANGE)
 
 
 def _check_top_level(kind: type[Resource], document: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from fulcrum_core.api.meta import (
+    CANNOT_CHANGE,
     DURATION_PATTERN,
     GROUP,
     VERSION,
@@ -99,6 +100,9 @@ def _root_schema(kind: type[Resource]) -> dict[str, Any]:
     for name in ("spec", "status"):
         if name in kind.model_fields:
             properties[name] = _convert(schema["properties"][name], definitions)
+    for name in kind.immutable:
+        field = properties["spec"]["properties"][name]
+        field[_RULES] = [*field.get(_RULES, ()), {"rule": "self == oldSelf", "message": CANNOT_CHANGE}]
     description = (kind.__doc__ or "").strip()
     root = {"type": "object", "description": description, "properties": properties}
     if rules := schema.get(_RULES):

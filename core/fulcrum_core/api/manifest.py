@@ -1,7 +1,7 @@
 """From YAML to kinds: every broken rule becomes one line with path, value and rule.
 
-YAML is read as Kubernetes reads it where that matters: times stay text, a key that is written twice is an
-error. Unlike there, only `true` and `false` are truth values, so that `mode: Off` says what it looks like.
+YAML is read as kubectl reads it, so that one file means one thing: times stay text, a key that is written
+twice is an error, and `Off` without quotes is false.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from fulcrum_core.api.meta import ObjectMeta, Resource
+from fulcrum_core.api.meta import WRITTEN, ObjectMeta, Resource
 from fulcrum_core.api.registry import kind_of
 from fulcrum_core.errors import InvalidInput
 
@@ -43,7 +43,8 @@ _RULES = {
     "tuple_type": "is not a list",
 }
 _ENUM_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")
-_TIMESTAMP, _BOOL = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_TRUTH_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
 _METADATA = {field.alias for field in ObjectMeta.model_fields.values()} | {
     "deletionGracePeriodSeconds",
     "finalizers",
@@ -54,10 +55,10 @@ _METADATA = {field.alias for field in ObjectMeta.model_fields.values()} | {
 
 
 class _Loader(yaml.SafeLoader):
-    """Times as text, truth values as in YAML 1.2, no key twice."""
+    """Times as text, no key twice."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the base class declares it so
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_TIMESTAMP, _BOOL)]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -75,13 +76,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-
-
 def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
     """The object that `raw` says, or `InvalidInput` for the first rule it breaks."""
     try:
-        return kind.model_validate(raw, by_alias=True, by_name=False)
+        return kind.model_validate(raw, by_alias=True, by_name=False, context=WRITTEN)
     except ValidationError as error:
         raise _first_rule(error) from error
 
@@ -134,7 +132,8 @@ def _first_rule(error: ValidationError) -> InvalidInput:
     first = error.errors(include_url=False)[0]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     value = "nothing" if first["type"] == "missing" else _short(first["input"])
-    return InvalidInput(path or "manifest", value, _rule(first["type"], first["msg"], first.get("ctx", {})))
+    rule = _rule(first["type"], first["msg"], first.get("ctx", {}))
+    return InvalidInput(path or "manifest", value, rule + _quotes_missing(first["input"], rule))
 
 
 def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:
@@ -143,6 +142,13 @@ def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:
         return rule if " or " in rule else rule.replace("is none of", "is not")
     text = message.removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
+
+
+def _quotes_missing(value: object, rule: str) -> str:
+    """What to do about a word that YAML reads as a truth value: `Off` without quotes is false."""
+    words = _TRUTH_WORDS[value] if isinstance(value, bool) else ()
+    meant = next((word for word in words if f"'{word}'" in rule), None)
+    return f'; without quotes YAML reads {meant} as {str(value).lower()}: write "{meant}"' if meant else ""
 
 
 def _short(value: object) -> str:

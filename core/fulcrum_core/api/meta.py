@@ -1,9 +1,11 @@
 """What every kind shares: metadata, conditions, and the spelling of durations and times."""
 
+import functools
 import math
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import (
     BaseModel,
@@ -13,7 +15,10 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     PlainSerializer,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
+    model_validator,
 )
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
@@ -23,8 +28,24 @@ GROUP = "fulcrum.dev"
 VERSION = "v1alpha1"
 API_VERSION: Literal["fulcrum.dev/v1alpha1"] = "fulcrum.dev/v1alpha1"
 
-_DURATION = re.compile(r"^(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+(?:\.\d+)?)ms)?$")
-DURATION_PATTERN = r"^([0-9]+h)?([0-9]+m)?([0-9]+(\.[0-9]+)?s)?([0-9]+(\.[0-9]+)?ms)?$"
+# CEL counts in 64 bits of nanoseconds: so many digits that any sum fits, and none that it would cut off.
+DURATION_PATTERN = (
+    r"^([0-9]{1,6}h)?([0-9]{1,7}m)?([0-9]{1,9}(\.[0-9]{1,9})?s)?([0-9]{1,12}(\.[0-9]{1,6})?ms)?$"
+)
+_DURATION = re.compile(DURATION_PATTERN)
+_DURATION_LENGTH = 32
+_UNITS_S = (3600.0, 60.0, 1.0, 0.001)
+TIME_PATTERN = (
+    r"^[12][0-9]{3}-[0-9]{2}-[0-9]{2}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
+    r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])$"
+)
+_TIME = re.compile(TIME_PATTERN)
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+_NAME = re.compile(NAME_PATTERN)
+_KEY_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+CANNOT_CHANGE = "cannot be changed"
+WRITTEN = "written"
+"""Context of a validation of what a user or another program wrote: durations and times are text there."""
 
 
 def parse_duration(text: str) -> float:
@@ -33,11 +54,12 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: if it is none.
     """
-    match = _DURATION.match(text)
-    if not match or not text:
+    match = _DURATION.fullmatch(text)
+    if not match or not 0 < len(text) <= _DURATION_LENGTH:
         raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
-    hours, minutes, seconds, millis = (float(part or 0) for part in match.groups())
-    return hours * 3600 + minutes * 60 + seconds + millis / 1000
+    hours, minutes, seconds, _, millis, _ = match.groups()
+    parts = zip((hours, minutes, seconds, millis), _UNITS_S, strict=True)
+    return sum(float(part.rstrip("hms")) * unit_s for part, unit_s in parts if part)
 
 
 def format_duration(seconds: float) -> str:
@@ -59,12 +81,18 @@ def _plain(number: float) -> str:
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 
-def _duration(value: object) -> float:
+def _duration(value: object, info: ValidationInfo) -> float:
     if isinstance(value, str):
         return parse_duration(value)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if _is_number(value) and math.isfinite(value):
+        if info.context == WRITTEN:
+            raise ValueError(f"has no unit: write {value:g}s or {value:g}ms")
         return float(value)
     raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _BOUNDS = {
@@ -108,7 +136,7 @@ class _DurationSchema:
         text: JsonSchemaValue = {
             "type": "string",
             "pattern": DURATION_PATTERN,
-            "maxLength": 32,
+            "maxLength": _DURATION_LENGTH,
             "minLength": 2,
         }
         return bounded_duration(text, numbers)
@@ -121,7 +149,13 @@ Duration = Annotated[
 
 
 def parse_time(text: str) -> float:
-    """Unix seconds of an RFC 3339 time."""
+    """Unix seconds of an RFC 3339 time.
+
+    Raises:
+        ValueError: if it is none, or of no year that anybody plans for.
+    """
+    if not _TIME.fullmatch(text):
+        raise ValueError("is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
@@ -135,19 +169,29 @@ def between_fields(rule: str, message: str) -> dict[str, JsonValue]:
     return {"x-kubernetes-validations": [{"rule": rule, "message": message}]}
 
 
-def _time(value: object) -> float:
+def _time(value: object, info: ValidationInfo) -> float:
     if isinstance(value, str):
         return parse_time(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if _is_number(value) and info.context != WRITTEN:
         return float(value)
-    raise ValueError("is not an RFC 3339 time")
+    raise ValueError("is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
 
 
 Time = Annotated[
     float,
     BeforeValidator(_time),
     PlainSerializer(format_time, return_type=str),
-    WithJsonSchema({"type": "string", "format": "date-time"}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "format": "date-time",
+            "pattern": TIME_PATTERN,
+            # Where a format is asked for, API servers let lists pass; a rule can only be computed of a time.
+            "x-kubernetes-validations": [
+                {"rule": "self < timestamp('3000-01-01T00:00:00Z')", "message": "is not an RFC 3339 time"}
+            ],
+        }
+    ),
 ]
 """Unix seconds in Python, RFC 3339 with microseconds in YAML."""
 
@@ -156,6 +200,24 @@ class Model(BaseModel):
     """Base of everything in the API: frozen, camelCase outside, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_an_api_server_reads(cls, raw: Any) -> Any:
+        """A field of null is a field not written, and 2.0 is 2."""
+        if not isinstance(raw, Mapping):
+            return raw
+        known = cls._keys()
+        return {
+            key: int(value) if isinstance(value, float) and value.is_integer() else value
+            for key, value in raw.items()
+            if value is not None or key not in known
+        }
+
+    @classmethod
+    @functools.cache
+    def _keys(cls) -> frozenset[str]:
+        return frozenset(cls.model_fields) | {str(field.alias) for field in cls.model_fields.values()}
 
     def dump(self) -> dict[str, Any]:
         """As YAML shows it: camelCase, without unset optional fields."""
@@ -177,7 +239,7 @@ class ObjectMeta(Model):
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
-    name: str = Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    name: str = Field(min_length=1, max_length=253, pattern=NAME_PATTERN)
     namespace: str = "default"
     uid: str = ""
     resource_version: str = ""
@@ -187,6 +249,37 @@ class ObjectMeta(Model):
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
     owner_references: tuple[OwnerReference, ...] = ()
+
+    @field_validator("labels")
+    @classmethod
+    def _are_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        for key, value in labels.items():
+            if not _is_key(key) or (value and not _KEY_NAME.fullmatch(value)):
+                raise ValueError(f"has {key}: {value}, which is no label as Kubernetes writes them")
+        return labels
+
+    @field_validator("annotations")
+    @classmethod
+    def _are_annotations(cls, annotations: dict[str, str]) -> dict[str, str]:
+        for key in annotations:
+            if not _is_key(key.lower()):
+                raise ValueError(f"has {key}, which is no annotation's key as Kubernetes writes them")
+        return annotations
+
+    @field_validator("owner_references")
+    @classmethod
+    def _one_controls(cls, owners: tuple[OwnerReference, ...]) -> tuple[OwnerReference, ...]:
+        if sum(owner.controller for owner in owners) > 1:
+            raise ValueError("has more than one owner that is the controller")
+        return owners
+
+
+def _is_key(key: str) -> bool:
+    """Whether it is the key of a label: `name`, or `prefix/name` with a DNS name as prefix."""
+    prefix, slash, name = key.rpartition("/")
+    if slash and not (_NAME.fullmatch(prefix) and len(prefix) <= 253):
+        return False
+    return bool(_KEY_NAME.fullmatch(name))
 
 
 class Condition(Model):
@@ -210,9 +303,13 @@ class Printer(Model):
 
 
 class Resource(Model):
-    """Base of the kinds. A kind adds `spec` and `status` models and says how it is listed."""
+    """Base of the kinds. A kind adds `spec` and `status` models and says how it is listed.
+
+    `immutable` are the fields of the spec that keep the value they were made with.
+    """
 
     plural: ClassVar[str]
+    immutable: ClassVar[tuple[str, ...]] = ()
     short: ClassVar[str]
     printers: ClassVar[tuple[Printer, ...]]
 

@@ -4,9 +4,10 @@ Every voluntary action is one write of this object, conditional on its resourceV
 `fulcrum_core.assignment.may_apply`. Its generation is the epoch that routers acknowledge.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from fulcrum_core.api.meta import Model, Printer, Resource, Time
 from fulcrum_core.values import Actor, Role
@@ -41,6 +42,11 @@ class RoleAssignment(Model):
     cordon_reason: str = Field(default="", max_length=1024, description="Why it is cordoned, in words.")
     refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
 
+    @property
+    def cordoner(self) -> Actor | None:
+        """Who keeps new work from it; None if nobody does."""
+        return (self.cordoned_by or self.by) if self.cordoned else None
+
 
 class Floors(Model):
     """Fewest serving instances of each role that a voluntary action may leave."""
@@ -53,11 +59,18 @@ class Floors(Model):
         return self.prefill if role is Role.PREFILL else self.decode
 
 
+def _named(roles: object) -> object:
+    """A role of null is a role not written."""
+    if not isinstance(roles, Mapping):
+        return roles
+    return {name: role for name, role in roles.items() if role is not None}
+
+
 class PDAssignmentSpec(Model):
     """The wish."""
 
     service: str = Field(max_length=253, description="The PDService this is for.")
-    roles: Annotated[dict[str, RoleAssignment], Field(max_length=1024)] = Field(
+    roles: Annotated[dict[str, RoleAssignment], BeforeValidator(_named), Field(max_length=1024)] = Field(
         default_factory=dict, description="The role of each instance, by its name."
     )
     floors: Floors = Field(default_factory=Floors, description="Fewest serving instances of each role.")
@@ -65,7 +78,7 @@ class PDAssignmentSpec(Model):
         default=None,
         description="When an instance was last flipped from Prefill to Decode; the cooldown counts from it.",
     )
-    flips: StrictInt = Field(default=0, ge=0, description="Flips so far.")
+    flips: StrictInt = Field(default=0, ge=0, le=2**53, description="Flips so far.")
 
 
 class PDAssignment(Resource):
@@ -73,6 +86,7 @@ class PDAssignment(Resource):
 
     plural: ClassVar[str] = "pdassignments"
     short: ClassVar[str] = "pda"
+    immutable: ClassVar[tuple[str, ...]] = ("service",)
     printers: ClassVar[tuple[Printer, ...]] = (
         Printer(name="Flips", type="integer", json_path=".spec.flips"),
         Printer(name="Roles", type="string", json_path=".spec.roles[*].role"),

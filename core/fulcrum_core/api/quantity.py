@@ -3,10 +3,13 @@
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
 
-_QUANTITY = re.compile(r"^(\d+)(Ki|Mi|Gi|Ti|K|M|G|T)?$")
+from fulcrum_core.api.meta import WRITTEN
+
+_QUANTITY = re.compile(r"([0-9]+)(Ki|Mi|Gi|Ti|K|M|G|T)?")
 _PATTERN = r"^[0-9]+(Ki|Mi|Gi|Ti|K|M|G|T)?$"
+_LENGTH = 20
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -16,8 +19,8 @@ def parse_quantity(text: str) -> int:
     Raises:
         ValueError: if it is none.
     """
-    match = _QUANTITY.match(text)
-    if not match:
+    match = _QUANTITY.fullmatch(text)
+    if not match or len(text) > _LENGTH:
         raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
     number, unit = match.groups(default="")
     base = 1024 if unit.endswith("i") else 1000
@@ -34,9 +37,11 @@ def format_quantity(size: int) -> str:
     return str(size)
 
 
-def _quantity(value: object) -> int:
+def _quantity(value: object, info: ValidationInfo) -> int:
     if isinstance(value, str):
         value = parse_quantity(value)
+    elif info.context == WRITTEN:
+        raise ValueError("is not a size such as 64Gi, 512Mi or 500G, which is text")
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
     return value
@@ -46,7 +51,7 @@ _SCHEMA: dict[str, Any] = {
     "type": "string",
     "pattern": _PATTERN,
     "minLength": 1,
-    "maxLength": 20,
+    "maxLength": _LENGTH,
     "x-kubernetes-validations": [{"rule": "self.matches('[1-9]')", "message": "is not greater than 0"}],
 }
 

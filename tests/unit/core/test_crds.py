@@ -18,6 +18,7 @@ JSON_SCHEMA_PROPS = {
     "items", "minItems", "maxItems", "uniqueItems",
     "properties", "required", "additionalProperties", "minProperties", "maxProperties",
     "x-kubernetes-list-type", "x-kubernetes-list-map-keys", "x-kubernetes-validations",
+    "x-kubernetes-preserve-unknown-fields",
 }  # fmt: skip
 TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,

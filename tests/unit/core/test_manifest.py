@@ -13,6 +13,7 @@ from fulcrum_core.api import (
     SloSpec,
     load_manifest,
 )
+from fulcrum_core.api.meta import NAME_PATTERN
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import AutoscalingMode
 
@@ -53,10 +54,28 @@ def test_pools_and_durations_are_read_as_written() -> None:
     )
 
 
-def test_a_bare_off_is_the_mode_and_no_truth_value() -> None:
-    (service,) = load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: Off}}", source="chat.yaml")
+def test_off_is_a_mode_in_quotes_and_without_them_what_kubectl_reads() -> None:
+    (service,) = load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: 'Off'}}", source="chat.yaml")
     assert isinstance(service, PDService)
     assert service.spec.autoscaling.mode is AutoscalingMode.OFF
+    with pytest.raises(InvalidInput) as refused:
+        load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: Off}}", source="chat.yaml")
+    assert str(refused.value) == (
+        "chat.yaml[0]: spec.autoscaling.mode (false) is none of 'Off', 'Advise' or 'Auto'; "
+        'without quotes YAML reads Off as false: write "Off"'
+    )
+
+
+def test_a_duration_without_a_unit_is_told_what_to_write() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        load_manifest(HEAD + "spec: {model: m, slo: {ttft: 2}}", source="chat.yaml")
+    assert str(refused.value) == "chat.yaml[0]: spec.slo.ttft (2) has no unit: write 2s or 2ms"
+
+
+def test_a_field_of_null_is_a_field_not_written() -> None:
+    (service,) = load_manifest(HEAD + "spec: {model: m, slo: null, drain: {timeout: }}", source="chat.yaml")
+    (other,) = load_manifest(HEAD + "spec: {model: m}", source="chat.yaml")
+    assert service == other
 
 
 def test_a_bare_time_is_a_time() -> None:
@@ -73,7 +92,7 @@ def test_a_bare_time_is_a_time() -> None:
             "{model: m, qos_tiers: []}", "spec.qos_tiers ([]) is not a field", id="our own spelling"
         ),
         pytest.param("{}", "spec.model (nothing) is required", id="no model"),
-        pytest.param("", "spec (null) is not an object", id="no spec"),
+        pytest.param("", "spec (nothing) is required", id="no spec"),
         pytest.param("{model: 5}", "spec.model (5) is not text", id="a number for text"),
         pytest.param("{model: m, instances: 0}", "spec.instances (0) is less than 1", id="no instance"),
         pytest.param(
@@ -173,7 +192,7 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         ),
         pytest.param(
             HEAD.replace("{name: chat}", "{name: Chat_1}") + "spec: {model: m}",
-            "chat.yaml[0]: metadata.name (Chat_1) does not match ^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+            f"chat.yaml[0]: metadata.name (Chat_1) does not match {NAME_PATTERN}",
             id="no name for a cluster",
         ),
     ],
