@@ -118,6 +118,9 @@ class SettingsSpec(Model):
     async_scheduling: StrictBool | None = Field(
         default=None, description="Whether a step is scheduled while the last one runs."
     )
+    micro_batching: StrictBool | None = Field(
+        default=None, description="Whether a step is cut in two that overlap computing and communication."
+    )
     max_batched_tokens: StrictInt | None = Field(
         default=None, ge=128, le=1_048_576, description="Most tokens in a step."
     )

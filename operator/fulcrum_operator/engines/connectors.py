@@ -23,6 +23,8 @@ _CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
 """Memory tier of an LMCache server that nobody sized."""
 _PEER_PORTS = 2
 """An LMCache receiver listens on two ports for each rank: to be introduced, and to be asked for memory."""
+_PROXY_PORT = 7500
+"""Where the router hears from LMCache senders."""
 
 
 def strategy(connector: Connector) -> FlipStrategy:
@@ -165,7 +167,7 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
         "pd_buffer_size": request.buffer_bytes,
         "pd_buffer_device": "cuda",
         "save_unfull_chunk": True,
-        **(_sender_keys(place) if sender else _receiver_keys(request, place)),
+        **(_sender_keys(request) if sender else _receiver_keys(request, place)),
         **_in_process_tiers(request.kv_cache, place),
     }
     return {
@@ -176,8 +178,8 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
     }
 
 
-def _sender_keys(place: Place) -> dict[str, Any]:
-    return {"pd_proxy_host": place.proxy_host, "pd_proxy_port": place.proxy_port}
+def _sender_keys(request: EngineRequest) -> dict[str, Any]:
+    return {"pd_proxy_host": request.proxy_host, "pd_proxy_port": _PROXY_PORT}
 
 
 def _receiver_keys(request: EngineRequest, place: Place) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """From the kinds to what an engine adapter is asked."""
 
-from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_core.api import PDService, PoolRole, PoolSpec
 from fulcrum_core.api.engine import (
     KvCacheSpec,
     KvTransferSpec,
@@ -9,7 +9,7 @@ from fulcrum_core.api.engine import (
     QuantizationSpec,
     SettingsSpec,
 )
-from fulcrum_core.api.pdpool import HardwareSpec
+from fulcrum_core.api.pdpool import HardwareSpec, StartSpec
 from fulcrum_core.hardware import HardwareFacts, Vendor, hardware_of
 from fulcrum_core.models import ModelFacts
 from fulcrum_core.values import Role
@@ -20,35 +20,53 @@ DEVICE = HardwareSpec(resource="nvidia.com/gpu")
 """What an instance of a real engine gets where the manifest does not say: one GPU."""
 
 
+def start_of(service: PDService, pool: PoolSpec) -> StartSpec:
+    """What the service says of how an engine of that pool is started."""
+    spec = service.spec
+    return StartSpec(
+        model=spec.model,
+        engine=spec.engine,
+        hardware=pool.hardware,
+        model_source=spec.model_source,
+        parallelism=pool.parallelism,
+        quantization=pool.quantization,
+        settings=pool.settings,
+        kv_transfer=spec.kv_transfer,
+        kv_cache=spec.kv_cache,
+        template=pool.template,
+    )
+
+
 def engine_request(
     service: PDService,
-    pool: PDPool,
-    instance: PDInstance,
+    start: StartSpec,
     *,
-    facts: ModelFacts | None,
+    pool_role: PoolRole,
+    role: Role | None = None,
+    facts: ModelFacts | None = None,
     hardware: HardwareFacts | None = None,
 ) -> EngineRequest:
-    """What is asked for this instance.
-
-    What it is started with stands in the instance: one of an old revision is started again as it was.
+    """What is asked for an instance.
 
     Args:
         service: Its objectives, and how long a drain may take.
-        pool: Whether its instances flip.
-        instance: What it is started with, and the role that it starts in where that is fixed.
+        start: What the instance is started with: its own spec, so that one of an old revision is started
+            again as it was.
+        pool_role: Whether it flips.
+        role: The role that it starts in, where that is fixed.
         facts: Of the model; None: they were not read.
         hardware: In place of what the manifest says: a local run has this machine's.
     """
-    start = instance.spec
     asked = start.hardware or DEVICE
     known = hardware or hardware_of(
         asked.type, resource=asked.resource, memory_bytes=asked.memory, fabric=asked.fabric
     )
     return EngineRequest(
         model=start.model,
-        pool_role=pool.spec.role,
-        role=Role(start.role) if start.role is not None else None,
+        pool_role=pool_role,
+        role=role,
         slo=service.spec.slo.slo(),
+        proxy_host=f"{service.metadata.name}.{service.metadata.namespace}.svc",
         drain_s=service.spec.drain.timeout,
         facts=facts,
         hardware=known,

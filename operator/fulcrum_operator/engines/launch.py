@@ -23,8 +23,6 @@ class Place:
         side_channel_port: Where peers ask for its KV; data-parallel rank r takes r more.
         cache_port: Of its LMCache server, and of an LMCache peer; an LMCache peer takes two for each rank.
         cache_http_port: Of its LMCache server's health and metrics.
-        proxy_host: Where an LMCache sender tells that a prefill is done: the router.
-        proxy_port: Of the same.
         program: The engine.
         model_folder: Where a model on a claim or a path is mounted; empty: at the path itself.
         cache_folder: Where KV on disk goes.
@@ -36,8 +34,6 @@ class Place:
     side_channel_port: int
     cache_port: int
     cache_http_port: int
-    proxy_host: str = "127.0.0.1"
-    proxy_port: int = 7500
     program: tuple[str, ...] = ("vllm",)
     model_folder: str = "/models"
     cache_folder: str = "/var/cache/lmcache"

@@ -61,6 +61,8 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
 
 
 def _kernels(request: EngineRequest, settings: Settings) -> Iterator[str]:
+    if settings.micro_batching and not (settings.all2all or "").startswith("deepep"):
+        yield "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper"
     facts = request.facts
     if facts is None or settings.attention is None:
         return

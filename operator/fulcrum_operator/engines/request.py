@@ -26,6 +26,7 @@ class EngineRequest:
         pool_role: Whether it may change its role.
         role: The role that it starts in; only connectors that fix it at start ask.
         slo: The service's.
+        proxy_host: Where an LMCache sender tells that a prefill is done: the service's router.
         drain_s: How long its requests may take to end.
         facts: Of the model; None: they were not read, and what follows from them is left to the engine.
         hardware: Of one of its devices.
@@ -38,6 +39,7 @@ class EngineRequest:
     model: str
     pool_role: PoolRole
     slo: Slo
+    proxy_host: str
     drain_s: float
     role: Role | None = None
     facts: ModelFacts | None = None

@@ -36,6 +36,7 @@ class Settings:
     sequences: int
     sleep_mode: bool
     all2all: str | None
+    micro_batching: bool
 
 
 def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[Choice, ...]]:
@@ -46,6 +47,7 @@ def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[C
     tokens = _batched_tokens(request)
     sequences = _sequences(request, fit, tokens)
     all2all = _all2all(request)
+    halves = _micro_batching(request, all2all)
     settings = Settings(
         attention=attention.value if attention.value != LEFT else None,
         block_size=int(block.value),
@@ -54,8 +56,9 @@ def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[C
         sequences=int(sequences.value),
         sleep_mode=request.settings.sleep_mode,
         all2all=all2all.value if all2all else None,
+        micro_batching=halves.value == "true",
     )
-    rows = (attention, block, scheduling, tokens, sequences, all2all)
+    rows = (attention, block, scheduling, tokens, sequences, all2all, halves)
     return settings, tuple(row for row in rows if row is not None)
 
 
@@ -85,17 +88,17 @@ def _attention(request: EngineRequest) -> Choice:
     if request.settings.attention_backend is not None:
         return Choice(name, _BACKENDS[request.settings.attention_backend], _WRITTEN)
     hardware, facts = request.hardware, request.facts
-    if hardware.vendor is Vendor.CPU:
-        return Choice(name, LEFT, "there is one for CPUs")
+    if hardware.vendor is not Vendor.NVIDIA:
+        return Choice(name, LEFT, f"it knows the kernels for {hardware.name}")
     if facts is None or not hardware.known:
         return Choice(name, LEFT, "model or device are not known")
-    pick = _latent_backend(hardware) if facts.latent else _backend(hardware, request.quantization.kv_cache)
-    return Choice(name, *pick)
+    if facts.window_layers and hardware.capability < 90:
+        return Choice(name, LEFT, "before Hopper not every kernel knows this model's windows")
+    kv = request.quantization.kv_cache
+    return Choice(name, *(_latent_backend(hardware) if facts.latent else _backend(hardware, kv)))
 
 
 def _latent_backend(hardware: HardwareFacts) -> tuple[str, str]:
-    if hardware.vendor is Vendor.AMD:
-        return "ROCM_AITER_MLA", "latent attention on AMD"
     if hardware.capability >= 100:
         return "CUTLASS_MLA", "latent attention on Blackwell, whose kernel reads blocks of 128"
     if hardware.capability >= 90:
@@ -104,8 +107,6 @@ def _latent_backend(hardware: HardwareFacts) -> tuple[str, str]:
 
 
 def _backend(hardware: HardwareFacts, kv: KvPrecision) -> tuple[str, str]:
-    if hardware.vendor is Vendor.AMD:
-        return "ROCM_AITER_FA", "AMD's own kernels"
     if hardware.capability >= 100:
         return "FLASHINFER", "Blackwell: FlashInfer carries its tensor-core kernels"
     if hardware.capability >= 90:
@@ -190,6 +191,16 @@ def _sequences(request: EngineRequest, fit: Fit, tokens: Choice) -> Choice:
     if room < most:
         return Choice(name, str(max(1, room)), f"KV for so many requests of {_SEQUENCE_TOKENS:,} tokens")
     return Choice(name, str(most), f"there is KV for {room:,} requests of {_SEQUENCE_TOKENS:,} tokens")
+
+
+def _micro_batching(request: EngineRequest, all2all: Choice | None) -> Choice:
+    """Whether a step is cut in two: one half computes while the other's tokens travel to their experts."""
+    name = "microBatching"
+    if request.settings.micro_batching is not None:
+        return Choice(name, str(request.settings.micro_batching).lower(), _WRITTEN)
+    if all2all is not None and all2all.value.startswith("deepep"):
+        return Choice(name, "true", "one half of a step computes while the other's tokens travel")
+    return Choice(name, "false", "only DeepEP's kernels overlap with computing")
 
 
 def _all2all(request: EngineRequest) -> Choice | None:

@@ -177,6 +177,8 @@ def _layout_arguments(request: EngineRequest, settings: Settings) -> Iterator[st
         yield "--enable-expert-parallel"
     if settings.all2all is not None:
         yield from ("--all2all-backend", settings.all2all)
+    if settings.micro_batching:
+        yield "--enable-dbo"
     if settings.attention is not None:
         yield from ("--attention-backend", settings.attention)
     yield "--async-scheduling" if settings.async_scheduling else "--no-async-scheduling"
@@ -201,10 +203,11 @@ def _environment(request: EngineRequest, place: Place) -> Iterator[EnvVar]:
     made = [EnvVar(name, value) for name, value in _COMMON_ENV.items()]
     if place.host == POD.host:
         made.insert(0, EnvVar("POD_IP", field="status.podIP"))
+    made.append(EnvVar("VLLM_HOST_IP", place.host))
+    if request.kv_transfer.connector is not Connector.LMCACHE:
+        made.append(EnvVar("VLLM_NIXL_SIDE_CHANNEL_HOST", place.host))
+        made.append(EnvVar("VLLM_NIXL_SIDE_CHANNEL_PORT", str(place.side_channel_port)))
     made += [
-        EnvVar("VLLM_HOST_IP", place.host),
-        EnvVar("VLLM_NIXL_SIDE_CHANNEL_HOST", place.host),
-        EnvVar("VLLM_NIXL_SIDE_CHANNEL_PORT", str(place.side_channel_port)),
         *ucx_environment(request.hardware, devices=request.kv_transfer.devices, loopback=place.loopback),
     ]
     if place.loopback:

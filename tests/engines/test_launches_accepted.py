@@ -1,0 +1,76 @@
+"""Every flag, variable and key that is made is one that the engines take: asked of the engines themselves."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.operator.engine_cases import CASES, plan_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def engine_environment() -> Path:
+    """The environment that `make engine` made. A test that needs it leaves itself out where there is none."""
+    said = subprocess.run(
+        [ROOT / "tools/engine/engine-env", "--path"], capture_output=True, text=True, check=True
+    )
+    folder = Path(said.stdout.strip())
+    if not (folder / ".complete").exists():
+        pytest.skip("no engine environment: make engine makes it")
+    return folder
+
+
+def judged(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
+    """What the engines object to, by launch: one process for all, because importing them takes its time."""
+    run = subprocess.run(
+        [engine_environment() / "bin/python", Path(__file__).with_name("judge_launches.py")],
+        input=json.dumps(launches),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={
+            **os.environ,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "LMCACHE_LOG_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    answer: dict[str, list[str]] = json.loads(run.stdout)
+    return answer
+
+
+@pytest.mark.timeout(300)  # importing the engines takes 15 s, and many times that on a busy machine
+def test_the_engines_take_every_flag_variable_and_key() -> None:
+    plans = {case.name: plan_of(case).launch for case in CASES}
+    launches = {
+        name: {"argv": list(launch.command[2:]), "env": [variable.name for variable in launch.env]}
+        for name, launch in plans.items()
+        if launch is not None
+    }
+    wrong = {
+        "argv": [
+            "m",
+            "--no-such-flag",
+            "--attention-backend",
+            "NONE",
+            "--kv-transfer-config",
+            _wrong_config(),
+        ],
+        "env": ["VLLM_NO_SUCH_VARIABLE"],
+    }
+    problems = judged({**launches, "wrong": wrong})
+    found = problems.pop("wrong")  # the judge itself is judged: it does find what is wrong
+    assert problems == {name: [] for name in launches}
+    assert [text.split(":")[0] for text in found] == [
+        "vLLM reads no variable VLLM_NO_SUCH_VARIABLE",
+        "vLLM refuses the command line",
+    ]
+
+
+def _wrong_config() -> str:
+    return json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})

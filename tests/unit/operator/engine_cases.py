@@ -1,0 +1,204 @@
+"""Services of every shape that the vLLM adapter knows: read by eye as golden files, and by vLLM itself."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec
+from fulcrum_core.models import ModelFacts, parse_model_config
+from fulcrum_core.values import Role
+from fulcrum_operator.engines.kinds import engine_request, start_of
+from fulcrum_operator.engines.launch import EnginePlan
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.vllm import POD, plan_engine
+
+MODELS = Path(__file__).parents[2] / "fixtures" / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One pool of one service; `role` where the connector fixes it at start."""
+
+    name: str
+    model: str
+    pool: dict[str, Any]
+    service: dict[str, Any] = field(default_factory=dict)
+    role: Role | None = None
+    facts: bool = True
+
+
+def gpus(count: int, device: str, **more: Any) -> dict[str, Any]:
+    return {"resource": "nvidia.com/gpu", "count": count, "type": device, **more}
+
+
+CPU = {"resource": "cpu", "count": 2}
+NIXL_WITH_LMCACHE = {"kvTransfer": {"connector": "NIXLWithLMCache"}}
+LMCACHE = {"kvTransfer": {"connector": "LMCache"}}
+
+CASES = (
+    Case("dense-h100-nixl", "llama-3.1-8b", {"hardware": gpus(1, "H100-SXM")}),
+    Case(
+        "mha-a100-fp8-kv",
+        "llama-2-7b",
+        {"hardware": gpus(1, "A100-40GB"), "quantization": {"kvCache": "fp8"}},
+    ),
+    Case(
+        "gqa-70b-tp4-infiniband",
+        "llama-3.1-70b",
+        {"hardware": gpus(4, "H100-SXM", fabric="InfiniBand")},
+        {"slo": {"ttft": "4s", "tpot": "100ms"}, "kvTransfer": {"devices": "mlx5_0:1,mlx5_1:1"}},
+    ),
+    Case(
+        "gqa-70b-fp8-tp2-roce",
+        "llama-3.1-70b",
+        {
+            "hardware": gpus(2, "H200-SXM", fabric="RoCE"),
+            "quantization": {"weights": "fp8", "kvCache": "fp8"},
+        },
+        {"modelSource": {"maxLength": 32768, "revision": "v1", "tokenSecret": "hub"}},
+    ),
+    Case(
+        "gqa-70b-prefill-stages",
+        "llama-3.1-70b",
+        {
+            "role": "Prefill",
+            "hardware": gpus(4, "A100-80GB"),
+            "parallelism": {"tensor": 2, "pipeline": 2},
+        },
+        {"modelSource": {"maxLength": 65536}},
+    ),
+    Case(
+        "gqa-32b-nvlink-tiers",
+        "qwen3-32b",
+        {"hardware": gpus(2, "H100-SXM", fabric="NVLink")},
+        {
+            **NIXL_WITH_LMCACHE,
+            "kvCache": {"cpu": "64Gi", "disk": "500Gi", "remote": "redis://kv.store.svc:6379"},
+        },
+    ),
+    Case(
+        "gqa-70b-lmcache-sender",
+        "llama-3.1-70b",
+        {"hardware": gpus(4, "H100-SXM", fabric="InfiniBand")},
+        {**LMCACHE, "modelSource": {"maxLength": 32768}, "kvCache": {"cpu": "32Gi"}},
+        role=Role.PREFILL,
+    ),
+    Case(
+        "gqa-70b-lmcache-receiver",
+        "llama-3.1-70b",
+        {"hardware": gpus(4, "H100-SXM", fabric="InfiniBand"), "settings": {"sleepMode": True}},
+        {**LMCACHE, "modelSource": {"maxLength": 32768}, "kvCache": {"cpu": "32Gi"}},
+        role=Role.DECODE,
+    ),
+    Case(
+        "mla-moe-h200-flexible",
+        "deepseek-v3",
+        {
+            "hardware": gpus(8, "H200-SXM", fabric="InfiniBand"),
+            "parallelism": {"tensor": 1, "data": 8, "expert": True},
+        },
+        {"modelSource": {"pvc": "models", "path": "deepseek-v3"}},
+    ),
+    Case(
+        "mla-moe-h200-decode-expert",
+        "deepseek-v3",
+        {
+            "role": "Decode",
+            "hardware": gpus(8, "H200-SXM", fabric="InfiniBand"),
+            "parallelism": {"tensor": 1, "data": 8, "expert": True},
+            "quantization": {"kvCache": "fp8"},
+        },
+    ),
+    Case(
+        "mla-moe-b200-prefill-expert",
+        "deepseek-v3",
+        {
+            "role": "Prefill",
+            "hardware": gpus(8, "B200", fabric="NVLink"),
+            "parallelism": {"tensor": 1, "data": 8, "expert": True},
+        },
+    ),
+    Case("moe-mixtral-h100-tp2", "mixtral-8x7b", {"hardware": gpus(2, "NVIDIA-H100-80GB-HBM3")}),
+    Case(
+        "moe-qwen3-l40s-expert",
+        "qwen3-30b-a3b",
+        {"hardware": gpus(2, "L40S", fabric="TCP"), "parallelism": {"tensor": 2, "expert": True}},
+    ),
+    Case(
+        "moe-mxfp4-b200-fp4-kv",
+        "gpt-oss-20b",
+        {"hardware": gpus(1, "B200"), "quantization": {"kvCache": "fp4"}},
+    ),
+    Case(
+        "hybrid-state-h200",
+        "qwen3-next-80b-a3b",
+        {"hardware": gpus(2, "H200-SXM")},
+    ),
+    Case(
+        "window-mi300x",
+        "gemma-3-27b",
+        {"hardware": {"resource": "amd.com/gpu", "count": 1, "type": "MI300X"}},
+    ),
+    Case("l4-context-too-long", "llama-3.1-8b", {"hardware": gpus(1, "L4")}),
+    Case("weights-too-large", "llama-3.1-70b", {"hardware": gpus(1, "H100-SXM")}),
+    Case("unknown-gpu", "llama-3.1-8b", {}),
+    Case("unknown-model", "acme/private-9b", {"hardware": gpus(2, "H100-SXM")}, facts=False),
+    Case(
+        "everything-written",
+        "llama-3.1-8b",
+        {
+            "hardware": gpus(2, "H100-SXM", memory="94Gi", fabric="TCP"),
+            "parallelism": {"tensor": 2},
+            "settings": {
+                "attentionBackend": "FlexAttention",
+                "asyncScheduling": False,
+                "maxBatchedTokens": 4096,
+                "maxSequences": 64,
+                "blockSize": 32,
+            },
+        },
+        {
+            "modelSource": {"hostPath": "/data/llama", "servedName": "llama"},
+            "engine": {
+                "type": "vLLM",
+                "args": ["--seed", "7"],
+                "env": [{"name": "UCX_TLS", "value": "tcp"}, {"name": "NCCL_DEBUG", "value": "WARN"}],
+            },
+            "drain": {"timeout": "90s"},
+        },
+    ),
+    Case("tiny-cpu-nixl", "tiny-llama", {"hardware": CPU, "settings": {"blockSize": 32}}),
+    Case(
+        "tiny-cpu-tiers",
+        "tiny-llama",
+        {"hardware": CPU, "settings": {"blockSize": 32}},
+        {**NIXL_WITH_LMCACHE, "kvCache": {"cpu": "256Mi"}},
+    ),
+)
+
+
+def facts_of(model: str) -> ModelFacts:
+    text = (MODELS / model / "config.json").read_text(encoding="utf-8")
+    return parse_model_config(json.loads(text))
+
+
+def service_of(case: Case) -> PDService:
+    spec = {
+        "model": case.model,
+        "engine": {"type": "vLLM"},
+        **case.service,
+        "pools": [{"name": "pool", "instances": {"min": 2}, **case.pool}],
+    }
+    return PDService(metadata=ObjectMeta(name="chat"), spec=PDServiceSpec.model_validate(spec))
+
+
+def request_of(case: Case) -> EngineRequest:
+    service = service_of(case)
+    pool = service.spec.pools[0]
+    facts = facts_of(case.model) if case.facts else None
+    return engine_request(service, start_of(service, pool), pool_role=pool.role, role=case.role, facts=facts)
+
+
+def plan_of(case: Case) -> EnginePlan:
+    return plan_engine(request_of(case), POD)
