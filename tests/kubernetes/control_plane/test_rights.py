@@ -1,0 +1,207 @@
+"""The chart's roles on a real API server: each rule taken away is missed, and what nobody needs nobody has.
+
+That the rights are used, all of them, is shown where the parts run: beside the scenarios on nodes.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from fulcrum_core.api import PDService
+from fulcrum_operator.plan.children import children_of
+from fulcrum_operator.plan.labels import Account, ClusterSettings
+from tests.kubernetes.clusters import REPO
+from tests.kubernetes.nodes.rights import Right, rights_of
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+NOBODY_S = [
+    ("", "secrets", "get"),
+    ("", "secrets", "list"),
+    ("", "configmaps", "get"),
+    ("", "nodes", "list"),
+    ("", "pods/exec", "create"),
+    ("", "pods/eviction", "create"),
+    ("", "serviceaccounts/token", "create"),
+    ("apps", "deployments/scale", "patch"),
+    ("fulcrum.dev", "pdservices", "create"),
+    ("fulcrum.dev", "pdservices", "delete"),
+    ("fulcrum.dev", "pdservices", "patch"),
+    ("rbac.authorization.k8s.io", "clusterroles", "bind"),
+    ("rbac.authorization.k8s.io", "roles", "bind"),
+    ("rbac.authorization.k8s.io", "roles", "escalate"),
+    ("*", "*", "*"),
+]
+"""What no part has, by all that was said of it."""
+
+
+def rendered(namespace: str) -> list[dict[str, Any]]:
+    """What the chart makes of who may do what, for a release of the name of its namespace."""
+    asked = {
+        "values": {"crds": {"enabled": False}},
+        "namespace": namespace,
+        "release": f"{namespace}-fulcrum",
+    }
+    program = [sys.executable, "-m", "tests.helm.renderer_program", str(REPO / "helm" / "fulcrum")]
+    answer = subprocess.run(
+        program, input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=REPO
+    )
+    text = json.loads(answer.stdout)["files"]["fulcrum/templates/rbac.yaml"]
+    return [made for made in yaml.safe_load_all(text) if made]
+
+
+class Release:
+    """The roles of a release on the cluster, named after the test's namespace."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.cluster, self.namespace, self.name = cluster, namespace, f"{namespace}-fulcrum"
+        self.made = rendered(namespace)
+
+    def rules(self, part: str) -> list[dict[str, Any]]:
+        """The rules of a part, as the chart has them."""
+        (role,) = (
+            made
+            for made in self.made
+            if made["kind"] == "ClusterRole" and made["metadata"]["name"] == f"{self.name}-{part}"
+        )
+        found: list[dict[str, Any]] = role["rules"]
+        return found
+
+    def set_rules(self, part: str, rules: list[dict[str, Any]]) -> None:
+        """Change what a part may do."""
+        path = f"{RBAC}/clusterroles/{self.name}-{part}"
+        body = json.dumps({"rules": rules}).encode()
+        status, said = self.cluster.request("PATCH", path, body, kind="application/merge-patch+json")
+        assert status == 200, said
+
+    def account(self, part: str) -> Account:
+        """The ServiceAccount of a part."""
+        return Account(self.namespace, f"{self.name}-{part}")
+
+    def may(self, part: str, right: Right, *, name: str = "") -> bool:
+        """Whether the API server would let the part do that, in the test's namespace."""
+        group, resource, verb = right
+        resource, _, subresource = resource.partition("/")
+        asked = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
+        asked |= {key: value for key, value in (("subresource", subresource), ("name", name)) if value}
+        return review(self.cluster, self.account(part).subject, asked)
+
+
+def review(cluster: Cluster, subject: str, asked: dict[str, str]) -> bool:
+    """Whether a user may do something."""
+    body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
+    spec = {"user": subject, "groups": ["system:serviceaccounts"], "resourceAttributes": asked}
+    status, answer = cluster.request("POST", REVIEWS, json.dumps({**body, "spec": spec}).encode())
+    assert status == 201, answer
+    return bool(json.loads(answer)["status"]["allowed"])
+
+
+@pytest.fixture
+def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
+    """The chart's roles and bindings."""
+    release = Release(control_plane, namespace)
+    text = yaml.safe_dump_all(release.made)
+    control_plane.kubectl("apply", "-f", "-", stdin=text)
+    wait_for(lambda: release.may("operator", ("", "pods", "create")), "the roles to hold", timeout_s=10)
+    yield release
+    control_plane.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
+
+
+@pytest.mark.parametrize("part", ["operator", "autoscaler"])
+def test_each_rule_that_is_taken_away_is_missed(release: Release, part: str) -> None:
+    """No right comes from two rules, and none from what every account has."""
+    rules = release.rules(part)
+    for number, rule in enumerate(rules):
+        rights = sorted(rights_of([rule]))
+        release.set_rules(part, rules[:number] + rules[number + 1 :])
+        left = rights
+        wait_for(
+            lambda left=left: not any(release.may(part, right) for right in left),  # type: ignore[misc]
+            f"{rule} to be missed",
+            timeout_s=10,
+        )
+    release.set_rules(part, rules)
+
+
+@pytest.mark.parametrize("part", ["operator", "autoscaler"])
+def test_no_part_has_what_nobody_needs(release: Release, part: str) -> None:
+    assert [right for right in NOBODY_S if release.may(part, right)] == []
+
+
+def router_role(release: Release) -> str:
+    """The Role that the operator makes for a router, as it makes it."""
+    settings = ClusterSettings(
+        image="i", operator=release.account("operator"), autoscaler=release.account("autoscaler")
+    )
+    meta = {"name": "chat", "namespace": release.namespace, "uid": "u"}
+    chat = PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m"}})
+    (role,) = (child for child in children_of(chat, settings, wanted=2) if child["kind"] == "Role")
+    del role["metadata"]["ownerReferences"]
+    return json.dumps(role)
+
+
+def make_role(release: Release) -> None:
+    """Make a router's Role as the operator; RuntimeError with what the API server says against it."""
+    subject = release.account("operator").subject
+    release.cluster.kubectl(
+        "create", f"--as={subject}", "--dry-run=server", "-f", "-", stdin=router_role(release)
+    )
+
+
+def test_the_operator_can_grant_what_routers_need(release: Release) -> None:
+    make_role(release)
+
+
+@pytest.mark.parametrize("resource", ["leases", "endpointslices", "pdassignments", "pods"])
+def test_without_holding_it_the_operator_can_grant_nothing(release: Release, resource: str) -> None:
+    rules = release.rules("operator")
+    release.set_rules("operator", [rule for rule in rules if resource not in rule["resources"]])
+    held = release.account("operator")
+
+    def is_refused() -> bool:
+        try:
+            make_role(release)
+        except RuntimeError as error:
+            return "attempting to grant RBAC permissions not currently held" in str(error)
+        return False
+
+    wait_for(is_refused, f"{held.name} to be refused", timeout_s=10)
+
+
+def test_a_router_may_change_its_own_lease_and_endpoints_alone(release: Release) -> None:
+    body = json.loads(router_role(release))
+    subject = Account(release.namespace, "chat-router").subject
+    bound = {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": {"name": "chat-router", "namespace": release.namespace},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "chat-router"},
+        "subjects": [{"kind": "ServiceAccount", "name": "chat-router", "namespace": release.namespace}],
+    }
+    release.cluster.kubectl("apply", "-f", "-", stdin=f"{json.dumps(body)}\n---\n{json.dumps(bound)}")
+
+    def may(group: str, resource: str, name: str) -> bool:
+        asked = {"namespace": release.namespace, "group": group, "resource": resource, "verb": "patch"}
+        return review(release.cluster, subject, asked | {"name": name})
+
+    own = "coordination.k8s.io", "leases", "chat-router"
+    wait_for(lambda: may(*own), "the router's role to hold", timeout_s=10)
+    found = {
+        (group, resource, name): may(group, resource, name)
+        for group, resource in (own[:2], ("discovery.k8s.io", "endpointslices"))
+        for name in ("chat-router", "other-router")
+    }
+    assert [place for place, allowed in found.items() if allowed] == [
+        ("coordination.k8s.io", "leases", "chat-router"),
+        ("discovery.k8s.io", "endpointslices", "chat-router"),
+    ]
+    assert not review(
+        release.cluster, subject, {"namespace": release.namespace, "resource": "secrets", "verb": "get"}
+    )
