@@ -1,12 +1,13 @@
 """Levels 3 and 4: real clusters, one of each for the whole run."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kubernetes.clusters import started
+from tests.kubernetes.clusters import require_kubernetes, started
 from tools.image.build import build
 from tools.kubernetes.cluster import Cluster
 
@@ -19,6 +20,7 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartClu
 
     All are stopped at the end of the run, and may be stopped before. Their folders, with logs, are kept.
     """
+    require_kubernetes()
     running: list[Cluster] = []
 
     def start(nodes: int = 0, **options: Any) -> Cluster:
@@ -42,11 +44,17 @@ def control_plane(start_cluster: StartCluster) -> Cluster:
 @pytest.fixture(scope="session")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     """The product's image under two tags: what is installed, and what is rolled out after it."""
+    require_kubernetes()
     folder = tmp_path_factory.mktemp("images")
     return tuple(build(folder / f"fulcrum-{tag}.tar", f"localhost/fulcrum:{tag}") for tag in (1, 2))
 
 
 @pytest.fixture(scope="session")
 def cluster(start_cluster: StartCluster, archives: tuple[Path, ...]) -> Cluster:
-    """Level 4: nodes n1, n2 and n3 with the product's images; the chart brings our kinds."""
+    """Level 4: nodes n1, n2 and n3 with the product's images; the chart brings our kinds.
+
+    KUBERNETES_TESTS_NODES names the folder of a cluster that is up and stays up, for work on a scenario.
+    """
+    if folder := os.environ.get("KUBERNETES_TESTS_NODES"):
+        return Cluster(Path(folder))
     return start_cluster(3, archives=archives, crds=False)

@@ -63,6 +63,7 @@ class Load:
         self._names = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        wait_for(lambda: "ready" in self._windows, "the load to start", timeout_s=60)
 
     @contextlib.contextmanager
     def window(self, name: str, *, timeout_s: float = 60.0) -> Iterator[Window]:

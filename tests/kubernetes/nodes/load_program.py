@@ -44,6 +44,7 @@ async def _run(options: argparse.Namespace) -> None:
     commands = await _standard_input()
     rng = random.Random(options.seed)
     ending: set[asyncio.Task[None]] = set()
+    print(json.dumps({"window": "ready"}), flush=True)
     name = "start"
     while name:
         seed = rng.randrange(2**32)

@@ -150,8 +150,9 @@ class Service:
     def first_token(self, node: str) -> bool:
         """Whether a streamed completion through the Service's address begins."""
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 4, "stream": True})
+        address = self.address()
         with self._cluster.nodes[node].network():
-            connection = http.client.HTTPConnection(self.address(), 80, timeout=5)
+            connection = http.client.HTTPConnection(address, 80, timeout=5)
             connection.connect()
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
