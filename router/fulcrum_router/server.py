@@ -94,6 +94,8 @@ async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[
             configure_statically(router, options)
         if state is not None:
             callers = _callers(options, cluster)
+            if isinstance(callers, ServiceAccounts):
+                stack.push_async_callback(_end, asyncio.create_task(callers.refresh()))
             await stack.enter_async_context(_state_port(router, callers, state))
             ports["state_port"] = _port(state)
         server = Server(router)
