@@ -25,6 +25,7 @@ from fulcrum_operator.kubernetes.children import Children
 from fulcrum_operator.kubernetes.events import Recorder, events_of
 from fulcrum_operator.kubernetes.feed import FOLLOWED, Feed, selector
 from fulcrum_operator.kubernetes.metrics import Meters
+from fulcrum_operator.kubernetes.pods import digest_of
 from fulcrum_operator.kubernetes.probe import Probes, probe
 from fulcrum_operator.kubernetes.router import STATE_URL, ClusterRouter
 from fulcrum_operator.kubernetes.runtime import PodRuntime
@@ -170,9 +171,12 @@ class Leader:
         self._last[key] = dict(seen.engines)
 
     def _facts(self, instance: PDInstance) -> EngineFacts:
-        profile = _profile(instance.spec.engine.profile)
-        strategy = self._runtime.strategy(instance_key(instance)) or simulated.STRATEGY
-        return EngineFacts(simulated.identity(instance.spec, profile), strategy, profile.startup_s)
+        key, profile = instance_key(instance), _profile(instance.spec.engine.profile)
+        identity = simulated.identity(instance.spec, profile)
+        image = self._runtime.image(key)
+        if image is not None:  # engines of two images are not known to read each other's KV
+            identity = identity.model_copy(update={"engine": f"{identity.engine}@{digest_of(image)}"})
+        return EngineFacts(identity, self._runtime.strategy(key) or simulated.STRATEGY, profile.startup_s)
 
     async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
         return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))

@@ -19,6 +19,7 @@ _OPEN_GATE = "ReadinessGatesNotReady"
 _ORDINARY = frozenset({"ContainerCreating", "PodInitializing", ""})
 """What a container waits for in an ordinary start."""
 _CRASHED = "CrashLoopBackOff"
+_DIGEST = 12
 _WORDS = 200
 """Longest text of a reason that is kept; the rest is in the pod."""
 
@@ -49,6 +50,11 @@ def observation_of(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         since_s=parse_time(since) if since else None,
         ending=ending,
     )
+
+
+def digest_of(image: str) -> str:
+    """What tells an image from others, short: from `repository@sha256:0123…` or `sha256:0123…`."""
+    return image.rpartition("sha256:")[2][:_DIGEST]
 
 
 def _judged(pod: Pod, *, ending: bool) -> tuple[EngineState, str, str | None]:

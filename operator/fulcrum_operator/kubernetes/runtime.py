@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from fulcrum_cluster.objects import POD, Object, ObjectApi
-from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound, StoreError
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
 from fulcrum_core.values import FlipStrategy, Phase
@@ -75,9 +75,8 @@ class PodRuntime:
 
     async def _make(self, key: InstanceKey, instance: PDInstance, startup_s: float) -> None:
         service = self._cache.resource(PDService, key.namespace, instance.spec.service)
-        pool = self._cache.resource(PDPool, key.namespace, instance.spec.pool)
-        if service is None or pool is None:
-            return  # they are being deleted, and the instance with them
+        if service is None:
+            return  # it is being deleted, and the instance with it
         check_leading(self._leads)
         body = pod_of(instance, service, self._settings, startup_s=startup_s)
         try:
@@ -125,6 +124,11 @@ class PodRuntime:
         """What the engine answered the canary; None if it has not."""
         pod = self._pod(key)
         return self._probes.known(_life(pod)) if pod is not None else None
+
+    def image(self, key: InstanceKey) -> str | None:
+        """The image that the engine runs, by digest; None if it does not run."""
+        pod = self._pod(key)
+        return observation_of(pod).image if pod is not None else None
 
     async def show_role(self, instance: PDInstance) -> None:
         """Have the pod's label say which role the instance plays; nothing selects by it."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_operator.kubernetes.pods import observation_of
+from fulcrum_operator.kubernetes.pods import digest_of, observation_of
 
 STARTING, RUNNING, EXITED, LOST = (
     EngineState.STARTING,
@@ -228,6 +228,18 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
 def test_a_pod_says(seen: Pod, expected: dict[str, Any]) -> None:
     told = {"name": "chat-0", "restarts": 0, "node": "n1", **expected}
     assert observation_of(seen) == EngineObservation(**told)
+
+
+@pytest.mark.parametrize(
+    ("image", "digest"),
+    [
+        ("localhost/fulcrum@sha256:0123456789abcdef", "0123456789ab"),
+        ("sha256:0123456789abcdef", "0123456789ab"),
+        ("localhost/fulcrum:1", "localhost/fu"),
+    ],
+)
+def test_images_are_told_apart_by_their_digests(image: str, digest: str) -> None:
+    assert digest_of(image) == digest
 
 
 def test_what_we_end_ourselves_is_not_lost() -> None:
