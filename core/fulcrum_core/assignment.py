@@ -15,6 +15,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool, fixed_role
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.decisions import Verdict
+from fulcrum_core.transfer import compatibility_groups
 from fulcrum_core.values import Actor, Role
 
 CLOCK_SKEW_S = 5.0
@@ -30,6 +31,8 @@ class AssignmentRules:
     """Instances of pools that never flip."""
     floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
     """The service's own floors: an assignment that was patched by hand cannot lower them."""
+    groups: Mapping[str, int] = field(default_factory=dict)
+    """Which instances can exchange KV: those of one number. Nobody is in a group of his own by default."""
 
 
 def rules_of(
@@ -37,11 +40,21 @@ def rules_of(
 ) -> AssignmentRules:
     """What judges the assignment of a service with these pools and instances."""
     by_pool = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools}
+    instances = tuple(instances)
     fixed = {instance.metadata.name: by_pool.get(instance.spec.pool) for instance in instances}
     return AssignmentRules(
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         fixed_roles={name: role for name, role in fixed.items() if role is not None},
         floors=spec.roles.floors(),
+        groups=groups_of(instances),
+    )
+
+
+def groups_of(instances: Iterable[PDInstance]) -> dict[str, int]:
+    """The compatibility group of each instance, by what its engine was seen to be."""
+    identities = {i.metadata.name: i.status.identity for i in instances}
+    return compatibility_groups(
+        {name: known.value() if known else None for name, known in identities.items()}
     )
 
 
@@ -70,6 +83,7 @@ def may_apply(
         floor = max(rules.floors.of(role), proposed.floors.of(role))
         refusal = _refuse_floor(role, floor, current, proposed, ready)
         refusal = refusal or _refuse_last_assigned(role, floor, current, proposed)
+        refusal = refusal or _refuse_one_sided(role, current, proposed, ready, rules)
         if refusal:
             return Verdict(False, refusal)
     return Verdict(True, "within floors, cooldown and pins")
@@ -81,12 +95,26 @@ def serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: R
     return tuple(sorted(chosen))
 
 
-def effective_roles(roles: Mapping[str, RoleAssignment], ready: Iterable[str]) -> dict[str, Role]:
-    """The role each ready instance plays: the one assigned, or Both where it is the only one."""
+def effective_roles(
+    roles: Mapping[str, RoleAssignment], ready: Iterable[str], groups: Mapping[str, int] | None = None
+) -> dict[str, Role]:
+    """The role each ready instance plays: the one assigned, or Both where nobody could take the other.
+
+    That is an instance that is the only one to take work, and, while several compatibility groups serve,
+    everybody in a group that has one role only: no pair across groups can exchange KV.
+    """
     names = sorted(name for name in ready if name in roles)
-    if len(names) == 1:
-        return {names[0]: Role.BOTH}
-    return {name: Role(roles[name].role) for name in names}
+    working = [name for name in names if not roles[name].cordoned] or names
+    played = {name: Role(roles[name].role) for name in names}
+    group = dict.fromkeys(names, 0) | {name: groups[name] for name in names if groups and name in groups}
+    if len(working) == 1:
+        return {**played, working[0]: Role.BOTH}
+    if len({group[name] for name in working}) > 1:
+        for number in {group[name] for name in working}:
+            mates = [name for name in working if group[name] == number]
+            if len({roles[name].role for name in mates}) == 1:
+                played |= dict.fromkeys(mates, Role.BOTH)
+    return played
 
 
 def with_flip(
@@ -118,6 +146,8 @@ def with_flip(
             "refused": None,
         }
     )
+    if before.cordoned:  # a flip changes whose word the role is, not whose the cordon is
+        entry = entry.model_copy(update={"cordoned_by": before.cordoner})
     changes = before.role is not to
     last = current.last_prefill_to_decode
     if changes and to is Role.DECODE:
@@ -149,8 +179,8 @@ def _refuse_entry(
         return _refuse_unpinning(name, before, after, now_s=now_s)
     if after.since > now_s + CLOCK_SKEW_S:
         return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
-    if before.cordoned and before.by is Actor.OPERATOR and after.cordoned:
-        return f"instance {name!r} is about to leave: {before.reason or 'cordoned'}"
+    if before.cordoner is Actor.OPERATOR and after.cordoned:
+        return f"instance {name!r} is about to leave: {before.cordon_reason or before.reason or 'cordoned'}"
     if after.by is Actor.PERSON:
         return None  # a person's word beats pins, refusals and the cooldown; never the floors
     if before.pinned_until is not None and before.pinned_until > after.since:
@@ -223,6 +253,26 @@ def _refuse_floor(
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
     return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"
+
+
+def _refuse_one_sided(
+    role: Role,
+    current: PDAssignmentSpec,
+    proposed: PDAssignmentSpec,
+    ready: Collection[str],
+    rules: AssignmentRules,
+) -> str | None:
+    """While several groups serve that cannot exchange KV, no flip takes a role's last from one of them."""
+    if len({rules.groups.get(name, 0) for name in ready}) < 2:
+        return None
+    stays = {name for name in serving(proposed.roles, ready, role.other) if name in current.roles}
+    for name in sorted(stays & set(serving(current.roles, ready, role))):
+        group = rules.groups.get(name, 0)
+        mates = [mate for mate in ready if rules.groups.get(mate, 0) == group and mate != name]
+        had = serving(current.roles, mates, role.other)
+        if had and not serving(proposed.roles, mates, role):
+            return f"instance {name!r} is the last to serve {role} among those that can exchange KV with it"
+    return None
 
 
 def _refuse_last_assigned(

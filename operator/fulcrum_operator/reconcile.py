@@ -7,7 +7,7 @@ writes nothing. The same code runs over memory and over Kubernetes: what differs
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -15,7 +15,7 @@ import structlog
 from fulcrum_core.api import PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.errors import NotFound
 from fulcrum_core.merge import merge_diff
-from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, EngineState, InstanceKey, Store
+from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, InstanceKey, Store
 from fulcrum_core.state import RouterState
 from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.observed import EngineFacts
@@ -108,28 +108,25 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
     pools = tuple(p for p in await _all(cluster.store, PDPool, key) if p.spec.service == key.name)
     instances = tuple(i for i in await _all(cluster.store, PDInstance, key) if i.spec.service == key.name)
     engines = _engines(key, cluster)
-    running = {name for name, engine in engines.items() if engine.state is EngineState.RUNNING}
-    return Observed(
+    seen = Observed(
         service=service,
         pools=pools,
         instances=instances,
         assignment=await _found(cluster.store, PDAssignment, key),
         tiers=frozenset(tier.metadata.name for tier in await _all(cluster.store, QoSTier, key)),
         engines=engines,
-        facts={i.metadata.name: cluster.engine_facts(i) for i in instances if i.metadata.name in running},
-        router=await _ledger(key, cluster, wanted=asks_router(service, pools, instances)),
+        facts={i.metadata.name: cluster.engine_facts(i) for i in instances},
         endpoint=cluster.router.endpoint(key) if cluster.router else None,
         accepted=memory.accepted,
         now_s=cluster.clock.now_s(),
     )
+    if cluster.router is None or not asks_router(seen):
+        return seen
+    return replace(seen, router=await cluster.router.ledger(key))
 
 
 def _engines(key: ServiceKey, cluster: Cluster) -> dict[str, EngineObservation]:
     return {engine.name: engine for engine in cluster.runtime.observe(key.namespace)}
-
-
-async def _ledger(key: ServiceKey, cluster: Cluster, *, wanted: bool) -> RouterState | None:
-    return await cluster.router.ledger(key) if cluster.router and wanted else None
 
 
 async def _found(store: Store, kind: type[R], key: ServiceKey) -> R | None:

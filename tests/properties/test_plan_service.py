@@ -212,7 +212,8 @@ def test_what_the_operator_writes_may_always_be_applied(seen: Observed) -> None:
 def test_every_instance_has_an_entry_and_every_entry_an_instance(seen: Observed) -> None:
     plan = plan_service(seen)
     standing = {obj.metadata.name for obj in (*plan.objects, *plan.delete) if isinstance(obj, PDInstance)}
-    assert set(wished(plan).roles) == standing
+    counted = standing - ({i.metadata.name for i in seen.instances} - seen.counted)
+    assert counted <= set(wished(plan).roles) <= standing
 
 
 @given(pictures())

@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from fulcrum_core.api import PDAssignmentSpec, PDService, Refusal, RoleAssignment
+from fulcrum_core.api import Floors, PDAssignmentSpec, PDService, Refusal, RoleAssignment
 from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, may_apply
 from fulcrum_core.values import Actor, FlipStrategy, Role
+from fulcrum_operator.plan.instances import Departure
 from fulcrum_operator.plan.observed import Observed, by_number
 
 REFUSED_FOR_S = 30.0
 """How long a refused wish is refused without a second look."""
 
 Roles = dict[str, RoleAssignment]
-Surplus = tuple[tuple[tuple[str, ...], int], ...]
-"""Of each pool with too many instances: their names, cheapest to reclaim first, and how many must go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,18 @@ class Member:
 
     name: str
     fixed: Role | None
+    revision: str = ""
+    """Instances of one revision can always exchange KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The assignment as it shall stand, who leaves by it, and which departures the floors hold up."""
+
+    spec: PDAssignmentSpec
+    leaving: frozenset[str]
+    held: Mapping[str, str]
+    """By pool: why fewer go than shall."""
 
 
 def first_split(members: Collection[Member], *, prefill_floor: int, decode_floor: int) -> dict[str, Role]:
@@ -61,11 +72,19 @@ def role_for_new(roles: Iterable[Role], *, prefill_floor: int, decode_floor: int
 
 
 def plan_assignment(
-    seen: Observed, members: tuple[Member, ...], surplus: Surplus, rules: AssignmentRules
-) -> PDAssignmentSpec:
-    """The assignment as it shall stand: the wish as far as `rules` allow, in step with `members`."""
-    spec = _followed(_judged(seen, rules), seen.service, members, now_s=seen.now_s)
-    return _cordoned(spec, surplus, seen.serving, rules, now_s=seen.now_s)
+    seen: Observed,
+    members: tuple[Member, ...],
+    departures: tuple[Departure, ...],
+    rules: AssignmentRules,
+) -> Assigned:
+    """The assignment as it shall stand: the wish as far as `rules` allow, in step with `members`.
+
+    Instances on their way out keep their entries until they are gone: a reader that still sees them serve
+    would refuse to drop them.
+    """
+    kept = frozenset(instance.metadata.name for instance in seen.instances)
+    spec = _followed(_judged(seen, rules), seen.service, members, kept, now_s=seen.now_s)
+    return _cordoned(spec, departures, seen, members, rules)
 
 
 def rebuilt(seen: Observed) -> PDAssignmentSpec | None:
@@ -80,7 +99,7 @@ def rebuilt(seen: Observed) -> PDAssignmentSpec | None:
     played = {
         instance.metadata.name: instance.status.role
         for instance in seen.instances
-        if instance.status.strategy is FlipStrategy.RESTART
+        if seen.strategy(instance) is FlipStrategy.RESTART
     }
     roles = {name: _with_role(entry, played.get(name)) for name, entry in spec.roles.items()}
     return spec.model_copy(update={"roles": roles})
@@ -102,7 +121,7 @@ def _judged(seen: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
 
 
 def refused(last: PDAssignmentSpec, wish: PDAssignmentSpec, reason: str, *, now_s: float) -> PDAssignmentSpec:
-    """`last` again, each entry whose role was to change saying why it was not.
+    """`last` again, each entry that was to change saying why it was not.
 
     What the wish says of instances that `last` does not know stays, and so does its start of the cooldown:
     a reader that took the wish for good, because it saw more instances ready, would refuse to set it back.
@@ -112,11 +131,17 @@ def refused(last: PDAssignmentSpec, wish: PDAssignmentSpec, reason: str, *, now_
         before = last.roles.get(name)
         if before is None:
             roles[name] = entry
-        elif before.role is not entry.role:
-            turned_down = Refusal(role=entry.role, reason=reason[:1024], until=now_s + REFUSED_FOR_S)
+        elif _asks(before) != _asks(entry):
+            role = entry.role if entry.role is not before.role else None
+            turned_down = Refusal(role=role, reason=reason[:1024], until=now_s + REFUSED_FOR_S)
             roles[name] = before.model_copy(update={"refused": turned_down})
     began_s = _cooldown_start(last.last_prefill_to_decode, wish.last_prefill_to_decode, now_s=now_s)
     return last.model_copy(update={"roles": roles, "last_prefill_to_decode": began_s})
+
+
+def _asks(entry: RoleAssignment) -> tuple[Role, bool, float | None]:
+    """What of an entry is a wish; the rest says whose and why."""
+    return entry.role, entry.cordoned, entry.pinned_until
 
 
 def _cooldown_start(last_s: float | None, wish_s: float | None, *, now_s: float) -> float | None:
@@ -127,21 +152,42 @@ def _cooldown_start(last_s: float | None, wish_s: float | None, *, now_s: float)
 
 
 def _followed(
-    spec: PDAssignmentSpec | None, service: PDService, members: tuple[Member, ...], *, now_s: float
+    spec: PDAssignmentSpec | None,
+    service: PDService,
+    members: tuple[Member, ...],
+    kept: Collection[str],
+    *,
+    now_s: float,
 ) -> PDAssignmentSpec:
     floors = service.spec.roles.floors()
     if spec is None:
         split = first_split(members, prefill_floor=floors.prefill, decode_floor=floors.decode)
         roles = {name: _entry(role, "first split", now_s) for name, role in split.items()}
         return PDAssignmentSpec(service=service.metadata.name, roles=_ordered(roles), floors=floors)
-    names = {member.name for member in members}
+    names = {member.name for member in members} | set(kept)
     roles = {name: entry for name, entry in spec.roles.items() if name in names}
     for member in members:
         if member.name not in roles:
-            had = [Role(entry.role) for entry in roles.values()]
-            role = member.fixed or role_for_new(had, prefill_floor=floors.prefill, decode_floor=floors.decode)
+            role = member.fixed or _role_beside(member, members, roles, floors)
             roles[member.name] = _entry(role, "new instance", now_s)
     return spec.model_copy(update={"roles": _ordered(roles), "floors": floors})
+
+
+def _role_beside(
+    member: Member, members: tuple[Member, ...], roles: Mapping[str, RoleAssignment], floors: Floors
+) -> Role:
+    """The role of a new instance among those of its revision.
+
+    While another revision is there, the first two of a new one can serve without it: they may not be able
+    to exchange KV with it.
+    """
+    mates = [other.name for other in members if other.revision == member.revision]
+    had = [Role(roles[name].role) for name in mates if name in roles]
+    if len(mates) < len(members):
+        for role in (Role.DECODE, Role.PREFILL):
+            if role not in had:
+                return role
+    return role_for_new(had, prefill_floor=floors.prefill, decode_floor=floors.decode)
 
 
 def _entry(role: Role, reason: str, now_s: float) -> RoleAssignment:
@@ -156,40 +202,37 @@ def _ordered(roles: Mapping[str, RoleAssignment]) -> Roles:
 
 def _cordoned(
     spec: PDAssignmentSpec,
-    surplus: Surplus,
-    serving: Collection[str],
+    departures: tuple[Departure, ...],
+    seen: Observed,
+    members: tuple[Member, ...],
     rules: AssignmentRules,
-    *,
-    now_s: float,
-) -> PDAssignmentSpec:
+) -> Assigned:
     """Cordon who shall leave, as far as the floors allow, and lift the operator's other cordons."""
-    chosen: set[str] = set()
-    for candidates, excess in surplus:
-        left = excess
-        for name in candidates:
-            proposed = _with_cordon(spec, name, cordoned=True)
-            if left and may_apply(spec, proposed, serving, rules, now_s=now_s).allowed:
+    leaving: set[str] = set()
+    held: dict[str, str] = {}
+    for departure in departures:
+        left, refusal = departure.count, ""
+        for name in departure.candidates:
+            proposed = _with_cordon(spec, name, departure.why)
+            verdict = may_apply(spec, proposed, seen.serving, rules, now_s=seen.now_s) if left else None
+            if verdict and verdict.allowed:
                 spec, left = proposed, left - 1
-                chosen.add(name)
-    for name, entry in spec.roles.items():
-        if entry.cordoned and name not in chosen and (entry.cordoned_by or entry.by) is not Actor.PERSON:
-            spec = _with_cordon(spec, name, cordoned=False)
-    return spec
+                leaving.add(name)
+            elif verdict:
+                refusal = verdict.reason
+        if left and refusal:
+            held[departure.pool] = refusal
+    for name in sorted({member.name for member in members} - leaving):
+        if spec.roles[name].cordoner not in (None, Actor.PERSON):
+            spec = _with_cordon(spec, name, None)
+    return Assigned(spec, frozenset(leaving), held)
 
 
-def _with_cordon(spec: PDAssignmentSpec, name: str, *, cordoned: bool) -> PDAssignmentSpec:
+def _with_cordon(spec: PDAssignmentSpec, name: str, why: str | None) -> PDAssignmentSpec:
+    """The instance cordoned by the operator, or its cordon lifted; a cordon that stands stays as it is."""
     before = spec.roles[name]
-    if before.cordoned is cordoned:
+    if before.cordoned is (why is not None):
         return spec
-    reason = "more instances than wanted" if cordoned else "wanted after all"
-    update = {"cordoned": cordoned, "by": Actor.OPERATOR, "reason": reason}
+    cordon = (why is not None, Actor.OPERATOR if why else None, why or "")
+    update = dict(zip(("cordoned", "cordoned_by", "cordon_reason"), cordon, strict=True))
     return spec.model_copy(update={"roles": {**spec.roles, name: before.model_copy(update=update)}})
-
-
-def leaving(spec: PDAssignmentSpec, surplus: Surplus) -> frozenset[str]:
-    """Who shall go for good: of each pool's surplus those that are cordoned, cheapest first."""
-    return frozenset(
-        name
-        for candidates, excess in surplus
-        for name in [name for name in candidates if spec.roles[name].cordoned][:excess]
-    )

@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fulcrum_core.api import IdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
-from fulcrum_core.ports import EngineObservation
+from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
-from fulcrum_core.values import FlipStrategy, Phase
+from fulcrum_core.values import FlipStrategy, Phase, Role
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine of some instance is known to be."""
+    """What an engine of some instance is known to be, whether it runs or not."""
 
     identity: IdentitySpec
-    strategy: FlipStrategy
+    strategy: FlipStrategy | None
+    """As probed; None while it was not."""
     startup_s: float
     """From its start to serving."""
 
@@ -44,6 +45,64 @@ class Observed:
     def serving(self) -> frozenset[str]:
         """Names of the instances that serve."""
         return frozenset(i.metadata.name for i in self.instances if i.status.phase is Phase.SERVING)
+
+    @property
+    def staying(self) -> tuple[PDInstance, ...]:
+        """The instances that count: not those on their way out, nor those whose engine was taken away."""
+        return tuple(
+            i for i in self.instances if i.status.phase is not Phase.TERMINATING and not self.taken(i)
+        )
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """Names of the instances that count."""
+        return frozenset(i.metadata.name for i in self.staying)
+
+    def startup_s(self, instance: PDInstance) -> float:
+        """How long its engine needs from its start to serving, as far as that is known."""
+        facts = self.facts.get(instance.metadata.name)
+        return facts.startup_s if facts else 0.0
+
+    def strategy(self, instance: PDInstance) -> FlipStrategy:
+        """How it flips: by a restart where its engine was started for a role, else as it was probed."""
+        if instance.spec.role_at_start or instance.spec.role:
+            return FlipStrategy.RESTART
+        facts = self.facts.get(instance.metadata.name)
+        return (facts and facts.strategy) or instance.status.strategy or FlipStrategy.RELABEL
+
+    def flips(self, instance: PDInstance) -> bool:
+        """Whether its engine has to be started anew for the role that is wished."""
+        entry = self.assignment.spec.roles.get(instance.metadata.name) if self.assignment else None
+        played = played_role(instance)
+        restart = self.strategy(instance) is FlipStrategy.RESTART
+        return restart and entry is not None and played is not None and entry.role is not played
+
+    def taken(self, instance: PDInstance) -> bool:
+        """Whether its engine was taken away for good, and not by us.
+
+        It was lost, or somebody asked for its end. Whose wish an end is, the phase says: ours is written
+        before the engine is told.
+        """
+        engine, phase = self.engines.get(instance.metadata.name), instance.status.phase
+        if phase is Phase.TERMINATING:
+            return False
+        if engine is not None and engine.state is EngineState.LOST:
+            return True
+        if phase in (Phase.SWITCHING, Phase.VERIFYING):
+            return False
+        if phase is Phase.DRAINING and self.flips(instance):
+            return False
+        if engine is None:
+            return phase in (Phase.FAILED, Phase.DRAINING)
+        return engine.ending
+
+
+def played_role(instance: PDInstance) -> Role | None:
+    """The role that an instance plays, or played until it switched; None before it first served."""
+    switching = instance.status.phase in (Phase.SWITCHING, Phase.VERIFYING)
+    known = None if switching else instance.spec.role
+    role = known or instance.status.role
+    return role if role in (Role.PREFILL, Role.DECODE) else None
 
 
 def number_of(service: str, name: str) -> int | None:

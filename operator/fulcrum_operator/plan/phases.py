@@ -3,6 +3,7 @@
     Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving
     Draining → Terminating
     Starting, Serving, Draining → Failed (its engine died) → Starting
+    any → Draining or Failed → gone (its engine was taken away by somebody, or its node; another replaces it)
     Switching, Verifying → Starting (old role back, the wish refused)
 
 Under Relabel a flip never leaves Serving: the engine is untouched and only the effective role changes.
@@ -20,9 +21,12 @@ from fulcrum_core.values import FlipStrategy, Phase, Role
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once the router has nothing open on it any more."""
 
+DELETED = "its engine was told to end by somebody else"
+
 LOOK_AGAIN_S = 1.0
-SWITCH_TIMEOUT_S = 60.0
-"""Longest time for an engine to come back in its new role and answer."""
+SWITCH_LEAST_S = 60.0
+SWITCH_FACTOR = 3
+"""An engine has a minute and three times its start-up to come back in its new role and answer."""
 
 
 class EngineAction(StrEnum):
@@ -56,6 +60,17 @@ class Facts:
     """The router reached the engine that runs now."""
     legs: int | None = None
     """Requests on it as the router last said; None: not known."""
+    startup_s: float = 0.0
+    """From its engine's start to serving, as far as that is known."""
+    taken: bool = False
+    """Its engine was taken away by somebody else and does not come back."""
+    shown_until_s: float = 0.0
+    """Until when a lost instance is shown as failed."""
+
+    @property
+    def switch_timeout_s(self) -> float:
+        """Longest time in which its engine comes back in a new role."""
+        return SWITCH_LEAST_S + SWITCH_FACTOR * self.startup_s
 
     @property
     def flips(self) -> bool:
@@ -65,6 +80,11 @@ class Facts:
         return (
             restart and wanted is not None and played in (Role.PREFILL, Role.DECODE) and wanted is not played
         )
+
+    @property
+    def ends(self) -> str:
+        """What is said while its engine ends for a flip."""
+        return f"{DRAINED}; its engine ends to serve {self.assigned}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +104,16 @@ class Step:
 
 def advance(facts: Facts) -> Step:
     """The next step of an instance."""
+    if facts.taken:
+        return _taken(facts)
     if facts.phase is Phase.TERMINATING or (facts.leaving and not _at_work(facts)):
         return _terminating(facts, "wanted no more")
     if facts.phase in (Phase.SWITCHING, Phase.VERIFYING):
         return _switching(facts)
     if facts.engine is None:
         return _without_engine(facts)
+    if facts.phase is Phase.DRAINING and facts.engine.ending:
+        return Step(Phase.DRAINING, EngineAction.KEEP, facts.ends)
     if facts.engine.state is EngineState.EXITED:
         return _failed(facts.engine)
     if facts.engine.state is EngineState.STARTING:
@@ -102,6 +126,19 @@ def advance(facts: Facts) -> Step:
 def _at_work(facts: Facts) -> bool:
     running = facts.engine is not None and facts.engine.state is EngineState.RUNNING
     return running and facts.phase in (Phase.SERVING, Phase.DRAINING)
+
+
+def _taken(facts: Facts) -> Step:
+    """While it serves it drains; then it is shown as failed for a while, unless nobody misses it."""
+    engine = facts.engine
+    if engine is None:
+        return Step(Phase.TERMINATING, EngineAction.KEEP, "its engine was taken away", done=True)
+    if engine.state is EngineState.RUNNING:
+        return Step(Phase.DRAINING, EngineAction.KEEP, f"{engine.message or DELETED}; another replaces it")
+    message = f"{engine.message or engine.exit_reason or DELETED}; another replaces it"
+    if facts.phase is Phase.FAILED and facts.now_s >= facts.shown_until_s:
+        return Step(Phase.TERMINATING, EngineAction.STOP, message, done=True)
+    return Step(Phase.FAILED, EngineAction.KEEP, message, deadline_s=facts.shown_until_s)
 
 
 def _terminating(facts: Facts, why: str) -> Step:
@@ -121,10 +158,11 @@ def _failed(engine: EngineObservation) -> Step:
 
 
 def _starting(engine: EngineObservation) -> Step:
-    again = (
-        f"its engine starts again after: {engine.exit_reason}" if engine.exit_reason else "its engine starts"
+    why = f": {engine.message}" if engine.message else ""
+    again = f"its engine starts again after: {engine.exit_reason}{why and f'; {engine.message}'}"
+    return Step(
+        Phase.STARTING, EngineAction.START, again if engine.exit_reason else f"its engine starts{why}"
     )
-    return Step(Phase.STARTING, EngineAction.START, again)
 
 
 def _draining(facts: Facts) -> Step:
@@ -134,7 +172,7 @@ def _draining(facts: Facts) -> Step:
         return _cordoned(facts)
     waited = facts.phase is Phase.DRAINING  # a pass that only now cordons cannot have been acknowledged
     if waited and facts.drained:
-        return _drained(facts, "drained")
+        return _drained(facts)
     if waited and facts.now_s >= deadline_s:
         return _overdue(facts)
     # How many is the router's to say: a count here would be written with every request that ends.
@@ -148,10 +186,10 @@ def _cordoned(facts: Facts) -> Step:
     return Step(Phase.DRAINING, EngineAction.START, "cordoned", deadline_s=facts.now_s + LOOK_AGAIN_S)
 
 
-def _drained(facts: Facts, why: str) -> Step:
+def _drained(facts: Facts) -> Step:
     if facts.leaving:
-        return _terminating(facts, why)
-    return Step(Phase.DRAINING, EngineAction.STOP, f"{why}; its engine ends to serve {facts.assigned}")
+        return _terminating(facts, DRAINED)
+    return Step(Phase.DRAINING, EngineAction.STOP, facts.ends)
 
 
 def _overdue(facts: Facts) -> Step:
@@ -174,9 +212,9 @@ def _switching(facts: Facts) -> Step:
         if engine is not None:
             return Step(facts.phase, EngineAction.STOP, f"its engine ends to serve {facts.played} again")
         return Step(Phase.STARTING, EngineAction.START, f"its engine starts to serve {facts.played} again")
-    deadline_s = facts.since_s + SWITCH_TIMEOUT_S
+    deadline_s = facts.since_s + facts.switch_timeout_s
     if facts.now_s >= deadline_s:
-        why = f"did not serve {facts.assigned} within {SWITCH_TIMEOUT_S:g} s"
+        why = f"did not serve {facts.assigned} within {facts.switch_timeout_s:g} s"
         return Step(facts.phase, EngineAction.KEEP, why, refused=why)
     if engine is None or engine.state is not EngineState.RUNNING:
         return Step(

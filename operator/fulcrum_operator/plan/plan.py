@@ -1,9 +1,8 @@
 """The whole plan of one service: desired objects, engines to start and to end, when to look again."""
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import chain
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from fulcrum_core.api import (
     ObjectMeta,
@@ -12,24 +11,24 @@ from fulcrum_core.api import (
     PDInstance,
     PDInstanceStatus,
     PDPool,
-    PDService,
     Resource,
-    RoleAssignment,
 )
-from fulcrum_core.assignment import AssignmentRules, effective_roles, rules_of
-from fulcrum_core.ports import EngineObservation
+from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, rules_of
+from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import FlipStrategy, Phase, Role
-from fulcrum_operator.plan.assignment import REFUSED_FOR_S, Member, leaving, plan_assignment, refused
-from fulcrum_operator.plan.instances import members, new_instances, surplus
-from fulcrum_operator.plan.observed import Observed, by_number, number_of
+from fulcrum_operator.plan.assignment import Assigned, Member, plan_assignment, refused
+from fulcrum_operator.plan.instances import departures, new_instances
+from fulcrum_operator.plan.observed import Observed, by_number, number_of, played_role
 from fulcrum_operator.plan.phases import EngineAction, Facts, Step, advance
-from fulcrum_operator.plan.pools import SERVICE_LABEL, desired_pools, pool_status, wanted_replicas
-from fulcrum_operator.plan.status import service_status
+from fulcrum_operator.plan.pools import SERVICE_LABEL, desired_pools
+from fulcrum_operator.plan.rollout import LOST_SHOWN_S, PoolView, next_deadline_s, revision_of, view_of
+from fulcrum_operator.plan.status import pool_state, service_status
 
 DRAIN_LOOK_S = 0.2
 """How often the router is asked whether a drain is done."""
 
+_ASKS_ROUTER = (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING)
 _WITH_ENDPOINT = (Phase.SERVING, Phase.DRAINING, Phase.VERIFYING)
 
 
@@ -47,12 +46,15 @@ class Plan:
     """When to look again even if nothing happens; None: no need."""
 
 
-def asks_router(service: PDService, pools: tuple[PDPool, ...], instances: tuple[PDInstance, ...]) -> bool:
+def asks_router(seen: Observed) -> bool:
     """Whether a plan depends on the router's ledger: someone drains or is verified, or somebody must go."""
-    wanted = {pool.metadata.name: wanted_replicas(pool) for pool in desired_pools(service, pools)}
-    had = Counter(instance.spec.pool for instance in instances)
-    waits = any(i.status.phase in (Phase.DRAINING, Phase.VERIFYING) for i in instances)
-    return waits or any(count > wanted.get(pool, 0) for pool, count in had.items())
+    if any(i.status.phase in _ASKS_ROUTER for i in seen.instances):
+        return True
+    pools = {pool.metadata.name: pool for pool in seen.pools}
+    views = tuple(
+        view_of(seen, pool) for pool in desired_pools(seen.service, seen.pools) if pool.metadata.name in pools
+    )
+    return bool(departures(seen, views))
 
 
 def plan_removal(service: str, engines: Mapping[str, EngineObservation]) -> Plan:
@@ -70,82 +72,97 @@ def plan_service(seen: Observed) -> Plan:
     known = {pool.metadata.name for pool in seen.pools}
     if any(pool.metadata.name not in known for pool in pools):
         return Plan(objects=pools, accepted=seen.accepted, wake_after_s=0.0)
-    born = new_instances(seen, pools)
-    instances = tuple(
-        sorted((*seen.instances, *born), key=lambda instance: by_number(instance.metadata.name))
-    )
-    excess = surplus(seen, pools)
-    rules = rules_of(seen.service.spec, pools, instances)
-    wish = plan_assignment(seen, _members(instances, rules), excess, rules)
-    steps = {i.metadata.name: advance(_facts(seen, wish, i, leaving(wish, excess))) for i in instances}
-    wish = _rolled_back(wish, instances, steps, now_s=seen.now_s)
-    return _assembled(seen, pools, instances, wish, steps)
+    views = tuple(view_of(seen, pool) for pool in pools)
+    born = new_instances(seen, views)
+    rules = rules_of(seen.service.spec, pools, (*seen.instances, *born))
+    members = tuple(_member(i, rules) for i in by_name((*seen.staying, *born)))
+    assigned = plan_assignment(seen, members, departures(seen, views), rules)
+    instances = by_name((*seen.instances, *born))
+    shown_until_s = _shown_until_s(seen, views)
+    steps = {
+        i.metadata.name: advance(_facts(seen, assigned, i, shown_until_s.get(i.spec.pool, seen.now_s)))
+        for i in instances
+    }
+    wish = _rolled_back(assigned.spec, instances, steps, now_s=seen.now_s)
+    return _assembled(seen, views, instances, replace(assigned, spec=wish), steps)
 
 
 def _assembled(
     seen: Observed,
-    pools: tuple[PDPool, ...],
+    views: tuple[PoolView, ...],
     instances: tuple[PDInstance, ...],
-    wish: PDAssignmentSpec,
+    assigned: Assigned,
     steps: Mapping[str, Step],
 ) -> Plan:
-    now_s = seen.now_s
-    desired = tuple(
-        i.replace(status=s) for i, s in zip(instances, _statuses(seen, instances, wish, steps), strict=True)
-    )
-    status = service_status(
-        seen.service,
-        wish,
-        desired,
-        wanted=sum(wanted_replicas(pool) for pool in pools),
-        tiers=seen.tiers,
-        endpoint=seen.endpoint,
-        refused_for_s=REFUSED_FOR_S,
-        now_s=now_s,
-    )
-    counted = tuple(
-        pool.replace(status=pool_status(pool, members(desired, pool.metadata.name), now_s=now_s))
-        for pool in pools
-    )
+    wish = assigned.spec
+    desired = _desired(seen, instances, wish, steps)
+    now = tuple(pool_state(seen, view, desired, assigned.held.get(view.name)) for view in views)
+    status = service_status(seen, wish, desired, now)
     gone = tuple(instance for instance in desired if steps[instance.metadata.name].done)
     kept = tuple(instance for instance in desired if not steps[instance.metadata.name].done)
+    named = frozenset(view.name for view in views)
     return Plan(
-        objects=(_assignment(seen, wish), *kept, *counted, seen.service.replace(status=status)),
-        delete=(*gone, *_unnamed(seen, pools)),
+        objects=(
+            _assignment(seen, wish),
+            *kept,
+            *(state.pool for state in now),
+            seen.service.replace(status=status),
+        ),
+        delete=(*gone, *_unnamed(seen, named)),
         start=tuple(
             i for i in kept if _acts(i, steps, EngineAction.START) and i.metadata.name not in seen.engines
         ),
-        stop=tuple(sorted(chain(_orphans(seen), _to_stop(seen, kept, steps)))),
+        stop=tuple(sorted({*_orphans(seen), *_to_stop(seen, desired, steps)})),
         accepted=wish,
-        wake_after_s=_wake_after_s(steps, now_s=now_s),
+        wake_after_s=_wake_after_s(steps, _deadlines(seen, views), now_s=seen.now_s),
     )
 
 
-def _members(instances: tuple[PDInstance, ...], rules: AssignmentRules) -> tuple[Member, ...]:
-    return tuple(Member(i.metadata.name, rules.fixed_roles.get(i.metadata.name)) for i in instances)
+def by_name(instances: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
+    """Instances by their numbers."""
+    return tuple(sorted(instances, key=lambda instance: by_number(instance.metadata.name)))
 
 
-def _facts(seen: Observed, wish: PDAssignmentSpec, instance: PDInstance, going: frozenset[str]) -> Facts:
+def _member(instance: PDInstance, rules: AssignmentRules) -> Member:
+    name = instance.metadata.name
+    return Member(name, rules.fixed_roles.get(name), revision_of(instance))
+
+
+def _shown_until_s(seen: Observed, views: tuple[PoolView, ...]) -> dict[str, float]:
+    """By pool: until when what it has lost is shown; no longer than until it is whole again."""
+    return {view.name: seen.now_s if view.whole else math.inf for view in views}
+
+
+def _deadlines(seen: Observed, views: tuple[PoolView, ...]) -> list[float]:
+    known = (next_deadline_s(seen, view) for view in views)
+    return [deadline_s for deadline_s in known if deadline_s is not None]
+
+
+def _facts(seen: Observed, assigned: Assigned, instance: PDInstance, whole_at_s: float) -> Facts:
     name, status = instance.metadata.name, instance.status
-    entry: RoleAssignment = wish.roles[name]
+    entry = assigned.spec.roles.get(name)
     ledger = {state.name: state for state in seen.router.instances} if seen.router else {}
     state = ledger.get(name)
+    since_s = status.phase_since if status.phase_since is not None else seen.now_s
     return Facts(
         phase=status.phase,
-        since_s=status.phase_since if status.phase_since is not None else seen.now_s,
+        since_s=since_s,
         now_s=seen.now_s,
         drain_timeout_s=seen.service.spec.drain.timeout,
         engine=seen.engines.get(name),
-        assigned=entry.role,
-        played=status.role,
-        strategy=status.strategy or FlipStrategy.RELABEL,
-        cordoned=entry.cordoned,
-        leaving=name in going,
+        assigned=entry.role if entry else None,
+        played=played_role(instance),
+        strategy=seen.strategy(instance),
+        cordoned=entry is not None and entry.cordoned,
+        leaving=name in assigned.leaving,
         drained=_acknowledged(seen)
         and (state is None or not (state.legs or state.open_handoffs))
         and _leases_known(seen, status.phase_since),
         answers=state is not None and not state.missed_probes,
         legs=state.legs if state else None,
+        startup_s=seen.startup_s(instance),
+        taken=seen.taken(instance),
+        shown_until_s=min(since_s + LOST_SHOWN_S, whole_at_s),
     )
 
 
@@ -171,47 +188,61 @@ def _rolled_back(
 ) -> PDAssignmentSpec:
     """`wish` with the flips that did not come through given up, each with its reason."""
     for instance in instances:
-        name, played = instance.metadata.name, instance.status.role
+        name, played = instance.metadata.name, played_role(instance)
         why = steps[name].refused
-        if why and played in (Role.PREFILL, Role.DECODE):
+        if why and played is not None:
             before = wish.roles[name].model_copy(update={"role": played, "pinned_until": None})
             last = wish.model_copy(update={"roles": {**wish.roles, name: before}})
             wish = refused(last, wish, why, now_s=now_s)
     return wish
 
 
-def _statuses(
+def _desired(
     seen: Observed, instances: tuple[PDInstance, ...], wish: PDAssignmentSpec, steps: Mapping[str, Step]
-) -> tuple[PDInstanceStatus, ...]:
-    """What each instance's status shall say. An instance alone in serving plays Both."""
+) -> tuple[PDInstance, ...]:
+    """The instances as they shall stand. Who serves with nobody to take the other role plays Both."""
     serving = [name for name, step in steps.items() if step.phase is Phase.SERVING]
-    roles = effective_roles(wish.roles, serving)
+    seen_to_be = tuple(i.replace(status=_fact_status(seen, i, steps[i.metadata.name])) for i in instances)
+    roles = effective_roles(wish.roles, serving, groups_of(seen_to_be))
     return tuple(
-        _status(seen, i, wish, roles.get(i.metadata.name), steps[i.metadata.name]) for i in instances
+        _with_role(seen, i, wish, roles.get(i.metadata.name), steps[i.metadata.name]) for i in seen_to_be
     )
 
 
-def _status(
-    seen: Observed, instance: PDInstance, wish: PDAssignmentSpec, role: Role | None, step: Step
-) -> PDInstanceStatus:
+def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstanceStatus:
+    """All of the status but the role."""
     name, before = instance.metadata.name, instance.status
     engine, facts = seen.engines.get(name), seen.facts.get(name)
     entered = before.phase is not step.phase
-    runs = step.phase in _WITH_ENDPOINT and engine is not None
-    if step.phase in (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING):
-        role = before.role or Role(wish.roles[name].role)
+    runs = step.phase in _WITH_ENDPOINT and engine is not None and engine.state is EngineState.RUNNING
+    probed = facts is not None and facts.strategy is not None
     return before.model_copy(
         update={
             "phase": step.phase,
             "phase_since": seen.now_s if entered else before.phase_since,
-            "role": role,
             "endpoint": engine.endpoint if runs and engine else None,
             "identity": facts.identity if facts and runs else before.identity,
-            "strategy": facts.strategy if facts and runs else before.strategy,
+            "strategy": seen.strategy(instance) if probed and runs else before.strategy,
             "restarts": engine.restarts if engine else before.restarts,
             "message": step.message,
         }
     )
+
+
+def _with_role(
+    seen: Observed, instance: PDInstance, wish: PDAssignmentSpec, role: Role | None, step: Step
+) -> PDInstance:
+    """The instance with the role it plays, and the one that an engine started now is started for."""
+    name = instance.metadata.name
+    known = {i.metadata.name: i.status.role for i in seen.instances}.get(name)
+    entry = wish.roles.get(name)
+    if step.phase in (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING):
+        role = known or (Role(entry.role) if entry else None)
+    made = instance.replace(status=instance.status.model_copy(update={"role": role}))
+    starts = step.action is EngineAction.START and name not in seen.engines
+    if not starts or entry is None or seen.strategy(instance) is not FlipStrategy.RESTART:
+        return made
+    return made.replace(spec=made.spec.model_copy(update={"role": entry.role}))
 
 
 def _assignment(seen: Observed, wish: PDAssignmentSpec) -> PDAssignment:
@@ -227,9 +258,8 @@ def _assignment(seen: Observed, wish: PDAssignmentSpec) -> PDAssignment:
     return PDAssignment(metadata=meta, spec=wish)
 
 
-def _unnamed(seen: Observed, pools: tuple[PDPool, ...]) -> tuple[PDPool, ...]:
+def _unnamed(seen: Observed, named: frozenset[str]) -> tuple[PDPool, ...]:
     """Pools that the spec no longer names and that have no instance left."""
-    named = {pool.metadata.name for pool in pools}
     used = {instance.spec.pool for instance in seen.instances}
     return tuple(p for p in seen.pools if p.metadata.name not in named and p.metadata.name not in used)
 
@@ -250,9 +280,9 @@ def _orphans(seen: Observed) -> tuple[str, ...]:
     return tuple(name for name in ours if name not in known)
 
 
-def _wake_after_s(steps: Mapping[str, Step], *, now_s: float) -> float | None:
+def _wake_after_s(steps: Mapping[str, Step], deadlines: Iterable[float], *, now_s: float) -> float | None:
     """Soon while the router must be asked about a drain, at the next deadline otherwise."""
-    deadlines = [step.deadline_s for step in steps.values() if step.deadline_s is not None]
-    if not deadlines:
-        return None
-    return max(0.0, min(DRAIN_LOOK_S, min(deadlines) - now_s))
+    drains = any(step.phase in _ASKS_ROUTER and step.deadline_s is not None for step in steps.values())
+    due = [step.deadline_s for step in steps.values() if step.deadline_s is not None]
+    waits = [max(0.0, deadline_s - now_s) for deadline_s in (*due, *deadlines) if deadline_s < math.inf]
+    return min((*waits, *((DRAIN_LOOK_S,) if drains else ())), default=None)

@@ -1,23 +1,15 @@
 """PDPools: one for each pool of the PDService.
 
-`replicas` is written when the pool is made and never again: from then on it belongs to whoever scales.
-The bounds clamp every writer, and a clamp is reported. A changed model or engine reaches the pool and its
-future instances; those that run keep what they were started with.
+`replicas` is written when the pool is made; from then on it belongs to whoever scales. The bounds clamp
+every writer, and a clamp is reported, never written back. Only where Fulcrum owns the scale do changed bounds
+move `replicas` with them, in the same write. What instances are started with reaches the pool at once, and
+its instances by a roll-out.
 """
 
-from fulcrum_core.api import (
-    Condition,
-    ObjectMeta,
-    PDInstance,
-    PDPool,
-    PDPoolSpec,
-    PDPoolStatus,
-    PDService,
-    PoolSpec,
-)
+from typing import Any
+
+from fulcrum_core.api import Condition, ObjectMeta, PDPool, PDPoolSpec, PDService, PoolSpec, StartSpec
 from fulcrum_core.api import conditions as words
-from fulcrum_core.values import Phase
-from fulcrum_operator.plan.status import judged
 
 SERVICE_LABEL = "fulcrum.dev/service"
 POOL_LABEL = "fulcrum.dev/pool"
@@ -37,12 +29,11 @@ def desired_pools(service: PDService, existing: tuple[PDPool, ...]) -> tuple[PDP
 def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) -> PDPool:
     name = pool_name(service.metadata.name, pool.name)
     before = known.get(name)
-    spec = PDPoolSpec(
+    spec = PDPoolSpec.model_construct(
+        **_start(service, pool),
         service=service.metadata.name,
-        model=service.spec.model,
-        engine=service.spec.engine,
         role=pool.role,
-        replicas=before.spec.replicas if before else pool.instances.min,
+        replicas=_replicas(service, pool, before),
         instances=pool.instances,
     )
     if before:
@@ -56,30 +47,41 @@ def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) 
     return PDPool(metadata=meta, spec=spec)
 
 
+def _start(service: PDService, pool: PoolSpec) -> dict[str, Any]:
+    """What the pool's instances are started with: what the pool says, else what the service says."""
+    said = {
+        name: next(getattr(spec, name) for spec in (pool, service.spec) if hasattr(spec, name))
+        for name in StartSpec.model_fields
+        if name != "role_at_start"
+    }
+    return {**said, "role_at_start": service.spec.autoscaling.flip.strategy == "Restart"}
+
+
+def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:
+    if before is None:
+        return pool.instances.min
+    moved = before.spec.instances != pool.instances
+    if moved and service.spec.autoscaling.scale.owner == "Fulcrum":
+        return pool.instances.clamp(before.spec.replicas)
+    return before.spec.replicas
+
+
 def wanted_replicas(pool: PDPool) -> int:
     """How many instances the pool shall have: what was asked, within its bounds."""
     return pool.spec.instances.clamp(pool.spec.replicas)
 
 
-def pool_status(pool: PDPool, members: tuple[PDInstance, ...], *, now_s: float) -> PDPoolStatus:
-    """What is seen of the pool, given its instances."""
-    return PDPoolStatus(
-        replicas=len(members),
-        ready_replicas=sum(member.status.phase is Phase.SERVING for member in members),
-        selector=f"{POOL_LABEL}={pool.metadata.name}",
-        conditions=judged(pool.status.conditions, (_scaling_limited(pool),), now_s=now_s),
-        observed_generation=pool.metadata.generation,
-    )
-
-
-def _scaling_limited(pool: PDPool) -> Condition:
+def scaling_limited(pool: PDPool, held: str | None) -> Condition:
+    """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
     asked, given = pool.spec.replicas, wanted_replicas(pool)
-    if asked == given:
-        status, reason, message = "False", words.WITHIN_BOUNDS, f"{given} instances, as asked"
-    else:
+    if asked != given:
         status, reason = "True", words.TOO_MANY_REPLICAS if asked > given else words.TOO_FEW_REPLICAS
         bounds = pool.spec.instances
         message = f"asked for {asked} instances, the bounds {bounds.min} to {bounds.ceiling} allow {given}"
+    elif held:
+        status, reason, message = "True", words.FLOORS_HOLD, f"asked for {asked} instances: {held}"
+    else:
+        status, reason, message = "False", words.WITHIN_BOUNDS, f"{given} instances, as asked"
     return Condition.model_validate(
         {
             "type": words.SCALING_LIMITED,

@@ -1,12 +1,16 @@
 """What is seen of a service, in counts, conditions and words."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from fulcrum_core.api import (
     Condition,
+    Floors,
     LastDecision,
     PDAssignmentSpec,
     PDInstance,
+    PDPool,
+    PDPoolStatus,
     PDService,
     PDServiceStatus,
     RoleAssignment,
@@ -15,7 +19,13 @@ from fulcrum_core.api import (
 from fulcrum_core.api import conditions as words
 from fulcrum_core.assignment import serving
 from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.pools import POOL_LABEL, scaling_limited
+from fulcrum_operator.plan.rollout import PoolView, revision_of
+from fulcrum_operator.plan.troubles import told, troubles_of
 
+_ROLES = (Role.PREFILL, Role.DECODE)
 _CHANGING = (
     *(Phase.PENDING, Phase.STARTING, Phase.SWITCHING, Phase.VERIFYING),
     *(Phase.DRAINING, Phase.TERMINATING),
@@ -34,41 +44,67 @@ def _timed(condition: Condition, before: Condition | None, now_s: float) -> Cond
     return condition.model_copy(update={"last_transition_time": at_s})
 
 
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """A pool as it shall stand, with its status, and what its status was made from."""
+
+    pool: PDPool
+    view: PoolView
+    limited: Condition
+    members: tuple[PDInstance, ...]
+
+
+def pool_state(
+    seen: Observed, view: PoolView, desired: tuple[PDInstance, ...], held: str | None
+) -> PoolState:
+    """A pool with what is seen of it, given its instances as they shall stand."""
+    pool, leaving = view.pool, {i.metadata.name for i in seen.instances} - seen.counted
+    members = tuple(i for i in desired if i.spec.pool == view.name and i.metadata.name not in leaving)
+    limited = scaling_limited(pool, held)
+    status = PDPoolStatus(
+        replicas=len(members),
+        ready_replicas=sum(member.status.phase is Phase.SERVING for member in members),
+        selector=f"{POOL_LABEL}={view.name}",
+        revision=view.revision,
+        updated_replicas=sum(revision_of(member) == view.revision for member in members),
+        last_good=view.last_good,
+        refused=view.refused,
+        conditions=judged(pool.status.conditions, (limited,), now_s=seen.now_s),
+        observed_generation=pool.metadata.generation,
+    )
+    return PoolState(pool.replace(status=status), view, limited, members)
+
+
 def service_status(
-    service: PDService,
-    assignment: PDAssignmentSpec | None,
-    instances: tuple[PDInstance, ...],
-    *,
-    wanted: int,
-    tiers: Collection[str],
-    endpoint: str | None,
-    refused_for_s: float,
-    now_s: float,
+    seen: Observed, wish: PDAssignmentSpec, desired: tuple[PDInstance, ...], pools: tuple[PoolState, ...]
 ) -> PDServiceStatus:
-    """The status of a service whose instances stand as in `instances` and shall be `wanted` in number."""
-    roles = assignment.roles if assignment else {}
-    ready = frozenset(i.metadata.name for i in instances if i.status.phase is Phase.SERVING)
-    prefill, decode = (_role_status(role, roles, instances) for role in (Role.PREFILL, Role.DECODE))
+    """The status of a service whose instances and pools shall stand so."""
+    service, roles = seen.service, wish.roles
+    members = tuple(member for state in pools for member in state.members)
+    wanted = sum(state.view.wanted for state in pools)
+    ready = sum(i.status.phase is Phase.SERVING for i in desired)
+    prefill, decode = (_role_status(role, roles, desired, members) for role in _ROLES)
     conditions = (
-        _ready(service, roles, ready, endpoint),
-        _progressing(service, instances, wanted),
-        _degraded(service, instances),
-        _tiers_accepted(service, tiers),
+        _ready(seen, len(members), wanted, ready, _able(wish, desired, prefill, decode)),
+        _progressing(service, desired, pools, wanted),
+        _degraded(seen, desired, pools),
+        _tiers_accepted(service, seen.tiers),
+        _scaling_limited(service, pools),
     )
     return PDServiceStatus(
-        conditions=judged(service.status.conditions, conditions, now_s=now_s),
-        ready=f"{len(ready)}/{wanted}",
+        conditions=judged(service.status.conditions, conditions, now_s=seen.now_s),
+        ready=f"{ready}/{wanted}",
         prefill=prefill,
         decode=decode,
         ratio=f"{prefill.ready}:{decode.ready}",
-        flips=assignment.flips if assignment else 0,
-        last_decision=last_decision(roles, refused_for_s=refused_for_s),
-        endpoint=endpoint,
+        flips=wish.flips,
+        last_decision=last_decision(roles, refused_for_s=REFUSED_FOR_S),
+        endpoint=seen.endpoint,
         observed_generation=service.metadata.generation,
     )
 
 
-def last_decision(roles: dict[str, RoleAssignment], *, refused_for_s: float) -> LastDecision | None:
+def last_decision(roles: Mapping[str, RoleAssignment], *, refused_for_s: float) -> LastDecision | None:
     """The latest flip or refusal among the entries; of several at one time the last by name."""
     decisions = [
         decision for name in sorted(roles) for decision in _decisions(name, roles[name], refused_for_s)
@@ -87,16 +123,21 @@ def _decisions(name: str, entry: RoleAssignment, refused_for_s: float) -> Iterab
         )
     if entry.refused:
         at_s = entry.refused.until - refused_for_s
-        action = f"{name} to {entry.refused.role} refused"
+        wished = f"to {entry.refused.role}" if entry.refused.role else "changed"
+        action = f"{name} {wished} refused"
         yield LastDecision.model_validate({"at": at_s, "action": action, "reason": entry.refused.reason})
 
 
 def _role_status(
-    role: Role, roles: dict[str, RoleAssignment], instances: tuple[PDInstance, ...]
+    role: Role,
+    roles: Mapping[str, RoleAssignment],
+    desired: tuple[PDInstance, ...],
+    members: tuple[PDInstance, ...],
 ) -> RoleStatus:
-    phases = [i.status.phase for i in instances if i.status.role is not None and i.status.role.serves(role)]
+    phases = [i.status.phase for i in desired if i.status.role is not None and i.status.role.serves(role)]
+    entries = [roles[member.metadata.name] for member in members if member.metadata.name in roles]
     return RoleStatus(
-        desired=sum(entry.role is role and not entry.cordoned for entry in roles.values()),
+        desired=sum(entry.role is role and not entry.cordoned for entry in entries),
         ready=phases.count(Phase.SERVING),
         draining=phases.count(Phase.DRAINING),
     )
@@ -114,46 +155,87 @@ def _condition(service: PDService, kind: str, *, holds: bool, reason: str, messa
     )
 
 
-def _ready(
-    service: PDService, roles: dict[str, RoleAssignment], ready: frozenset[str], endpoint: str | None
-) -> Condition:
+def _able(
+    wish: PDAssignmentSpec, desired: tuple[PDInstance, ...], prefill: RoleStatus, decode: RoleStatus
+) -> dict[Role, int]:
+    """How many serve each role. One that plays Both because it is left alone counts for its own role only."""
+    ready = [i.metadata.name for i in desired if i.status.phase is Phase.SERVING]
+    if len(ready) == 1:
+        return {role: len(serving(wish.roles, ready, role)) for role in _ROLES}
+    return {Role.PREFILL: prefill.ready, Role.DECODE: decode.ready}
+
+
+def _ready(seen: Observed, members: int, wanted: int, ready: int, counts: Mapping[Role, int]) -> Condition:
+    service, endpoint = seen.service, seen.endpoint
     floors = service.spec.roles.floors()
-    counts = {role: len(serving(roles, ready, role)) for role in (Role.PREFILL, Role.DECODE)}
-    short = [
-        f"{n} of {floors.of(role)} {role} instances" for role, n in counts.items() if n < floors.of(role)
-    ]
-    alone = len(roles) == 1 and len(ready) == 1
-    if short and not alone:
-        reason, message = words.TOO_FEW_INSTANCES, f"{' and '.join(short)} serve; waiting for more"
+    lacking = [role for role in _ROLES if counts[role] < floors.of(role)]
+    if lacking and not (wanted == 1 and ready):
+        reason, message = _too_few(floors, lacking, wanted, counts)
     elif endpoint is None:
         reason, message = words.ROUTER_STARTING, "waiting for the router"
     else:
-        reason, message = (
-            words.INSTANCES_SERVING,
-            f"{len(ready)} of {len(roles)} instances serve at {endpoint}",
-        )
+        reason, message = words.INSTANCES_SERVING, f"{ready} of {members} instances serve at {endpoint}"
     return _condition(
         service, words.READY, holds=reason == words.INSTANCES_SERVING, reason=reason, message=message
     )
 
 
-def _progressing(service: PDService, instances: tuple[PDInstance, ...], wanted: int) -> Condition:
-    moving = [i for i in instances if i.status.phase in _CHANGING]
-    if moving or len(instances) != wanted:
-        names = ", ".join(f"{i.metadata.name} {i.status.phase}" for i in moving)
-        message = f"{len(instances)} of {wanted} instances" + (f"; {names}" if names else "")
+def _too_few(floors: Floors, lacking: list[Role], wanted: int, counts: Mapping[Role, int]) -> tuple[str, str]:
+    if 1 < wanted < floors.prefill + floors.decode:
+        held = f"{floors.prefill} Prefill and {floors.decode} Decode"
+        return words.FLOORS_TOO_HIGH, f"{wanted} instances cannot hold the floors of {held}"
+    short = [f"{counts[role]} of {floors.of(role)} {role} instances" for role in lacking]
+    return words.TOO_FEW_INSTANCES, f"{' and '.join(short)} serve; waiting for more"
+
+
+def _progressing(
+    service: PDService, desired: tuple[PDInstance, ...], pools: tuple[PoolState, ...], wanted: int
+) -> Condition:
+    moving = [f"{i.metadata.name} {i.status.phase}" for i in desired if i.status.phase in _CHANGING]
+    rolling = [state.pool for state in pools if state.view.rolls]
+    held = [state.view.name for state in pools if state.view.waits]
+    if rolling:
+        reason, message = words.ROLLOUT_PROGRESSING, "; ".join(_rolled(pool) for pool in rolling)
+    elif moving or len(desired) != wanted:
+        reason, message = words.INSTANCES_CHANGING, f"{len(desired)} of {wanted} instances"
+    elif held:
+        message = f"paused: {', '.join(held)} shall have another revision"
         return _condition(
-            service, words.PROGRESSING, holds=True, reason=words.INSTANCES_CHANGING, message=message
+            service, words.PROGRESSING, holds=False, reason=words.ROLLOUT_PAUSED, message=message
         )
-    message = f"{wanted} instances, none changing"
-    return _condition(service, words.PROGRESSING, holds=False, reason=words.SETTLED, message=message)
+    else:
+        message = f"{wanted} instances, none changing"
+        return _condition(service, words.PROGRESSING, holds=False, reason=words.SETTLED, message=message)
+    names = ", ".join(moving)
+    message = f"{message}; {names}" if names else message
+    return _condition(service, words.PROGRESSING, holds=True, reason=reason, message=message)
 
 
-def _degraded(service: PDService, instances: tuple[PDInstance, ...]) -> Condition:
-    failed = [f"{i.metadata.name}: {i.status.message}" for i in instances if i.status.phase is Phase.FAILED]
-    reason = words.INSTANCES_FAILED if failed else words.ALL_WELL
-    message = "; ".join(failed) if failed else "no instance has failed"
-    return _condition(service, words.DEGRADED, holds=bool(failed), reason=reason, message=message)
+def _rolled(pool: PDPool) -> str:
+    status = pool.status
+    return (
+        f"pool {pool.metadata.name}: {status.updated_replicas} of {status.replicas} instances have "
+        f"revision {status.revision}"
+    )
+
+
+def _degraded(seen: Observed, desired: tuple[PDInstance, ...], pools: tuple[PoolState, ...]) -> Condition:
+    troubles = troubles_of(seen, tuple(state.view for state in pools), desired)
+    reason = troubles[0].reason if troubles else words.ALL_WELL
+    message = told(troubles) if troubles else "no instance has failed"
+    return _condition(seen.service, words.DEGRADED, holds=bool(troubles), reason=reason, message=message)
+
+
+def _scaling_limited(service: PDService, pools: tuple[PoolState, ...]) -> Condition:
+    limited = [state for state in pools if state.limited.status == "True"]
+    if not limited:
+        message = "all pools have as many instances as asked"
+        return _condition(
+            service, words.SCALING_LIMITED, holds=False, reason=words.WITHIN_BOUNDS, message=message
+        )
+    message = "; ".join(f"pool {state.view.name}: {state.limited.message}" for state in limited)
+    reason = limited[0].limited.reason
+    return _condition(service, words.SCALING_LIMITED, holds=True, reason=reason, message=message)
 
 
 def _tiers_accepted(service: PDService, tiers: Collection[str]) -> Condition:

@@ -380,7 +380,7 @@ def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
     base = "apiVersion: fulcrum.dev/v1alpha1, metadata: {name:"
     of = "service: chat, model: m, engine: {}"
     manifest = f"""
-{{{base} chat}}, kind: PDService, spec: {{model: m, roles: {{prefill: {{min: 3}}}}}}}}
+{{{base} chat}}, kind: PDService, spec: {{model: m, instances: 4, roles: {{prefill: {{min: 3}}}}}}}}
 ---
 {{{base} chat-p}}, kind: PDPool, spec: {{{of}, role: Prefill, replicas: 1, instances: {{min: 1}}}}}}
 ---
@@ -394,4 +394,4 @@ def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
 
     rules = rules_of(service.spec, [pool], [i for i in instances if isinstance(i, PDInstance)])
 
-    assert rules == AssignmentRules(10.0, {"chat-0": P}, Floors(prefill=3, decode=1))
+    assert rules == AssignmentRules(10.0, {"chat-0": P}, Floors(prefill=3, decode=1), {"chat-0": 0, "chat-1": 0})

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.values import FlipStrategy, Phase
-from fulcrum_operator.plan.phases import LOOK_AGAIN_S, SWITCH_TIMEOUT_S, EngineAction, Facts, Step, advance
+from fulcrum_operator.plan.phases import LOOK_AGAIN_S, SWITCH_LEAST_S, EngineAction, Facts, Step, advance
 from tests.unit.operator.builders import EXITED, NOW_S, RUNNING, STARTING, D, P, engine
 
 KEEP, START, STOP = EngineAction.KEEP, EngineAction.START, EngineAction.STOP
@@ -134,8 +134,8 @@ def restart(phase: Phase, **given: Any) -> Facts:
     return facts(phase, strategy=FlipStrategy.RESTART, **{"assigned": D, **given})
 
 
-LATE_S = NOW_S - SWITCH_TIMEOUT_S
-DUE_S = NOW_S - 10 + SWITCH_TIMEOUT_S
+LATE_S = NOW_S - SWITCH_LEAST_S
+DUE_S = NOW_S - 10 + SWITCH_LEAST_S
 
 
 @pytest.mark.parametrize(

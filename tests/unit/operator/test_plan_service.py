@@ -130,6 +130,7 @@ def test_the_status_of_a_settled_service() -> None:
             holds("Progressing", "False", "Settled", "4 instances, none changing"),
             holds("Degraded", "False", "AllWell", "no instance has failed"),
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
+            holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -146,7 +147,13 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         FOUR, now_s=NOW_S + 60, service=service(instances=4).replace(status=before), endpoint=None
     )
     times = {c.type: c.last_transition_time for c in status_of(plan_service(later)).conditions}
-    assert times == {"Ready": NOW_S + 60, "Progressing": NOW_S, "Degraded": NOW_S, "TiersAccepted": NOW_S}
+    assert times == {
+        "Ready": NOW_S + 60,
+        "Progressing": NOW_S,
+        "Degraded": NOW_S,
+        "TiersAccepted": NOW_S,
+        "ScalingLimited": NOW_S,
+    }
 
 
 @pytest.mark.parametrize(
@@ -280,6 +287,9 @@ def test_a_pool_says_what_of_a_wish_its_bounds_allow() -> None:
             replicas=4,
             ready_replicas=4,
             selector="fulcrum.dev/pool=chat-flex",
+            revision=asked.spec.start_revision,
+            updated_replicas=4,
+            last_good=asked.spec.start,
             conditions=(Condition.model_validate(limited),),
         ),
     )
@@ -343,7 +353,7 @@ def test_when_a_drain_is_done(ledger: Any, phase: Phase) -> None:
 
 def test_while_an_instance_drains_the_router_is_asked_again_soon() -> None:
     seen = draining()
-    assert (plan_service(seen).wake_after_s, asks_router(seen.service, seen.pools, seen.instances)) == (
+    assert (plan_service(seen).wake_after_s, asks_router(seen)) == (
         DRAIN_LOOK_S,
         True,
     )
@@ -351,14 +361,14 @@ def test_while_an_instance_drains_the_router_is_asked_again_soon() -> None:
 
 def test_the_router_is_not_asked_where_nothing_depends_on_it() -> None:
     seen = settled(FOUR)
-    assert not asks_router(seen.service, seen.pools, seen.instances)
+    assert not asks_router(seen)
 
 
 def test_the_router_is_asked_for_one_pool_although_another_lacks_instances() -> None:
     two = {"chat-0": P, "chat-1": D}
     spec = {"pools": [{"name": name, "instances": {"min": 1, "max": 3}} for name in ("flex", "more")]}
     pools = (pool(replicas=1, bounds=(1, 3)), pool("chat-more", replicas=1, bounds=(1, 3)))
-    assert asks_router(service(**spec), pools, settled(two).instances)
+    assert asks_router(settled(two, spec=spec, pools=pools))
 
 
 def test_an_instance_whose_engine_is_gone_is_deleted() -> None:
