@@ -106,6 +106,20 @@ def up(
 
 
 @app.command()
+def plan(
+    file: Annotated[Path, typer.Option("-f", "--file", help="The manifest.")],
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or the folder that holds it.")
+    ] = None,
+    output: Annotated[str | None, typer.Option("-o", "--output", help="json.")] = None,
+) -> None:
+    """Say what a manifest would start, whether the model fits, and why; nothing is applied."""
+    from fulcrum_cli.plan import run
+
+    raise typer.Exit(run(file, model_config=model_config, output=output))
+
+
+@app.command()
 def status(
     service: Service = None,
     output: Output = None,

@@ -101,7 +101,7 @@ def _lmcache_server(extra: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Judge all that comes on standard input. The engines log to standard output, so they are given another."""
+    """Judge all that comes on standard input. The engines log to standard output: they are given another."""
     answer, sys.stdout = sys.stdout, sys.stderr
     launches = json.load(sys.stdin)
     problems = {name: list(judge(launch["argv"], launch["env"])) for name, launch in launches.items()}

@@ -74,7 +74,7 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
         FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
         FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
     }
-    rows = [Choice("flip", how.value, flips[how])]
+    rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
         reason = f"longest prompt {longest_transfer_s(request):.1f} s on {request.hardware.fabric.value}"
         rows.append(

@@ -56,7 +56,7 @@ def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[C
         sequences=int(sequences.value),
         sleep_mode=request.settings.sleep_mode,
         all2all=all2all.value if all2all else None,
-        micro_batching=halves.value == "true",
+        micro_batching=halves is not None and halves.value == "true",
     )
     rows = (attention, block, scheduling, tokens, sequences, all2all, halves)
     return settings, tuple(row for row in rows if row is not None)
@@ -193,12 +193,14 @@ def _sequences(request: EngineRequest, fit: Fit, tokens: Choice) -> Choice:
     return Choice(name, str(most), f"there is KV for {room:,} requests of {_SEQUENCE_TOKENS:,} tokens")
 
 
-def _micro_batching(request: EngineRequest, all2all: Choice | None) -> Choice:
+def _micro_batching(request: EngineRequest, all2all: Choice | None) -> Choice | None:
     """Whether a step is cut in two: one half computes while the other's tokens travel to their experts."""
     name = "microBatching"
     if request.settings.micro_batching is not None:
         return Choice(name, str(request.settings.micro_batching).lower(), _WRITTEN)
-    if all2all is not None and all2all.value.startswith("deepep"):
+    if all2all is None:
+        return None
+    if all2all.value.startswith("deepep"):
         return Choice(name, "true", "one half of a step computes while the other's tokens travel")
     return Choice(name, "false", "only DeepEP's kernels overlap with computing")
 
