@@ -122,6 +122,14 @@ def test_explain_tells_decisions(surroundings: dict[str, str]) -> None:
     assert "target the local run of chat, process " in rest
 
 
+def test_doctor_finds_nothing_wrong_with_a_run_that_is_well(surroundings: dict[str, str]) -> None:
+    looked = fulcrum(surroundings, "doctor")
+    assert (looked.returncode, looked.stderr) == (0, ""), looked.stdout
+    assert " 0 problems\ntarget the local run of chat, process " in looked.stdout
+    told = json.loads(fulcrum(surroundings, "doctor", "-o", "json").stdout)
+    assert {"router", "autoscaler", "pairs", "floors"} <= {check["check"] for check in told["checks"]}
+
+
 def test_help_is_there_at_once(surroundings: dict[str, str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "fulcrum_cli", "--help"]
     shown = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=30, check=True)

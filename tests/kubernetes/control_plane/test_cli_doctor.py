@@ -225,6 +225,7 @@ def test_somebody_with_few_rights_is_told_what_could_not_be_looked_at(
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
+@pytest.mark.timeout(240)  # a cluster of its own
 def test_kinds_that_are_missing_or_old_are_told(
     start_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
