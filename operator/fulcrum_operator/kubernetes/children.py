@@ -31,7 +31,7 @@ from fulcrum_core.errors import NotFound
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan.children import MADE_ONCE, children_of
-from fulcrum_operator.plan.labels import SERVICE_LABEL, ClusterSettings
+from fulcrum_operator.plan.labels import ClusterSettings
 
 MANAGER = "fulcrum-operator"
 APPLIED = "fulcrum.dev/applied"
@@ -64,10 +64,9 @@ class Children:
         """Children of kinds that are not watched, as last looked for, with their owner's identity."""
 
     async def tend(self, service: PDService, *, wanted: int) -> None:
-        """Make, change and delete what differs; nothing differs: nothing is written."""
+        """Make and change what differs; nothing differs: nothing is written. Owners' ends delete them."""
         desired = children_of(service, self._settings, wanted=wanted)
         await asyncio.gather(*(self._keep(child, service) for child in desired))
-        await asyncio.gather(*(self._delete(kind, child) for kind, child in self._unwanted(service, desired)))
 
     def look_again(self) -> None:
         """Have the next pass of each service see whether what is not watched is still there."""
@@ -105,33 +104,8 @@ class Children:
         elif any(owner["uid"] == service.metadata.uid for owner in owners):
             self._met[key] = service.metadata.uid  # else it is its predecessor's, and goes soon
 
-    def _unwanted(self, service: PDService, desired: tuple[Object, ...]) -> list[tuple[ObjectKind, Object]]:
-        """Children of this service that it does not need any more."""
-        names = {(kind_of_body(child), child["metadata"]["name"]) for child in desired}
-        namespace, uid = service.metadata.namespace, service.metadata.uid
-        return [
-            (kind, child)
-            for kind in WATCHED
-            for child in self._cache.objects(kind, namespace)
-            if (kind, child["metadata"]["name"]) not in names and _is_child(child, service.metadata.name, uid)
-        ]
-
-    async def _delete(self, kind: ObjectKind, child: Object) -> None:
-        meta = child["metadata"]
-        check_leading(self._leads)
-        with contextlib.suppress(NotFound):
-            await self._objects.delete(kind, meta["name"], namespace=meta["namespace"], uid=meta["uid"])
-        self._cache.drop(kind, meta["namespace"], meta["name"])
-
 
 def fingerprint(child: Object) -> str:
     """A hash of everything that a child shall be."""
     text = json.dumps(child, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _is_child(body: Object, service: str, uid: str) -> bool:
-    meta = body["metadata"]
-    labelled = meta.get("labels", {}).get(SERVICE_LABEL) == service
-    owned = any(owner.get("uid") == uid for owner in meta.get("ownerReferences", ()))
-    return labelled and owned and APPLIED in meta.get("annotations", {})

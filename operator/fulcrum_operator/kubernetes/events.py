@@ -20,6 +20,7 @@ from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.kubernetes.children import MANAGER
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.pools import wanted_replicas
 
 NORMAL, WARNING = "Normal", "Warning"
 
@@ -28,12 +29,13 @@ _LONGEST = 1000
 _REMEMBERED = 1000
 _BURST = 25
 _EVERY_S = 5.0
-_CONDITIONS = {
-    (words.TIERS_ACCEPTED, "False"): ("TierMissing", WARNING),
-    (words.TIERS_ACCEPTED, "True"): ("TiersFound", NORMAL),
-    (words.READY, "True"): ("Ready", NORMAL),
+_COMPLETED = ("RolloutCompleted", NORMAL)
+_REASONS = {
+    words.TIER_NOT_FOUND: ("TierMissing", WARNING),
+    words.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
+    words.ROLLED_BACK: ("RolledBack", WARNING),
 }
-"""Conditions of a service whose change of status is worth an Event."""
+"""Reasons of a service's conditions that are worth an Event when they come."""
 
 _log = structlog.get_logger()
 
@@ -133,20 +135,14 @@ def _of_instances(before: Observed, plan: Plan) -> Iterator[Event]:
 
 
 def _of_pools(before: Observed, plan: Plan) -> Iterator[Event]:
-    counted = {pool.metadata.name: pool.status.replicas for pool in before.pools}
+    """A pool was asked for another number than it has: told when that is first seen."""
+    known = {pool.metadata.name: pool for pool in before.pools}
     for pool in plan.objects:
-        if isinstance(pool, PDPool) and pool.metadata.name in counted:
-            was, now = counted[pool.metadata.name], pool.status.replicas
-            if was != now and _asked(pool, before) is not None:
-                yield scaled(pool.metadata.name, was, now)
-
-
-def _asked(pool: PDPool, before: Observed) -> int | None:
-    """What was newly asked of the pool; None if its size changes for another reason."""
-    known = next((p for p in before.pools if p.metadata.name == pool.metadata.name), None)
-    if known is None or known.status.observed_generation == pool.metadata.generation:
-        return None
-    return pool.spec.replicas
+        was = known.get(pool.metadata.name) if isinstance(pool, PDPool) else None
+        if was is None or was.status.observed_generation == was.metadata.generation:
+            continue
+        if was.status.replicas != wanted_replicas(was):
+            yield scaled(was.metadata.name, was.status.replicas, wanted_replicas(was))
 
 
 def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:
@@ -171,14 +167,23 @@ def _hindered(engine: EngineObservation) -> str:
 
 
 def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
-    stood = {c.type: c.status for c in before.service.status.conditions}
+    stood = {condition.type: condition for condition in before.service.status.conditions}
     for service in plan.objects:
         if isinstance(service, PDService):
+            back = any(c.reason == words.ROLLED_BACK for c in service.status.conditions)
             for condition in service.status.conditions:
-                told = _CONDITIONS.get((condition.type, condition.status))
-                known = stood.get(condition.type, "True" if condition.type == words.TIERS_ACCEPTED else None)
-                if told is not None and known != condition.status:
+                known = stood.get(condition.type)
+                told = _told(known.reason if known else "", condition.reason)
+                if told is not None and not (back and told == _COMPLETED):
                     yield Event(told[0], told[1], condition.message, condition.type)
+
+
+def _told(before: str, now: str) -> tuple[str, str] | None:
+    """What the change of a condition's reason is called; None if it is not told."""
+    paused = words.ROLLOUT_PAUSED in (before, now)
+    if before == now or (paused and words.ROLLOUT_PROGRESSING in (before, now)):
+        return None
+    return _REASONS.get(now) or (_COMPLETED if before == words.ROLLOUT_PROGRESSING else None)
 
 
 class Recorder:

@@ -176,7 +176,7 @@ class Leader:
         image = self._runtime.image(key)
         if image is not None:  # engines of two images are not known to read each other's KV
             identity = identity.model_copy(update={"engine": f"{identity.engine}@{digest_of(image)}"})
-        return EngineFacts(identity, self._runtime.strategy(key) or simulated.STRATEGY, profile.startup_s)
+        return EngineFacts(identity, self._runtime.strategy(key), profile.startup_s)
 
     async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
         return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))
