@@ -111,7 +111,7 @@ def plan(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or the folder that holds it.")
     ] = None,
-    output: Annotated[str | None, typer.Option("-o", "--output", help="json.")] = None,
+    output: Output = None,
 ) -> None:
     """Say what a manifest would start, whether the model fits, and why; nothing is applied."""
     from fulcrum_cli.plan import run

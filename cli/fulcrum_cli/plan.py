@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fulcrum_cli.arguments import one_of
 from fulcrum_cli.manifests import read_manifest
+from fulcrum_cli.output import Output, render
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.pdservice import PDService, PoolSpec
 from fulcrum_core.errors import InvalidInput
@@ -53,16 +55,15 @@ class Planned:
 
 def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
     """Prints the plan of each service of the manifest. 1 where one cannot be started, 0 otherwise."""
-    if output not in (None, "json"):
-        raise InvalidInput("--output", output, "must be json")
+    form = None if output is None else one_of("--output", output, Output)
     services = [obj for obj in read_manifest(file) if isinstance(obj, PDService)]
     if not services:
         raise InvalidInput(str(file), "no PDService", "must have a service to plan")
     reports = [_Report.of(service, model_config) for service in services]
-    if output == "json":
-        print(json.dumps([report.document() for report in reports], indent=2))
-    else:
+    if form is None:
         print("\n\n".join("\n".join(report.lines()) for report in reports))
+    else:
+        print(render({"services": [report.document() for report in reports]}, form))
     return 1 if any(report.refused for report in reports) else 0
 
 

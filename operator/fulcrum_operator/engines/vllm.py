@@ -77,11 +77,11 @@ def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
     )
 
 
-def identity(request: EngineRequest, settings: Settings) -> IdentitySpec:
+def identity(request: EngineRequest, place: Place, settings: Settings) -> IdentitySpec:
     """What its peers must agree with. What is left to the engine is the same on the same device."""
     facts = request.facts
     return IdentitySpec(
-        model=_model(request),
+        model=_model(request, place),
         engine=f"vllm {request.version}",
         kv_dtype=_KV_DTYPES.get(request.quantization.kv_cache, "auto"),
         block_size=settings.block_size,
@@ -104,12 +104,12 @@ def _launch(request: EngineRequest, place: Place, settings: Settings) -> EngineL
         health_path=HEALTH_PATH,
         startup_s=_startup_s(request),
         shutdown_s=request.drain_s,
-        identity=identity(request, settings),
+        identity=identity(request, place, settings),
         strategy=connectors.strategy(request.kv_transfer.connector),
     )
 
 
-def _model(request: EngineRequest, place: Place = POD) -> str:
+def _model(request: EngineRequest, place: Place) -> str:
     """The model as the command line spells it: in every instance alike, or handshakes are refused."""
     source = request.source
     if source.host_path is None and source.pvc is None:

@@ -1,0 +1,347 @@
+"""What is chosen for an engine follows from model, hardware and role; what cannot be is refused in words."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulcrum_core.api.engine import (
+    KvCacheSpec,
+    KvTransferSpec,
+    ParallelismSpec,
+    QuantizationSpec,
+    SettingsSpec,
+)
+from fulcrum_core.hardware import Fabric, HardwareFacts, hardware_of
+from fulcrum_core.models import ModelFacts
+from fulcrum_core.transfer import KV_LEASE_S, can_transfer
+from fulcrum_core.values import FlipStrategy, Role, Slo
+from fulcrum_operator.engines.connectors import lease_s, longest_transfer_s
+from fulcrum_operator.engines.fabric import ucx_environment
+from fulcrum_operator.engines.launch import EnginePlan, Place
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.settings import step_costs
+from fulcrum_operator.engines.vllm import POD, VERSION, plan_engine
+from tests.unit.operator.engine_cases import facts_of
+
+LOCAL = Place(
+    host="127.0.0.1",
+    port=8101,
+    side_channel_port=8102,
+    cache_port=8103,
+    cache_http_port=8104,
+    program=("/engine/bin/vllm",),
+    model_folder="",
+    loopback=True,
+)
+
+
+def request(
+    model: str = "llama-3.1-8b", device: str = "H100-SXM", facts: ModelFacts | None = None, **changes: Any
+) -> EngineRequest:
+    """An instance of a flexible pool on one device, but for what is changed."""
+    made = EngineRequest(
+        model=model,
+        pool_role="Flexible",
+        slo=Slo(ttft_s=1.0, tpot_s=0.05),
+        proxy_host="chat.default.svc",
+        drain_s=120.0,
+        facts=facts or facts_of(model),
+        hardware=hardware_of(device),
+        devices=None if device == "CPU" else 1,
+        version=VERSION,
+    )
+    return replace(made, **changes)
+
+
+def plan(asked: EngineRequest) -> EnginePlan:
+    return plan_engine(asked, POD)
+
+
+def chosen(asked: EngineRequest, name: str) -> str | None:
+    """The value of one choice."""
+    return next((choice.value for choice in plan(asked).choices if choice.name == name), None)
+
+
+LEFT = "left to the engine"
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "kv", "expected"),
+    [
+        pytest.param("llama-3.1-8b", "H100-SXM", "auto", "FLASH_ATTN", id="Hopper"),
+        pytest.param("llama-3.1-8b", "H100-SXM", "fp8", "FLASH_ATTN", id="Hopper reads FP8 KV"),
+        pytest.param("llama-3.1-8b", "B200", "auto", "FLASHINFER", id="Blackwell"),
+        pytest.param("llama-3.1-8b", "A100-80GB", "auto", "FLASH_ATTN", id="Ampere"),
+        pytest.param("llama-3.1-8b", "L4", "fp8", "FLASHINFER", id="FP8 KV before Hopper"),
+        pytest.param("deepseek-v3", "H200-SXM", "auto", "FLASHMLA", id="latent on Hopper"),
+        pytest.param("deepseek-v3", "B200", "fp8", "CUTLASS_MLA", id="latent on Blackwell"),
+        pytest.param("deepseek-v3", "A100-80GB", "auto", "TRITON_MLA", id="latent before Hopper"),
+        pytest.param("gpt-oss-20b", "A100-80GB", "auto", LEFT, id="windows before Hopper"),
+        pytest.param("llama-3.1-8b", "MI300X", "auto", LEFT, id="AMD"),
+        pytest.param("tiny-llama", "CPU", "auto", LEFT, id="CPU"),
+    ],
+)
+def test_attention_follows_from_model_device_and_kv(model: str, device: str, kv: str, expected: str) -> None:
+    quantization = QuantizationSpec.model_validate({"kvCache": kv})
+    assert chosen(request(model, device, quantization=quantization), "attentionBackend") == expected
+
+
+def test_kv_moves_in_blocks_of_128_where_kernels_can_read_them() -> None:
+    assert chosen(request(), "blockSize") == "128"
+    assert chosen(request("deepseek-v3", "H200-SXM"), "blockSize") == "128"
+    assert chosen(request("deepseek-v3", "CPU"), "blockSize") == "16"
+
+
+def test_the_tokens_of_a_step_come_from_the_slo() -> None:
+    asked = request("llama-3.1-8b")
+    fixed_s, token_s = step_costs(facts_of("llama-3.1-8b"), asked.hardware, asked.layout)
+    tokens = int(chosen(asked, "maxBatchedTokens") or 0)
+    assert fixed_s + tokens * token_s <= asked.slo.tpot_s < fixed_s + (tokens + 128) * token_s
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "expected"),
+    [
+        pytest.param(0.001, "256", id="never fewer than make sense"),
+        pytest.param(0.05, "1280", id="what fits"),
+        pytest.param(10.0, "8192", id="never more than a prefill pool takes"),
+    ],
+)
+def test_a_looser_tpot_allows_larger_steps_within_bounds(tpot_s: float, expected: str) -> None:
+    assert chosen(request(slo=Slo(1.0, tpot_s)), "maxBatchedTokens") == expected
+
+
+def test_a_prefill_pool_takes_large_steps_and_a_decode_pool_those_of_the_slo() -> None:
+    sizes = {role: chosen(request(pool_role=role), "maxBatchedTokens") for role in ("Prefill", "Decode")}
+    assert sizes == {"Prefill": "8192", "Decode": "1280"}
+
+
+def test_there_are_never_more_requests_than_tokens_in_a_step_or_room_for_kv() -> None:
+    assert chosen(request(settings=SettingsSpec(max_batched_tokens=128)), "maxSequences") == "128"
+    assert chosen(request(device="L4"), "maxSequences") == "26"
+
+
+def test_experts_of_a_pool_that_flips_use_what_serves_both_phases() -> None:
+    spread = ParallelismSpec(tensor=1, data=8, expert=True)
+    asked = request("deepseek-v3", "H200-SXM", parallelism=spread, devices=8)
+    found = {
+        role: (chosen(one, "all2allBackend"), chosen(one, "microBatching"))
+        for role in ("Flexible", "Prefill", "Decode")
+        for one in (replace(asked, pool_role=role),)
+    }
+    assert found == {
+        "Flexible": ("allgather_reducescatter", "false"),
+        "Prefill": ("deepep_high_throughput", "true"),
+        "Decode": ("deepep_low_latency", "true"),
+    }
+
+
+def test_unless_it_is_written_every_device_shares_each_layer() -> None:
+    assert request(devices=8).tensor == 8
+    assert request(devices=8, parallelism=ParallelismSpec(pipeline=2)).tensor == 4
+    assert request(devices=8, parallelism=ParallelismSpec(tensor=2)).tensor == 2
+    assert request(devices=None).tensor == 1
+
+
+def test_a_lease_lasts_for_twice_the_wait_and_the_transfer_and_never_less_than_the_router_counts_on() -> None:
+    short, long = request("tiny-llama"), request("llama-3.1-70b", slo=Slo(10.0, 0.05))
+    assert lease_s(short) == KV_LEASE_S
+    assert lease_s(long) == 55  # 2 × (10 s + 40 GiB at 2.5 GB/s)
+    assert longest_transfer_s(long) == pytest.approx(17.2, abs=0.05)
+
+
+def test_the_buffer_of_a_rank_is_its_share_and_comes_off_the_engines_memory() -> None:
+    pushed = request(
+        "llama-3.1-70b",
+        devices=4,
+        role=Role.DECODE,
+        kv_transfer=KvTransferSpec.model_validate({"connector": "LMCache"}),
+    )
+    assert pushed.buffer_bytes == 10 * 2**30
+    launch = plan(pushed).launch
+    assert launch is not None
+    assert launch.command[launch.command.index("--gpu-memory-utilization") + 1] == "0.77"
+    assert launch.strategy is FlipStrategy.RESTART
+
+
+LMCACHE = KvTransferSpec.model_validate({"connector": "LMCache"})
+TIERS = KvCacheSpec.model_validate({"cpu": "8Gi"})
+REFUSED = [
+    pytest.param(
+        request(kv_cache=TIERS),
+        "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
+        id="tiers nobody keeps",
+    ),
+    pytest.param(
+        request(settings=SettingsSpec(sleep_mode=True)),
+        "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again",
+        id="sleep under NIXL",
+    ),
+    pytest.param(
+        request("tiny-llama", "CPU", kv_transfer=LMCACHE, role=Role.PREFILL),
+        "the connector LMCache needs a GPU: its in-process mode has no kernels for CPUs",
+        id="LMCache in process on a CPU",
+    ),
+    pytest.param(
+        request(kv_transfer=LMCACHE),
+        "the connector LMCache fixes the role at start, and none is given",
+        id="no role at start",
+    ),
+    pytest.param(
+        replace(request(kv_transfer=LMCACHE, role=Role.DECODE), facts=None),
+        "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read",
+        id="a buffer of unknown size",
+    ),
+    pytest.param(
+        request(devices=2, parallelism=ParallelismSpec(pipeline=2)),
+        "pipeline 2: only a Prefill pool may have stages, decode reads KV into none",
+        id="stages that decode",
+    ),
+    pytest.param(
+        request(devices=2, parallelism=ParallelismSpec(data=2)),
+        "data 2: a model without experts gains nothing; use more instances instead",
+        id="data parallel without experts",
+    ),
+    pytest.param(
+        request("tiny-llama", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
+        "kvCache fp8: CPUs keep KV in the model's data type",
+        id="FP8 KV on a CPU",
+    ),
+    pytest.param(
+        request(quantization=QuantizationSpec.model_validate({"kvCache": "fp4"})),
+        "kvCache fp4 needs Blackwell, H100-SXM is not",
+        id="FP4 KV on Hopper",
+    ),
+    pytest.param(
+        request(device="B200", quantization=QuantizationSpec.model_validate({"weights": "fp4"})),
+        "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated",
+        id="FP4 of a plain checkpoint",
+    ),
+    pytest.param(
+        request("gpt-oss-20b", quantization=QuantizationSpec.model_validate({"weights": "fp8"})),
+        "weights fp8: the checkpoint is quantised as mxfp4 already",
+        id="quantised twice",
+    ),
+    pytest.param(
+        request(settings=SettingsSpec(attention_backend="FlashMLA")),
+        "attentionBackend FLASHMLA: the model has no latent attention",
+        id="latent kernels without a latent vector",
+    ),
+    pytest.param(
+        request("deepseek-v3", "H200-SXM", settings=SettingsSpec(attention_backend="FlashAttention")),
+        "attentionBackend FLASH_ATTN: the model has latent attention",
+        id="plain kernels for a latent vector",
+    ),
+    pytest.param(
+        request(settings=SettingsSpec(micro_batching=True)),
+        "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper",
+        id="micro-batches without experts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason"), REFUSED)
+def test_nothing_is_started_where(asked: EngineRequest, reason: str) -> None:
+    made = plan(asked)
+    assert (made.launch, reason in made.refusals) == (None, True)
+
+
+@pytest.mark.parametrize("fabric", Fabric)
+@pytest.mark.parametrize("device", ["H100-SXM", "MI300X", "CPU"])
+def test_tcp_is_always_there_and_the_fabric_before_it(fabric: Fabric, device: str) -> None:
+    hardware = replace(hardware_of(device), fabric=fabric)
+    variables = {v.name: v.value for v in ucx_environment(hardware, devices=None, loopback=False)}
+    transports = variables["UCX_TLS"].split(",")
+    assert transports[-3:] == ["tcp", "sm", "self"]
+    assert ("rc" in transports) == (fabric in _RDMA or (fabric is Fabric.AUTO and device != "CPU"))
+    assert ("UCX_RNDV_THRESH" in variables) == ("rc" in transports)
+
+
+_RDMA = (Fabric.INFINIBAND, Fabric.ROCE)
+
+
+def test_instances_of_one_machine_use_its_loopback() -> None:
+    launch = plan_engine(request("tiny-llama", "CPU"), LOCAL).launch
+    assert launch is not None
+    env = {variable.name: variable.value for variable in launch.env}
+    assert {name: env[name] for name in ("UCX_TLS", "UCX_NET_DEVICES", "VLLM_LOOPBACK_IP")} == {
+        "UCX_TLS": "tcp,sm,self",
+        "UCX_NET_DEVICES": "lo",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+    }
+    assert launch.command[:2] == ("/engine/bin/vllm", "serve")
+    assert "POD_IP" not in env
+
+
+def test_an_engine_id_is_never_pinned_and_a_failed_load_is_computed_again() -> None:
+    for connector in ("NIXL", "NIXLWithLMCache", "LMCache"):
+        spec = KvTransferSpec.model_validate({"connector": connector})
+        launch = plan(request(kv_transfer=spec, role=Role.PREFILL)).launch
+        assert launch is not None
+        assert "engine_id" not in launch.command[-1]
+        assert '"kv_load_failure_policy":"recompute"' in launch.command[-1]
+
+
+def test_what_is_written_comes_last_and_over_what_is_made() -> None:
+    asked = request(args=("--seed", "7"), env=(("PYTHONHASHSEED", "1"), ("A", "b")))
+    launch = plan(asked).launch
+    assert launch is not None
+    assert launch.command[-2:] == ("--seed", "7")
+    assert [(v.name, v.value) for v in launch.env if v.name in ("PYTHONHASHSEED", "A")] == [
+        ("PYTHONHASHSEED", "1"),
+        ("A", "b"),
+    ]
+
+
+def identity_of(asked: EngineRequest) -> Any:
+    launch = plan(asked).launch
+    assert launch is not None
+    return launch.identity.value()
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        pytest.param(
+            request(settings=SettingsSpec(block_size=64)),
+            "block size differs: prefill has 128, decode has 64",
+            id="blocks",
+        ),
+        pytest.param(
+            request(quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
+            "kv dtype differs: prefill has auto, decode has fp8",
+            id="KV in another type",
+        ),
+        pytest.param(
+            request(device="B200"),
+            "attention back end differs: prefill has FLASH_ATTN, decode has FLASHINFER",
+            id="another device with other kernels",
+        ),
+        pytest.param(
+            replace(request(), version="0.33.0"),
+            "engine differs: prefill has vllm 0.32.0, decode has vllm 0.33.0",
+            id="another version",
+        ),
+    ],
+)
+def test_pools_that_cannot_exchange_kv_are_told_apart_before_they_start(
+    other: EngineRequest, reason: str
+) -> None:
+    verdict = can_transfer(identity_of(request()), identity_of(other))
+    assert (verdict.allowed, verdict.reason) == (False, reason)
+
+
+def test_instances_that_differ_in_addresses_only_are_of_one_identity() -> None:
+    asked = request("tiny-llama", "CPU")
+    plans = (plan_engine(asked, POD), plan_engine(asked, replace(LOCAL, model_folder="/models")))
+    first, second = (made.launch.identity for made in plans if made.launch)
+    assert first == second
+
+
+def test_a_device_nobody_knows_leaves_choices_to_the_engine() -> None:
+    unknown: HardwareFacts = hardware_of(resource="nvidia.com/gpu")
+    asked = replace(request(), hardware=unknown)
+    assert chosen(asked, "attentionBackend") == LEFT
+    assert chosen(asked, "maxBatchedTokens") == LEFT
+    assert plan(asked).fit.reason == "HardwareUnknown"
