@@ -4,8 +4,6 @@ A child is applied when it is not there, or when what it was last applied from, 
 be now. Those that are made once belong to somebody else afterwards and are only looked for.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -65,8 +63,10 @@ class Children:
 
     async def tend(self, service: PDService, *, wanted: int) -> None:
         """Make and change what differs; nothing differs: nothing is written. Owners' ends delete them."""
-        desired = children_of(service, self._settings, wanted=wanted)
-        await asyncio.gather(*(self._keep(child, service) for child in desired))
+        for child in children_of(
+            service, self._settings, wanted=wanted
+        ):  # in order: a binding needs its role
+            await self._keep(child, service)
 
     def look_again(self) -> None:
         """Have the next pass of each service see whether what is not watched is still there."""
