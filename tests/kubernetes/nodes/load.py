@@ -70,13 +70,15 @@ class Load:
         """Counts the requests offered within the `with`; the figures are there after it."""
         key = self._open(name)
         seen = Window(name)
-        yield seen
-        self._open("between")
-        wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
-        seen.figures = self._windows[key]
-        print(seen)
-        if seen.figures["reasons"]:
-            print("  ", seen.figures["reasons"])
+        try:
+            yield seen
+        finally:
+            self._open("between")
+            wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
+            seen.figures = self._windows[key]
+            print(f"\n{seen}")
+            if seen.figures["reasons"]:
+                print("  ", seen.figures["reasons"])
 
     def stop(self) -> None:
         """Ends the load; what is in flight is waited for."""

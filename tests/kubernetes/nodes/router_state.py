@@ -3,42 +3,63 @@
 import contextlib
 import http.client
 import json
-from collections.abc import Iterator
 
 from fulcrum_core.state import RouterState
 from tests.kubernetes.nodes.installation import NAMESPACE
 from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
 
 AUDIENCE = "fulcrum.dev/router-state"
 PORT = 9091
+TRIES = 20
 
 
 class StatePort:
-    """One connection to the state port, kept open between two questions."""
+    """The state port behind a Service's address: one connection kept open, to whichever router is active."""
 
-    def __init__(self, connection: http.client.HTTPConnection, token: str) -> None:
-        self._connection, self._token = connection, token
+    def __init__(self, cluster: Cluster, address: str, node: str) -> None:
+        self._cluster, self._address, self._node = cluster, address, node
+        self._token = autoscaler_token(cluster)
+        self._connection = self._dialled()
 
     def read(self, *, min_generation: int = 0, timeout_s: float = 5.0) -> RouterState:
-        """What the router says as soon as it has applied that generation; LookupError if it will not."""
+        """What the active router says as soon as it has applied that generation, or at the time-out.
+
+        A router that has just become a standby is left for its successor. LookupError if none answers.
+        """
         path = f"/state?min_generation={min_generation}&timeout_s={timeout_s}"
-        self._connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
-        answer = self._connection.getresponse()
-        body = answer.read()
-        if answer.status != 200:
-            raise LookupError(f"the state port says {answer.status} {body[:200]!r}")
-        return RouterState.model_validate_json(body)
+        status, body = 0, b""
+        for _ in range(TRIES):
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
+                answer = self._connection.getresponse()
+                status, body = answer.status, answer.read()
+                if status == 200:
+                    return RouterState.model_validate_json(body)
+            self.close()
+            wait_for(lambda: self._redialled(), "a state port", timeout_s=10)
+        raise LookupError(f"the state port says {status} {body[:200]!r}")
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+    def _redialled(self) -> bool:
+        self._connection = self._dialled()
+        return True
+
+    def _dialled(self) -> http.client.HTTPConnection:
+        with self._cluster.nodes[self._node].network():
+            connection = http.client.HTTPConnection(self._address, PORT, timeout=15)
+            connection.connect()
+        return connection
 
 
-@contextlib.contextmanager
-def state_port(cluster: Cluster, address: str, *, node: str = "n1") -> Iterator[StatePort]:
-    """The state port of the router that this Service's address leads to."""
-    token = autoscaler_token(cluster)
-    with cluster.nodes[node].network():
-        connection = http.client.HTTPConnection(address, PORT, timeout=15)
-        connection.connect()
-    with contextlib.closing(connection):
-        yield StatePort(connection, token)
+def state_port(
+    cluster: Cluster, address: str, *, node: str = "n1"
+) -> contextlib.AbstractContextManager[StatePort]:
+    """The state port behind this Service's address, closed at the end."""
+    return contextlib.closing(StatePort(cluster, address, node))
 
 
 def autoscaler_token(cluster: Cluster) -> str:
