@@ -85,7 +85,7 @@ def test_six_lines_become_pools_instances_pods_and_all_around_them(world: World)
         "2:2",
         f"http://chat.{world.space.name}.svc",
     )
-    assert {"ScaledUp", "Ready"} <= world.space.events().keys()
+    assert world.space.events()["ScaledUp"] == "pool chat-flex from 0 to 4 instances"
 
 
 def test_pods_are_owned_and_say_which_role_they_play(world: World) -> None:
