@@ -13,8 +13,7 @@ from typing import Any
 from fulcrum_cli.arguments import one_of
 from fulcrum_cli.manifests import read_manifest
 from fulcrum_cli.output import Output, render
-from fulcrum_core.api.engine import Connector
-from fulcrum_core.api.pdservice import PDService, PoolSpec
+from fulcrum_core.api import PDPool, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models import (
     ModelFacts,
@@ -27,9 +26,10 @@ from fulcrum_core.models import (
 )
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Role
-from fulcrum_operator.engines.kinds import engine_request, start_of
+from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.vllm import POD, plan_engine
+from fulcrum_operator.plan.pools import desired_pools
 
 _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
 
@@ -38,19 +38,19 @@ _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Rol
 class Planned:
     """One pool in one role; None where the role is not fixed at start."""
 
-    pool: PoolSpec
+    pool: PDPool
     role: Role | None
     plan: EnginePlan
 
     @property
     def title(self) -> str:
         """As the report calls it."""
-        return f"pool {self.pool.name}" + (f" as {self.role}" if self.role else "")
+        return f"pool {self.pool.metadata.name}" + (f" as {self.role}" if self.role else "")
 
     @property
     def phases(self) -> tuple[Role, ...]:
         """What its engines may have to do."""
-        return (self.role,) if self.role else _ROLES[self.pool.role]
+        return (self.role,) if self.role else _ROLES[self.pool.spec.role]
 
 
 def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
@@ -69,11 +69,10 @@ def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
 
 def plan_service(service: PDService, facts: ModelFacts | None) -> tuple[Planned, ...]:
     """Each pool, once for each role that its engines could be started in."""
-    fixed = service.spec.kv_transfer is not None and service.spec.kv_transfer.connector is Connector.LMCACHE
     return tuple(
         Planned(pool, role, _plan(service, pool, role, facts))
-        for pool in service.spec.resolved_pools()
-        for role in (_ROLES[pool.role] if fixed else (None,))
+        for pool in desired_pools(service, ())
+        for role in (_ROLES[pool.spec.role] if pool.spec.role_at_start else (None,))
     )
 
 
@@ -131,8 +130,8 @@ def _found(service: PDService) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _plan(service: PDService, pool: PoolSpec, role: Role | None, facts: ModelFacts | None) -> EnginePlan:
-    request = engine_request(service, start_of(service, pool), pool_role=pool.role, role=role, facts=facts)
+def _plan(service: PDService, pool: PDPool, role: Role | None, facts: ModelFacts | None) -> EnginePlan:
+    request = engine_request(service, pool.spec, pool_role=pool.spec.role, role=role, facts=facts)
     return plan_engine(request, POD)
 
 
@@ -259,7 +258,7 @@ def _pool_document(planned: Planned) -> dict[str, Any]:
     plan = planned.plan
     launch = plan.launch
     return {
-        "pool": planned.pool.name,
+        "pool": planned.pool.metadata.name,
         "role": planned.role.value if planned.role else None,
         "fit": asdict(plan.fit),
         "choices": [asdict(choice) for choice in plan.choices],

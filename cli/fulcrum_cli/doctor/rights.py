@@ -57,7 +57,7 @@ AUTOSCALER = (
 
 def router_needs(service: str) -> tuple[Need, ...]:
     """What the routers of a service need."""
-    kinds = ("pdservices", "pdinstances", "pdassignments", "qostiers")
+    kinds = ("pdservices", "pdpools", "pdinstances", "pdassignments", "qostiers")
     return (
         *(Need(verb, kind) for verb in ("list", "watch") for kind in kinds),
         Need("list", "pods", ""),

@@ -53,7 +53,7 @@ def test_facts_sizes_settings_and_the_command_are_said_with_their_reasons(plan: 
         "  fits: True, Fits: 32.9 GiB of weights and 33.3 GiB of KV cache a device, 435,865 tokens: "
         "13.3 requests of 32,768 tokens",
         "  maxSequences 256             there is KV for 425 requests of 1,024 tokens",
-        "  pool flex → pool flex: yes, same model, engine, KV data type and block size",
+        "  pool chat-flex → pool chat-flex: yes, same model, engine, KV data type and block size",
     ):
         assert line in said.splitlines()
     assert "    vllm serve meta-llama/Llama-3.1-70B-Instruct --served-model-name" in said
@@ -78,7 +78,7 @@ def test_without_a_config_it_says_so_in_one_line_and_what_does_not_depend_on_it(
         ),
         pytest.param(
             service(pool("p", "Prefill", 8), pool("d", "Decode", 4)),
-            "  pool p → pool d: no, decode's tensor-parallel size (4) is smaller than prefill's (8)",
+            "  pool chat-p → pool chat-d: no, decode's tensor-parallel size (4) is smaller than",
             id="nobody to hand KV to",
         ),
         pytest.param(

@@ -1,0 +1,51 @@
+"""Doctor asks for no right that the chart, or the operator for its routers, does not grant."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fulcrum_cli.doctor.rights import AUTOSCALER, OPERATOR, Need, router_needs
+
+ROLE = re.compile(r"^kind: (Cluster)?Role$", re.MULTILINE)
+GOLDEN = Path(__file__).parents[2] / "golden" / "manifests"
+
+
+def rules(file: str, kinds: Sequence[str], part: str) -> list[dict[str, Any]]:
+    """The rules of all roles of the part in a golden manifest."""
+    texts = [
+        text
+        for text in re.split(r"^---.*$", (GOLDEN / file).read_text(), flags=re.MULTILINE)
+        if ROLE.search(text)
+    ]
+    items = [yaml.safe_load(text) for text in texts]
+    found = [item for item in items if item["kind"] in kinds and part in item["metadata"]["name"]]
+    return [rule for item in found for rule in item["rules"]]
+
+
+def granted(rule: dict[str, Any], need: Need) -> bool:
+    resource = f"{need.resource}/{need.subresource}" if need.subresource else need.resource
+    return (
+        need.group in rule["apiGroups"]
+        and resource in rule["resources"]
+        and need.verb in rule["verbs"]
+        and (not rule.get("resourceNames") or need.name in rule["resourceNames"])
+    )
+
+
+def cases() -> Iterator[Any]:
+    both = ("ClusterRole", "Role")
+    yield pytest.param(OPERATOR, rules("chart-defaults.yaml", both, "operator"), id="operator")
+    yield pytest.param(AUTOSCALER, rules("chart-defaults.yaml", both, "autoscaler"), id="autoscaler")
+    yield pytest.param(router_needs("chat"), rules("children.yaml", both, "chat-router"), id="router")
+
+
+@pytest.mark.parametrize(("needs", "rules"), list(cases()))
+def test_what_a_part_is_asked_for_it_was_granted(
+    needs: tuple[Need, ...], rules: list[dict[str, Any]]
+) -> None:
+    assert rules
+    assert [str(need) for need in needs if not any(granted(rule, need) for rule in rules)] == []
