@@ -77,7 +77,7 @@ class EngineSpec(Model):
         default=None,
         min_length=1,
         max_length=512,
-        description="Container image of the engine (default: the operator's own).",
+        description="Container image of the engine (default: vLLM's own; of a simulated one the operator's).",
     )
     args: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
         default=(), max_length=128, description="Arguments after those that the operator writes."

@@ -82,8 +82,7 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
         )
         rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
     elif (size := request.buffer_bytes) is not None:
-        tokens = request.longest_tokens
-        by = f"a rank's share of a prompt of {tokens:,} tokens, in pieces of 256 MiB"
+        by = f"a rank's share of a prompt of {request.longest_tokens or 0:,} tokens, in pieces of 256 MiB"
         written = request.kv_transfer.buffer_size is not None
         rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "as written" if written else by))
     return tuple(rows)

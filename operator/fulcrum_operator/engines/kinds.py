@@ -1,6 +1,6 @@
 """From the kinds to what an engine adapter is asked."""
 
-from fulcrum_core.api import PDService, PoolRole, PoolSpec
+from fulcrum_core.api import PDService, PoolRole
 from fulcrum_core.api.engine import (
     KvCacheSpec,
     KvTransferSpec,
@@ -18,23 +18,6 @@ from fulcrum_operator.engines.request import EngineRequest
 
 DEVICE = HardwareSpec(resource="nvidia.com/gpu")
 """What an instance of a real engine gets where the manifest does not say: one GPU."""
-
-
-def start_of(service: PDService, pool: PoolSpec) -> StartSpec:
-    """What the service says of how an engine of that pool is started."""
-    spec = service.spec
-    return StartSpec(
-        model=spec.model,
-        engine=spec.engine,
-        hardware=pool.hardware,
-        model_source=spec.model_source,
-        parallelism=pool.parallelism,
-        quantization=pool.quantization,
-        settings=pool.settings,
-        kv_transfer=spec.kv_transfer,
-        kv_cache=spec.kv_cache,
-        template=pool.template,
-    )
 
 
 def engine_request(

@@ -90,7 +90,7 @@ class EngineLaunch:
         volumes: What it reads and writes.
         health_path: Answers 200 from the moment that it can serve. It goes on doing so while the engine shuts
             down: no sign of readiness.
-        startup_s: How long a start may take, generously.
+        startup_s: How long a start takes, all going well; a runtime allows a multiple of it.
         shutdown_s: From SIGTERM to its end: running requests may finish.
         identity: What its peers must agree with.
         strategy: How it changes its role.

@@ -36,14 +36,18 @@ from fulcrum_operator.engines.settings import Settings, choose_settings
 
 VERSION = "0.32.0"
 """What the flags are written for; an image with another version is a matter of `args`."""
+IMAGE = f"vllm/vllm-openai:v{VERSION}"
+"""vLLM's own image, for NVIDIA's devices."""
 POD = Place(host="$(POD_IP)", port=8000, side_channel_port=5600, cache_port=5555, cache_http_port=8080)
 """A pod of its own: the ports are always the same."""
 
 HEALTH_PATH = "/health"
-_LOAD_BYTES_S = 0.5e9
-"""Weights are read at least so fast: a network disk."""
-_STARTUP_S = 300.0
-"""Imports, graphs and compilation, on a slow day."""
+_LOAD_BYTES_S = 2e9
+"""Weights are read so fast: a local disk."""
+_STARTUP_S = 60.0
+"""Imports, graphs and compilation."""
+_UNKNOWN_STARTUP_S = 180.0
+"""The same, with weights of a model that is not known."""
 _CPU_KV_LEAST, _CPU_KV_MOST = 64 * 2**20, 4 * 2**30
 _CPU_KV_TOKENS = 4096
 _SHARED_MEMORY = 8 * 2**30
@@ -77,7 +81,13 @@ def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
     )
 
 
-def identity(request: EngineRequest, place: Place, settings: Settings) -> IdentitySpec:
+def known_of(request: EngineRequest, place: Place) -> tuple[IdentitySpec, float]:
+    """What an engine started so is to its peers, and how long its start may take."""
+    settings, _ = choose_settings(request, judge_fit(request.facts, request.hardware, request.layout))
+    return _identity(request, place, settings), _startup_s(request)
+
+
+def _identity(request: EngineRequest, place: Place, settings: Settings) -> IdentitySpec:
     """What its peers must agree with. What is left to the engine is the same on the same device."""
     facts = request.facts
     return IdentitySpec(
@@ -104,7 +114,7 @@ def _launch(request: EngineRequest, place: Place, settings: Settings) -> EngineL
         health_path=HEALTH_PATH,
         startup_s=_startup_s(request),
         shutdown_s=request.drain_s,
-        identity=identity(request, place, settings),
+        identity=_identity(request, place, settings),
         strategy=connectors.strategy(request.kv_transfer.connector),
     )
 
@@ -252,7 +262,7 @@ def _volumes(request: EngineRequest, place: Place) -> Iterator[Volume]:
 
 def _startup_s(request: EngineRequest) -> float:
     if request.facts is None:
-        return 4 * _STARTUP_S
+        return _UNKNOWN_STARTUP_S
     return _STARTUP_S + math.ceil(weight_bytes(request.facts, request.quantization.weights) / _LOAD_BYTES_S)
 
 

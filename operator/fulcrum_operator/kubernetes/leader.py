@@ -13,12 +13,12 @@ import structlog
 
 from fulcrum_cluster.client import Cluster as Connection
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import PDInstance, PDPool
-from fulcrum_core.errors import Conflict, StoreError
+from fulcrum_core.api import IdentitySpec, PDInstance, PDPool, PDService
+from fulcrum_core.errors import Conflict, NotFound, StoreError
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy
-from fulcrum_operator.engines import simulated
+from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.keyed_queue import KeyedQueue
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.children import Children
@@ -31,10 +31,12 @@ from fulcrum_operator.kubernetes.router import STATE_URL, ClusterRouter
 from fulcrum_operator.kubernetes.runtime import PodRuntime
 from fulcrum_operator.kubernetes.store import CachedStore
 from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.engine_parts import real_request
 from fulcrum_operator.plan.labels import ClusterSettings
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.plan.pools import wanted_replicas
 from fulcrum_operator.reconcile import Cluster, ServiceKey, reconcile
+from fulcrum_operator.side_by_side import side_by_side
 
 RESYNC_S = 60.0
 """Every service is looked at once in so long, even if nothing happened."""
@@ -166,17 +168,27 @@ class Leader:
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
         await self._children.tend(service, wanted=sum(wanted_replicas(pool) for pool in pools))
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
-        await asyncio.gather(*(self._runtime.show_role(instance) for instance in instances))
+        await side_by_side(self._runtime.show_role(instance) for instance in instances)
         await self._recorder.tell(service, events_of(seen, plan, self._last.get(key, {})))
         self._last[key] = dict(seen.engines)
 
     def _facts(self, instance: PDInstance) -> EngineFacts:
-        key, profile = instance_key(instance), _profile(instance.spec.engine.profile)
-        identity = simulated.identity(instance.spec, profile)
+        key = instance_key(instance)
+        identity, startup_s = self._known(instance)
         image = self._runtime.image(key)
         if image is not None:  # engines of two images are not known to read each other's KV
             identity = identity.model_copy(update={"engine": f"{identity.engine}@{digest_of(image)}"})
-        return EngineFacts(identity, self._runtime.strategy(key), profile.startup_s)
+        return EngineFacts(identity, self._runtime.strategy(key), startup_s)
+
+    def _known(self, instance: PDInstance) -> tuple[IdentitySpec, float]:
+        """What its type and its settings tell of an engine, and how long it takes to start."""
+        if instance.spec.engine.type == "Simulated":
+            profile = _profile(instance.spec.engine.profile)
+            return simulated.identity(instance.spec, profile), profile.startup_s
+        service = self._cache.resource(PDService, instance.metadata.namespace, instance.spec.service)
+        if service is None:
+            raise NotFound(f"PDService {instance.spec.service} is gone")
+        return vllm.known_of(real_request(instance, service), vllm.POD)
 
     async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
         return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))

@@ -78,8 +78,8 @@ class PodRuntime:
         if service is None:
             return  # it is being deleted, and the instance with it
         check_leading(self._leads)
-        body = pod_of(instance, service, self._settings, startup_s=startup_s)
         try:
+            body = pod_of(instance, service, self._settings, startup_s=startup_s)
             self._cache.take(POD, await self._objects.create(POD, body, namespace=key.namespace))
             _log.info("pod made", pod=key.name, namespace=key.namespace)
         except AlreadyExists:

@@ -23,7 +23,10 @@ def check_manifest(objects: Sequence[Resource]) -> PDService:
     if len(services) != 1:
         names = ", ".join(service.metadata.name for service in services) or "none"
         raise InvalidInput("PDService", names, "is not one: a local run serves exactly one")
-    load_profile(services[0].spec.engine.profile)
+    engine = services[0].spec.engine
+    if engine.type != "Simulated":
+        raise InvalidInput("spec.engine.type", engine.type, "does not run locally yet: write Simulated")
+    load_profile(engine.profile)
     return services[0]
 
 

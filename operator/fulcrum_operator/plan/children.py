@@ -147,10 +147,15 @@ def _router_policy(service: PDService, settings: ClusterSettings) -> dict[str, A
 
 
 def _engine_policy(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
-    """KV transfer has no authentication: nothing but engines of the same service may reach that port."""
+    """KV transfer has no authentication: nothing but engines of the same service may reach its ports.
+
+    A real engine's transport listens where the kernel puts it: its peers may reach all of them.
+    """
     callers = [_pods(router_selector(service)), _operator(settings)]
     peers = [_pods(engine_selector(service))]
-    ingress = [_ingress(callers, HTTP_PORT), _ingress(peers, SIDE_CHANNEL_PORT)]
+    simulated = service.spec.engine.type == "Simulated"
+    between = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}
+    ingress = [_ingress(callers, HTTP_PORT), between]
     return _policy(service, "engines", engine_selector(service), ingress)
 
 

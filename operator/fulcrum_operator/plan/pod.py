@@ -8,18 +8,16 @@ import math
 from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
-from fulcrum_operator.engines import simulated
+from fulcrum_operator.engines.kinds import DEVICE
+from fulcrum_operator.plan.engine_parts import EngineParts, engine_parts
 from fulcrum_operator.plan.labels import (
-    HTTP_PORT,
     INSTANCE_LABEL,
     POOL_LABEL,
     REVISION_LABEL,
     SERVICE_LABEL,
-    SIDE_CHANNEL_PORT,
     ClusterSettings,
     container_security,
     engine_selector,
-    from_field,
     owned_by,
     pod_security,
     usual_labels,
@@ -45,7 +43,8 @@ def pod_of(
 ) -> dict[str, Any]:
     """The pod that runs the instance, with its pool's template over it.
 
-    The template cannot change what the operator finds its pods by: name, labels of ours, owner.
+    The template cannot change what the operator finds its pods by: name, labels of ours, owner. An engine
+    that cannot be started as the service asks is InvalidInput.
 
     Args:
         instance: What runs in it, on what hardware, under which template.
@@ -87,6 +86,7 @@ def _metadata(instance: PDInstance) -> dict[str, Any]:
 def _spec(
     instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
 ) -> dict[str, Any]:
+    engine = engine_parts(instance, service)
     return {
         "serviceAccountName": f"{service.metadata.name}-engine",
         "automountServiceAccountToken": False,
@@ -96,8 +96,8 @@ def _spec(
         "securityContext": pod_security(),
         **_image_pull_secrets(settings),
         "topologySpreadConstraints": [_spread(service)],
-        "containers": [_container(instance, service, settings, startup_s)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *engine.volumes],
     }
 
 
@@ -117,42 +117,28 @@ def _spread(service: PDService) -> dict[str, Any]:
 
 
 def _container(
-    instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
+    instance: PDInstance, engine: EngineParts, settings: ClusterSettings, startup_s: float
 ) -> dict[str, Any]:
-    engine = instance.spec.engine
     return {
         "name": ENGINE,
         "image": engine.image or settings.image,
-        "command": ["python", "-m", simulated.PROGRAM],
-        "args": _arguments(instance, service),
-        "env": [from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in engine.env)],
-        "ports": [
-            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
-            {"name": "side-channel", "containerPort": SIDE_CHANNEL_PORT, "protocol": "TCP"},
-        ],
+        "command": engine.command,
+        "args": engine.args,
+        "env": engine.env,
+        "ports": engine.ports,
         **_resources(instance),
         **_probes(startup_s),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *engine.mounts],
     }
-
-
-def _arguments(instance: PDInstance, service: PDService) -> list[str]:
-    made = simulated.arguments(
-        instance,
-        host="$(POD_IP)",
-        port=HTTP_PORT,
-        side_channel_port=SIDE_CHANNEL_PORT,
-        shutdown_timeout_s=service.spec.drain.timeout,
-    )
-    return [*made, *instance.spec.engine.args]
 
 
 def _resources(instance: PDInstance) -> dict[str, Any]:
     """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
-    hardware = instance.spec.hardware
+    simulated = instance.spec.engine.type == "Simulated"
+    hardware = instance.spec.hardware or (None if simulated else DEVICE)
     if hardware is None:
         return {}
     asked = {hardware.resource: str(hardware.count)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from fulcrum_core.api import Condition, ObjectMeta, PDPool, PDPoolSpec, PDService, PoolSpec, StartSpec
 from fulcrum_core.api import conditions as words
+from fulcrum_core.api.engine import Connector
 
 SERVICE_LABEL = "fulcrum.dev/service"
 POOL_LABEL = "fulcrum.dev/pool"
@@ -54,7 +55,9 @@ def _start(service: PDService, pool: PoolSpec) -> dict[str, Any]:
         for name in StartSpec.model_fields
         if name != "role_at_start"
     }
-    return {**said, "role_at_start": service.spec.autoscaling.flip.strategy == "Restart"}
+    transfer = service.spec.kv_transfer
+    fixed = transfer is not None and transfer.connector is Connector.LMCACHE
+    return {**said, "role_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
 
 
 def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:

@@ -8,10 +8,11 @@ from typing import Any
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec
 from fulcrum_core.models import ModelFacts, parse_model_config
 from fulcrum_core.values import Role
-from fulcrum_operator.engines.kinds import engine_request, start_of
+from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.engines.vllm import POD, plan_engine
+from fulcrum_operator.plan.pools import desired_pools
 
 MODELS = Path(__file__).parents[2] / "fixtures" / "models"
 
@@ -195,9 +196,9 @@ def service_of(case: Case) -> PDService:
 
 def request_of(case: Case) -> EngineRequest:
     service = service_of(case)
-    pool = service.spec.pools[0]
+    pool = desired_pools(service, ())[0].spec
     facts = facts_of(case.model) if case.facts else None
-    return engine_request(service, start_of(service, pool), pool_role=pool.role, role=case.role, facts=facts)
+    return engine_request(service, pool, pool_role=pool.role, role=case.role, facts=facts)
 
 
 def plan_of(case: Case) -> EnginePlan:

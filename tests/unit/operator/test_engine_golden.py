@@ -36,7 +36,7 @@ def _launch(launch: EngineLaunch) -> Iterator[str]:
         yield f"  {volume.name} at {volume.mount}: {volume.kind} {volume.source}{size}{access}".replace(
             ":  ", ": "
         )
-    yield f"starts within {launch.startup_s:g} s, ends within {launch.shutdown_s:g} s"
+    yield f"starts in {launch.startup_s:g} s, ends within {launch.shutdown_s:g} s"
     yield f"flips by {launch.strategy}"
     yield f"identity: {json.dumps(launch.identity.dump())}"
 

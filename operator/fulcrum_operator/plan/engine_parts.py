@@ -1,0 +1,139 @@
+"""What the engine's type decides of a pod: the program, its environment, ports and volumes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulcrum_core.api import PDInstance, PDService, PoolRole
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.hardware import Vendor
+from fulcrum_core.values import Role
+from fulcrum_operator.engines import simulated, vllm
+from fulcrum_operator.engines.kinds import engine_request
+from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.plan.labels import HTTP_PORT, SIDE_CHANNEL_PORT, from_field
+from fulcrum_operator.plan.pools import pool_name
+
+_HOME = {"HOME": "/tmp", "USER": "engine"}
+"""The user of a pod has no home: what engines cache for themselves goes where they may write."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Parts of one engine's pod, as Kubernetes spells them.
+
+    `image` is None for the operator's own; `startup_s` is None where others know it.
+    """
+
+    image: str | None
+    command: list[str]
+    args: list[str]
+    env: list[dict[str, Any]]
+    ports: list[dict[str, Any]]
+    mounts: list[dict[str, Any]] = field(default_factory=list)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    startup_s: float | None = None
+
+
+def engine_parts(instance: PDInstance, service: PDService) -> EngineParts:
+    """What the engine of this instance brings into its pod.
+
+    Raises:
+        InvalidInput: if it cannot be started as the service asks.
+    """
+    return (
+        _simulated(instance, service)
+        if instance.spec.engine.type == "Simulated"
+        else _vllm(instance, service)
+    )
+
+
+def _simulated(instance: PDInstance, service: PDService) -> EngineParts:
+    made = simulated.arguments(
+        instance,
+        host="$(POD_IP)",
+        port=HTTP_PORT,
+        side_channel_port=SIDE_CHANNEL_PORT,
+        shutdown_timeout_s=service.spec.drain.timeout,
+    )
+    return EngineParts(
+        image=instance.spec.engine.image,
+        command=["python", "-m", simulated.PROGRAM],
+        args=[*made, *instance.spec.engine.args],
+        env=[from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in instance.spec.engine.env)],
+        ports=[_port("http", HTTP_PORT), _port("side-channel", SIDE_CHANNEL_PORT)],
+    )
+
+
+def _vllm(instance: PDInstance, service: PDService) -> EngineParts:
+    request = real_request(instance, service)
+    plan = vllm.plan_engine(request, vllm.POD)
+    if plan.launch is None:
+        raise InvalidInput("spec.engine", "vLLM", f"cannot be started: {'; '.join(plan.refusals)}")
+    return _of(plan.launch, instance.spec.engine.image or _default_image(request))
+
+
+def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
+    """What is asked for an instance of a real engine in a pod.
+
+    The model's config.json is not read: what follows from it is left to the engine.
+    """
+    role = Role(instance.spec.role) if instance.spec.role is not None else None
+    return engine_request(service, instance.spec, pool_role=_pool_role(instance, service), role=role)
+
+
+def _default_image(request: EngineRequest) -> str:
+    if request.hardware.vendor is not Vendor.NVIDIA:
+        rule = f"is needed: there is no default for {request.hardware.name}"
+        raise InvalidInput("spec.engine.image", "missing", rule)
+    return vllm.IMAGE
+
+
+def _of(launch: EngineLaunch, image: str) -> EngineParts:
+    home = [{"name": name, "value": value} for name, value in _HOME.items()]
+    return EngineParts(
+        image=image,
+        command=list(launch.command[:2]),
+        args=list(launch.command[2:]),
+        env=[*home, *(_variable(variable) for variable in launch.env)],
+        ports=[_port(port.name, port.number) for port in launch.ports],
+        mounts=[_mount(volume) for volume in launch.volumes],
+        volumes=[{"name": volume.name, **_source(volume)} for volume in launch.volumes],
+        startup_s=launch.startup_s,
+    )
+
+
+def _pool_role(instance: PDInstance, service: PDService) -> PoolRole:
+    name = service.metadata.name
+    pools = service.spec.resolved_pools()
+    roles: Iterator[PoolRole] = (p.role for p in pools if pool_name(name, p.name) == instance.spec.pool)
+    return next(roles, "Flexible")
+
+
+def _port(name: str, number: int) -> dict[str, Any]:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _variable(variable: EnvVar) -> dict[str, Any]:
+    if variable.field:
+        return from_field(variable.name, variable.field)
+    if variable.secret:
+        key = {"name": variable.secret, "key": "token"}
+        return {"name": variable.name, "valueFrom": {"secretKeyRef": key}}
+    return {"name": variable.name, "value": variable.value}
+
+
+def _mount(volume: Volume) -> dict[str, Any]:
+    mount = {"name": volume.name, "mountPath": volume.mount}
+    return {**mount, "readOnly": True} if volume.read_only else mount
+
+
+def _source(volume: Volume) -> dict[str, Any]:
+    if volume.kind == "claim":
+        return {"persistentVolumeClaim": {"claimName": volume.source, "readOnly": volume.read_only}}
+    if volume.kind == "path":
+        return {"hostPath": {"path": volume.source, "type": "Directory"}}
+    memory = {"medium": "Memory"} if volume.kind == "memory" else {}
+    size = {} if volume.size_bytes is None else {"sizeLimit": str(volume.size_bytes)}
+    return {"emptyDir": {**memory, **size}}
