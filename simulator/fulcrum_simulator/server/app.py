@@ -13,7 +13,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.engine import EngineDead, EngineRequest, block_hashes
 from fulcrum_simulator.server.faults import parse_fault
 from fulcrum_simulator.server.handoff import CACHED_KEY, answer_params, read_handoff
-from fulcrum_simulator.server.requests import Ask, Refused, parse_ask, parse_body, parse_prompt
+from fulcrum_simulator.server.requests import Ask, Refused, check_role, parse_ask, parse_body, parse_prompt
 from fulcrum_simulator.server.responses import (
     DONE,
     ENGINE_DEAD,
@@ -105,6 +105,7 @@ class EngineApp:
         ask = parse_ask(
             body, chat=chat, model=service.options.model, max_model_tokens=service.options.max_model_tokens
         )
+        check_role(ask, service.options.role)
         given = request_id or uuid.uuid4().hex
         answer_id = f"chatcmpl-{given}" if chat else f"cmpl-{given}"
         return _Call(

@@ -23,6 +23,8 @@ class Options:
     shutdown_timeout_s: float
     max_model_tokens: int
     seed: int
+    role: str | None = None
+    """`prefill` or `decode`: it refuses what belongs to the other role. None: each request says its role."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,6 +66,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         shutdown_timeout_s=given.shutdown_timeout,
         max_model_tokens=longest,
         seed=given.seed,
+        role=given.role,
     )
 
 
@@ -102,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         help="longest prompt plus output, tokens; 0: the KV cache (%(default)s)",
+    )
+    add(
+        "--role",
+        choices=("prefill", "decode"),
+        help="serve this role only, as engines do whose role is a start-up option (both)",
     )
     add("--seed", type=int, default=0, help="jitters steps by 5 %%; 0: no jitter (%(default)s)")
     return parser

@@ -85,6 +85,17 @@ def parse_prompt(body: Mapping[str, Any]) -> bytes:
     return _chat_prompt(body) if "messages" in body else _prompt(body.get("prompt"))
 
 
+def check_role(ask: Ask, role: str | None) -> None:
+    """An engine of one role does what belongs to it: a prefill leg leaves the decoding to somebody else.
+
+    Raises:
+        Refused: 400 for what belongs to the other role.
+    """
+    is_prefill = bool(ask.kv_transfer_params and ask.kv_transfer_params.get("do_remote_decode"))
+    if role is not None and is_prefill != (role == "prefill"):
+        raise Refused(f"This engine was started for {role} alone", param="kv_transfer_params")
+
+
 def _check_model(asked: object, served: str) -> None:
     if asked is not None and asked != served:
         raise Refused(f"The model `{asked}` does not exist.", status=404, kind="NotFoundError", param="model")

@@ -17,6 +17,7 @@ from tests.integration.engine_server.servers import (
     PREFILL_ONLY,
     Client,
     Server,
+    Start,
     answer_to,
     launch,
     prompt_of,
@@ -174,3 +175,29 @@ class TestBadStart:
         out, errors = process.communicate(timeout=DEADLINE_S)
         expected = f"error: --port (127.0.0.1:{port}) cannot be bound: {os.strerror(98).lower()}\n"
         assert (process.returncode, out, errors) == (2, "", expected)
+
+
+class TestRoleAtStart:
+    @pytest.mark.parametrize(
+        ("role", "statuses"),
+        [
+            pytest.param("prefill", (200, 400, 400), id="a prefill engine decodes nothing"),
+            pytest.param("decode", (400, 200, 200), id="a decode engine hands nothing over"),
+        ],
+    )
+    async def test_an_engine_of_one_role_refuses_the_other_s_requests(
+        self,
+        client: Client,
+        start: Start,
+        pair: tuple[Server, Server],
+        role: str,
+        statuses: tuple[int, int, int],
+    ) -> None:
+        server = start("--role", role)
+        handoff = await client.prefill(pair[0], "handed over")
+        asked = []
+        for params in (PREFILL_ONLY, None, handoff):
+            body = {"model": MODEL, "prompt": "handed over", "max_tokens": 1, "kv_transfer_params": params}
+            status, _ = await client.post(server, "/v1/completions", body)
+            asked.append(status)
+        assert tuple(asked) == statuses
