@@ -86,7 +86,7 @@ def pod_access(*, folder: Path = ACCOUNT, environment: Mapping[str, str] = os.en
         token.read()
         namespace = (folder / "namespace").read_text(encoding="utf-8").strip()
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    except OSError as error:
+    except OSError as error:  # an SSLError is one, too
         rule = f"needs a mounted ServiceAccount: {error.filename or folder / 'ca.crt'}: {error.strerror}"
         raise InvalidInput("--store", "in-cluster", rule) from error
     host = f"[{host}]" if ":" in host else host

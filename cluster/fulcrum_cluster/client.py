@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from fulcrum_cluster.access import find_access
+from fulcrum_cluster.access import Access, find_access
 from fulcrum_cluster.memory import applied_document
 from fulcrum_cluster.objects import Object, ObjectApi, ObjectKind, Page, kind_of_body, kind_of_resource
 from fulcrum_cluster.statuses import error_of
@@ -249,8 +249,7 @@ class Cluster:
         url: The API server's address.
     """
 
-    def __init__(self, address: str, *, program: str = "fulcrum", silence_s: float | None = None) -> None:
-        access = find_access(address)
+    def __init__(self, access: Access, *, program: str = "fulcrum", silence_s: float | None = None) -> None:
         silence_s = silence_s or (_SOCKET_SILENCE_S if access.socket else _SERVER_SILENCE_S)
         self._http = Http(access, silence_s=silence_s, program=program)
         rng = random.Random()
@@ -271,7 +270,7 @@ class Cluster:
 
 def open_cluster(address: str, *, program: str = "fulcrum") -> Cluster:
     """The cluster at a `--store` address (see `access`). `program` is the name under which it sees us."""
-    return Cluster(address, program=program)
+    return Cluster(find_access(address), program=program)
 
 
 def open_store(address: str, *, program: str = "fulcrum", silence_s: float | None = None) -> RestStore:
@@ -282,7 +281,7 @@ def open_store(address: str, *, program: str = "fulcrum", silence_s: float | Non
         program: The name under which an API server sees us.
         silence_s: A watch without even a bookmark for so long raises `StoreUnavailable`.
     """
-    return Cluster(address, program=program, silence_s=silence_s).store
+    return Cluster(find_access(address), program=program, silence_s=silence_s).store
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:

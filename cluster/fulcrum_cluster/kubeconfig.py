@@ -11,8 +11,17 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from fulcrum_cluster.access import Access
 from fulcrum_core.errors import InvalidInput
+
+_BROKEN = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)  # what the library raises over a broken file
 
 
 def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> Access:
@@ -28,7 +37,7 @@ def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> A
             contexts, active = library.list_kube_config_contexts(path)
             library.load_kube_config(path, context, configuration, persist_config=False)
         tls = _tls(configuration)
-    except (library.ConfigException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (library.ConfigException, yaml.YAMLError, OSError, *_BROKEN) as error:
         rule = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput("--store", address, f"cannot be read as a kubeconfig: {rule}") from error
     if said:

@@ -10,6 +10,7 @@ from fulcrum_cluster.statuses import error_of, status_of
 from fulcrum_core.errors import (
     AlreadyExists,
     Conflict,
+    Forbidden,
     FulcrumError,
     Gone,
     InvalidInput,
@@ -25,6 +26,7 @@ from fulcrum_core.errors import (
         (AlreadyExists("a chat"), 409),
         (Conflict("another chat"), 409),
         (Gone("old chat"), 410),
+        (Forbidden("not your chat"), 403),
         (InvalidInput("spec.instances", 0, "is less than 1"), 422),
         (StoreUnavailable("no store"), 500),
     ],
@@ -73,3 +75,128 @@ def test_any_refusal_comes_through_whole(path: str, value: str, rule: str) -> No
 def test_what_an_api_server_may_say_is_understood(status: dict[str, Any], expected: FulcrumError) -> None:
     error = error_of(status)
     assert (type(error), str(error)) == (type(expected), str(expected))
+
+
+SENT = {"spec": {"instances": 3, "pools": [{"name": "a"}, {"name": "b", "nonsense": 1}]}}
+
+
+def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dict[str, Any]:
+    return {"code": code, "reason": reason, "message": message, "details": {"causes": list(causes)}}
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        pytest.param(
+            status(
+                400,
+                "BadRequest",
+                'PDService in version "v1alpha1" cannot be handled as a PDService: strict decoding error: '
+                'unknown field "spec.pools[1].nonsense"',
+            ),
+            InvalidInput("spec.pools[1].nonsense", 1, "is not a field"),
+            id="strict decoding",
+        ),
+        pytest.param(
+            status(
+                422,
+                "Invalid",
+                "m",
+                {
+                    "reason": "FieldValueInvalid",
+                    "field": "patch",
+                    "message": 'Invalid value: {"spec":{}}: strict decoding error: unknown field "spec.x"',
+                },
+            ),
+            InvalidInput("spec.x", "null", "is not a field"),
+            id="strict decoding of a patch",
+        ),
+        pytest.param(
+            status(
+                500,
+                "",
+                "failed to create typed patch object (default/chat; fulcrum.dev/v1alpha1, Kind=PDService): "
+                ".spec.nonsense: field not declared in schema",
+            ),
+            InvalidInput("spec.nonsense", "null", "is not a field"),
+            id="an unknown field in an apply",
+        ),
+        pytest.param(
+            status(
+                422,
+                "Invalid",
+                "m",
+                {
+                    "reason": "FieldValueInvalid",
+                    "field": "spec.instances",
+                    "message": "Invalid value: 3: spec.instances in body should be less than or equal to 2",
+                },
+            ),
+            InvalidInput("spec.instances", 3, "should be less than or equal to 2"),
+            id="a bound of the schema",
+        ),
+        pytest.param(
+            status(
+                422,
+                "Invalid",
+                "m",
+                {"reason": "FieldValueRequired", "field": "spec.model", "message": "Required value"},
+            ),
+            InvalidInput("spec.model", "nothing", "is required"),
+            id="a required field",
+        ),
+        pytest.param(
+            status(
+                403,
+                "Forbidden",
+                'pdservices.fulcrum.dev is forbidden: User "system:serviceaccount:a:b" cannot list resource '
+                '"pdservices" in API group "fulcrum.dev" in the namespace "team"',
+            ),
+            Forbidden("system:serviceaccount:a:b may not list pdservices.fulcrum.dev in namespace team"),
+            id="a right in a namespace",
+        ),
+        pytest.param(
+            status(
+                403,
+                "Forbidden",
+                'nodes is forbidden: User "me" cannot watch resource "nodes" in API group "" '
+                "at the cluster scope",
+            ),
+            Forbidden("me may not watch nodes in the whole cluster"),
+            id="a right in the cluster",
+        ),
+        pytest.param(
+            status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: compute'),
+            Forbidden('pods "x" is forbidden: exceeded quota: compute'),
+            id="a quota",
+        ),
+        pytest.param(
+            status(401, "Unauthorized", "Unauthorized"),
+            Forbidden("the API server does not accept these credentials: Unauthorized"),
+            id="no right to ask at all",
+        ),
+        pytest.param(
+            status(
+                409,
+                "Conflict",
+                'Apply failed with 1 conflict: conflict with "you": .spec.instances',
+                {
+                    "reason": "FieldManagerConflict",
+                    "field": ".spec.instances",
+                    "message": 'conflict with "you"',
+                },
+            ),
+            Conflict('spec.instances (conflict with "you")'),
+            id="a field that another applied",
+        ),
+    ],
+)
+def test_what_refused_is_told_with_path_value_and_rule(said: dict[str, Any], expected: FulcrumError) -> None:
+    error = error_of(said, SENT)
+    assert (type(error), str(error)) == (type(expected), str(expected))
+
+
+def test_a_busy_server_says_when_to_come_again() -> None:
+    error = error_of({"code": 503, "message": "m", "details": {"retryAfterSeconds": 3}})
+    assert isinstance(error, StoreUnavailable)
+    assert error.retry_after_s == 3

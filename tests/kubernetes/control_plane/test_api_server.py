@@ -1,0 +1,279 @@
+"""What only a real API server shows of the adapter: rights, history, many objects, the rules of our kinds."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_cluster.access import find_access, pod_access
+from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.objects import CONFIG_MAP, CRD, POD, SERVICE_ACCOUNT, kind_of_resource
+from fulcrum_cluster.watching import Mirror
+from fulcrum_core.api import KINDS, ObjectMeta, PDInstance, PDPool, QoSTier, QoSTierSpec, Resource
+from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, Gone, InvalidInput, NotFound
+from tools.kubernetes.cluster import Cluster as RealCluster
+
+DEADLINE_S = 30.0
+START = {"model": "m", "engine": {"type": "Simulated"}}
+POOL = {**START, "service": "chat", "role": "Flexible", "replicas": 2, "instances": {"min": 1, "max": 4}}
+
+
+@pytest.fixture
+async def cluster(control_plane: RealCluster) -> AsyncIterator[Cluster]:
+    async with open_cluster(f"kubeconfig:{control_plane.kubeconfig}", program="tests") as found:
+        yield found
+
+
+def made(kind: type[Resource], name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    where = kind_of_resource(kind)
+    return {"apiVersion": where.api_version, "kind": where.kind, "metadata": {"name": name}, "spec": spec}
+
+
+def config_map(namespace: str, name: str, value: str) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"a": value}}
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def following(mirror: Mirror[QoSTier]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(mirror.run())
+    try:
+        await until(mirror.synced.is_set)
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class TestOurKinds:
+    async def test_each_is_established_with_a_schema_that_nothing_is_wrong_with(
+        self, cluster: Cluster
+    ) -> None:
+        for kind in KINDS:
+            crd = await cluster.objects.get(CRD, f"{kind.plural}.fulcrum.dev", namespace="")
+            states = {state["type"]: state["status"] for state in crd["status"]["conditions"]}
+            assert (states["Established"], states["NamesAccepted"], states.get("NonStructuralSchema")) == (
+                "True",
+                "True",
+                None,
+            )
+
+    @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+    def test_kubectl_explains_every_field(self, control_plane: RealCluster, kind: type[Resource]) -> None:
+        schema = json.loads(control_plane.kubectl("get", "--raw", "/openapi/v3/apis/fulcrum.dev/v1alpha1"))
+        (root,) = (
+            node
+            for name, node in schema["components"]["schemas"].items()
+            if name.endswith(f".{kind.kind_name()}")
+        )
+        fields = {name: root["properties"][name] for name in ("spec", "status") if name in root["properties"]}
+        assert [path for path in _undescribed(fields, ()) if path] == []
+        assert "DESCRIPTION:" in control_plane.kubectl("explain", f"{kind.plural}.spec", "--recursive")
+
+    @pytest.mark.parametrize(
+        ("kind", "spec", "patch", "path"),
+        [
+            pytest.param(PDPool, POOL, {"service": "other"}, "spec.service", id="the service of a pool"),
+            pytest.param(
+                PDInstance,
+                {**START, "service": "chat", "pool": "flex"},
+                {"pool": "other"},
+                "spec.pool",
+                id="the pool of an instance",
+            ),
+        ],
+    )
+    async def test_what_an_object_was_made_for_cannot_be_changed(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        kind: type[Resource],
+        spec: dict[str, Any],
+        patch: dict[str, Any],
+        path: str,
+    ) -> None:
+        where = kind_of_resource(kind)
+        await cluster.objects.create(where, made(kind, "x", spec), namespace=namespace)
+        with pytest.raises(InvalidInput, match="cannot be changed") as refused:
+            await cluster.objects.patch(where, "x", {"spec": patch}, namespace=namespace)
+        assert refused.value.path == path
+
+    async def test_a_pool_is_scaled_by_its_subresource(self, cluster: Cluster, namespace: str) -> None:
+        where = kind_of_resource(PDPool)
+        await cluster.objects.create(where, made(PDPool, "x", POOL), namespace=namespace)
+        scaled = await cluster.objects.patch(
+            where, "x", {"spec": {"replicas": 4}}, namespace=namespace, subresource="scale"
+        )
+        stored = await cluster.store.get(PDPool, "x", namespace=namespace)
+        assert (scaled["kind"], stored.spec.replicas, stored.metadata.generation) == ("Scale", 4, 2)
+
+    async def test_a_pool_applied_without_replicas_leaves_them_to_who_scales(
+        self, cluster: Cluster, namespace: str
+    ) -> None:
+        where = kind_of_resource(PDPool)
+        await cluster.objects.create(where, made(PDPool, "x", POOL), namespace=namespace)
+        rest = {key: value for key, value in POOL.items() if key != "replicas"}
+        body = made(PDPool, "x", {**rest, "instances": {"min": 2, "max": 4}})
+        body["metadata"]["namespace"] = namespace
+        after = await cluster.objects.apply(body, manager="operator", force=True)
+        assert (after["spec"]["replicas"], after["spec"]["instances"]) == (2, {"min": 2, "max": 4})
+
+
+class TestAnyObject:
+    async def test_an_apply_meets_the_field_of_another_and_may_be_forced(
+        self, cluster: Cluster, namespace: str
+    ) -> None:
+        await cluster.objects.apply(config_map(namespace, "x", "1"), manager="you")
+        with pytest.raises(Conflict, match=r'data\.a .*"you"'):
+            await cluster.objects.apply(config_map(namespace, "x", "2"), manager="me")
+        forced = await cluster.objects.apply(config_map(namespace, "x", "2"), manager="me", force=True)
+        assert forced["data"] == {"a": "2"}
+
+    async def test_a_dry_run_leaves_nothing(self, cluster: Cluster, namespace: str) -> None:
+        body = config_map(namespace, "x", "1")
+        await cluster.objects.create(CONFIG_MAP, body, namespace=namespace, dry_run=True)
+        await cluster.objects.apply(body, manager="me", dry_run=True)
+        with pytest.raises(NotFound):
+            await cluster.objects.get(CONFIG_MAP, "x", namespace=namespace)
+
+    async def test_a_second_of_the_name_exists_already(self, cluster: Cluster, namespace: str) -> None:
+        body = config_map(namespace, "x", "1")
+        await cluster.objects.create(CONFIG_MAP, body, namespace=namespace)
+        with pytest.raises(AlreadyExists):
+            await cluster.objects.create(CONFIG_MAP, body, namespace=namespace)
+
+    async def test_a_replacement_of_an_old_version_conflicts(self, cluster: Cluster, namespace: str) -> None:
+        old = await cluster.objects.create(CONFIG_MAP, config_map(namespace, "x", "1"), namespace=namespace)
+        await cluster.objects.replace({**old, "data": {"a": "2"}})
+        with pytest.raises(Conflict):
+            await cluster.objects.replace({**old, "data": {"a": "3"}})
+
+    async def test_only_the_object_that_was_meant_is_deleted(self, cluster: Cluster, namespace: str) -> None:
+        body = config_map(namespace, "x", "1")
+        uid = (await cluster.objects.create(CONFIG_MAP, body, namespace=namespace))["metadata"]["uid"]
+        with pytest.raises(Conflict):
+            await cluster.objects.delete(CONFIG_MAP, "x", namespace=namespace, uid="another")
+        await cluster.objects.delete(CONFIG_MAP, "x", namespace=namespace, uid=uid)
+        with pytest.raises(NotFound):
+            await cluster.objects.delete(CONFIG_MAP, "x", namespace=namespace)
+
+    async def test_a_list_longer_than_a_page_is_whole(self, cluster: Cluster, namespace: str) -> None:
+        # 600 of them, 500 to a page.
+        names = {f"n-{number}" for number in range(600)}
+        for some in (sorted(names)[at : at + 60] for at in range(0, 600, 60)):
+            await asyncio.gather(
+                *(
+                    cluster.objects.create(CONFIG_MAP, config_map(namespace, name, "1"), namespace=namespace)
+                    for name in some
+                )
+            )
+        listed, _ = await cluster.objects.list(CONFIG_MAP, namespace=namespace)
+        assert {item["metadata"]["name"] for item in listed} >= names
+
+    async def test_labels_choose_what_is_listed_and_watched(self, cluster: Cluster, namespace: str) -> None:
+        _, since = await cluster.objects.list(CONFIG_MAP, namespace=namespace, labels="a=b")
+        for name, labels in (("other", {}), ("mine", {"a": "b"})):
+            body = config_map(namespace, name, "1")
+            body["metadata"]["labels"] = labels
+            await cluster.objects.create(CONFIG_MAP, body, namespace=namespace)
+        listed, _ = await cluster.objects.list(CONFIG_MAP, namespace=namespace, labels="a=b")
+        watch = cluster.objects.watch(CONFIG_MAP, namespace=namespace, since=since, labels="a=b")
+        async with contextlib.aclosing(watch), asyncio.timeout(DEADLINE_S):
+            _, first = await anext(watch)
+        assert [item["metadata"]["name"] for item in (*listed, first)] == ["mine", "mine"]
+
+    async def test_a_watch_from_long_ago_is_gone(self, cluster: Cluster, namespace: str) -> None:
+        watch = cluster.objects.watch(POD, namespace=namespace, since="1")
+        async with contextlib.aclosing(watch), asyncio.timeout(DEADLINE_S):
+            with pytest.raises(Gone):
+                await anext(watch)
+
+    async def test_a_path_is_read_as_json_or_text(self, cluster: Cluster) -> None:
+        assert (await cluster.objects.get_path("/version"))["major"] == "1"
+        assert await cluster.objects.get_path("/readyz") == "ok"
+
+
+class TestMirror:
+    async def test_one_of_every_namespace_keeps_namesakes_apart(
+        self, cluster: Cluster, namespace: str
+    ) -> None:
+        name = f"gold-{secrets.token_hex(4)}"
+        mirror = Mirror(cluster.store, QoSTier, namespace="")
+        async with following(mirror):
+            for where, priority in ((namespace, 1), ("default", 2)):
+                metadata = ObjectMeta(name=name, namespace=where)
+                await cluster.store.create(QoSTier(metadata=metadata, spec=QoSTierSpec(priority=priority)))
+            await until(lambda: {f"{namespace}/{name}", f"default/{name}"} <= mirror.objects.keys())
+            await cluster.store.delete(QoSTier, name, namespace="default")
+            await until(lambda: f"default/{name}" not in mirror.objects)
+            kept = mirror.find(namespace, name)
+        assert kept is not None
+        assert kept.spec.priority == 1
+
+    async def test_it_is_whole_again_after_the_server_has_forgotten(
+        self, cluster: Cluster, namespace: str
+    ) -> None:
+        mirror = Mirror(cluster.store, QoSTier, namespace=namespace)
+        async with following(mirror):
+            await cluster.store.create(QoSTier(metadata=ObjectMeta(name="before", namespace=namespace)))
+            await until(lambda: "before" in mirror.objects)
+            # A change of the CRD ends its watches, and makes the server forget what was before it.
+            names = {"spec": {"names": {"categories": ["fulcrum", f"c-{secrets.token_hex(4)}"]}}}
+            await cluster.objects.patch(CRD, "qostiers.fulcrum.dev", names, namespace="")
+            await cluster.store.create(QoSTier(metadata=ObjectMeta(name="after", namespace=namespace)))
+            await cluster.store.delete(QoSTier, "before", namespace=namespace)
+            await until(lambda: mirror.objects.keys() == {"after"})
+
+
+class TestAccount:
+    async def test_a_pod_asks_as_its_account_and_is_told_which_right_it_lacks(
+        self, control_plane: RealCluster, namespace: str, tmp_path: Path
+    ) -> None:
+        _mount_account(control_plane, namespace, tmp_path)
+        url = find_access(f"kubeconfig:{control_plane.kubeconfig}").url
+        host, port = url.removeprefix("https://").split(":")
+        environment = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        access = pod_access(folder=tmp_path, environment=environment)
+        assert access.namespace == namespace
+        async with Cluster(access) as pod:
+            assert await pod.objects.get_path("/readyz") == "ok"
+            with pytest.raises(Forbidden) as refused:
+                await pod.store.list(QoSTier, namespace=namespace)
+            who = f"system:serviceaccount:{namespace}:default"
+            assert str(refused.value) == f"{who} may not list qostiers.fulcrum.dev in namespace {namespace}"
+            (tmp_path / "token").write_text("no token", encoding="utf-8")
+            assert access.token is not None
+            access.token.refused()
+            with pytest.raises(Forbidden, match="does not accept these credentials"):
+                await pod.objects.get(SERVICE_ACCOUNT, "default", namespace=namespace)
+
+
+def _mount_account(control_plane: RealCluster, namespace: str, folder: Path) -> None:
+    """What a kubelet would mount into a pod of the namespace's default account."""
+    (folder / "token").write_text(control_plane.kubectl("create", "token", "default", "-n", namespace))
+    (folder / "namespace").write_text(namespace)
+    (folder / "ca.crt").write_bytes((control_plane.folder / "pki/ca.crt").read_bytes())
+
+
+def _undescribed(fields: dict[str, Any], at: tuple[str, ...]) -> list[str]:
+    """The paths of fields without a description."""
+    bare: list[str] = []
+    for name, node in fields.items():
+        path = (*at, name)
+        if not node.get("description"):
+            bare.append(".".join(path))
+        for inner in (node, node.get("items", {}), node.get("additionalProperties", {})):
+            if isinstance(inner, dict):
+                bare += _undescribed(inner.get("properties", {}), path)
+    return bare
