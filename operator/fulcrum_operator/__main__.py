@@ -18,6 +18,7 @@ from fulcrum_cluster.access import find_access
 from fulcrum_cluster.client import Cluster, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.lease import OPERATOR_TIMING, ClusterLease, Elector, StepDown
+from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.kubernetes.metrics import Meters, make_app
@@ -79,8 +80,11 @@ async def _serve(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop)
     meters = Meters()
-    async with open_cluster(args.store, program="fulcrum-operator") as cluster:
-        candidate = Candidate(cluster, args, meters, stop)
+    async with (
+        open_cluster(args.store, program="fulcrum-operator") as cluster,
+        open_cluster(args.store, program="fulcrum-operator") as own,  # a renewal waits for nothing else
+    ):
+        candidate = Candidate(cluster, own.objects, args, meters, stop)
         async with _listening(make_app(meters, candidate.unready), args.host, args.port) as port:
             announce_ready(port=port)
             return await candidate.run()
@@ -91,19 +95,25 @@ class Candidate:
 
     Args:
         cluster: The API server.
+        lease: The same, for the Lease alone.
         args: The command line.
         meters: What is measured.
         stop: Set when the process shall end.
     """
 
     def __init__(
-        self, cluster: Cluster, args: argparse.Namespace, meters: Meters, stop: asyncio.Event
+        self,
+        cluster: Cluster,
+        lease: ObjectApi,
+        args: argparse.Namespace,
+        meters: Meters,
+        stop: asyncio.Event,
     ) -> None:
         self._cluster, self._args, self._meters, self._stop = cluster, args, meters, stop
         self._elected, self._lost = asyncio.Event(), False
         self._leader: Leader | None = None
         self._elector = Elector(
-            ClusterLease(cluster.objects, LEASE, namespace=args.lease_namespace),
+            ClusterLease(lease, LEASE, namespace=args.lease_namespace),
             identity=args.identity,
             timing=OPERATOR_TIMING,
             step_down=StepDown.AT_DEADLINE,

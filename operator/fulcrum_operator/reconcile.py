@@ -4,10 +4,10 @@ Whatever woke the key, a pass looks at all of the service's state; a pass that f
 writes nothing. The same code runs over memory and over Kubernetes: what differs stands in `Cluster`.
 """
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -19,6 +19,7 @@ from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, Instance
 from fulcrum_core.state import RouterState
 from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.side_by_side import side_by_side
 
 STATUS_INTERVAL_S = 10.0
 """A service's status is written at most once in so long, unless a condition changes."""
@@ -151,7 +152,9 @@ async def _apply(
     """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
     late_s: float | None = None
     made: dict[str, Resource] = {}
-    for obj in plan.objects:
+
+    async def write(obj: Resource) -> None:
+        nonlocal late_s
         before = stored.get((obj.kind, obj.metadata.name))
         if isinstance(obj, PDService) and isinstance(before, PDService):
             late_s = await _write_service(obj, before, cluster, cluster.memory[key])
@@ -159,11 +162,13 @@ async def _apply(
             made[obj.metadata.name] = await _create(obj, cluster.store)
         else:
             await _write(obj, before, cluster.store)
-    for obj in plan.delete:
-        await _delete(obj, cluster.store)
+
+    for _, objects in groupby(plan.objects, key=type):  # kinds one after the other
+        await side_by_side(write(obj) for obj in objects)
+    await side_by_side(_delete(obj, cluster.store) for obj in plan.delete)
     started = (made.get(instance.metadata.name, instance) for instance in plan.start)
-    await asyncio.gather(*(_start(obj, cluster) for obj in started if isinstance(obj, PDInstance)))
-    await asyncio.gather(*(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop))
+    await side_by_side(_start(obj, cluster) for obj in started if isinstance(obj, PDInstance))
+    await side_by_side(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop)
     return late_s
 
 
