@@ -28,6 +28,12 @@ def acting(cluster: Cluster) -> Pod:
     return found[0]
 
 
+def is_back(cluster: Cluster, killed: Pod) -> bool:
+    """Whether a pod whose process was killed runs another one, and is ready."""
+    pods = list_pods(cluster, killed.namespace)
+    return any(p.name == killed.name and p.ready and p.restarts > killed.restarts for p in pods)
+
+
 def all_ready(cluster: Cluster) -> bool:
     """Whether every pod of the release is ready and stays."""
     pods = [*component_pods(cluster, "operator"), *component_pods(cluster, "autoscaler")]

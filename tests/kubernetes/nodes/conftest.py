@@ -58,6 +58,7 @@ def service(cluster: Cluster, helm: Helm) -> Service:
     if not chat.exists():
         helm.install(values())
         cluster.kubectl("apply", "-f", "-", stdin=MANIFEST)
+    chat.reset()  # what a scenario before this one left when it failed
     chat.wait_whole(timeout_s=60)
     return chat
 

@@ -61,6 +61,12 @@ class Service:
         answer: Object = json.loads(body)
         return answer
 
+    def reset(self) -> None:
+        """Gives it the spec of the manifest again, whatever a scenario has made of it."""
+        autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
+        spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"image": None, "args": []}}
+        self.patch("pdservices", {"spec": spec})
+
     def roles(self) -> dict[str, Object]:
         """The wish: the assignment's entry of each instance."""
         entries: dict[str, Object] = self.read("pdassignments")["spec"].get("roles", {})
@@ -186,9 +192,11 @@ class Service:
         try:
             return wait_for(lambda: self.is_whole(instances), f"{instances} instances", timeout_s=timeout_s)
         except TimeoutError as error:
-            error.add_note(f"instances: {json.dumps(self.instances(), indent=1)}")
-            error.add_note(f"engines: {self.engines()}")
-            error.add_note(f"routers: {self.routers()}, endpoints: {self.endpoints()}")
+            for name, status in self.instances().items():
+                error.add_note(f"{name}: {status.get('phase')} {status.get('message')}")
+            for pod in (*self.engines(), *self.routers()):
+                error.add_note(f"pod {pod.name} on {pod.node}: ready={pod.ready} leaving={pod.leaving}")
+            error.add_note(f"the service leads to {self.endpoints()}")
             raise
 
     def _path(self, plural: str) -> str:

@@ -27,8 +27,7 @@ def by_hand(service: Service) -> Iterator[Service]:
     """The service with an autoscaler that decides nothing, so that every flip is the scenario's."""
     service.patch("pdservices", {"spec": {"autoscaling": {"mode": "Off"}}})
     yield service
-    change = {"mode": "Auto", "flip": {"strategy": "Auto"}}
-    service.patch("pdservices", {"spec": {"autoscaling": change}})
+    service.reset()
     service.wait_whole(timeout_s=120)
 
 

@@ -2,10 +2,11 @@
 
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from tests.kubernetes.nodes.components import acting, all_ready, leader
+from tests.kubernetes.nodes.components import acting, is_back, leader
 from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.pods import Pod, signal_pod
 from tests.kubernetes.nodes.service import INSTANCES, Service
@@ -25,15 +26,17 @@ def test_killed_in_the_middle_of_a_flip_or_a_drain_costs_nothing(
 ) -> None:
     with load.window(f"{who} killed in a flip") as flipping:
         instance, role = service.flip_one()
-        signal_pod(cluster, WHO[who](cluster), signal.SIGKILL)
+        killed = WHO[who](cluster)
+        signal_pod(cluster, killed, signal.SIGKILL)
         ended_s = wait_for(lambda: service.plays(instance, role), "the flip's end", timeout_s=60)
-        wait_for(lambda: all_ready(cluster), f"the {who} to be back", timeout_s=60)
+        wait_for(partial(is_back, cluster, killed), f"the {who} to be back", timeout_s=60)
     with load.window(f"{who} killed in a drain") as draining:
         service.patch("pdservices", {"spec": {"instances": INSTANCES - 1}})
         wait_for(lambda: service.phases()["Serving"] < INSTANCES, "a drain", timeout_s=60)
-        signal_pod(cluster, WHO[who](cluster), signal.SIGKILL)
+        killed = WHO[who](cluster)
+        signal_pod(cluster, killed, signal.SIGKILL)
         drained_s = service.wait_whole(INSTANCES - 1, timeout_s=90)
-        wait_for(lambda: all_ready(cluster), f"the {who} to be back", timeout_s=60)
+        wait_for(partial(is_back, cluster, killed), f"the {who} to be back", timeout_s=60)
         service.patch("pdservices", {"spec": {"instances": INSTANCES}})
         service.wait_whole(timeout_s=60)
     print(f"{who}: the flip ended {ended_s:.1f} s, the drain {drained_s:.1f} s after the kill")
