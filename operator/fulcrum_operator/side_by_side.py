@@ -8,7 +8,7 @@ AT_ONCE = 8
 
 
 async def side_by_side(calls: Iterable[Awaitable[Any]]) -> None:
-    """Begin them in order; the first failure is raised once all have come to their end."""
+    """Begin them in order; a failure is raised once all have come to their end."""
     waiting = iter(calls)
     failures: list[Exception] = []
 

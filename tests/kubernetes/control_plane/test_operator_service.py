@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.kubernetes.clusters import fresh_namespace
 from tests.kubernetes.control_plane.operators import (
     Engines,
     Kubelet,
@@ -190,3 +191,69 @@ def test_a_missing_tier_is_a_condition_and_an_event_that_names_it(world: World) 
     world.space.create("qostiers", {**tier, "spec": {}})
     until(lambda: world.space.condition("TiersAccepted")["status"] == "True", "the tier to be seen")
     assert "gold" in world.space.events()["TierMissing"]
+
+
+def test_an_instance_whose_node_is_lost_is_replaced_under_another_name(world: World) -> None:
+    world.up(3)
+    world.kubelet.node_lost("chat-1")
+    until(lambda: "chat-3" in world.space.names("pods"), "the replacement")
+    assert world.space.phases()["chat-1"] == "Failed"
+    world.kubelet.ready("chat-3")
+    until(
+        lambda: world.space.phases() == dict.fromkeys(("chat-0", "chat-2", "chat-3"), "Serving"),
+        "the lost one to go",
+        timeout_s=30,
+    )
+    until(lambda: "chat-1" not in world.space.names("pods"), "its pod to go", timeout_s=30)
+    assert {"InstanceFailed", "InstanceReplaced"} <= world.space.events().keys()
+
+
+def test_an_instance_whose_pod_somebody_deletes_is_replaced(world: World) -> None:
+    world.up(3)
+    world.space.delete("pods", "chat-1")
+    until(lambda: "chat-3" in world.space.names("pods") or _reborn(world, "chat-1"), "the replacement")
+
+
+def _reborn(world: World, name: str) -> bool:
+    pod = world.space.get("pods", name)
+    return pod.get("status", {}).get("phase") == "Pending" and "deletionTimestamp" not in pod["metadata"]
+
+
+def test_a_pool_is_scaled_by_its_owner(world: World) -> None:
+    pools = [{"name": "flex", "role": "Flexible", "instances": {"min": 2, "max": 4}}]
+    world.space.service(pools=pools, autoscaling={"scale": {"owner": "External"}})
+    until(lambda: "chat-1" in world.space.names("pods"), "the pods")
+    world.kubelet.ready("chat-0", "chat-1")
+    world.space.cluster.kubectl(
+        "scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={world.space.name}"
+    )
+    until(lambda: "chat-2" in world.space.names("pods"), "the third pod")
+    until(lambda: world.space.events().get("ScaledUp", "").endswith("from 2 to 3 instances"), "the event")
+
+
+def test_a_pod_that_is_refused_is_told_and_the_rest_serves_on(world: World) -> None:
+    world.space.create("resourcequotas", {"metadata": {"name": "few"}, "spec": {"hard": {"count/pods": "3"}}})
+    until(lambda: "status" in world.space.get("resourcequotas", "few"), "the quota")
+    world.space.service(instances=4)
+    until(lambda: "EngineDoesNotStart" in world.space.events(), "the event")
+    assert "exceeded quota" in world.space.events()["EngineDoesNotStart"]
+
+
+def test_services_of_one_name_in_two_namespaces_do_not_meet(
+    control_plane: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    address = some_address()
+    with (
+        fresh_namespace(control_plane) as other,
+        engines_at(address),
+        operators(control_plane, "", tmp_path) as start,
+    ):
+        spaces = [Space(control_plane, name) for name in (namespace, other)]
+        until(start("op-a", "--lease-namespace", namespace).leads, "the operator to lead")
+        for space, count in zip(spaces, (2, 3), strict=True):
+            space.service(instances=count)
+            until(lambda: f"chat-{count - 1}" in space.names("pods"), "the pods")  # noqa: B023
+            Kubelet(space, address).ready(*(f"chat-{number}" for number in range(count)))
+        for space in spaces:
+            until(lambda: set(space.phases().values()) == {"Serving"}, "all to serve")  # noqa: B023
+        assert [len(space.phases()) for space in spaces] == [2, 3]
