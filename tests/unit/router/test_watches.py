@@ -1,6 +1,7 @@
 """What the router makes of the store's objects."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from fulcrum_router.watches import Watches
+from tests.unit.router.objects import MemoryObjects
 
 DEADLINE_S = 20.0
 SINCE = "2026-01-01T00:00:00.000000Z"
@@ -206,3 +208,26 @@ async def test_other_services_are_none_of_its_business(cluster: Cluster) -> None
 async def test_the_cooldown_is_counted_from_the_assignment(cluster: Cluster) -> None:
     await cluster.acknowledged(await cluster.wish(lastPrefillToDecode="2026-01-01T00:00:00Z"))
     assert cluster.router.rules.to_decode_after_s == 1767225600.0 + 10.0
+
+
+async def test_a_pod_on_its_way_out_gets_nothing_before_the_operator_says_so(cluster: Cluster) -> None:
+    """A second router watches pods, too: its last instance's is being deleted, and one has no pod at all."""
+    objects, router = MemoryObjects(), Router()
+    for name in NAMES[:3]:
+        objects.put("Pod", name, status={"phase": "Running", "podIP": "127.0.0.1"})
+    watches = Watches(
+        router, cluster.store, service="s", namespace="default", objects=objects, rng=random.Random(1)
+    )
+    running = asyncio.create_task(watches.run())
+    try:
+        await asyncio.wait_for(watches.synced(), DEADLINE_S)
+        seen = {i.name: i.serving for i in router.fleet.all}
+        objects.put("Pod", "s-2", metadata={"deletionTimestamp": SINCE}, status={"podIP": "127.0.0.1"})
+        async with asyncio.timeout(DEADLINE_S):
+            while router.fleet["s-2"].serving:
+                await asyncio.sleep(0.001)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert seen == {"s-0": True, "s-1": True, "s-2": True, "s-3": False}
+    assert cluster.fleet()["s-2"] == (Role.DECODE, True), "who does not watch them waits for the operator"
