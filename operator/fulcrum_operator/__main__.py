@@ -3,13 +3,14 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import structlog
 from aiohttp import web
@@ -64,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--token-file", type=Path, required=True, help="token for routers' state ports; may be replaced")
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
     add("--router-replicas", type=int, default=2, help="routers of a service, of which one is active")
+    add(
+        "--router-resources", type=_resources, default={}, help="of their containers, as JSON (default: none)"
+    )
     add("--host", default="0.0.0.0", help="address to serve /healthz, /readyz and /metrics on")
     add("--port", type=int, default=9093, help="port for them; 0: any free one")
     return parser
@@ -74,6 +78,16 @@ def _account(text: str) -> Account:
     if not (namespace and colon and name):
         raise argparse.ArgumentTypeError(f"{text} is not NAMESPACE:NAME")
     return Account(namespace, name)
+
+
+def _resources(text: str) -> dict[str, Any]:
+    try:
+        asked = json.loads(text)
+    except ValueError:
+        asked = None
+    if not isinstance(asked, dict) or not set(asked) <= {"requests", "limits", "claims"}:
+        raise argparse.ArgumentTypeError(f"{text} is not a container's resources as JSON")
+    return asked
 
 
 async def _serve(args: argparse.Namespace) -> int:
@@ -187,6 +201,7 @@ def _options(args: argparse.Namespace) -> "Options":
             autoscaler=args.autoscaler_account or Account(args.lease_namespace, "fulcrum-autoscaler"),
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
+            router_resources=args.router_resources,
         ),
         namespace=args.namespace,
         token_file=args.token_file,

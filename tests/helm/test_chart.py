@@ -25,7 +25,7 @@ ALL: dict[str, Any] = {
     },
     "imagePullSecrets": [{"name": "pull"}],
     "crds": {"enabled": False},
-    "router": {"replicas": 3},
+    "router": {"replicas": 3, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}}},
     "operator": {
         "replicas": 1,
         "serviceAccount": {"annotations": {"example.com/role": "operator"}},

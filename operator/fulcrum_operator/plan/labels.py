@@ -41,10 +41,6 @@ class Account:
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
-def _router_resources() -> dict[str, Any]:
-    return {"requests": {"cpu": "250m", "memory": "192Mi"}}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
     """What an installation decides for all services.
@@ -58,7 +54,7 @@ class ClusterSettings:
     autoscaler: Account
     image_pull_secrets: tuple[str, ...] = ()
     router_replicas: int = 2
-    router_resources: dict[str, Any] = field(default_factory=_router_resources)
+    router_resources: dict[str, Any] = field(default_factory=dict)
 
 
 def usual_labels(service: str, name: str) -> dict[str, str]:
