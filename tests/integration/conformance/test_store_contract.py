@@ -270,6 +270,16 @@ class TestValidation:
         assert refused.value.path == path
         assert await store.get(PDService, "chat", namespace=namespace) == before
 
+    async def test_what_an_object_was_made_for_cannot_be_changed(self, store: Store, namespace: str) -> None:
+        spec = PDAssignmentSpec(service="chat")
+        before = await store.create(
+            PDAssignment(metadata=ObjectMeta(name="chat", namespace=namespace), spec=spec)
+        )
+        with pytest.raises(InvalidInput, match="cannot be changed") as refused:
+            await store.patch(PDAssignment, "chat", {"spec": {"service": "other"}}, namespace=namespace)
+        assert refused.value.path == "spec.service"
+        assert await store.get(PDAssignment, "chat", namespace=namespace) == before
+
     async def test_a_rule_between_fields_is_held(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace, instances=2))
         pools = [{"name": "a", "instances": {"min": 1}}]
@@ -323,6 +333,22 @@ class TestWatching:
         await store.create(tier(f"{namespace}-other"))
         mine = await store.create(tier(namespace))
         assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [mine]
+
+    async def test_no_namespace_is_every_namespace(self, store: Store, namespace: str) -> None:
+        both = {namespace, f"{namespace}-other"}
+        since = (await store.list(QoSTier, namespace="")).resource_version
+        for where in sorted(both):
+            await store.create(tier(where))
+        listed = {obj.metadata.namespace for obj in (await store.list(QoSTier, namespace="")).items}
+        stream = cast(
+            AsyncGenerator[WatchEvent[QoSTier], None], store.watch(QoSTier, namespace="", since=since)
+        )
+        watched: set[str] = set()
+        async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
+            while not both <= watched:
+                event = await anext(following)
+                watched |= {event.object.metadata.namespace} if event.object else set()
+        assert both <= listed
 
     async def test_a_change_of_status_is_seen(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
