@@ -16,7 +16,7 @@ from fulcrum_core.api.pdpool import PDPool, fixed_role
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.transfer import compatibility_groups
-from fulcrum_core.values import Actor, Role
+from fulcrum_core.values import Actor, FlipStrategy, Role
 
 CLOCK_SKEW_S = 5.0
 """How far ahead of the reader's clock a wish may be dated."""
@@ -33,6 +33,8 @@ class AssignmentRules:
     """The service's own floors: an assignment that was patched by hand cannot lower them."""
     groups: Mapping[str, int] = field(default_factory=dict)
     """Which instances can exchange KV: those of one number. Nobody is in a group of his own by default."""
+    restarts: frozenset[str] = frozenset()
+    """Instances that are started anew for a flip: until then they serve neither role."""
 
 
 def rules_of(
@@ -47,6 +49,11 @@ def rules_of(
         fixed_roles={name: role for name, role in fixed.items() if role is not None},
         floors=spec.roles.floors(),
         groups=groups_of(instances),
+        restarts=frozenset(
+            i.metadata.name
+            for i in instances
+            if i.spec.role or i.spec.role_at_start or i.status.strategy is FlipStrategy.RESTART
+        ),
     )
 
 
@@ -81,7 +88,7 @@ def may_apply(
         return Verdict(False, refusal)
     for role in (Role.PREFILL, Role.DECODE):
         floor = max(rules.floors.of(role), proposed.floors.of(role))
-        refusal = _refuse_floor(role, floor, current, proposed, ready)
+        refusal = _refuse_floor(role, floor, current, proposed, ready, rules)
         refusal = refusal or _refuse_last_assigned(role, floor, current, proposed)
         refusal = refusal or _refuse_one_sided(role, current, proposed, ready, rules)
         if refusal:
@@ -245,14 +252,25 @@ def _refuse_times(current: PDAssignmentSpec, proposed: PDAssignmentSpec, *, now_
 
 
 def _refuse_floor(
-    role: Role, floor: int, current: PDAssignmentSpec, proposed: PDAssignmentSpec, ready: Collection[str]
+    role: Role,
+    floor: int,
+    current: PDAssignmentSpec,
+    proposed: PDAssignmentSpec,
+    ready: Collection[str],
+    rules: AssignmentRules,
 ) -> str | None:
+    away = {name for name in rules.restarts if _flipped(name, current, proposed)}
     before = serving(current.roles, ready, role)
-    after = serving(proposed.roles, ready, role)
+    after = serving(proposed.roles, frozenset(ready) - away, role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
     return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"
+
+
+def _flipped(name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
+    before, after = current.roles.get(name), proposed.roles.get(name)
+    return before is not None and after is not None and before.role is not after.role
 
 
 def _refuse_one_sided(

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from fulcrum_core.api import Floors, PDAssignmentSpec, PDService, Refusal, RoleAssignment
-from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, may_apply
+from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, may_apply, serving, with_flip
 from fulcrum_core.values import Actor, FlipStrategy, Role
 from fulcrum_operator.plan.instances import Departure
-from fulcrum_operator.plan.observed import Observed, by_number
+from fulcrum_operator.plan.observed import Observed, by_number, played_role
 
 REFUSED_FOR_S = 30.0
 """How long a refused wish is refused without a second look."""
@@ -97,7 +97,7 @@ def rebuilt(seen: Observed) -> PDAssignmentSpec | None:
         return None
     spec = seen.assignment.spec
     played = {
-        instance.metadata.name: instance.status.role
+        instance.metadata.name: played_role(instance)
         for instance in seen.instances
         if seen.strategy(instance) is FlipStrategy.RESTART
     }
@@ -220,12 +220,35 @@ def _cordoned(
                 leaving.add(name)
             elif verdict:
                 refusal = verdict.reason
-        if left and refusal:
+        if left and refusal and departure.by_flip:
+            spec = _made_way(spec, departure, leaving, seen, rules)
+        elif left and refusal:
             held[departure.pool] = refusal
     for name in sorted({member.name for member in members} - leaving):
         if spec.roles[name].cordoner not in (None, Actor.PERSON):
             spec = _with_cordon(spec, name, None)
     return Assigned(spec, frozenset(leaving), held)
+
+
+def _made_way(
+    spec: PDAssignmentSpec,
+    departure: Departure,
+    leaving: Collection[str],
+    seen: Observed,
+    rules: AssignmentRules,
+) -> PDAssignmentSpec:
+    """One of those that stay given the role of one that cannot leave: it goes once the other has it."""
+    stuck = [name for name in departure.candidates if name not in leaving and name in seen.serving]
+    for name in stuck[:1]:
+        role = Role(spec.roles[name].role)
+        others = serving(spec.roles, seen.serving - set(departure.candidates), role.other)
+        for other in others:
+            proposed = with_flip(
+                spec, other, role, by=Actor.OPERATOR, reason=f"{name} leaves", now_s=seen.now_s
+            )
+            if may_apply(spec, proposed, seen.serving, rules, now_s=seen.now_s).allowed:
+                return proposed
+    return spec
 
 
 def _with_cordon(spec: PDAssignmentSpec, name: str, why: str | None) -> PDAssignmentSpec:

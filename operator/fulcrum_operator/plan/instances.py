@@ -22,6 +22,8 @@ class Departure:
     """Cheapest to reclaim first."""
     count: int
     why: str
+    by_flip: bool = False
+    """Whether one of those that stay may change its role, if a floor holds up the rest."""
 
 
 def new_instances(seen: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstance, ...]:
@@ -58,9 +60,8 @@ def _departures(seen: Observed, view: PoolView) -> Iterable[Departure]:
     serve = sum(member.status.phase is Phase.SERVING for member in view.members)
     spare = serve - (view.wanted - seen.service.spec.rollout.max_unavailable)
     leaving = len(idle) + max(0, min(spare, len(view.old) - len(idle)))
-    yield Departure(
-        view.name, reclaim_order(seen, view.old), leaving, f"revision {view.revision} replaces it"
-    )
+    why, replaced = f"revision {view.revision} replaces it", view.whole_of(view.new)
+    yield Departure(view.name, reclaim_order(seen, view.old), leaving, why, by_flip=replaced)
     excess = len(view.new) - view.wanted
     yield Departure(view.name, reclaim_order(seen, view.new), excess, "more instances than wanted")
 

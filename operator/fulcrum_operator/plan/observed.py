@@ -43,8 +43,16 @@ class Observed:
 
     @property
     def serving(self) -> frozenset[str]:
-        """Names of the instances that serve."""
-        return frozenset(i.metadata.name for i in self.instances if i.status.phase is Phase.SERVING)
+        """Names of the instances that serve, and whose engines still do."""
+        return frozenset(
+            i.metadata.name
+            for i in self.instances
+            if i.status.phase is Phase.SERVING and self._runs(i.metadata.name)
+        )
+
+    def _runs(self, name: str) -> bool:
+        engine = self.engines.get(name)
+        return engine is not None and engine.state is EngineState.RUNNING and not engine.ending
 
     @property
     def staying(self) -> tuple[PDInstance, ...]:

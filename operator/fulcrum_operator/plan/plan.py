@@ -204,8 +204,10 @@ def _desired(
     serving = [name for name, step in steps.items() if step.phase is Phase.SERVING]
     seen_to_be = tuple(i.replace(status=_fact_status(seen, i, steps[i.metadata.name])) for i in instances)
     roles = effective_roles(wish.roles, serving, groups_of(seen_to_be))
+    played = {i.metadata.name: i.status.role for i in instances}
     return tuple(
-        _with_role(seen, i, wish, roles.get(i.metadata.name), steps[i.metadata.name]) for i in seen_to_be
+        _with_role(seen, i, wish, (roles.get(name), played[name]), steps[name])
+        for name, i in zip(played, seen_to_be, strict=True)
     )
 
 
@@ -230,11 +232,22 @@ def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstance
 
 
 def _with_role(
-    seen: Observed, instance: PDInstance, wish: PDAssignmentSpec, role: Role | None, step: Step
+    seen: Observed,
+    instance: PDInstance,
+    wish: PDAssignmentSpec,
+    roles: tuple[Role | None, Role | None],
+    step: Step,
 ) -> PDInstance:
-    """The instance with the role it plays, and the one that an engine started now is started for."""
-    name = instance.metadata.name
-    known = {i.metadata.name: i.status.role for i in seen.instances}.get(name)
+    """The instance with the role it plays, and the one that an engine started now is started for.
+
+    Args:
+        seen: What is there.
+        instance: As it shall stand otherwise.
+        wish: The roles that are wished.
+        roles: What it plays by the wish, and what it played so far.
+        step: Where it goes.
+    """
+    name, (role, known) = instance.metadata.name, roles
     entry = wish.roles.get(name)
     if step.phase in (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING):
         role = known or (Role(entry.role) if entry else None)

@@ -38,8 +38,14 @@ class PoolView:
     wanted: int
     target: StartSpec
     """What its instances shall be started with."""
+    revision: str
+    """The hash of that."""
     members: tuple[PDInstance, ...]
     """Its instances that count, by number."""
+    new: tuple[PDInstance, ...]
+    """Members of that revision."""
+    old: tuple[PDInstance, ...]
+    """Members that have to be exchanged."""
     lost: int
     """Instances on show that were lost."""
     paused: bool
@@ -51,21 +57,6 @@ class PoolView:
         return self.pool.metadata.name
 
     @property
-    def revision(self) -> str:
-        """The revision that its instances shall have."""
-        return self.target.start_revision
-
-    @property
-    def new(self) -> tuple[PDInstance, ...]:
-        """Members of that revision."""
-        return tuple(member for member in self.members if revision_of(member) == self.revision)
-
-    @property
-    def old(self) -> tuple[PDInstance, ...]:
-        """Members that have to be exchanged."""
-        return tuple(member for member in self.members if revision_of(member) != self.revision)
-
-    @property
     def rolls(self) -> bool:
         """Whether members are being exchanged."""
         return bool(self.old) and not self.paused
@@ -73,12 +64,18 @@ class PoolView:
     @property
     def waits(self) -> bool:
         """Whether another revision is asked for, and a pause holds it up."""
-        return self.paused and (bool(self.old) or self.pool.spec.start_revision != self.revision)
+        return (
+            self.paused and self.refused is None and (bool(self.old) or self.pool.spec.start != self.target)
+        )
 
     @property
     def whole(self) -> bool:
         """Whether as many serve as are wanted."""
-        return sum(member.status.phase is Phase.SERVING for member in self.members) >= self.wanted
+        return self.whole_of(self.members)
+
+    def whole_of(self, members: tuple[PDInstance, ...]) -> bool:
+        """Whether as many of these serve as are wanted."""
+        return sum(member.status.phase is Phase.SERVING for member in members) >= self.wanted
 
     @property
     def last_good(self) -> StartSpec | None:
@@ -113,11 +110,15 @@ def view_of(seen: Observed, pool: PDPool) -> PoolView:
     mine = members_of(seen.instances, pool.metadata.name)
     members = members_of(seen.staying, pool.metadata.name)
     target, refused = _target(seen, pool, members)
+    revision = target.start_revision
     return PoolView(
         pool=pool,
         wanted=wanted_replicas(pool),
         target=target,
+        revision=revision,
         members=members,
+        new=tuple(member for member in members if revision_of(member) == revision),
+        old=tuple(member for member in members if revision_of(member) != revision),
         lost=sum(seen.taken(instance) for instance in mine),
         paused=seen.service.spec.rollout.paused,
         refused=refused,
