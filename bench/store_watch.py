@@ -24,6 +24,7 @@ from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.process import announce_ready, die_with_parent
 from fulcrum_cluster.server import serve_store
 from fulcrum_core.api import ObjectMeta, PDAssignment, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.meta import format_time
 from fulcrum_core.values import Actor, Role
 
 BAR_MS = 10.0
@@ -59,7 +60,7 @@ async def write(path: Path, flips: int) -> tuple[list[float], list[float]]:
         for flip in range(flips):
             decided_s.append(time.time())
             role = Role.DECODE if flip % 2 == 0 else Role.PREFILL
-            patch = {"spec": {"roles": {"chat-0": {"role": role, "since": decided_s[-1]}}}}
+            patch = {"spec": {"roles": {"chat-0": {"role": role, "since": format_time(decided_s[-1])}}}}
             version = current.metadata.resource_version
             current = await store.patch(
                 PDAssignment, "chat", patch, namespace=NAMESPACE, resource_version=version
