@@ -26,6 +26,7 @@ ORDER = (
     "test_api_server",
     "test_nodes",
     "test_deletion",
+    "test_one_namespace",
     "test_rights",  # by then the log tells of all
 )
 

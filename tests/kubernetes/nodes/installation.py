@@ -24,8 +24,8 @@ def values(image: str = IMAGE, **more: Any) -> dict[str, Any]:
 class Helm:
     """Helm on one cluster, in the namespace of the release."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, namespace: str = NAMESPACE) -> None:
+        self._cluster, self._namespace = cluster, namespace
 
     def install(self, settings: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
         """`helm install`; with `wait` until all that it made is ready."""
@@ -40,10 +40,14 @@ class Helm:
         """`helm uninstall`, until all of it is gone; harmless where nothing is installed."""
         return self._run("uninstall", RELEASE, timeout=60, wait="watcher", ignore_not_found=True)
 
+    def test(self) -> dict[str, Any]:
+        """`helm test`; RuntimeError if the release does not pass it."""
+        return self._run("test", RELEASE, timeout=60)
+
     def _run(self, action: str, *arguments: Any, **options: Any) -> dict[str, Any]:
         asked = {
             "kubeconfig": str(self._cluster.kubeconfig),
-            "namespace": NAMESPACE,
+            "namespace": self._namespace,
             "action": action,
             "arguments": arguments,
             "options": options,

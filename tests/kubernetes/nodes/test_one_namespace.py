@@ -1,0 +1,55 @@
+"""The chart in one namespace that refuses every pod that is not restricted, with Roles alone."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kubernetes.clusters import CRDS, apply_crds
+from tests.kubernetes.nodes.installation import Helm, values
+from tests.kubernetes.nodes.rights import refused
+from tests.kubernetes.nodes.service import Service
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+MANIFEST = """
+apiVersion: fulcrum.dev/v1alpha1
+kind: PDService
+metadata: {name: own}
+spec: {model: laptop-1b, instances: 2}
+"""
+
+
+@pytest.fixture
+def installed(cluster: Cluster, namespace: str) -> Iterator[Helm]:
+    """The release, after whatever release there was for all namespaces has gone."""
+    Helm(cluster).uninstall()
+    kinds_there = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # from that release, and still its own
+    if not kinds_there:
+        apply_crds(cluster)
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    path = f"/api/v1/namespaces/{namespace}"
+    cluster.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")
+    helm = Helm(cluster, namespace)
+    helm.install(values(watchNamespace=namespace, crds={"enabled": False}))
+    yield helm
+    helm.uninstall()
+    if not kinds_there:
+        cluster.kubectl("delete", "-f", str(CRDS))
+
+
+@pytest.mark.timeout(300)
+def test_a_release_for_one_namespace_serves_and_has_no_right_outside(
+    cluster: Cluster, namespace: str, installed: Helm
+) -> None:
+    cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=MANIFEST)
+    own = Service(cluster, namespace, "own")
+    own.wait_whole(2, timeout_s=120)
+    wait_for(lambda: own.first_token("n1"), "a first token", timeout_s=30)
+    installed.test()
+    roles = cluster.kubectl("get", "clusterroles,clusterrolebindings", "--output=name").split()
+    parts = ("fulcrum-operator", "fulcrum-autoscaler", "own-router")
+    assert [role for role in roles if "fulcrum" in role] == []
+    assert {part: refused(cluster, namespace, part) for part in parts} == {part: set() for part in parts}
+    cluster.kubectl("delete", "pdservice", "own", f"--namespace={namespace}", "--timeout=60s")
+    wait_for(lambda: own.engines() == own.routers() == [], "its pods to go", timeout_s=120)
