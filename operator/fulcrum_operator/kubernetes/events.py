@@ -56,9 +56,10 @@ def role_flipped(instance: str, role: str, by: str, why: str) -> Event:
     return Event("RoleFlipped", NORMAL, f"{instance} to {role} by {by}{said}", f"{instance}/{role}")
 
 
-def wish_refused(instance: str, role: str, why: str) -> Event:
-    """A wished role was turned down."""
-    return Event("WishRefused", WARNING, f"{instance} to {role}: {why}", f"{instance}/{role}")
+def wish_refused(instance: str, role: str | None, why: str) -> Event:
+    """A wished role was turned down, or another change, as a cordon or a pin."""
+    said = f"{instance} to {role}" if role else instance
+    return Event("WishRefused", WARNING, f"{said}: {why}", f"{instance}/{role}")
 
 
 def instance_failed(instance: str, why: str) -> Event:
@@ -118,7 +119,7 @@ def _of_roles(before: Observed, plan: Plan) -> Iterator[Event]:
             yield role_flipped(name, entry.role, entry.by, entry.reason)
         told = before.assignment.spec.roles.get(name)
         if entry.refused is not None and (told is None or told.refused != entry.refused):
-            yield wish_refused(name, str(entry.refused.role), entry.refused.reason)
+            yield wish_refused(name, entry.refused.role, entry.refused.reason)
 
 
 def _of_instances(before: Observed, plan: Plan) -> Iterator[Event]:

@@ -15,6 +15,7 @@ from fulcrum_core.api import (
 )
 from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, rules_of
 from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.state import InstanceState
 from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan.assignment import Assigned, Member, plan_assignment, refused
@@ -79,9 +80,11 @@ def plan_service(seen: Observed) -> Plan:
     assigned = plan_assignment(seen, members, departures(seen, views), rules)
     instances = by_name((*seen.instances, *born))
     shown_until_s = _shown_until_s(seen, views)
+    ledger = {state.name: state for state in seen.router.instances} if seen.router else {}
     steps = {
-        i.metadata.name: advance(_facts(seen, assigned, i, shown_until_s.get(i.spec.pool, seen.now_s)))
+        name: advance(_facts(seen, assigned, i, ledger.get(name), shown_until_s.get(i.spec.pool, seen.now_s)))
         for i in instances
+        for name in (i.metadata.name,)
     }
     wish = _rolled_back(assigned.spec, instances, steps, now_s=seen.now_s)
     return _assembled(seen, views, instances, replace(assigned, spec=wish), steps)
@@ -138,11 +141,15 @@ def _deadlines(seen: Observed, views: tuple[PoolView, ...]) -> list[float]:
     return [deadline_s for deadline_s in known if deadline_s is not None]
 
 
-def _facts(seen: Observed, assigned: Assigned, instance: PDInstance, whole_at_s: float) -> Facts:
+def _facts(
+    seen: Observed,
+    assigned: Assigned,
+    instance: PDInstance,
+    state: InstanceState | None,
+    whole_at_s: float,
+) -> Facts:
     name, status = instance.metadata.name, instance.status
     entry = assigned.spec.roles.get(name)
-    ledger = {state.name: state for state in seen.router.instances} if seen.router else {}
-    state = ledger.get(name)
     since_s = status.phase_since if status.phase_since is not None else seen.now_s
     return Facts(
         phase=status.phase,
