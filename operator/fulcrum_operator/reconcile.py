@@ -7,7 +7,6 @@ writes nothing. The same code runs over memory and over Kubernetes: what differs
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -152,9 +151,7 @@ async def _apply(
     """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
     late_s: float | None = None
     made: dict[str, Resource] = {}
-
-    async def write(obj: Resource) -> None:
-        nonlocal late_s
+    for obj in plan.objects:
         before = stored.get((obj.kind, obj.metadata.name))
         if isinstance(obj, PDService) and isinstance(before, PDService):
             late_s = await _write_service(obj, before, cluster, cluster.memory[key])
@@ -162,10 +159,8 @@ async def _apply(
             made[obj.metadata.name] = await _create(obj, cluster.store)
         else:
             await _write(obj, before, cluster.store)
-
-    for _, objects in groupby(plan.objects, key=type):  # kinds one after the other
-        await side_by_side(write(obj) for obj in objects)
-    await side_by_side(_delete(obj, cluster.store) for obj in plan.delete)
+    for obj in plan.delete:
+        await _delete(obj, cluster.store)
     started = (made.get(instance.metadata.name, instance) for instance in plan.start)
     await side_by_side(_start(obj, cluster) for obj in started if isinstance(obj, PDInstance))
     await side_by_side(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop)
