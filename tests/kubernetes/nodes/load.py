@@ -110,9 +110,9 @@ class Load:
 
 
 @contextlib.contextmanager
-def loaded(cluster: Cluster, service: Service, seed: int, *, node: str) -> Iterator[Load]:
+def loaded(cluster: Cluster, service: Service, seed: int, *, node: str, rate: float = RATE) -> Iterator[Load]:
     """Steady load on the service from this node, once it is seen to be answered."""
-    running = Load(cluster.nodes[node], host=service.address(), model=MODEL, seed=seed)
+    running = Load(cluster.nodes[node], host=service.address(), model=MODEL, seed=seed, rate=rate)
     try:
         with running.window("warming up"):
             wait_for(lambda: service.first_token(node), "an answer", timeout_s=30)
