@@ -5,6 +5,9 @@ from pathlib import Path
 
 from tools.kubernetes.program import CGROUPS
 
+SHARES = 8 * 1024
+"""Of the processors, where a process outside of any group has 1024."""
+
 
 def make(name: str) -> None:
     """Makes the groups of that path under every controller of cgroup v1."""
@@ -19,6 +22,14 @@ def make(name: str) -> None:
             ):  # empty in a new group, and then nothing may run in it
                 if (folder / setting).exists():
                     (folder / setting).write_text((parent / setting).read_text())
+    _weigh(Path(name).parts[0])
+
+
+def _weigh(name: str) -> None:
+    """All pods together would else count as much as one process outside, and starve on a busy machine."""
+    shares = CGROUPS / "cpu" / name / "cpu.shares"
+    if shares.exists():
+        shares.write_text(str(SHARES))
 
 
 def remove(name: str) -> bool:
