@@ -54,7 +54,7 @@ class PoolSpec(Model):
 
     name: str = Field(
         min_length=1,
-        max_length=40,
+        max_length=22,  # `<service>-<pool>` is the value of a label: 63 characters
         pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$",
         description="Name of the pool.",
     )
