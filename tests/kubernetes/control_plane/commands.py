@@ -72,7 +72,7 @@ class Service:
 
     def see(self, name: str, **status: Any) -> None:
         """Writes the status of an instance, which serves unless told otherwise."""
-        told = {"phase": "Serving", "endpoint": "10.0.0.1:8000", "identity": IDENTITY, **status}
+        told = {"phase": "Serving", "endpoint": "192.0.2.1:8000", "identity": IDENTITY, **status}
         self._patch(f"pdinstances/{name}/status", {"status": told})
 
     def status(self, **status: Any) -> None:

@@ -78,7 +78,7 @@ def instance(name: str, phase: str = "Serving", role: str | None = "Prefill", **
         "tensorParallel": 1,
         **identity,
     }
-    told = {"phase": phase, "role": role, "endpoint": "10.0.0.1:8000", "identity": known}
+    told = {"phase": phase, "role": role, "endpoint": "192.0.2.1:8000", "identity": known}
     return found.replace(status=PDInstanceStatus.model_validate(told))
 
 

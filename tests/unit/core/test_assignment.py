@@ -394,4 +394,6 @@ def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
 
     rules = rules_of(service.spec, [pool], [i for i in instances if isinstance(i, PDInstance)])
 
-    assert rules == AssignmentRules(10.0, {"chat-0": P}, Floors(prefill=3, decode=1), {"chat-0": 0, "chat-1": 0})
+    assert rules == AssignmentRules(
+        10.0, {"chat-0": P}, Floors(prefill=3, decode=1), {"chat-0": 0, "chat-1": 0}
+    )

@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,14 +148,25 @@ def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
     assert imported - installed_with(room) == set()
 
 
+def test_a_local_run_needs_no_cluster() -> None:
+    """`make play` installs nothing for Kubernetes; so nothing that a local run starts may import that."""
+    started = ("fulcrum_cli.__main__", "fulcrum_cli.up", "fulcrum_operator.local", "fulcrum_router.__main__")
+    loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
+    assert {"kopf", "kubernetes", "jwt", "cryptography"} & set(done.stdout.split()) == set()
+
+
 def installed_with(room: str) -> set[str]:
     """The distributions that the room may count on: the project's own and its extra's."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: distributions(texts) for name, texts in project["optional-dependencies"].items()}
     extras["core"] = set()
+    # What only a cluster needs; a local run never imports it (`test_a_local_run_needs_no_cluster`).
+    for shell in ("operator", "router"):
+        extras[shell] |= extras["kubernetes"]
     extras["cluster"] = (
         extras["router"] & extras["autoscaler"] & extras["operator"]
-    )  # each of them stands on it
+    ) | extras["kubernetes"]  # each of them stands on it, and it reads kubeconfigs
     extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
     return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # pydantic's other half
 

@@ -108,13 +108,13 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     ),
     (
         "it loads",
-        pod(conditions=conditions("False", at=T0), containerStatuses=[container(RUNS)], podIP="10.0.0.7"),
+        pod(conditions=conditions("False", at=T0), containerStatuses=[container(RUNS)], podIP="192.0.2.7"),
         {"state": STARTING, "image": DIGEST, "since_s": AT[T0]},
     ),
     (
         "it serves",
-        pod(conditions=conditions("True"), containerStatuses=[UP], podIP="10.0.0.7"),
-        {"state": RUNNING, "endpoint": "10.0.0.7:8000", "image": DIGEST, "since_s": AT[T1]},
+        pod(conditions=conditions("True"), containerStatuses=[UP], podIP="192.0.2.7"),
+        {"state": RUNNING, "endpoint": "192.0.2.7:8000", "image": DIGEST, "since_s": AT[T1]},
     ),
     (
         "it serves over IPv6",
@@ -123,10 +123,10 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     ),
     (
         "it served and its readiness probe fails now",
-        pod(conditions=conditions("False"), containerStatuses=[UP], podIP="10.0.0.7"),
+        pod(conditions=conditions("False"), containerStatuses=[UP], podIP="192.0.2.7"),
         {
             "state": RUNNING,
-            "endpoint": "10.0.0.7:8000",
+            "endpoint": "192.0.2.7:8000",
             "message": "its readiness probe fails",
             "image": DIGEST,
             "since_s": AT[T1],
@@ -137,7 +137,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         pod(
             conditions=conditions("False", "True", at=T0, reason="ReadinessGatesNotReady"),
             containerStatuses=[UP],
-            podIP="10.0.0.7",
+            podIP="192.0.2.7",
         ),
         {"state": STARTING, "image": DIGEST, "since_s": AT[T0]},
     ),
@@ -184,15 +184,15 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     ),
     (
         "its node went quiet",
-        pod(conditions=conditions("False", "True"), containerStatuses=[UP], podIP="10.0.0.7"),
+        pod(conditions=conditions("False", "True"), containerStatuses=[UP], podIP="192.0.2.7"),
         {"state": LOST, "message": "its node n1 does not answer", "image": DIGEST, "since_s": AT[T1]},
     ),
     (
         "somebody deletes it while it serves",
-        pod(meta=DELETED, conditions=conditions("True"), containerStatuses=[UP], podIP="10.0.0.7"),
+        pod(meta=DELETED, conditions=conditions("True"), containerStatuses=[UP], podIP="192.0.2.7"),
         {
             "state": RUNNING,
-            "endpoint": "10.0.0.7:8000",
+            "endpoint": "192.0.2.7:8000",
             "image": DIGEST,
             "since_s": AT[T1],
             "ending": True,

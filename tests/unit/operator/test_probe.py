@@ -42,7 +42,7 @@ async def test_answers_say_how_an_engine_flips(
     prefill: int | None, plain: int | None, expected: FlipStrategy | None
 ) -> None:
     async with engine(prefill, plain) as client:
-        assert await probe(client, "10.0.0.1:8000", model="m", salt="s") is expected
+        assert await probe(client, "192.0.2.1:8000", model="m", salt="s") is expected
 
 
 class Asked:
@@ -57,7 +57,7 @@ class Asked:
         return self.answers.pop(0) if self.answers else RELABEL
 
     def want(self, life: Life) -> None:
-        self.probes.want(life, "10.0.0.1:8000", "m", then=self._then)
+        self.probes.want(life, "192.0.2.1:8000", "m", then=self._then)
 
     def _then(self) -> None:
         self.told += 1

@@ -33,7 +33,7 @@ async def test_a_few_run_at_a_time() -> None:
 
 async def test_a_failure_is_raised_and_keeps_nobody_from_ending() -> None:
     calls = Calls()
-    with pytest.raises(ValueError, match="3|5"):
+    with pytest.raises(ValueError, match=r"3|5"):
         await side_by_side(calls.call(number, fails=number in (3, 5)) for number in range(AT_ONCE * 2))
     assert sorted(calls.ended) == [number for number in range(AT_ONCE * 2) if number not in (3, 5)]
 
