@@ -1,4 +1,4 @@
-"""A cluster as a plan sees it, in a few dictionaries: objects, a clock, engines that start, die or get lost."""
+"""A cluster as a plan sees it, in dictionaries: objects, a clock, engines that start, die or get lost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

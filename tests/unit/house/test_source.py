@@ -164,9 +164,8 @@ def installed_with(room: str) -> set[str]:
     # What only a cluster needs; a local run never imports it (`test_a_local_run_needs_no_cluster`).
     for shell in ("operator", "router"):
         extras[shell] |= extras["kubernetes"]
-    extras["cluster"] = (
-        extras["router"] & extras["autoscaler"] & extras["operator"]
-    ) | extras["kubernetes"]  # each of them stands on it, and it reads kubeconfigs
+    shared = extras["router"] & extras["autoscaler"] & extras["operator"]  # each of them stands on it
+    extras["cluster"] = shared | extras["kubernetes"]
     extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
     return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # pydantic's other half
 
