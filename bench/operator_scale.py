@@ -73,7 +73,7 @@ def measured(space: Space, operator: OperatorProcess, args: argparse.Namespace) 
     address = some_address()
     with engines_at(address):
         until(operator.leads, "the operator to lead")
-        up_s = _up(space, Kubelet(space, address), names, args.instances)
+        up_s = _up(space, Kubelet(space, address), operator, names, args.instances)
         quiet = _quiet(space, operator, args.quiet)
         took_s = sorted(_change(space, names[number % len(names)]) for number in range(args.changes))
     return {
@@ -97,7 +97,7 @@ def held(figures: dict[str, Any]) -> bool:
     )
 
 
-def _up(space: Space, kubelet: Kubelet, names: list[str], instances: int) -> float:
+def _up(space: Space, kubelet: Kubelet, operator: OperatorProcess, names: list[str], instances: int) -> float:
     """All services, with all instances serving; returns the seconds that took."""
     began_s = time.monotonic()
     shares = [instances // len(names) + (index < instances % len(names)) for index in range(len(names))]
@@ -106,6 +106,8 @@ def _up(space: Space, kubelet: Kubelet, names: list[str], instances: int) -> flo
     done: set[str] = set()
 
     def serve() -> bool:
+        if operator.process.poll() is not None:
+            sys.exit(f"error: the operator ended: {operator.log.read_text().splitlines()[-1]}")
         time.sleep(0.5)  # to read 200 pods costs more than to look after them
         for pod in set(space.names("pods")) - done:
             if pod.rpartition("-")[2].isdigit():
