@@ -261,7 +261,8 @@ def _router_container(service: PDService, settings: ClusterSettings) -> dict[str
         ],
         "resources": settings.router_resources,
         "readinessProbe": ready | {"failureThreshold": 3},
-        "livenessProbe": alive | {"failureThreshold": 6, "initialDelaySeconds": 10},
+        "livenessProbe": alive
+        | {"failureThreshold": 6, "initialDelaySeconds": 10, "terminationGracePeriodSeconds": 5},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],

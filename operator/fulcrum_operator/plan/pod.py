@@ -34,8 +34,13 @@ TEARDOWN_S = 10
 STARTUP_FACTOR = 10
 """Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
 STARTUP_LEAST_S = 60
-LIVENESS = {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 6}
-"""Half a minute of silence: a busy engine is not a dead one."""
+LIVENESS = {
+    "periodSeconds": 5,
+    "timeoutSeconds": 5,
+    "failureThreshold": 6,
+    "terminationGracePeriodSeconds": 5,
+}
+"""Half a minute of silence: a busy engine is not a dead one. What hangs will not drain, either."""
 
 
 def pod_of(
