@@ -48,6 +48,22 @@ class TierState(_Wire):
     slo_met: int = Field(description="Requests that met TTFT and TPOT.")
 
 
+class PairState(_Wire):
+    """What the router knows of hand-offs from one instance to another."""
+
+    prefill: str
+    decode: str
+    proven: int = Field(description="Hand-offs whose prompt decode did not compute, by its own count.")
+    recomputed: int = Field(description="Hand-offs whose prompt decode computed all the same.")
+    unknown: int = Field(description="Hand-offs of which decode did not say.")
+    last_proven_s: float | None = Field(description="Seconds since the last proven one; None: none.")
+    handshake_s: float | None = Field(description="What the first hand-off took decode; None: not measured.")
+    seconds_per_1k_tokens: float | None = Field(
+        description="What a hand-off takes decode now, per 1,000 tokens; None: not measured."
+    )
+    last_reason: str = Field(description="The last finding, as a reason of the condition KVTransferVerified.")
+
+
 class RouterState(_Wire):
     """One consistent picture of a router."""
 
@@ -72,6 +88,9 @@ class RouterState(_Wire):
         description="Requests decoded without a prefill leg because no prefill answered."
     )
     tiers: tuple[TierState, ...]
+    pairs: tuple[PairState, ...] = Field(
+        default=(), description="Directed pairs of instances: of very many those that matter most."
+    )
 
 
 class FlipWanted(_Wire):

@@ -82,6 +82,8 @@ class Books:
         self.ejections: defaultdict[str, int] = defaultdict(int)
         """Ejections by reason."""
         self.refused_assignments = 0
+        self.caches_left = 0
+        """Prefix caches not used any more, because a hand-off may have been fetched too late."""
         self.takeovers = 0
         """Times that this router became the active one."""
         self.output_tokens = 0

@@ -4,8 +4,9 @@ The prompt is parsed once. The decode leg gets the client's own bytes with the h
 before the last brace; only where the client sent a field that is the router's is the body written anew.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import re
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -68,7 +69,7 @@ def _several(fields: dict[str, Any]) -> str | None:
     return None
 
 
-def prefill_body(request: Request) -> bytes:
+def prefill_body(request: Request, *, salt: str = "") -> bytes:
     """The prefill leg: the same prompt, one token, no stream, KV kept for a decode elsewhere."""
     fields = {
         **request.fields,
@@ -79,6 +80,8 @@ def prefill_body(request: Request) -> bytes:
     }
     fields.pop("stream_options", None)
     fields.pop("min_tokens", None)
+    if salt:
+        fields["cache_salt"] = _salted(request, salt)
     return orjson.dumps(fields)
 
 
@@ -123,11 +126,64 @@ def _aborted(answer: dict[str, Any]) -> bool:
     return bool(choices) and type(choices) is list and choices[0].get("finish_reason") == "abort"
 
 
-def decode_body(request: Request, handoff: bytes | None) -> bytes:
-    """The decode leg: the client's bytes, and the hand-off if there is one."""
+def decode_body(
+    request: Request, handoff: bytes | None, *, ask_usage: bool = False, salt: str = ""
+) -> bytes:
+    """The decode leg: the client's bytes, and the hand-off if there is one, with the usage that proves it.
+
+    With `salt` the engine finds nothing in its prefix cache that it was sent with another one.
+    """
+    if salt:
+        fields = {**request.fields, "cache_salt": _salted(request, salt)}
+        request = replace(request, raw=orjson.dumps(fields), fields=fields)
     if handoff is None:
         return request.raw
-    return _splice(request.raw, b'"kv_transfer_params":' + handoff, empty=not request.fields)
+    raw = _asking_usage(request) if ask_usage else request.raw
+    return _splice(raw, b'"kv_transfer_params":' + handoff, empty=not request.fields)
+
+
+def _salted(request: Request, salt: str) -> str:
+    own = request.fields.get("cache_salt")
+    return f"{salt}/{own}" if own else salt
+
+
+def lacks_usage(request: Request) -> bool:
+    """Whether it is a stream whose client did not ask for the usage at its end."""
+    if request.fields.get("stream") is not True:
+        return False
+    options = request.fields.get("stream_options")
+    return options is None or (type(options) is dict and options.get("include_usage") in (None, False))
+
+
+def _asking_usage(request: Request) -> bytes:
+    """The client's body with the usage asked for; its own options stay."""
+    if "stream_options" not in request.fields:
+        return _splice(request.raw, b'"stream_options":{"include_usage":true}', empty=False)
+    options = dict(request.fields["stream_options"] or ())
+    options.pop("continuous_usage_stats", None)  # means nothing, and does nothing, without the usage
+    return orjson.dumps({**request.fields, "stream_options": {**options, "include_usage": True}})
+
+
+class Usage(NamedTuple):
+    """An engine's count of a prompt's tokens, and of those it did not compute (None: not said)."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_USAGE_BYTES = 1024
+
+
+def read_usage(content: bytes) -> Usage | None:
+    """The usage in an answer or an event. What a model wrote is not taken for it, being escaped."""
+    start = max(content.rfind(b'"usage":{'), content.rfind(b'"usage": {'))
+    if start < 0:
+        return None
+    usage = content[start : start + _USAGE_BYTES]
+    prompt, cached = _PROMPT_TOKENS.search(usage), _CACHED_TOKENS.search(usage)
+    return Usage(int(prompt[1]), int(cached[1]) if cached else None) if prompt else None
 
 
 def _splice(raw: bytes, member: bytes, *, empty: bool) -> bytes:

@@ -14,7 +14,8 @@ import httptools
 from prometheus_client import CollectorRegistry
 
 from fulcrum_router import answers, pages
-from fulcrum_router.exchange import Call, Exchange
+from fulcrum_router.calls import Call
+from fulcrum_router.exchange import Exchange
 from fulcrum_router.router import Router
 
 MAX_HEAD_BYTES = 32_768

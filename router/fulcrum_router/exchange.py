@@ -8,12 +8,10 @@ prefilled anew, since blocks that were given up hold other prompts' tokens and n
 
 import asyncio
 import time
-from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
-from fulcrum_core.transfer import KV_LEASE_S
+from fulcrum_core.api import conditions as words
 from fulcrum_core.values import Role
 from fulcrum_router import answers
 from fulcrum_router.accounting import DECODE, PREFILL, Outcome
@@ -21,11 +19,13 @@ from fulcrum_router.bodies import (
     BadBody,
     Request,
     decode_body,
+    lacks_usage,
     parse_request,
     prefill_body,
     read_prefill_answer,
 )
-from fulcrum_router.fleet import Instance
+from fulcrum_router.calls import Call, Client
+from fulcrum_router.fleet import Instance, pool_of
 from fulcrum_router.flow import Flow, in_task
 from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead
 from fulcrum_router.policy import (
@@ -34,13 +34,15 @@ from fulcrum_router.policy import (
     FlipRules,
     FlipWanted,
     NoInstance,
+    PairKey,
     Reason,
     choose_decode,
     choose_prefill,
 )
 from fulcrum_router.policy.dispatch import NO_FLIPS
 from fulcrum_router.policy.ledger import HandoffEntry, PrefillEntry
-from fulcrum_router.relay import Broken, DecodeLeg
+from fulcrum_router.proof import HALF, IN_TIME, Handed, missed, prove
+from fulcrum_router.relay import Broken, DecodeLeg, settle
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Settings
 from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
@@ -54,37 +56,6 @@ _TOO_SLOW = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJECTED})
 
 ATTEMPTS = 3
 """Instances asked for one leg."""
-HANDOFF_AGE_S = KV_LEASE_S / 2
-"""An older hand-off is dropped: the decode instance's own queue counts against the lease, too."""
-
-
-class Client(Protocol):
-    """The client's connection."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether it takes no more for now."""
-
-    def write(self, data: bytes) -> None:
-        """Send."""
-
-    def answered(self, *, keep: bool) -> None:
-        """The exchange is over; without `keep` the connection is to be closed."""
-
-
-@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
-class Call:
-    """A POST as it came in."""
-
-    path: bytes
-    body: bytes
-    request_id: bytes | None
-    tier: str | None
-    trace: bytes
-    """Header lines of the W3C trace context."""
-    version: bytes
-    """Of HTTP, as the engines are asked, too: one who speaks 1.0 understands no chunks."""
-    keep_alive: bool
 
 
 class _Answered(Exception):
@@ -103,6 +74,7 @@ class Exchange:
         "_avoid_prefill",
         "_call",
         "_client",
+        "_expired_before",
         "_first_s",
         "_flow",
         "_handoff",
@@ -112,10 +84,12 @@ class Exchange:
         "_leg",
         "_local",
         "_local_entry",
+        "_recompute",
         "_request",
         "_request_id",
         "_router",
         "_settings",
+        "_settling",
         "_source",
         "_tier",
         "_tokens",
@@ -133,6 +107,9 @@ class Exchange:
         self._handoff: bytes | None = None
         self._handoff_at_s = 0.0
         self._handoff_entry: HandoffEntry | None = None
+        self._expired_before: float | None = None
+        self._recompute = False
+        self._settling: asyncio.Task[None] | None = None
         self._local: str | None = None
         self._local_entry: PrefillEntry | None = None
         self._leg: DecodeLeg | None = None
@@ -149,12 +126,12 @@ class Exchange:
 
     def pause(self) -> None:
         """The client is slower than the engine."""
-        if self._leg is not None:
+        if self._leg is not None and not self._leg.released:
             self._leg.connection.pause()
 
     def resume(self) -> None:
         """The client takes more."""
-        if self._leg is not None:
+        if self._leg is not None and not self._leg.released:
             self._leg.connection.resume()
 
     async def _run(self) -> None:
@@ -177,6 +154,8 @@ class Exchange:
         finally:
             if self._handoff_entry is not None:
                 self._close_handoff()
+            if self._settling is not None:
+                self._settling.cancel()
             self._leg = None  # it refers back to us: without this only a garbage collection would free both
             ttft_s = None if self._first_s is None else self._first_s - self.arrival_s
             books.finish(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
@@ -188,7 +167,7 @@ class Exchange:
         self._request_id = self._call.request_id or self._router.new_request_id()
         failed: LegFailed | None = None
         for _ in range(ATTEMPTS):
-            if self._handoff is None:
+            if self._handoff is None and not self._recompute:
                 await self._prefill()
             decision = self._choose_decode(self._router.rules)
             if type(decision) is FlipWanted:
@@ -242,12 +221,13 @@ class Exchange:
             self._router.books.dispatched[PREFILL, decision.reason] += 1
             return self._router.fleet[decision.instance]
         self._local = "prefill_failed" if self._avoid_prefill else "no_prefill_instance"
+        if self._router.pairs.broken:
+            self._local = "no_kv_transfer"
         return None
 
     def _choose_prefill(self, rules: FlipRules) -> Decision:
-        return choose_prefill(
-            self._router.fleet.all, self._tokens, self._tier.slo, rules=rules, avoid=self._avoid_prefill
-        )
+        avoid = self._avoid_prefill + self._router.pairs.broken
+        return choose_prefill(self._router.fleet.all, self._tokens, self._tier.slo, rules=rules, avoid=avoid)
 
     async def _prefill_on(self, instance: Instance) -> None:
         ledger, timeouts = instance.ledger, self._settings.timeouts
@@ -255,8 +235,9 @@ class Exchange:
         tokens = self._tokens
         entry = ledger.open_prefill(tokens=tokens, seconds=instance.prefill_model.ttft_s(tokens))
         predicted_s = ledger.prefill_s
-        pool = _pool(instance)
-        body = prefill_body(self._request)
+        pool = pool_of(instance)
+        body = prefill_body(self._request, salt=instance.salt)
+        self._expired_before = instance.kv_expired
         sent_s = time.monotonic()
         try:
             status, content, head = await ask(
@@ -270,7 +251,7 @@ class Exchange:
             entry.release()
         if status != 200:
             self._prefill_status(instance, status, content, head)
-        self._handoff_at_s = now_s = time.monotonic()
+        self._handoff_at_s, now_s = self._router.stamp_s, time.monotonic()
         self._take_handoff(instance, content, pool.host)
         self._router.leg_succeeded(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
@@ -324,20 +305,31 @@ class Exchange:
         self._router.books.dispatched[DECODE, decision.reason] += 1
         if decision.reason is _PREFILLED_HERE:
             self._close_handoff()  # its blocks are this engine's own prefix cache
-        elif self._handoff is not None and time.monotonic() - self._handoff_at_s > HANDOFF_AGE_S:
+        elif self._handoff is not None and self._age_s() > HALF * self._settings.kv_lease_s:
             self._close_handoff()
             self._local = "stale_handoff"
+            self._missed(self._router.fleet[decision.instance], words.LEASE_EXPIRED)
         return self._router.fleet[decision.instance]
 
+    def _missed(self, instance: Instance, why: str) -> None:
+        if self._source is not None:
+            missed(self._router.pairs, self._source, instance, why)
+
+    def _age_s(self) -> float:
+        """How old the hand-off is at most."""
+        return time.monotonic() - self._handoff_at_s
+
     def _choose_decode(self, rules: FlipRules) -> Decision:
+        source = self._source
         return choose_decode(
             self._router.fleet.all,
             self._tokens,
             self._tier.slo,
-            prefilled_on=self._source,
+            prefilled_on=source,
             rules=rules,
             now_s=time.time(),
             avoid=self._avoid_decode,
+            cold=self._router.pairs.cold.get(source.name) if source is not None else None,
         )
 
     async def _decode(self, instance: Instance) -> tuple[Outcome, float | None]:
@@ -348,8 +340,10 @@ class Exchange:
             Broken: if it has.
         """
         ledger, timeouts = instance.ledger, self._settings.timeouts
-        pool = _pool(instance)
-        body = decode_body(self._request, self._handoff)
+        pool = pool_of(instance)
+        handed = self._handed_to(instance)
+        asks = handed is not None and handed.hides_usage
+        body = decode_body(self._request, self._handoff, ask_usage=asks, salt=instance.salt)
         head = self._leg_head(pool, len(body))
         entry = ledger.open_decode(tokens=self._tokens)
         if self._source is None or self._local is not None:
@@ -361,7 +355,7 @@ class Exchange:
                 connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
-                    connection, self._client, entry, self._fulcrum_fields(instance), self._first
+                    connection, self._client, entry, self._fulcrum_fields(instance), self._first, handed
                 )
                 connection.send(leg, head, body, first_byte_s=timeouts.first_byte, idle_s=timeouts.idle)
                 try:
@@ -372,21 +366,50 @@ class Exchange:
                     connection = await in_task(pool.connect(timeouts.connect))
                     continue
                 except asyncio.CancelledError:
-                    connection.abort()
+                    if not leg.released:
+                        connection.abort()
                     raise
                 return self._decoded(instance, leg)
         except Broken as broken:
             self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
+            if handed is not None and handed.late and self._first_s is None:
+                self._router.distrust(instance)
             entry.release()
             if self._local_entry is not None:
                 self._local_entry.release()
+
+    def _handed_to(self, instance: Instance) -> Handed | None:
+        """What is to be proven of the hand-off that this instance gets; None if it gets none."""
+        source, router = self._source, self._router
+        if self._handoff is None or source is None:
+            return None
+        pair = router.pairs[PairKey(source.name, instance.name)]
+        return Handed(
+            source=source,
+            decode=instance,
+            tokens=self._tokens,
+            cold=pair.warm_until_s <= time.monotonic(),
+            alone=not instance.ledger.legs,
+            deadline_s=self._handoff_at_s + IN_TIME * self._settings.kv_lease_s,
+            hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
+            expired_before=self._expired_before,
+            on_doubt=self._doubt,
+        )
+
+    def _doubt(self) -> None:
+        """An answer came late: ask the giver whether it let anything expire meanwhile."""
+        if self._leg is not None:
+            self._settling = asyncio.get_running_loop().create_task(settle(self._leg))
 
     def _decoded(self, instance: Instance, leg: DecodeLeg) -> tuple[Outcome, float | None]:
         books, head = self._router.books, leg.head
         assert head is not None
         self._router.leg_succeeded(instance, DECODE)
+        if leg.handed is not None and head.status == 200:
+            first_s = leg.first_s - leg.sent_s if leg.streaming else None
+            prove(self._router.pairs, leg.handed, first_s=first_s)
         if self._local is not None:
             books.local[self._local] += 1
         if head.length == UNTIL_CLOSE:
@@ -418,8 +441,15 @@ class Exchange:
     def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
         self._router.leg_failed(instance, DECODE, error)
         self._router.books.retries[DECODE, error.failure] += 1
-        self._avoid_decode += (instance.name,)
         self._leg = None
+        if error.failure is Failure.LEASE:
+            self._missed(instance, words.LEASE_EXPIRED)
+            self._close_handoff()
+            self._source, self._local, self._recompute = None, "lease_expired", True
+            return
+        self._avoid_decode += (instance.name,)
+        if error.failure is Failure.STATUS and self._handoff is not None:
+            self._missed(instance, words.RECOMPUTED)
         if error.consumed:
             self._close_handoff()
 
@@ -460,14 +490,3 @@ class Exchange:
             if words:
                 self._client.write(words)
         return Outcome.BROKEN
-
-
-def _pool(instance: Instance) -> EnginePool:
-    """Where the instance listens.
-
-    Raises:
-        LegFailed: if that is not known (any more).
-    """
-    if instance.pool is None:
-        raise LegFailed(Failure.REFUSED, "the instance has no endpoint", consumed=False)
-    return instance.pool

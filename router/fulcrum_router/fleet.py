@@ -12,7 +12,7 @@ from fulcrum_core.values import Identity, Role
 from fulcrum_router.health import Health
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.upstream import EnginePool
+from fulcrum_router.upstream import EnginePool, Failure, LegFailed
 
 HANGING_STREAM_S = 10.0
 """A stream of an instance that hangs ends if nothing of it comes for so long."""
@@ -31,6 +31,7 @@ class Instance:
         "health",
         "identity",
         "itl_s",
+        "kv_expired",
         "kv_usage",
         "ledger",
         "missed_probes",
@@ -39,7 +40,9 @@ class Instance:
         "prefill_field",
         "prefill_model",
         "role",
+        "salt",
         "serving",
+        "tells_cached",
     )
 
     def __init__(
@@ -63,6 +66,12 @@ class Instance:
         """Where it was before, as long as legs are there."""
         self.itl_s: float | None = None
         self.kv_usage: float | None = None
+        self.kv_expired: float | None = None
+        """Hand-offs that it let expire, as last read."""
+        self.salt = ""
+        """Goes into every prompt's salt: what the engine has cached under another one is not used."""
+        self.tells_cached = False
+        """Whether it was seen to say how many tokens of a prompt it did not compute."""
         self.missed_probes = 0
         self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
         self.prefill_model, self.decode_model = prefill, decode
@@ -76,7 +85,8 @@ class Instance:
         self.pool = EnginePool(host, port)
         self.health = Health()
         self.missed_probes = 0
-        self.itl_s = self.kv_usage = None
+        self.itl_s = self.kv_usage = self.kv_expired = None
+        self.tells_cached, self.salt = False, ""
         self.refresh()
 
     def leave(self) -> None:
@@ -119,6 +129,17 @@ class Instance:
         """A second's mean step with this much KV in the batch."""
         self._decode.learn(tokens=tokens, itl_s=itl_s)
         self.decode_model = self._decode.model
+
+
+def pool_of(instance: Instance) -> EnginePool:
+    """Where the instance listens.
+
+    Raises:
+        LegFailed: if that is not known (any more).
+    """
+    if instance.pool is None:
+        raise LegFailed(Failure.REFUSED, "the instance has no endpoint", consumed=False)
+    return instance.pool
 
 
 class Fleet:

@@ -4,6 +4,7 @@ A head is read once, a body is never decoded: chunk framing is walked to learn w
 and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -177,6 +178,19 @@ def dechunk(framed: bytes) -> bytes:
             return b"".join(parts)
         parts.append(framed[end + 1 : end + 1 + size])
         position = end + 3 + size
+
+
+def chunk_spans(framed: bytes) -> Iterator[tuple[int, int, int]]:
+    """Where each chunk's content begins and ends, and the chunk itself ends; the empty one left out."""
+    position = 0
+    while position < len(framed):
+        end = framed.find(b"\n", position)
+        size = _chunk_size(framed[position:end]) if end >= 0 else 0
+        if size == 0:
+            return
+        start = end + 1
+        position = start + size + 2
+        yield start, start + size, position
 
 
 def chunk(content: bytes) -> bytes:

@@ -114,6 +114,8 @@ def _counts(books: Books) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "fulcrum_router_assignments_refused", "Assignments not applied.", books.refused_assignments
     )
+    text = "Prefix caches not used any more after a hand-off that was late."
+    yield CounterMetricFamily("fulcrum_router_prefix_caches_left", text, books.caches_left)
     yield CounterMetricFamily(
         "fulcrum_router_takeovers", "Times that this router became the active one.", books.takeovers
     )

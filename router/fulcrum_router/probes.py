@@ -28,6 +28,7 @@ SILENT = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE})
 _ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
 _ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
+_KV_EXPIRED = b"vllm:nixl_num_kv_expired_reqs_total"
 
 
 def read_sample(text: bytes, name: bytes) -> float | None:
@@ -124,6 +125,7 @@ class Prober:
             return None
         instance.missed_probes = 0
         instance.kv_usage = read_sample(text, _KV_USAGE)
+        instance.kv_expired = read_sample(text, _KV_EXPIRED)
         seconds, count = read_sample(text, _ITL_SUM), read_sample(text, _ITL_COUNT)
         if seconds is None or count is None:
             instance.itl_s = None
@@ -167,6 +169,18 @@ class Prober:
         if instance.health.succeeded():
             instance.refresh()
             log.info("instance back", instance=instance.name)
+
+
+async def expired_handoffs(instance: Instance) -> float | None:
+    """How many hand-offs the instance has let expire; None if it does not say."""
+    pool = instance.pool
+    if pool is None:
+        return None
+    try:
+        status, text = await _get(pool, b"/metrics")
+    except LegFailed:
+        return None
+    return read_sample(text, _KV_EXPIRED) if status == 200 and instance.pool is pool else None
 
 
 async def _get(pool: EnginePool, path: bytes) -> tuple[int, bytes]:

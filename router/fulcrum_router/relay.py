@@ -2,7 +2,8 @@
 
 Nothing reaches the client before the first content byte, so that until then another instance can take
 the request unseen: a stream is held to its first whole chunk, a small JSON answer to its end. From
-there on only whole chunks are passed, so that a stream that breaks can end in an error event.
+there on only whole chunks are passed, so that a stream that breaks can end in an error event. An answer to
+a hand-off that comes too late for its lease is held until somebody has settled whether it is sound.
 """
 
 import re
@@ -10,11 +11,18 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import structlog
+
 from fulcrum_router.answers import error_event
+from fulcrum_router.bodies import read_usage
 from fulcrum_router.flow import Completion
 from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk
 from fulcrum_router.policy.ledger import DecodeEntry
+from fulcrum_router.probes import expired_handoffs
+from fulcrum_router.proof import NO_CHOICES, Handed
 from fulcrum_router.upstream import EngineConnection, Failure, LegFailed
+
+log = structlog.get_logger()
 
 HELD_WHOLE_BYTES = 1024 * 1024
 """A JSON answer up to this size reaches the client only once it is whole."""
@@ -47,7 +55,9 @@ class DecodeLeg(Completion[None]):
     """One attempt at the decode leg; completes with the end of its answer."""
 
     __slots__ = (
+        "_cleared",
         "_committed",
+        "_doubted",
         "_held",
         "_parts",
         "_size",
@@ -57,8 +67,11 @@ class DecodeLeg(Completion[None]):
         "events",
         "extra",
         "first_s",
+        "handed",
         "head",
         "on_first",
+        "released",
+        "sent_s",
         "sink",
         "streaming",
     )
@@ -70,17 +83,26 @@ class DecodeLeg(Completion[None]):
         entry: DecodeEntry,
         extra: bytes,
         on_first: Callable[[float], None],
+        handed: Handed | None = None,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
         self.connection, self.sink, self.entry = connection, sink, entry
         self.extra = extra
         """Header lines put in front of the engine's own."""
         self.on_first = on_first
+        self.handed = handed
+        """The hand-off that it was given."""
+        self.released = False
+        """Whether the connection is somebody else's by now."""
         self.head: AnswerHead | None = None
         self.streaming = False
+        self.sent_s = time.monotonic()
         self.first_s = 0.0
         self.events = 0
         self._committed = False
+        self._cleared = handed is None
+        self._doubted: list[bytes] | None = None
+        """What came while it was in doubt whether the lease was kept."""
         self._torn = False
         self._held = b""
         self._parts: list[bytes] = []
@@ -110,12 +132,26 @@ class DecodeLeg(Completion[None]):
                 return
         elif self._held or self._torn:
             data, self._held, self._torn = self._held + data, b"", False
+        self._pass(data)
+
+    def _pass(self, data: bytes) -> None:
+        """Whole chunks go to the client."""
         if b'"abort"' in data and _ABORT.search(data):
             self._give_up(Failure.ABORTED, "the engine aborted the request")
             return
+        if self._doubted is not None:
+            self._doubted.append(data)
+            return
+        handed = self.handed
+        if handed is not None and NO_CHOICES in data and not self._torn:
+            data = handed.read_events(data, chunked=self.head is not None and self.head.length == CHUNKED)
         events = data.count(b"\ndata:")
         if not self._committed:
             assert self.head is not None
+            if not self._cleared and self._is_late():
+                self._doubted = [data]
+                self._ask(pausing=True)
+                return
             self._commit()
             data = self.head.with_fields(self.extra) + data
         self.events += events
@@ -138,14 +174,20 @@ class DecodeLeg(Completion[None]):
         self._parts.append(data)
         self._size += len(data)
         assert self.head is not None
-        if self._size > HELD_WHOLE_BYTES and self.head.status < 500:
-            self._send_collected()
+        if self._size > HELD_WHOLE_BYTES and self.head.status < 500 and self._doubted is None:
+            if self._is_late():
+                self._doubted = []
+                self._ask(pausing=True)
+            else:
+                self._send_collected()
 
     def _send_collected(self) -> None:
         assert self.head is not None
         self._commit()
-        parts, self._parts = self._parts, []
-        self.sink.write(b"".join((self.head.with_fields(self.extra), *parts)))
+        content, self._parts = b"".join(self._parts), []
+        if self.handed is not None:
+            self.handed.usage = read_usage(content)
+        self.sink.write(self.head.with_fields(self.extra) + content)
 
     def _commit(self) -> None:
         self._committed = True
@@ -154,24 +196,71 @@ class DecodeLeg(Completion[None]):
         if self.sink.paused:
             self.connection.pause()
 
+    # --- doubt ---------------------------------------------------------------------------------
+
+    def _is_late(self) -> bool:
+        """Whether it is in doubt, for the first time, that the hand-off was fetched in time."""
+        handed, head = self.handed, self.head
+        return (
+            not self._cleared
+            and handed is not None
+            and handed.late
+            and head is not None
+            and head.status < 400
+        )
+
+    def _ask(self, *, pausing: bool) -> None:
+        """Hold everything until `settle` is called."""
+        assert self.handed is not None
+        if pausing:
+            self.connection.pause()
+        self.handed.on_doubt()
+
+    def settle(self, *, sound: bool) -> None:
+        """It is known now whether what was held may be passed on."""
+        doubted = self._doubted
+        if self.done or doubted is None:
+            return
+        if not sound:
+            self._give_up(Failure.LEASE, "the hand-off may have been fetched too late")
+            return
+        self._doubted, self._cleared = None, True
+        if not self.released:
+            self.connection.resume()
+        for data in doubted:
+            self._pass(data)
+        if self.released:
+            self.on_end()
+
     def on_end(self) -> None:
         if self.done:
+            return
+        if self._doubted is not None:
+            self.connection.resume()  # nobody else has it yet
+            self.released = True
             return
         if not self._committed:
             failed = self._judge()
             if failed is not None:
                 self.set_exception(failed)
                 return
+            if self._is_late():
+                self._doubted, self.released = [], True
+                self._ask(pausing=False)
+                return
             self._send_collected()
         self.set_result(None)
 
     def on_whole(self, head: AnswerHead, content: bytes) -> None:
-        if head.event_stream or head.status >= 500 or b'"abort"' in content:
+        handed = self.handed
+        if head.event_stream or head.status >= 500 or b'"abort"' in content or (handed and handed.late):
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
             return
         self.head = head
+        if handed is not None:
+            handed.usage = read_usage(content)
         self._commit()
         self.sink.write(head.with_fields(self.extra) + content)
         self.set_result(None)
@@ -199,7 +288,8 @@ class DecodeLeg(Completion[None]):
             self.set_exception(LegFailed(failure, detail, status=status))
 
     def _give_up(self, failure: Failure, detail: str) -> None:
-        self.connection.abort()
+        if not self.released:
+            self.connection.abort()
         self.on_failure(failure, detail)
 
     def last_words(self, message: str) -> bytes:
@@ -211,3 +301,14 @@ class DecodeLeg(Completion[None]):
         if head.length == CHUNKED:
             return chunk(event)
         return event if head.length == UNTIL_CLOSE else b""
+
+
+async def settle(leg: DecodeLeg) -> None:
+    """Pass on an answer that came late, if the giver of its hand-off let nothing expire meanwhile."""
+    handed = leg.handed
+    assert handed is not None
+    before, now = handed.expired_before, await expired_handoffs(handed.source)
+    sound = now is not None and now == before
+    names = {"prefill": handed.source.name, "decode": handed.decode.name}
+    log.warning("answer later than the lease", **names, sound=sound, expired=now, expired_before=before)
+    leg.settle(sound=sound)

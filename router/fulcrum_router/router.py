@@ -9,14 +9,14 @@ import structlog
 from fulcrum_core.values import AutoscalingMode
 from fulcrum_router.accounting import Books
 from fulcrum_router.fleet import Fleet, Instance
-from fulcrum_router.policy import FlipRules, FlipWanted, PredictionError, TokenRatio
+from fulcrum_router.policy import FlipRules, FlipWanted, PairMap, PredictionError, TokenRatio
 from fulcrum_router.settings import Settings
 from fulcrum_router.signals import Epoch, FlipBoard
 from fulcrum_router.upstream import Failure, LegFailed
 
 log = structlog.get_logger()
 
-_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {Failure.HANDOFF, Failure.EJECTED}
+_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {Failure.HANDOFF, Failure.EJECTED, Failure.LEASE}
 _NOBODY_THERE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
 
 
@@ -32,6 +32,7 @@ class Router:
         self.books = Books()
         self.ratio = TokenRatio()
         self.prediction_error = PredictionError()
+        self.pairs = PairMap()
         self.epoch = Epoch()
         self.flips = FlipBoard(self.epoch)
         self.rules = FlipRules()
@@ -40,6 +41,8 @@ class Router:
         self.leaving = False
         """Whether clients shall connect anew: another router has stepped in."""
         self.stopping = False
+        self.stamp_s = self._looked_s = time.monotonic()
+        """What is read now was not there to be read then, however long this process was not let run."""
         self._id_prefix = os.urandom(6).hex().encode()
         self._ids = itertools.count()
 
@@ -52,6 +55,14 @@ class Router:
             shrink=settings.shrink,
             to_decode_after_s=0.0 if last_to_decode_s is None else last_to_decode_s + settings.cooldown_s,
         )
+
+    def tick(self, now_s: float) -> None:
+        """The event loop comes by, some ten times a second.
+
+        The time of the last but one call is a stamp that is early rather than late: after a pause of the
+        whole process what waited in the sockets is read before or after one call, never after two.
+        """
+        self.stamp_s, self._looked_s = self._looked_s, now_s
 
     def step_in(self) -> None:
         """Clients are directed here from now on. Of what another router has in flight nothing is known."""
@@ -88,8 +99,15 @@ class Router:
         if instance.health.failed(time.monotonic(), at_once=at_once, hangs=hangs):
             self.ejected(instance, failed.failure)
 
+    def distrust(self, instance: Instance) -> None:
+        """It may have fetched another prompt's KV and keep that in its prefix cache: use nothing of that."""
+        instance.salt = os.urandom(6).hex()
+        self.books.caches_left += 1
+        log.warning("prefix cache not used any more", instance=instance.name)
+
     def ejected(self, instance: Instance, reason: str) -> None:
         """No new work until a probe is answered."""
         instance.refresh()
+        self.pairs.cool(instance.name)
         self.books.ejections[reason] += 1
         log.warning("instance ejected", instance=instance.name, reason=reason)

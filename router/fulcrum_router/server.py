@@ -31,6 +31,8 @@ SWEEP_S = 0.1
 """How exactly time-outs are kept."""
 YOUNG_OBJECTS = 50_000
 """So many more objects than at the last collection are due to a leak of cycles, not to requests in flight."""
+WARM_S = 5.0
+"""How long a router of a cluster waits at its start to know what it serves; then it listens anyway."""
 GRACE_S = 0.7
 """How long requests in flight get at the end of a router that no other one follows."""
 
@@ -48,6 +50,7 @@ class Server:
         while True:
             await asyncio.sleep(self._sweep_s)
             now_s = time.monotonic()
+            self.router.tick(now_s)
             self.router.fleet.check(now_s)
             self.clients.check(now_s)
 
@@ -98,6 +101,8 @@ async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[
                 stack.push_async_callback(_end, asyncio.create_task(callers.refresh()))
             await stack.enter_async_context(_state_port(router, callers, state))
             ports["state_port"] = _port(state)
+        if watches is not None and options.lease is not None:
+            await _warm(watches)
         server = Server(router)
         await stack.enter_async_context(server.listening(clients))
         announce(**ports)
@@ -126,6 +131,13 @@ async def _follow(
     )
     stack.push_async_callback(_end, asyncio.create_task(watches.run()))
     return watches
+
+
+async def _warm(watches: Watches) -> None:
+    """Who started anew may still be the one clients are led to: better no answer than "not known yet"."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(WARM_S):
+            await watches.synced()
 
 
 def _callers(options: Options, cluster: Cluster | None) -> Callers:

@@ -44,6 +44,8 @@ class Failure(StrEnum):
     ABORTED = "aborted"
     MALFORMED = "malformed"
     HANDOFF = "handoff"
+    LEASE = "lease"
+    """Its answer came so late that the hand-off may have been fetched after its lease."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -77,7 +78,8 @@ async def test_decode_gets_the_hand_off_as_prefill_gave_it(
         )
         given = handoff(world["p1"])
         del given["remote_prefill_cached_tokens"]
-        sent = {**PROMPT, "stream": stream, "min_tokens": 2, "stream_options": {"include_usage": False}}
+        options = {"include_usage": stream}  # the router asks where a stream's client did not
+        sent = {**PROMPT, "stream": stream, "min_tokens": 2, "stream_options": options}
         asked_of_p = {**PROMPT, "stream": False, "max_tokens": 1, "max_completion_tokens": 1}
         asked_of_p["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
         assert answer == (200, "p1 p1 p1 ", {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d1"})
@@ -441,11 +443,9 @@ async def test_an_instance_that_refuses_is_ejected_and_comes_back(client: aiohtt
         back.close()
 
 
-async def test_a_stale_hand_off_is_dropped(
-    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fulcrum_router.exchange.HANDOFF_AGE_S", -1.0)
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
+async def test_a_stale_hand_off_is_dropped(client: aiohttp.ClientSession) -> None:
+    no_lease = replace(quick_settings(), kv_lease_s=0.0)
+    async with running(FakeEngine("p1"), FakeEngine("d1"), settings=no_lease) as world:
         answer = await ask(client, world)
         ours = {
             "x-fulcrum-prefill": "p1",

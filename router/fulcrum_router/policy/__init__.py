@@ -20,6 +20,7 @@ from fulcrum_router.policy.estimate import (
     prompt_size,
 )
 from fulcrum_router.policy.ledger import DecodeEntry, HandoffEntry, Ledger, LedgerView, PrefillEntry
+from fulcrum_router.policy.pairs import Pair, PairKey, PairMap, Proof, judge
 
 __all__ = [
     "Decision",
@@ -33,13 +34,18 @@ __all__ = [
     "Ledger",
     "LedgerView",
     "NoInstance",
+    "Pair",
+    "PairKey",
+    "PairMap",
     "PredictionError",
     "PrefillEntry",
     "PrefillPredictor",
+    "Proof",
     "Reason",
     "TokenRatio",
     "choose_decode",
     "choose_prefill",
     "decode_load",
+    "judge",
     "prompt_size",
 ]

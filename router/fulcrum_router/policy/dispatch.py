@@ -6,11 +6,13 @@
 An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first
 part, work of the other phase, prefers clean instances to half-flipped ones. Of those that pass, the
 cheapest takes the request; if none passes, a flip is wanted and the cheapest of all is the fall-back.
+A decode instance that would have to shake hands with the prefill instance first waits for it as for a
+prefill of its own: the tokens that it could compute meanwhile count in the first part.
 Equal costs go to the instance with fewer requests, then to the first by name.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
@@ -165,10 +167,13 @@ def choose_decode(
     rules: FlipRules = NO_FLIPS,
     now_s: float = 0.0,
     avoid: Collection[str] = (),
+    cold: Mapping[str, float] | None = None,
 ) -> Decision:
     """Who answers a prompt of `tokens` tokens whose KV lies on `prefilled_on` (None: nowhere).
 
-    If no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
+    `cold` names the instances that would have to shake hands with it, and the prompt tokens that each
+    could compute meanwhile. If no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every
+    engine does both.
     """
     if prefilled_on is not None and prefilled_on.role is not _PREFILL and _serves(prefilled_on, avoid):
         cost = _decode_cost(prefilled_on, tokens, slo)
@@ -177,6 +182,8 @@ def choose_decode(
     costs = _decode_costs(instances, tokens, slo, _PREFILL, source, avoid)
     if not costs:
         return _other_role(instances, tokens, slo, source, avoid)
+    if cold:
+        costs = [_after_handshake(cost, cold) for cost in costs]
     chosen = _within(costs, 0.0)
     if chosen:
         return chosen
@@ -279,6 +286,11 @@ def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
     if over != over:
         over = _UNKNOWN
     return (ledger.prefill_tokens, over, ledger.decode_requests, instance.name)
+
+
+def _after_handshake(cost: Cost, cold: Mapping[str, float]) -> Cost:
+    first, second, requests, name = cost
+    return (first + cold.get(name, 0.0), second, requests, name)
 
 
 def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:

@@ -1,0 +1,270 @@
+"""What is known of each directed pair of instances: whether KV really moves between them, and what it costs.
+
+The evidence is the decode engine's own count of prompt tokens that it did not compute. A pair is warm
+while its engines remember each other; the first hand-off of a cold one waits for a handshake, and engines
+shake hands one after another. One miss makes a pair suspect, the second one in a row bad: an instance that
+has just died is no broken network.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from itertools import permutations
+from statistics import fmean
+from typing import NamedTuple
+
+from fulcrum_core.api import conditions as words
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import Role
+from fulcrum_router.policy.dispatch import InstanceView
+
+WARM_S = 3_300.0
+"""Engines forget a peer that they have not read from for 3,600 s (vLLM's engine_ttl)."""
+HANDSHAKE_S = 0.2
+"""What a first hand-off is taken to cost before one was measured."""
+HANDSHAKE_TIMEOUT_S = 5.0
+"""For so long an engine waits for a peer that does not answer (vLLM)."""
+DEFAULT_BLOCK_TOKENS = 128
+MESH = 16
+"""Up to so many instances every pair is kept warm, above that a sample of them."""
+MOST_PAIRS = 1_024
+TOLD_PAIRS = 256
+SAMPLE_TOKENS = 256
+"""Of a shorter prompt the time is the engine's step, not the wire's."""
+BAD_AFTER = 2
+RETRY_S = 10.0
+"""A suspect or bad pair is tried again after so long."""
+_SLOW_FACTOR, _SLOW_FLOOR_S, _SLOW_AFTER = 3.0, 0.1, 3
+_WEIGHT = 0.3
+
+BAD = frozenset(
+    {
+        words.RECOMPUTED,
+        words.LEASE_EXPIRED,
+        words.HANDSHAKE_FAILED,
+        words.NOT_COMPATIBLE,
+        words.SLOW_TRANSPORT,
+    }
+)
+"""Reasons that tell of a pair that does not do what it is there for."""
+
+
+class Proof(StrEnum):
+    """What a hand-off came to."""
+
+    PROVEN = "proven"
+    RECOMPUTED = "recomputed"
+    UNKNOWN = "unknown"
+    """The engine did not say."""
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
+
+def judge(*, prompt_tokens: int, cached_tokens: int | None, block_tokens: int) -> Proof:
+    """Whether an engine that computed all but `cached_tokens` of a prompt was given the rest.
+
+    Whole blocks count, and the last one is let go: the engine computes the last token anew where it had
+    all, and some round down first. Its own prefix cache counts as given: see the salt of a canary.
+    """
+    if cached_tokens is None:
+        return Proof.UNKNOWN
+    needed = max(1, (prompt_tokens // block_tokens - 1) * block_tokens)
+    return Proof.PROVEN if cached_tokens >= needed else Proof.RECOMPUTED
+
+
+class PairKey(NamedTuple):
+    """Who computes, and who reads."""
+
+    prefill: str
+    decode: str
+
+
+class Pair:
+    """The record of one directed pair. Times are seconds of the caller's clock."""
+
+    __slots__ = (
+        "_misses",
+        "_slow",
+        "counts",
+        "handshake_s",
+        "last_proven_s",
+        "last_used_s",
+        "reason",
+        "seconds_per_1k_tokens",
+        "warm_until_s",
+    )
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(Proof, 0)
+        self.reason = words.NO_TRAFFIC_YET
+        self.last_proven_s: float | None = None
+        self.last_used_s = -math.inf
+        self.handshake_s: float | None = None
+        """How long the decode engine took for the first hand-off."""
+        self.seconds_per_1k_tokens: float | None = None
+        self.warm_until_s = -math.inf
+        self._misses = self._slow = 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the last hand-off was not what it should be."""
+        return self._misses > 0 or self.reason in BAD
+
+    def cool(self) -> None:
+        """One of its engines is another process now: what was found says nothing of the new one."""
+        self.warm_until_s = self.last_used_s = -math.inf
+        self.reason = words.NO_TRAFFIC_YET
+        self._misses = self._slow = 0
+
+    def record(self, proof: Proof, *, now_s: float, why: str = "") -> None:
+        """One hand-off more; `why` is a reason that is known better than by the proof."""
+        self.counts[proof] += 1
+        self.last_used_s = now_s
+        if proof is Proof.RECOMPUTED:
+            self._miss(why or words.RECOMPUTED)
+            return
+        self._misses = 0
+        self.warm_until_s = now_s + WARM_S
+        if proof is Proof.PROVEN:
+            self.last_proven_s = now_s
+            self.reason = words.SLOW_TRANSPORT if self._slow >= _SLOW_AFTER else words.PROVEN
+        else:
+            self.reason = words.CANNOT_TELL
+
+    def _miss(self, why: str) -> None:
+        self._misses += 1
+        self.warm_until_s = -math.inf
+        if self._misses >= BAD_AFTER:
+            self.reason = why
+
+    def timed(self, seconds: float, *, tokens: int, recompute_s: float, cold: bool) -> None:
+        """How long the decode engine took for a hand-off that it had to itself, until its first token.
+
+        A pair is slow if it takes several times as long, time after time, as computing the prompt would.
+        """
+        if cold:
+            self.handshake_s = seconds
+            return
+        if tokens < SAMPLE_TOKENS:
+            return
+        sample, known = 1_000 * seconds / tokens, self.seconds_per_1k_tokens
+        self.seconds_per_1k_tokens = sample if known is None else known + _WEIGHT * (sample - known)
+        self._slow = self._slow + 1 if seconds > _SLOW_FACTOR * max(recompute_s, _SLOW_FLOOR_S) else 0
+
+
+class PairMap:
+    """The pairs of one service."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[PairKey, Pair] = {}
+        self.cold: dict[str, Mapping[str, float]] = {}
+        """By prefill instance: the decode instances that would wait for a handshake, and the prompt tokens
+        that they would compute meanwhile."""
+        self.broken: tuple[str, ...] = ()
+        """Prefill instances whose KV no decode instance gets: handing off costs time and brings nothing."""
+
+    def __getitem__(self, key: PairKey) -> Pair:
+        """The record of a pair, begun at its first use."""
+        pair = self.pairs.get(key)
+        if pair is None:
+            if len(self.pairs) >= MOST_PAIRS:
+                del self.pairs[min(self.pairs, key=lambda k: (self.pairs[k].last_used_s, k))]
+            pair = self.pairs[key] = Pair()
+        return pair
+
+    def cool(self, name: str) -> None:
+        """An instance has another engine process, or may have."""
+        for key, pair in self.pairs.items():
+            if name in key:
+                pair.cool()
+
+    def refresh(self, instances: Sequence[InstanceView], *, now_s: float) -> None:
+        """Forget pairs of instances that are gone, and see what is cold and what is broken."""
+        known = {instance.name for instance in instances}
+        for key in [key for key in self.pairs if not known.issuperset(key)]:
+            del self.pairs[key]
+        givers = [i for i in instances if i.serving and i.role is not Role.DECODE]
+        takers = [i for i in instances if i.serving and i.role is not Role.PREFILL]
+        estimate_s = self.handshake_s
+        self.cold = {
+            giver.name: cold for giver in givers if (cold := self._cold_of(giver, takers, estimate_s, now_s))
+        }
+        self.broken = tuple(giver.name for giver in givers if self._is_broken(giver, takers))
+
+    @property
+    def handshake_s(self) -> float:
+        """What a handshake is expected to take."""
+        measured = [pair.handshake_s for pair in self.pairs.values() if pair.handshake_s is not None]
+        return fmean(measured) if measured else HANDSHAKE_S
+
+    def _cold_of(
+        self, giver: InstanceView, takers: Iterable[InstanceView], estimate_s: float, now_s: float
+    ) -> dict[str, float]:
+        cold: dict[str, float] = {}
+        for taker in takers:
+            pair = self.pairs.get(PairKey(giver.name, taker.name))
+            if pair is None:
+                wait_s = estimate_s
+            elif pair.reason == words.HANDSHAKE_FAILED:
+                wait_s = HANDSHAKE_TIMEOUT_S
+            elif pair.warm_until_s <= now_s:
+                wait_s = pair.handshake_s or estimate_s
+            else:
+                continue
+            if taker is not giver:
+                cold[taker.name] = 1_000 * wait_s / max(taker.prefill_model.ttft_s(1_000), 1e-6)
+        return cold
+
+    def _is_broken(self, giver: InstanceView, takers: Iterable[InstanceView]) -> bool:
+        found = [self.pairs.get(PairKey(giver.name, taker.name)) for taker in takers]
+        return bool(found) and all(pair and pair.reason == words.HANDSHAKE_FAILED for pair in found)
+
+    def due(self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float) -> list[PairKey]:
+        """The pairs that a canary should try now, the most urgent ones first.
+
+        Those never used, then suspect ones, then those without traffic for `interval_s`; of each those first
+        that hand off by the roles of now.
+        """
+        ranked = [
+            ((urgency, not _meet(giver, taker), key), key)
+            for giver, taker in _mesh([i for i in instances if i.serving])
+            if (urgency := self._urgency(key := PairKey(giver.name, taker.name), now_s, interval_s))
+        ]
+        return [key for _, key in sorted(ranked)]
+
+    def _urgency(self, key: PairKey, now_s: float, interval_s: float) -> int:
+        """1 is the most urgent, 0 is none."""
+        pair = self.pairs.get(key)
+        if pair is None or pair.last_used_s == -math.inf:
+            return 1
+        idle_s = now_s - pair.last_used_s
+        if pair.suspect and idle_s >= (RETRY_S if pair.reason in BAD else 0.0):
+            return 2
+        return 3 if idle_s >= interval_s else 0
+
+    def told(self) -> list[tuple[PairKey, Pair]]:
+        """The pairs worth telling of: bad ones first, then the last used, at most `TOLD_PAIRS`."""
+        if len(self.pairs) <= TOLD_PAIRS:
+            return sorted(self.pairs.items())
+        ranked = sorted(self.pairs.items(), key=lambda kv: (not kv[1].suspect, -kv[1].last_used_s, kv[0]))
+        return sorted(ranked[:TOLD_PAIRS])
+
+
+def _mesh(instances: Sequence[InstanceView]) -> Iterable[tuple[InstanceView, InstanceView]]:
+    """Every pair that can hand off; of many instances each one's to those 1, 2, 4, … places further on."""
+    count = len(instances)
+    if count <= MESH:
+        pairs: Iterable[tuple[InstanceView, InstanceView]] = permutations(instances, 2)
+    else:
+        steps = [2**power for power in range(count.bit_length()) if 2**power < count]
+        pairs = ((one, instances[(i + step) % count]) for i, one in enumerate(instances) for step in steps)
+    return (pair for pair in pairs if _compatible(*pair))
+
+
+def _compatible(giver: InstanceView, taker: InstanceView) -> bool:
+    source, reader = giver.identity, taker.identity
+    return source is None or reader is None or source is reader or can_transfer(source, reader).allowed
+
+
+def _meet(giver: InstanceView, taker: InstanceView) -> bool:
+    return giver.role is not Role.DECODE and taker.role is not Role.PREFILL

@@ -1,0 +1,114 @@
+"""The proof that each hand-off carries: was it fetched, and was it fetched in time?
+
+A lease that has run out shows nowhere in a decode engine's answer, whose tokens may then be another
+prompt's. So what comes late is held back until the giver has said that it let nothing expire. What was
+fetched, the decode engine's usage tells; where the client did not ask for that, it does not see it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from fulcrum_core.api import conditions as words
+from fulcrum_router.bodies import Usage, read_usage
+from fulcrum_router.fleet import Instance
+from fulcrum_router.http1 import chunk, chunk_spans
+from fulcrum_router.policy import PairKey, PairMap, Proof, judge
+from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S
+
+log = structlog.get_logger()
+
+HALF = 1 / 2
+"""Of its lease: a hand-off that is older is not used. The decode instance's queue counts against it, too."""
+IN_TIME = 5 / 6
+"""Of its lease: what a decode leg answers until then was fetched while the blocks were held."""
+NO_CHOICES = b'"choices":[]'
+"""What the event with the usage has, and no other."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Handed:
+    """A hand-off that a decode leg was given."""
+
+    source: Instance
+    decode: Instance
+    tokens: int
+    cold: bool
+    """Whether the two had to shake hands."""
+    alone: bool
+    """Whether the decode instance had nothing else to do."""
+    deadline_s: float
+    """Until when an answer shows that the lease was kept."""
+    hides_usage: bool
+    expired_before: float | None
+    """Hand-offs that the giver had let expire when this one began; None: it was not asked."""
+    on_doubt: Callable[[], None]
+    """Called when an answer has come later than the deadline."""
+    usage: Usage | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether what comes now need not have been fetched in time."""
+        return time.monotonic() > self.deadline_s
+
+    def read_events(self, framed: bytes, *, chunked: bool) -> bytes:
+        """Events that may hold the usage: read it, and take it out where the client did not ask for it."""
+        start = framed.rfind(NO_CHOICES)
+        usage = read_usage(framed[start:])
+        if usage is None:
+            return framed
+        self.usage = usage
+        return without_usage(framed) if self.hides_usage and chunked else framed
+
+
+def without_usage(framed: bytes) -> bytes:
+    """The chunks without the event that has no choices; the others as they are.
+
+    A chunk holds whole events here. One that does not is let through: better an event too many than one lost.
+    """
+    kept: list[bytes] = []
+    position = 0
+    for start, end, after in chunk_spans(framed):
+        content = framed[start:end]
+        if NO_CHOICES in content and content.startswith(b"data:") and content.endswith(b"\n\n"):
+            events = content[:-2].split(b"\n\n")
+            rest = b"".join(event + b"\n\n" for event in events if NO_CHOICES not in event)
+            kept.append(chunk(rest) if rest else b"")
+        else:
+            kept.append(framed[position:after])
+        position = after
+    return b"".join((*kept, framed[position:]))
+
+
+def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
+    """Count a hand-off whose answer is whole; `first_s`: what its first event took, of a stream."""
+    decode, usage = handed.decode, handed.usage
+    cached = usage.cached_tokens if usage else None
+    if cached is not None:
+        decode.tells_cached = True
+    elif usage is not None and decode.tells_cached:
+        cached = 0  # some versions leave a zero out
+    identity = decode.identity
+    proof = judge(
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        cached_tokens=cached,
+        block_tokens=identity.block_size if identity else DEFAULT_BLOCK_TOKENS,
+    )
+    pair = pairs[PairKey(handed.source.name, decode.name)]
+    if first_s is not None and handed.alone and proof is Proof.PROVEN:
+        recompute_s = decode.prefill_model.ttft_s(handed.tokens)
+        pair.timed(first_s, tokens=handed.tokens, recompute_s=recompute_s, cold=handed.cold)
+    waited = first_s is not None and handed.cold and first_s > HANDSHAKE_TIMEOUT_S * 0.9
+    why = words.HANDSHAKE_FAILED if waited else ""
+    pair.record(proof, now_s=time.monotonic(), why=why)
+    if proof is Proof.RECOMPUTED:
+        log.warning(
+            "hand-off recomputed", prefill=handed.source.name, decode=decode.name, cached_tokens=cached
+        )
+
+
+def missed(pairs: PairMap, source: Instance, decode: Instance, why: str) -> None:
+    """Count a hand-off that was not used, or not answered."""
+    pairs[PairKey(source.name, decode.name)].record(Proof.RECOMPUTED, now_s=time.monotonic(), why=why)
