@@ -93,8 +93,16 @@ def play(
 
 @app.command()
 def up(
-    file: Annotated[Path, typer.Option("-f", "--file", help="The manifest.")],
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", help="The manifest; not needed with --engine.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="As processes on this machine.")] = False,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="vllm-cpu: vLLM with a tiny model, as make engine made them, in place of the manifest's."
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 8000,
 ) -> None:
     """Bring up the service of a manifest until Ctrl-C."""
@@ -102,7 +110,7 @@ def up(
 
     if not local:
         raise InvalidInput("--local", "not given", "is needed: only local services can be brought up")
-    run(file, port=port)
+    run(file, engine=engine, port=port)
 
 
 @app.command()

@@ -4,7 +4,6 @@ It reads files and nothing else. What follows from the model needs its config.js
 said.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from fulcrum_core.models import (
     gib,
     kv_bytes,
     kv_bytes_per_token,
-    parse_model_config,
     transfer_buffer_bytes,
     weight_bytes,
 )
@@ -29,6 +27,7 @@ from fulcrum_core.values import Role
 from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.vllm import POD, plan_engine
+from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.pools import desired_pools
 
 _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
@@ -107,19 +106,8 @@ def read_facts(service: PDService, given: Path | None) -> tuple[ModelFacts | Non
     path = given or _found(service)
     if path is None:
         return None, "config.json not found: --model-config names it; what follows from the model is left out"
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(
-            str(path), error.strerror or "unreadable", "must be a model's config.json"
-        ) from error
-    except ValueError as error:
-        raise InvalidInput(str(path), "not JSON", "must be a model's config.json") from error
-    if not isinstance(loaded, dict):
-        raise InvalidInput(str(path), "no object", "must be a model's config.json")
-    return parse_model_config(loaded, source=str(path)), str(path)
+    path = path / "config.json" if path.is_dir() else path
+    return read_model(path), str(path)
 
 
 def _found(service: PDService) -> Path | None:

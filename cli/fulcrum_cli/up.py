@@ -5,29 +5,34 @@ from pathlib import Path
 
 import uvloop
 
+from fulcrum_cli.arguments import one_of
 from fulcrum_cli.interrupts import on_interrupt
+from fulcrum_cli.local_engines import LocalEngine, on_vllm_cpu
 from fulcrum_cli.logs import log_warnings
-from fulcrum_cli.manifests import read_manifest
+from fulcrum_cli.manifests import built_in, read_manifest
 from fulcrum_core.api.meta import Resource
-from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.profiles import load_profile
 from fulcrum_operator.local import LocalOptions, run_local
 
 
-def run(file: Path, *, port: int) -> None:
-    """Brings the manifest's service up, says where it is, and ends everything on Ctrl-C."""
+def run(file: Path | None, *, engine: str | None, port: int) -> None:
+    """Brings the manifest's service up, says where it is, and ends everything on Ctrl-C.
+
+    Without a manifest it is the example that comes along for the engine.
+    """
     if not 0 <= port <= 65535:
         raise InvalidInput("--port", port, "must be between 0 and 65535")
+    objects = _asked(file, None if engine is None else one_of("--engine", engine, LocalEngine))
     log_warnings()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_up(read_manifest(file), port))
+        runner.run(_up(objects, port))
 
 
-def _startup_s(objects: tuple[Resource, ...]) -> float:
-    """How long an engine of the service takes from its start to serving."""
-    service = next(obj for obj in objects if isinstance(obj, PDService))
-    return load_profile(service.spec.engine.profile).startup_s
+def _asked(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...]:
+    if file is None and engine is None:
+        raise InvalidInput("--file", "not given", "is needed where no --engine is named")
+    objects = read_manifest(file or built_in(str(engine)))
+    return objects if engine is None else tuple(on_vllm_cpu(obj) for obj in objects)
 
 
 async def _up(objects: tuple[Resource, ...], port: int) -> None:
@@ -39,7 +44,7 @@ async def _up(objects: tuple[Resource, ...], port: int) -> None:
                 info = service.info
                 print(
                     f"{info.service}: endpoint {info.router_url}, waiting for the engines, "
-                    f"which need {_startup_s(objects):g} s to start",
+                    f"which need {service.startup_s:g} s to start",
                     flush=True,
                 )
                 instances = await service.serving()

@@ -174,8 +174,8 @@ class EngineObservation:
 class EngineRuntime(Protocol):
     """Where engine instances run: processes in a local run, pods in a cluster. All calls are idempotent."""
 
-    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
-        """Have the instance's engine run with this command; one that exits is started again with back-off.
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
+        """Have the instance's engine run; one that exits is started again with back-off.
 
         It is expected to serve `startup_s` after a start; one that takes much longer is started again, too.
         An engine of that key that is there already, even one that is ending, is left as it is.

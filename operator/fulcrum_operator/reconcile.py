@@ -65,8 +65,6 @@ class Cluster:
     store: Store
     runtime: EngineRuntime
     clock: Clock
-    command: Callable[[PDInstance], tuple[str, ...]]
-    """The command line of an instance's engine."""
     engine_facts: Callable[[PDInstance], EngineFacts]
     """What the instance's engine is known to be."""
     router: RouterView | None = None
@@ -169,7 +167,7 @@ async def _apply(
 
 async def _start(instance: PDInstance, cluster: Cluster) -> None:
     startup_s = cluster.engine_facts(instance).startup_s
-    await cluster.runtime.start(instance, cluster.command(instance), startup_s=startup_s)
+    await cluster.runtime.start(instance, startup_s=startup_s)
 
 
 async def _create(obj: Resource, store: Store) -> Resource:

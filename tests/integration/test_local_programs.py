@@ -10,7 +10,8 @@ import pytest
 
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, instance_key
-from fulcrum_operator.local import LocalRuntime, ProgramOptions, StartFailed
+from fulcrum_operator.local import Life, LocalRuntime, ProgramOptions, StartFailed
+from fulcrum_operator.local.engines import free_ports
 from fulcrum_operator.local.program import STABLE_S, Program, last_words, restart_delay_s, short_lives_after
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
@@ -33,7 +34,10 @@ class Watched:
     def __init__(self, logs: Path, options: ProgramOptions | None = None) -> None:
         self.changed = asyncio.Event()
         self.trace: list[EngineObservation] = []
-        self.runtime = LocalRuntime(host="127.0.0.1", logs=logs, on_change=self._note, options=options)
+        self.life = Life(command=TINY)
+        self.runtime = LocalRuntime(
+            lambda _: self.life, host="127.0.0.1", logs=logs, on_change=self._note, options=options
+        )
 
     def _note(self, name: str) -> None:
         self.trace += [seen for seen in self.runtime.observe(NAMESPACE) if seen.name == name]
@@ -54,9 +58,13 @@ class Watched:
         await self.runtime.stop(instance_key(E_0))
         await self.runtime.gone(instance_key(E_0))
 
+    async def start(self, *command: str, name: str = "e-0", startup_s: float = 0.0) -> None:
+        self.life = Life(command=command)
+        await self.runtime.start(instance(name), startup_s=startup_s)
+
     async def running(self, *arguments: str, name: str = "e-0") -> int:
         """Start an engine; returns its process id once it runs."""
-        await self.runtime.start(instance(name), (*TINY, *arguments), startup_s=0.0)
+        await self.start(*TINY, *arguments, name=name)
         await self.until(lambda: self.state(name) is RUNNING)
         return self.runtime.pids()[name]
 
@@ -88,7 +96,7 @@ async def test_an_engine_that_says_ready_runs_at_the_port_it_named(watched: Watc
 
 async def test_starting_what_was_started_changes_nothing(watched: Watched) -> None:
     pid = await watched.running()
-    await watched.runtime.start(E_0, (*TINY, "--refuse", "something else"), startup_s=0.0)
+    await watched.start(*TINY, "--refuse", "something else")
     assert watched.runtime.pids() == {"e-0": pid}
 
 
@@ -130,14 +138,14 @@ async def test_an_engine_that_does_not_listen_to_sigterm_is_killed(watched: Watc
 
 
 async def test_an_engine_may_be_stopped_before_it_is_ready(watched: Watched) -> None:
-    await watched.runtime.start(E_0, (*TINY, "--silent"), startup_s=0.0)
+    await watched.start(*TINY, "--silent")
     await watched.ended()
     assert (watched.runtime.observe(NAMESPACE), watched.runtime.pids()) == ((), {})
 
 
 async def test_an_engine_that_never_gets_ready_is_ended_and_tried_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.125, stop_grace_s=0.3))
-    await watched.runtime.start(E_0, (*TINY, "--silent"), startup_s=0.25)
+    await watched.start(*TINY, "--silent", startup_s=0.25)
     await watched.until(lambda: watched.runtime.observe(NAMESPACE)[0].restarts == 1)
     await watched.ended()
     assert watched.trace[1].exit_reason == "not ready within 0.375 s"  # its start-up time, then the time-out
@@ -145,20 +153,20 @@ async def test_an_engine_that_never_gets_ready_is_ended_and_tried_again(tmp_path
 
 async def test_an_engine_that_loads_for_longer_than_the_time_out_is_waited_for(tmp_path: Path) -> None:
     watched = Watched(tmp_path, ProgramOptions(ready_timeout_s=0.001))
-    await watched.runtime.start(E_0, TINY, startup_s=60.0)
+    await watched.start(*TINY, startup_s=60.0)
     await watched.until(lambda: watched.state() is not STARTING)
     await watched.ended()
     assert [seen.state for seen in watched.trace] == [STARTING, RUNNING]
 
 
 async def test_an_engine_that_turns_down_its_arguments_says_why(watched: Watched) -> None:
-    await watched.runtime.start(E_0, (*TINY, "--refuse", "profile (x.yaml) cannot be read"), startup_s=0.0)
+    await watched.start(*TINY, "--refuse", "profile (x.yaml) cannot be read")
     await watched.until(lambda: bool(watched.runtime.hopeless()))
     assert watched.runtime.hopeless() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
 
 
 async def test_a_program_that_is_not_there_says_why(watched: Watched) -> None:
-    await watched.runtime.start(E_0, ("/nowhere/at/all",), startup_s=0.0)
+    await watched.start("/nowhere/at/all")
     await watched.until(lambda: watched.state() is EXITED)
     assert watched.trace[-1].exit_reason == "cannot be started: No such file or directory"
 
@@ -168,7 +176,7 @@ async def test_a_program_that_crashes_before_it_serves_is_given_up_by_who_waits_
 ) -> None:
     program = Program(
         "router",
-        lambda _: (sys.executable, "-c", "raise SystemExit('no such module')"),
+        lambda _: Life(command=(sys.executable, "-c", "raise SystemExit('no such module')")),
         log=tmp_path / "router.log",
         on_change=lambda: None,
     )
@@ -183,7 +191,7 @@ async def test_a_program_that_keeps_its_port_is_started_again_on_it(tmp_path: Pa
     changed = asyncio.Event()
     program = Program(
         "router",
-        lambda last: (*TINY, "--port", str(last["port"] if last else 0)),
+        lambda last: Life(command=(*TINY, "--port", str(last["port"] if last else 0))),
         log=tmp_path / "router.log",
         on_change=changed.set,
     )
@@ -214,9 +222,8 @@ def test_short_lives_in_a_row(served_s: float, lives: int) -> None:
 async def test_a_ready_line_that_is_no_object_is_seen_and_tried_again(tmp_path: Path) -> None:
     changed = asyncio.Event()
     code = "print('ready [8101]', flush=True); import signal; signal.pause()"
-    program = Program(
-        "router", lambda _: (sys.executable, "-c", code), log=tmp_path / "r.log", on_change=changed.set
-    )
+    life = Life(command=(sys.executable, "-c", code))
+    program = Program("router", lambda _: life, log=tmp_path / "r.log", on_change=changed.set)
     program.start()
     async with asyncio.timeout(10):
         await changed.wait()
@@ -242,3 +249,59 @@ def test_the_last_words_of_a_log(tmp_path: Path, log: str, words: str) -> None:
     path = tmp_path / "x.log"
     path.write_text(log)
     assert last_words(path) == words
+
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+print(child.pid, file=sys.stderr, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    calls = 0
+    def do_GET(self):
+        Handler.calls += 1
+        self.send_response(200 if Handler.calls > 2 else 503)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_program_that_says_nothing_serves_once_its_health_says_so_and_takes_its_children_along(
+    tmp_path: Path,
+) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    left, log, changed = tmp_path / "left", tmp_path / "e.log", asyncio.Event()
+    left.touch()
+    life = Life(
+        command=(
+            sys.executable,
+            "-m",
+            "fulcrum_operator.local.tied",
+            sys.executable,
+            "-c",
+            SERVER,
+            str(port),
+        ),
+        ports={"port": port},
+        health_url=f"http://127.0.0.1:{port}/health",
+        leaves=(left,),
+    )
+    program = Program("e-0", lambda _: life, log=log, on_change=changed.set)
+    program.start()
+    async with asyncio.timeout(DEADLINE_S):
+        ports = await program.served()
+    child = int(log.read_text())
+    running = not gone(child)
+    await program.stop()
+    async with asyncio.timeout(DEADLINE_S):
+        while not _ended(child):
+            await asyncio.sleep(0.01)
+    assert (ports, running, left.exists()) == ({"port": port}, True, False)
+
+
+def _ended(pid: int) -> bool:
+    """Whether it is gone, or dead and only not asked about yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -19,11 +19,11 @@ from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDInstance, PDService, Resource, parse_object
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
-from fulcrum_operator.local import Commands, LocalOptions, LocalRun, StartFailed, find_runs, run_local
+from fulcrum_operator.local import Commands, Life, LocalOptions, LocalRun, StartFailed, find_runs, run_local
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 STAND_INS = Commands(
-    engine=lambda _instance, _host: TINY,
+    engine=lambda _instance, _around: Life(command=TINY),
     router=lambda _around, port, _state_port: (*TINY, "--port", str(port)),
     autoscaler=lambda _around, port, _state: (*TINY, "--port", str(port)),
 )
@@ -262,7 +262,11 @@ async def test_a_port_in_use_is_refused_before_anything_starts(runs: Path) -> No
 @pytest.mark.parametrize("program", ["router", "autoscaler"])
 async def test_a_program_that_refuses_half_way_leaves_nothing_started(program: str, runs: Path) -> None:
     refuses = (*TINY, "--refuse", "--port (1) is taken")
-    commands = replace(STAND_INS, **{program: lambda *_: refuses})
+    commands = (
+        replace(STAND_INS, router=lambda *_: refuses)
+        if program == "router"
+        else replace(STAND_INS, autoscaler=lambda *_: refuses)
+    )
     with pytest.raises(StartFailed) as failed:
         async with run_local(manifest(), LocalOptions(port=0), commands=commands):
             pass
@@ -281,7 +285,7 @@ def children() -> list[str]:
 
 async def test_an_engine_that_never_will_serve_is_told() -> None:
     refuses = (*TINY, "--refuse", "--model (m) is unknown")
-    commands = replace(STAND_INS, engine=lambda *_: refuses)
+    commands = replace(STAND_INS, engine=lambda *_: Life(command=refuses))
     async with run_local(manifest(instances=1), LocalOptions(port=0), commands=commands) as run:
         with pytest.raises(StartFailed) as failed:
             await run.serving()

@@ -247,9 +247,9 @@ class Runtime:
         self.all_lives: list[EngineProcess] = []
         self._died: dict[str, asyncio.Event] = {}
 
-    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         """See `EngineRuntime`."""
-        del command, startup_s
+        del startup_s
         name = instance.metadata.name
         if name not in self._keepers:
             self._died[name] = asyncio.Event()

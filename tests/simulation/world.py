@@ -215,7 +215,6 @@ class _World:
             store=self._store,
             runtime=self._runtime,
             clock=self._clock,
-            command=lambda instance: (instance.metadata.name,),
             engine_facts=lambda instance: EngineFacts(
                 simulated.identity(instance.spec, self._profile), simulated.STRATEGY, self._profile.startup_s
             ),

@@ -88,6 +88,17 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
     return tuple(rows)
 
 
+def leaves(request: EngineRequest, place: Place) -> tuple[str, ...]:
+    """Shared memory that an LMCache server which is killed leaves behind."""
+    if request.kv_transfer.connector is not Connector.NIXL_WITH_LMCACHE:
+        return ()
+    return (f"/dev/shm/lmcache_l1_pool_{_shared_memory(place)}",)
+
+
+def _shared_memory(place: Place) -> str:
+    return f"lmcache_{place.cache_port}"
+
+
 def peer_ports(tensor: int, place: Place) -> tuple[list[int], list[int]]:
     """Where an LMCache receiver's ranks are introduced to senders, and where they are asked for memory."""
     ports = [place.cache_port + _PEER_PORTS * rank for rank in range(tensor)]
@@ -125,7 +136,7 @@ def _server_args(request: EngineRequest, place: Place, block_size: int) -> tuple
         *("--chunk-size", str(_CHUNK_BLOCKS * block_size)),
         *("--l1-size-gb", f"{memory:g}", "--eviction-policy", "LRU"),
         *(("--supported-transfer-mode", "engine_driven") if cpu else ()),
-        *("--shm-name", f"lmcache_{place.cache_port}"),
+        *("--shm-name", _shared_memory(place)),
         *("--http-port", str(place.cache_http_port)),
         *(
             part

@@ -94,6 +94,7 @@ class EngineLaunch:
         shutdown_s: From SIGTERM to its end: running requests may finish.
         identity: What its peers must agree with.
         strategy: How it changes its role.
+        leaves: Files that outlive it where it does not run in a container of its own.
     """
 
     command: tuple[str, ...]
@@ -105,6 +106,7 @@ class EngineLaunch:
     shutdown_s: float
     identity: IdentitySpec
     strategy: FlipStrategy
+    leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

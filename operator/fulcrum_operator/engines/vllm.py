@@ -116,6 +116,7 @@ def _launch(request: EngineRequest, place: Place, settings: Settings) -> EngineL
         shutdown_s=request.drain_s,
         identity=_identity(request, place, settings),
         strategy=connectors.strategy(request.kv_transfer.connector),
+        leaves=connectors.leaves(request, place),
     )
 
 

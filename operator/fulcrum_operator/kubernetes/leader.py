@@ -99,7 +99,6 @@ class Leader:
             store=CachedStore(connection.store, self._cache, leads),
             runtime=self._runtime,
             clock=clock,
-            command=lambda _instance: (),
             engine_facts=self._facts,
             router=self._router,
             tend=self._tend,

@@ -66,9 +66,8 @@ class PodRuntime:
         self._lives: dict[InstanceKey, str] = {}
         self._refused: dict[InstanceKey, _Refused] = {}
 
-    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
-        """See `EngineRuntime`. A pod says itself what it runs: `command` is for processes."""
-        del command
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
+        """See `EngineRuntime`."""
         key = instance_key(instance)
         if self._pod(key) is None and key not in self._refused:
             await self._make(key, instance, startup_s)

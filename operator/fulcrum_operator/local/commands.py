@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum_core.api import PDInstance
-from fulcrum_operator.engines import simulated
+from fulcrum_operator.local.engines import Around, engine_life
+from fulcrum_operator.local.life import Life
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +19,6 @@ class Surroundings:
     host: str
     store: str
     token_file: Path
-
-
-def engine_command(instance: PDInstance, host: str) -> tuple[str, ...]:
-    """An engine server on free ports."""
-    return simulated.command(instance, python=sys.executable, host=host)
 
 
 def router_command(around: Surroundings, port: int, state_port: int) -> tuple[str, ...]:
@@ -52,6 +48,6 @@ def _shared(around: Surroundings) -> tuple[str, ...]:
 class Commands:
     """Which programs a run starts."""
 
-    engine: Callable[[PDInstance, str], tuple[str, ...]] = engine_command
+    engine: Callable[[PDInstance, Around], Life] = engine_life
     router: Callable[[Surroundings, int, int], tuple[str, ...]] = router_command
     autoscaler: Callable[[Surroundings, int, str], tuple[str, ...]] = autoscaler_command

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fulcrum_core.api import PDService, QoSTier, Resource
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.profiles import load_profile
+from fulcrum_operator.local.engines import check_engines
 from fulcrum_operator.plan import check_references
 
 
@@ -23,10 +23,7 @@ def check_manifest(objects: Sequence[Resource]) -> PDService:
     if len(services) != 1:
         names = ", ".join(service.metadata.name for service in services) or "none"
         raise InvalidInput("PDService", names, "is not one: a local run serves exactly one")
-    engine = services[0].spec.engine
-    if engine.type != "Simulated":
-        raise InvalidInput("spec.engine.type", engine.type, "does not run locally yet: write Simulated")
-    load_profile(engine.profile)
+    check_engines(services[0])
     return services[0]
 
 

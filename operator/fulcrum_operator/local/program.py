@@ -1,7 +1,8 @@
 """One supervised process: started, waited for, started again with back-off, ended for good.
 
-A program says on standard output, in one line, that it serves and on which ports (`ready {json}`), and
-logs to standard error, which goes to its file. It is ended with SIGTERM, and with SIGKILL after a grace.
+A program of ours says on standard output, in one line, that it serves and on which ports (`ready {json}`),
+and logs to standard error, which goes to its file. Another one is told its ports and asked for its health.
+Each is ended with SIGTERM, and with SIGKILL after a grace; what it started ends with it.
 """
 
 import asyncio
@@ -10,14 +11,16 @@ import json
 import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import structlog
 
-from fulcrum_core.errors import FulcrumError
+from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import EngineState
+from fulcrum_operator.local.life import Life, Ports
 
 STABLE_S = 10.0
 """A program that served for so long starts with the shortest back-off again."""
@@ -29,8 +32,8 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _TAIL_BYTES = 4096
 _BAD_INPUT = 2
-
-Ports = Mapping[str, int]
+_HEALTH_PAUSE_S = 0.25
+_HEALTH_ANSWER_S = 2.0
 
 _log = structlog.get_logger()
 
@@ -57,7 +60,7 @@ class Program:
 
     Args:
         name: What it is called in logs.
-        command: Its command line, given the ports of its last life (None before the first), so that one
+        life: What is started next, given the ports of its last life (None before the first), so that one
             that others know by its port can keep it.
         log: Where its standard error goes, appended.
         on_change: Called after every change of what is public here.
@@ -66,7 +69,7 @@ class Program:
     def __init__(
         self,
         name: str,
-        command: Callable[[Ports | None], Sequence[str]],
+        life: Callable[[Ports | None], Life],
         *,
         log: Path,
         on_change: Callable[[], None],
@@ -77,9 +80,10 @@ class Program:
         self.restarts = 0
         self.ports: Ports | None = None
         self.exit_reason: str | None = None
-        self._command, self._log_path, self._on_change = command, log, on_change
+        self._next_life, self._log_path, self._on_change = life, log, on_change
         self._options = options or ProgramOptions()
         self._process: Process | None = None
+        self._grace_s = self._options.stop_grace_s
         self._task: asyncio.Task[None] | None = None
         self._stopping, self._settled = asyncio.Event(), asyncio.Event()
         self._short_lives, self._refused = 0, False
@@ -132,6 +136,8 @@ class Program:
                 reason = await self._live()
             except OSError as error:
                 reason = f"cannot be started: {error.strerror}"
+            except InvalidInput as error:
+                reason = str(error)
             if self._stopping.is_set():
                 return
             self._short_lives = short_lives_after(self._short_lives, served_s=self._served_s())
@@ -149,31 +155,38 @@ class Program:
 
     async def _live(self) -> str:
         """One life, from start to end; returns why it ended."""
+        life = self._next_life(self.ports)
+        self._grace_s = self._options.stop_grace_s if life.stop_grace_s is None else life.stop_grace_s
         with self._log_path.open("ab") as log:
-            command = self._command(self.ports)
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=DEVNULL, stdout=PIPE, stderr=log, start_new_session=True
+                *life.command,
+                stdin=DEVNULL,
+                stdout=PIPE if life.ports is None else log,
+                stderr=log,
+                env={**os.environ, **life.env},
+                start_new_session=True,
             )
         self._process = process
         if self._stopping.is_set():
             self._end()
         try:
-            overdue = await self._serve(process)
+            overdue = await self._serve(process, life)
             code = await process.wait()
         finally:
             self._process = None
+            _clear_away(process.pid, life)
         self._refused = code == _BAD_INPUT
         return overdue or _reason(code, self._log_path)
 
-    async def _serve(self, process: Process) -> str | None:
+    async def _serve(self, process: Process, life: Life) -> str | None:
         """Follow its output until that ends; returns why it was killed, if it was."""
-        assert process.stdout is not None
+        patience_s = max(self._options.ready_timeout_s, life.patience_s)
         try:
-            async with asyncio.timeout(self._options.ready_timeout_s):
-                ports = await _ready(process.stdout)
+            async with asyncio.timeout(patience_s):
+                ports = await _serving(process, life)
         except TimeoutError:
             _signal(process, signal.SIGKILL)
-            return f"not ready within {self._options.ready_timeout_s:g} s"
+            return f"not ready within {patience_s:g} s"
         except (ValueError, TypeError, AttributeError):
             _signal(process, signal.SIGKILL)
             return "its ready line cannot be read"
@@ -181,7 +194,7 @@ class Program:
             self.ports = ports
             self._served_since_s = asyncio.get_running_loop().time()
             self._change(EngineState.RUNNING)
-        while await process.stdout.read(65536):
+        while process.stdout is not None and await process.stdout.read(65536):
             pass  # nothing more is promised there, but a full pipe would stop the program
         return None
 
@@ -189,7 +202,7 @@ class Program:
         if self._process:
             _signal(self._process, signal.SIGTERM)
             loop = asyncio.get_running_loop()
-            loop.call_later(self._options.stop_grace_s, _signal, self._process, signal.SIGKILL)
+            loop.call_later(self._grace_s, _signal, self._process, signal.SIGKILL)
 
     async def _stopped_within(self, delay_s: float) -> bool:
         try:
@@ -225,6 +238,19 @@ def last_words(log: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "").strip().removeprefix("error: ")
 
 
+async def _serving(process: Process, life: Life) -> Ports | None:
+    """The ports on which it serves, once it does; None if it ends before."""
+    if process.stdout is not None:
+        return await _ready(process.stdout)
+    async with httpx.AsyncClient(timeout=_HEALTH_ANSWER_S, trust_env=False, verify=False) as client:
+        while process.returncode is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(life.health_url)).status_code == httpx.codes.OK:
+                    return life.ports
+            await asyncio.sleep(_HEALTH_PAUSE_S)
+    return None
+
+
 async def _ready(output: asyncio.StreamReader) -> Ports | None:
     """The ports of the ready line; None if the output ends without one."""
     async for line in output:
@@ -239,6 +265,14 @@ def _signal(process: Process, number: signal.Signals) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
+
+
+def _clear_away(leader: int, life: Life) -> None:
+    """End what a program that has ended has started, and remove what it leaves."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for path in life.leaves:
+        path.unlink(missing_ok=True)
 
 
 def _reason(code: int, log: Path) -> str:

@@ -6,11 +6,10 @@ ends the run (the context's end, an error half-way, Ctrl-C) ends all of it.
 
 import asyncio
 import contextlib
-import functools
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,16 @@ from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.server import serve_store
 from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Phase
-from fulcrum_operator.engines import simulated
 from fulcrum_operator.keyed_queue import KeyedQueue
 from fulcrum_operator.local.commands import Commands, Surroundings
+from fulcrum_operator.local.engines import Around, engine_facts, startup_s
+from fulcrum_operator.local.life import Life, Ports
 from fulcrum_operator.local.manifest import check_manifest, check_port_free
-from fulcrum_operator.local.program import Ports, Program, ProgramOptions, StartFailed
+from fulcrum_operator.local.program import Program, ProgramOptions, StartFailed
 from fulcrum_operator.local.router import LocalRouter
 from fulcrum_operator.local.rundir import RunInfo, run_folder, write_info, write_token
 from fulcrum_operator.local.runtime import LocalRuntime
-from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.reconcile import Cluster, ServiceKey, reconcile
 
 STATUS_INTERVAL_S = 1.0
@@ -96,8 +94,13 @@ class LocalRun:
             store=f"unix:{folder / 'store.sock'}",
             token_file=token_file,
         )
+        self._engines = Around(service=service, host=options.host, folder=folder)
         self.runtime = LocalRuntime(
-            host=options.host, logs=folder, on_change=lambda _name: self._look(), options=options.programs
+            lambda instance: commands.engine(instance, self._engines),
+            host=options.host,
+            logs=folder,
+            on_change=lambda _name: self._look(),
+            options=options.programs,
         )
         self._router = self._program("router", self._router_command)
         self._autoscaler = self._program("autoscaler", self._autoscaler_command)
@@ -106,8 +109,7 @@ class LocalRun:
             store=self.store,
             runtime=self.runtime,
             clock=SystemClock(),
-            command=lambda instance: commands.engine(instance, options.host),
-            engine_facts=_engine_facts,
+            engine_facts=lambda instance: engine_facts(instance, self._engines),
             router=self._view,
             status_interval_s=STATUS_INTERVAL_S,
         )
@@ -131,6 +133,11 @@ class LocalRun:
             router_state_url=self._view.url("state_port"),
             autoscaler_url=f"http://{host}:{ports.get('port', 0)}",
         )
+
+    @property
+    def startup_s(self) -> float:
+        """From an engine's start to serving, all going well."""
+        return startup_s(self._engines.service)
 
     async def start(self, objects: Sequence[Resource]) -> None:
         """Put the objects into the store and start everything; engines and router side by side."""
@@ -183,7 +190,9 @@ class LocalRun:
         stops = (self.runtime.close(), self._router.stop(), self._autoscaler.stop())
         await asyncio.gather(*self._tasks, *stops, self._view.aclose(), return_exceptions=True)
 
-    def _on_object(self, _old: Resource | None, _new: Resource | None) -> None:
+    def _on_object(self, _old: Resource | None, new: Resource | None) -> None:
+        if isinstance(new, PDService) and new.metadata.name == self.key.name:
+            self._engines = replace(self._engines, service=new)
         self._look()
 
     def _look(self) -> None:
@@ -196,7 +205,13 @@ class LocalRun:
 
     def _program(self, name: str, command: Callable[[Ports | None], tuple[str, ...]]) -> Program:
         log = self.folder / f"{name}.log"
-        return Program(name, command, log=log, on_change=self._look, options=self._options.programs)
+        return Program(
+            name,
+            lambda last: Life(command=command(last)),
+            log=log,
+            on_change=self._look,
+            options=self._options.programs,
+        )
 
     def _router_command(self, last: Ports | None) -> tuple[str, ...]:
         """A router that is started again keeps its ports: clients and the autoscaler know it by them."""
@@ -219,11 +234,3 @@ def _tell_crash(task: asyncio.Task[None]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         if error := task.exception():
             _log.error("watch ended", error=repr(error))
-
-
-_profile = functools.cache(load_profile)
-
-
-def _engine_facts(instance: PDInstance) -> EngineFacts:
-    profile = _profile(instance.spec.engine.profile)
-    return EngineFacts(simulated.identity(instance.spec, profile), simulated.STRATEGY, profile.startup_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
+from fulcrum_operator.local.life import Life
 from fulcrum_operator.local.program import Program, ProgramOptions
 
 
@@ -14,6 +15,7 @@ class LocalRuntime:
     """Engines as supervised processes; `fulcrum_core.ports.EngineRuntime`.
 
     Args:
+        life: What is started for an instance, asked anew at each start.
         host: The address on which engines are told to listen.
         logs: The folder where `<name>.log` is written; a run has one namespace.
         on_change: Called with an engine's name whenever what `observe` says of it has changed.
@@ -22,18 +24,19 @@ class LocalRuntime:
 
     def __init__(
         self,
+        life: Callable[[PDInstance], Life],
         *,
         host: str,
         logs: Path,
         on_change: Callable[[str], None],
         options: ProgramOptions | None = None,
     ) -> None:
-        self._host, self._logs, self._on_change = host, logs, on_change
+        self._life, self._host, self._logs, self._on_change = life, host, logs, on_change
         self._options = options or ProgramOptions()
         self._programs: dict[InstanceKey, Program] = {}
         self._stopping: dict[InstanceKey, asyncio.Task[None]] = {}
 
-    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         """See `EngineRuntime`. An engine that is not ready `ready_timeout_s` after `startup_s` is ended."""
         key = instance_key(instance)
         if key in self._programs:
@@ -41,7 +44,7 @@ class LocalRuntime:
         ready_timeout_s = startup_s + self._options.ready_timeout_s
         program = Program(
             key.name,
-            lambda _ports: command,
+            lambda _ports: self._life(instance),
             log=self._logs / f"{key.name}.log",
             on_change=lambda: self._on_change(key.name),
             options=replace(self._options, ready_timeout_s=ready_timeout_s),

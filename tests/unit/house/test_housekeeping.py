@@ -94,7 +94,7 @@ def test_an_installed_package_holds_what_it_reads(tmp_path: Path) -> None:
     profiles = (ROOT / "core/fulcrum_core/data/profiles").glob("*.yaml")
     assert held == {
         *(f"fulcrum_core/data/profiles/{profile.name}" for profile in profiles),
-        *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "replay")),
+        *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "replay", "vllm-cpu")),
     }
 
 

@@ -9,7 +9,6 @@ import yaml
 from fulcrum_core.api import ObjectMeta, PDInstance, PDService, PDServiceSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.vllm import POD, known_of, plan_engine
-from fulcrum_operator.local.manifest import check_manifest
 from fulcrum_operator.plan.children import children_of
 from fulcrum_operator.plan.engine_parts import real_request
 from fulcrum_operator.plan.labels import Account, ClusterSettings
@@ -109,9 +108,3 @@ def test_peers_reach_every_port_of_a_real_engine_and_nobody_else_does() -> None:
     http, peers = engines["spec"]["ingress"]
     assert http["ports"] == [{"port": 8000, "protocol": "TCP"}]
     assert peers == {"from": [{"podSelector": selector}]}
-
-
-def test_a_local_run_refuses_what_it_cannot_run() -> None:
-    with pytest.raises(InvalidInput) as refused:
-        check_manifest((service(),))
-    assert str(refused.value) == "spec.engine.type (vLLM) does not run locally yet: write Simulated"

@@ -97,7 +97,7 @@ class World:
         self.cache.take(kind_of_resource(type(obj)), body)
 
     async def start(self) -> None:
-        await self.runtime.start(self.instance, (), startup_s=1.0)
+        await self.runtime.start(self.instance, startup_s=1.0)
 
     def ready(self, restarts: int = 0) -> None:
         state = {"name": "engine", "restartCount": restarts, "imageID": "x@sha256:01", "state": {}}

@@ -38,12 +38,10 @@ class Engines:
     """A runtime whose engines start when told by `come_up`, and end at once."""
 
     seen: dict[str, EngineObservation] = field(default_factory=dict)
-    commands: dict[str, tuple[str, ...]] = field(default_factory=dict)
     startups_s: dict[str, float] = field(default_factory=dict)
 
-    async def start(self, instance: PDInstance, command: tuple[str, ...], *, startup_s: float) -> None:
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         name = instance.metadata.name
-        self.commands[name] = command
         self.startups_s[name] = startup_s
         self.seen[name] = engine(name, STARTING)
 
@@ -159,7 +157,6 @@ def world() -> World:
         store=store,
         runtime=engines,
         clock=clock,
-        command=lambda instance: ("serve", instance.metadata.name),
         engine_facts=lambda _: FACTS,
         router=seen,
     )
@@ -176,7 +173,7 @@ async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: W
         for kind in KINDS
     }
     names = ["chat-0", "chat-1", "chat-2", "chat-3"]
-    assert (made, await world.phases(), world.engines.commands) == (
+    assert (made, await world.phases(), world.engines.startups_s) == (
         {
             "PDService": ["chat"],
             "PDPool": ["chat-flex"],
@@ -185,9 +182,8 @@ async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: W
             "QoSTier": [],
         },
         dict.fromkeys(names, "Starting"),
-        {name: ("serve", name) for name in names},
+        dict.fromkeys(names, FACTS.startup_s),
     )
-    assert world.engines.startups_s == dict.fromkeys(names, FACTS.startup_s)
 
 
 async def test_engines_that_come_up_serve_their_roles(world: World) -> None:
