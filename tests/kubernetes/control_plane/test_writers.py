@@ -1,0 +1,391 @@
+"""Everybody writes one PDAssignment at once, on a real API server: 1,000 random interleavings.
+
+The writers are the product's own: the autoscaler's answer to "flip wanted", a person's flips and cordons, and
+the operator, which follows scales and roll-outs with cordons, drains and new instances. Each has a connection
+of its own, and before each of their calls the others may go first. What was written is then read back from
+the API server's own history, and nothing that the writers believe is taken for granted.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fulcrum_autoscaler.journal import Journal
+from fulcrum_autoscaler.loop import Autoscaler
+from fulcrum_autoscaler.meters import Families, Meters
+from fulcrum_autoscaler.policy import Action
+from fulcrum_cli.flipping import cordon, flip
+from fulcrum_cluster.client import RestStore, open_store
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_core.api import IdentitySpec, PDAssignment, PDInstance, PDPool, PDService, Resource
+from fulcrum_core.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
+from fulcrum_core.ports import EngineObservation, EventType, InstanceKey, Listing, R, Store, WatchEvent
+from fulcrum_core.state import FlipWanted, InstanceState, RouterState
+from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.reconcile import Cluster as Reached
+from fulcrum_operator.reconcile import ServiceKey, reconcile
+from tests.unit.autoscaler.builders import decode, prefill, router
+from tests.unit.operator.builders import engine
+from tools.kubernetes.cluster import Cluster
+
+INTERLEAVINGS = 1000
+FLOORS = {Role.PREFILL: 2, Role.DECODE: 1}
+LEAST, MOST = 4, 7
+FOLLOWED: tuple[type[Resource], ...] = (PDAssignment, PDInstance)
+
+
+class TakingTurns:
+    """A store before each of whose calls the others may go first; it keeps count of what was written."""
+
+    def __init__(self, store: RestStore, rng: random.Random, wrote: Counter[int]) -> None:
+        self._store, self._rng, self._wrote = store, rng, wrote
+
+    async def _turn(self) -> None:
+        for _ in range(self._rng.randrange(4)):
+            await asyncio.sleep(0)
+
+    async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
+        await self._turn()
+        return await self._store.get(kind, name, namespace=namespace)
+
+    async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
+        await self._turn()
+        return await self._store.list(kind, namespace=namespace)
+
+    def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
+        return self._store.watch(kind, namespace=namespace, since=since)
+
+    async def create(self, obj: R) -> R:
+        await self._turn()
+        return await self._store.create(obj)
+
+    async def apply(self, obj: R, *, manager: str) -> R:
+        await self._turn()
+        return await self._store.apply(obj, manager=manager)
+
+    async def patch(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
+        await self._turn()
+        answer = await self._store.patch(kind, name, patch, **where)
+        if isinstance(answer, PDAssignment):
+            self._wrote[answer.metadata.generation] += 1
+        return answer
+
+    async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
+        await self._turn()
+        return await self._store.patch_status(kind, name, patch, **where)
+
+    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
+        await self._turn()
+        await self._store.delete(kind, name, namespace=namespace)
+
+
+class Engines:
+    """Engines that run as soon as they are told to, and are gone as soon as they are told to end."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, EngineObservation] = {}
+
+    async def start(self, instance: PDInstance, *_: object, **__: object) -> None:
+        self.running[instance.metadata.name] = engine(instance.metadata.name)
+
+    async def stop(self, key: InstanceKey) -> None:
+        self.running.pop(key.name, None)
+
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        del namespace
+        return tuple(self.running[name] for name in sorted(self.running))
+
+
+@dataclass
+class IdleRouter:
+    """Applies every generation at once and has no request in flight: a drain is done at once."""
+
+    generation: int = 0
+    instances: tuple[InstanceState, ...] = ()
+
+    def endpoint(self, key: ServiceKey) -> str:
+        return f"http://{key.name}"
+
+    async def ledger(self, key: ServiceKey) -> RouterState:
+        del key
+        return router(generation=self.generation)
+
+    async def state(self, *, min_generation: int, timeout_s: float) -> RouterState:
+        del timeout_s
+        return router(*self.instances, generation=min_generation, at_s=SystemClock().now_s())
+
+    async def flip_wanted(self, *, after: int, timeout_s: float) -> FlipWanted | None:
+        raise AssertionError((after, timeout_s))
+
+
+@dataclass
+class Seen:
+    """What the autoscaler has heard by now: as old as the last look."""
+
+    the_service: PDService | None = None
+    the_assignment: PDAssignment | None = None
+    the_instances: tuple[PDInstance, ...] = ()
+    the_pools: tuple[PDPool, ...] = ()
+
+    def service(self) -> PDService | None:
+        return self.the_service
+
+    def assignment(self) -> PDAssignment | None:
+        return self.the_assignment
+
+    def instances(self) -> Iterable[PDInstance]:
+        return self.the_instances
+
+    def pools(self) -> Iterable[PDPool]:
+        return self.the_pools
+
+    async def look(self, store: Store, namespace: str) -> None:
+        self.the_service = await store.get(PDService, "chat", namespace=namespace)
+        self.the_pools = (await store.list(PDPool, namespace=namespace)).items
+        self.the_instances = (await store.list(PDInstance, namespace=namespace)).items
+        self.the_assignment = await store.get(PDAssignment, "chat", namespace=namespace)
+
+
+def facts(instance: PDInstance) -> EngineFacts:
+    """Engines of two revisions cannot exchange KV blocks."""
+    what = f"simulated {instance.spec.engine.args}"
+    identity = IdentitySpec(model="m", engine=what, kv_dtype="auto", block_size=16, tensor_parallel=1)
+    return EngineFacts(identity, FlipStrategy.RELABEL, startup_s=1.0)
+
+
+@dataclass
+class Writers:
+    """All who write, and what came of it."""
+
+    stores: Mapping[str, TakingTurns]
+    namespace: str
+    rng: random.Random
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rolled: int = 0
+
+    def __post_init__(self) -> None:
+        self.key = ServiceKey(self.namespace, "chat")
+        self.engines, self.router, self.seen = Engines(), IdleRouter(), Seen()
+        self.reached = Reached(
+            store=self.stores["operator"],
+            runtime=self.engines,
+            clock=SystemClock(),
+            engine_facts=facts,
+            router=self.router,
+        )
+        self.autoscaler = Autoscaler(
+            desired=self.seen,
+            store=self.stores["autoscaler"],
+            router=self.router,
+            clock=SystemClock(),
+            journal=Journal(),
+            meters=Meters(Families(), namespace=self.namespace, service="chat"),
+        )
+
+    async def operate(self) -> None:
+        """One pass of the operator; a lost race is an answer, too."""
+        try:
+            self.router.generation = await self._generation()
+            await reconcile(self.key, self.reached)
+            self.outcomes["operator passed"] += 1
+        except Conflict:
+            self.outcomes["operator lost a race"] += 1
+
+    async def settle(self) -> None:
+        """The operator alone, until nothing is left to do."""
+        store = self.stores["operator"]
+        for _ in range(60):
+            before = (await store.list(PDService, namespace=self.namespace)).resource_version
+            await self.operate()
+            if (await store.list(PDService, namespace=self.namespace)).resource_version == before:
+                return
+        raise AssertionError("the operator's passes go on changing things")
+
+    async def scale(self) -> None:
+        """A person edits the service: another count."""
+        await self._edit({"instances": self.rng.randint(LEAST, MOST)}, "scaled")
+
+    async def roll(self) -> None:
+        """A person edits the service: another revision."""
+        self.rolled += 1
+        await self._edit({"engine": {"args": ["--seed", str(self.rolled)]}}, "rolled")
+
+    async def flip_by_load(self) -> None:
+        """The autoscaler answers a router; it acts on what it saw a while ago."""
+        if self.rng.random() < 0.5:
+            await self.seen.look(self.stores["autoscaler"], self.namespace)
+        wish = self.seen.the_assignment
+        self.router.instances = tuple(
+            prefill(name) if entry.role is Role.PREFILL else decode(name, itl_s=0.001)
+            for name, entry in (wish.spec.roles.items() if wish else ())
+        )
+        wanted = FlipWanted(seq=1, role=self._role(), reason="no instance meets the objective")
+        decision = await self.autoscaler.answer(wanted)
+        assert decision.reason
+        self.outcomes[f"autoscaler {decision.action}"] += 1
+
+    async def flip_by_hand(self) -> None:
+        """A person gives somebody a role."""
+        name, store = await self._somebody(), self.stores["person"]
+        await self._said(
+            "flip", flip(store, "chat", name, self._role(), namespace=self.namespace, reason="t")
+        )
+
+    async def cordon_by_hand(self) -> None:
+        """A person drains somebody, or takes that back."""
+        name, store, on = await self._somebody(), self.stores["person"], self.rng.random() < 0.4
+        await self._said(
+            "cordon",
+            cordon(store, "chat", name, namespace=self.namespace, reason="t", cordoned=on),
+        )
+
+    async def _said(self, what: str, word: Awaitable[object]) -> None:
+        try:
+            await word
+            self.outcomes[f"person's {what} stands"] += 1
+        except InvalidInput:
+            self.outcomes[f"person's {what} refused"] += 1
+        except Conflict:
+            self.outcomes[f"person's {what} lost all races"] += 1
+
+    async def _edit(self, spec: dict[str, Any], what: str) -> None:
+        await self.stores["person"].patch(PDService, "chat", {"spec": spec}, namespace=self.namespace)
+        self.outcomes[f"person {what}"] += 1
+
+    async def _somebody(self) -> str:
+        found = await self.stores["person"].get(PDAssignment, "chat", namespace=self.namespace)
+        return self.rng.choice(sorted(found.spec.roles))
+
+    def _role(self) -> Role:
+        return Role.PREFILL if self.rng.random() < 0.5 else Role.DECODE
+
+    async def _generation(self) -> int:
+        try:
+            found = await self.stores["operator"].get(PDAssignment, "chat", namespace=self.namespace)
+        except NotFound:
+            return 0
+        return found.metadata.generation
+
+
+class History:
+    """Every state of assignment and instances, as the API server tells them while they are written."""
+
+    def __init__(self, store: RestStore, namespace: str) -> None:
+        self._store, self._namespace = store, namespace
+        self._states: list[tuple[int, Resource]] = []
+
+    @property
+    def states(self) -> list[tuple[int, Resource]]:
+        """In the order in which they were written."""
+        return sorted(self._states, key=lambda state: state[0])
+
+    async def follow(self, kind: type[Resource], since: str) -> None:
+        """Take in what is written from `since` on, until cancelled."""
+        while True:  # an API server ends a watch when it likes, and first has to learn of new kinds
+            with contextlib.suppress(StoreUnavailable):
+                async for event in self._store.watch(kind, namespace=self._namespace, since=since):
+                    since = event.resource_version
+                    if event.object is not None and event.type is not EventType.DELETED:
+                        self._states.append((int(since), event.object))
+
+    async def caught_up(self) -> None:
+        """Returns once all that stands now was told."""
+        async with asyncio.timeout(30):
+            while not await self._standing() <= {version for version, _ in self._states}:
+                await asyncio.sleep(0.05)
+
+    async def _standing(self) -> set[int]:
+        found = [await self._store.list(kind, namespace=self._namespace) for kind in FOLLOWED]
+        return {int(obj.metadata.resource_version) for listing in found for obj in listing.items}
+
+
+def broken_floors(states: Iterable[tuple[int, Resource]]) -> Iterator[str]:
+    """Moments at which a role, once it had its floor, had fewer serving instances than that."""
+    phases: dict[str, Phase] = {}
+    wish: PDAssignment | None = None
+    reached: set[Role] = set()
+    for version, state in states:
+        if isinstance(state, PDAssignment):
+            wish = state
+        elif isinstance(state, PDInstance):
+            phases[state.metadata.name] = state.status.phase
+        if wish is None:
+            continue
+        for role, floor in FLOORS.items():
+            serve = [
+                name
+                for name, entry in wish.spec.roles.items()
+                if entry.role is role and not entry.cordoned and phases.get(name) is Phase.SERVING
+            ]
+            if len(serve) >= floor:
+                reached.add(role)
+            elif role in reached:
+                yield f"at {version} only {serve} serve {role}: {state}"
+
+
+@contextlib.asynccontextmanager
+async def writers(
+    address: str, namespace: str, rng: random.Random
+) -> AsyncIterator[tuple[Writers, Counter[int]]]:
+    wrote: Counter[int] = Counter()
+    async with open_store(address) as one, open_store(address) as two, open_store(address) as three:
+        named = dict(zip(("operator", "autoscaler", "person"), (one, two, three), strict=True))
+        turns = {name: TakingTurns(store, rng, wrote) for name, store in named.items()}
+        yield Writers(turns, namespace, rng), wrote
+
+
+@pytest.mark.timeout(900)
+async def test_writers_side_by_side_break_no_floor_and_lose_no_write(
+    control_plane: Cluster, namespace: str, seed: int
+) -> None:
+    address, rng = f"kubeconfig:{control_plane.kubeconfig}", random.Random(seed)
+    async with writers(address, namespace, rng) as (all_of_them, wrote), open_store(address) as reader:
+        history = History(reader, namespace)
+        since = (await reader.list(PDAssignment, namespace=namespace)).resource_version
+        followers = [asyncio.create_task(history.follow(kind, since)) for kind in FOLLOWED]
+        await reader.create(_service(namespace))
+        await all_of_them.settle()
+        people: list[Callable[[], Awaitable[None]]] = [
+            all_of_them.flip_by_load,
+            all_of_them.flip_by_hand,
+            all_of_them.cordon_by_hand,
+            all_of_them.scale,
+            all_of_them.roll,
+        ]
+        await all_of_them.seen.look(reader, namespace)
+        for _ in range(INTERLEAVINGS):
+            chosen = rng.choices(people, weights=(4, 4, 3, 1, 1), k=rng.randint(1, 3))
+            await asyncio.gather(all_of_them.operate(), *(act() for act in chosen))
+        await all_of_them.settle()
+        await history.caught_up()
+        for follower in followers:
+            assert follower.cancel(), follower
+        states = history.states
+        last = (await reader.get(PDAssignment, "chat", namespace=namespace)).metadata.generation
+    seen = Counter(s.metadata.generation for _, s in states if isinstance(s, PDAssignment))
+    print(f"{INTERLEAVINGS} interleavings, {last} generations; {dict(sorted(all_of_them.outcomes.items()))}")
+    assert list(broken_floors(states)) == []
+    assert set(wrote) == set(range(2, last + 1)), "each generation but the first is somebody's write"
+    assert (max(wrote.values()), set(seen)) == (1, set(range(1, last + 1)))
+    assert all_of_them.outcomes[f"autoscaler {Action.FLIP}"]
+    assert all_of_them.outcomes["operator lost a race"]
+
+
+def _service(namespace: str) -> PDService:
+    floors = {"prefill": {"min": FLOORS[Role.PREFILL]}, "decode": {"min": FLOORS[Role.DECODE]}}
+    spec = {
+        "model": "m",
+        "instances": LEAST + 1,
+        "roles": floors,
+        "autoscaling": {"flip": {"prefillToDecodeCooldown": "1ms"}},
+    }
+    return PDService.model_validate(
+        {"kind": "PDService", "metadata": {"name": "chat", "namespace": namespace}, "spec": spec}
+    )
