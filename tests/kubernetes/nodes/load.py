@@ -45,9 +45,9 @@ class Window:
         return bool(self.figures["ok"] == self.figures["offered"] > 0)
 
     def lost_for_s(self) -> float:
-        """From the first request that got no right answer to the last."""
-        ends = [float(lost["end_s"]) for lost in self.figures["lost"]]
-        return max(ends) - min(ends) if ends else 0.0
+        """From the sending of the first request that got no right answer to that of the last."""
+        offered = [float(lost["offered_s"]) for lost in self.figures["lost"]]
+        return max(offered) - min(offered) if offered else 0.0
 
 
 class Load:

@@ -50,11 +50,12 @@ async def _run(options: argparse.Namespace) -> None:
         seed = rng.randrange(2**32)
         target = Target(host=options.host, port=options.port, model=options.model, chat_share=0.25)
         window = LoadGenerator(target, slo=Slo(ttft_s=1.0, tpot_s=0.05), seed=seed)
-        playing = asyncio.create_task(window.play(_steady(options)))
+        start_s = asyncio.get_running_loop().time()
+        playing = asyncio.create_task(window.play(_steady(options), start_s=start_s))
         opened, name = name, await _next(commands)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
-        task = asyncio.create_task(_close(opened, window))
+        task = asyncio.create_task(_close(opened, window, start_s, options.rate))
         ending.add(task)
         task.add_done_callback(ending.discard)
     await asyncio.gather(*ending)
@@ -78,17 +79,18 @@ def _steady(options: argparse.Namespace) -> Iterator[WorkloadRequest]:
         yield WorkloadRequest(index * gap_s, options.input_tokens, options.output_tokens)
 
 
-async def _close(name: str, window: LoadGenerator) -> None:
+async def _close(name: str, window: LoadGenerator, start_s: float, rate: float) -> None:
     await window.finish(timeout_s=LAST_ANSWER_S)
-    lost = [_told(outcome) for outcome in window.tally.outcomes if outcome.ending is not Ending.OK]
+    outcomes = [outcome for outcome in window.tally.outcomes if outcome.ending is not Ending.OK]
+    lost = [_told(outcome, start_s + outcome.index / rate) for outcome in outcomes]
     figures = asdict(window.tally.report()) | {"window": name, "lost": lost[:SHOWN]}
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 
 
-def _told(outcome: Outcome) -> dict[str, Any]:
-    """`end_s` is of the machine's monotonic clock, which every namespace shares."""
-    return {"end_s": outcome.end_s, "ending": outcome.ending, "told": outcome.told, "reason": outcome.reason}
+def _told(outcome: Outcome, offered_s: float) -> dict[str, Any]:
+    """`offered_s` is of the machine's monotonic clock, which every namespace shares."""
+    return {"offered_s": offered_s, "ending": outcome.ending, "told": outcome.told, "reason": outcome.reason}
 
 
 if __name__ == "__main__":
