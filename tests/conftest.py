@@ -1,8 +1,8 @@
 """What every test run says about itself: the seed it ran with, and what it left out and why.
 
 A run that fails by chance must be repeatable, so one seed drives Hypothesis and every test that asks for
-`seed`. A run that skipped something must not look complete, so skips, folders that were not asked for and
-levels that have no test yet are listed by name under a heading of their own.
+`seed`. A run that skipped something must not look complete, so skips and folders that were not asked for
+are listed by name under a heading of their own.
 """
 
 import secrets
@@ -12,11 +12,6 @@ from pathlib import Path
 
 import pytest
 import structlog
-
-# Levels that no test covers yet, so that a green run does not claim them.
-LEVELS_WITHOUT_TESTS = {
-    "level 5 (vLLM, NIXL, LMCache)": "needs the engine environment",
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +68,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     left_out = [
         *_skips(terminalreporter.stats.get("skipped", [])),
         *_folders_not_asked_for(config),
-        *(f"{level}: no test yet, {reason}" for level, reason in LEVELS_WITHOUT_TESTS.items()),
     ]
     for line in left_out:
         terminalreporter.line(f"LEFT OUT {line}", yellow=True)

@@ -7,24 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum_operator.local import engine_environment
+from tests.engines.real import require_engines
 from tests.unit.operator.engine_cases import CASES, plan_of
-
-ROOT = Path(__file__).parents[2]
-
-
-def engine_environment() -> Path:
-    """The environment that `make engine` made. A test that needs it leaves itself out where there is none."""
-    said = subprocess.run(
-        [ROOT / "tools/engine/engine-env", "--path"], capture_output=True, text=True, check=True
-    )
-    folder = Path(said.stdout.strip())
-    if not (folder / ".complete").exists():
-        pytest.skip("no engine environment: make engine makes it")
-    return folder
 
 
 def judged(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
     """What the engines object to, by launch: one process for all, because importing them takes its time."""
+    require_engines()
     run = subprocess.run(
         [engine_environment() / "bin/python", Path(__file__).with_name("judge_launches.py")],
         input=json.dumps(launches),

@@ -1,0 +1,49 @@
+"""Level 5: real engines, one pair of them for the whole run."""
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.real import RealService, Up, manifest, require_engines, up, up_already
+
+Figure = Callable[[str], None]
+
+_FIGURES: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def pair_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Two engines with NIXL, up for the whole run.
+
+    ENGINE_TESTS_SERVICE names the folder (XDG_RUNTIME_DIR) of such a service that is up and stays up, for
+    work on a test.
+    """
+    require_engines()
+    if folder := os.environ.get("ENGINE_TESTS_SERVICE"):
+        yield up_already(Path(folder))
+        return
+    with up(tmp_path_factory.mktemp("engines"), manifest()) as made:
+        yield made
+
+
+@pytest.fixture
+async def pair(pair_up: Up) -> AsyncIterator[RealService]:
+    """The pair, at rest before each test."""
+    async with pair_up.opened() as service:
+        yield service
+
+
+@pytest.fixture
+def figure() -> Figure:
+    """`figure("what: so much")` is printed at the end of the run."""
+    return _FIGURES.append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was measured on real engines."""
+    if _FIGURES:
+        terminalreporter.section("real engines")
+        for line in _FIGURES:
+            terminalreporter.line(line)

@@ -1,0 +1,231 @@
+"""A service of real engines: `fulcrum up --local` in a process of its own, watched and hurt from here."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from fulcrum_cluster.client import open_store
+from fulcrum_core.api import PDAssignment, PDInstance
+from fulcrum_core.assignment import with_flip
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.merge import merge_diff
+from fulcrum_core.ports import Store
+from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_operator.local import RunInfo, engine_environment, find_runs
+
+START_S = 420.0
+"""Engines on a machine that is busy with other things."""
+DEADLINE_S = 60.0
+MODEL = "tiny-model"
+NAMESPACE = "default"
+P, D = Role.PREFILL, Role.DECODE
+
+
+def require_engines() -> None:
+    """Leave the test out where there is no engine environment; ENGINE_TESTS=required has it fail instead."""
+    wish = os.environ.get("ENGINE_TESTS", "")
+    if wish == "off":
+        pytest.skip("ENGINE_TESTS=off")
+    try:
+        engine_environment()
+    except InvalidInput:
+        if wish == "required":
+            pytest.fail("no engine environment, and ENGINE_TESTS=required: make engine makes it")
+        pytest.skip("no engine environment: make engine makes it")
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    """Two engines that flip when a test says so, and never by themselves."""
+    made = {
+        "model": MODEL,
+        "engine": {"type": "vLLM", "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]},
+        "instances": 2,
+        "autoscaling": {"mode": "Off", "flip": {"prefillToDecodeCooldown": "0s"}},
+        "drain": {"timeout": "20s"},
+        **spec,
+    }
+    head = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService", "metadata": {"name": "chat"}}
+    return {**head, "spec": made}
+
+
+@dataclass(frozen=True, slots=True)
+class RealService:
+    """A service that is up."""
+
+    pid: int
+    info: RunInfo
+    store: Store
+    client: httpx.AsyncClient
+
+    @property
+    def url(self) -> str:
+        """Where clients are."""
+        return self.info.router_url
+
+    async def state(self) -> RouterState:
+        """What the router says of itself."""
+        headers = {"authorization": f"Bearer {self.info.token}"}
+        answer = await self.client.get(f"{self.info.router_state_url}/state", headers=headers)
+        return RouterState.model_validate_json(answer.raise_for_status().content)
+
+    async def of(self, name: str) -> InstanceState:
+        """The router's ledger of one engine."""
+        return next(seen for seen in (await self.state()).instances if seen.name == name)
+
+    async def instances(self) -> dict[str, PDInstance]:
+        """All instances by name."""
+        found = await self.store.list(PDInstance, namespace=NAMESPACE)
+        return {instance.metadata.name: instance for instance in found.items}
+
+    async def engine(self, role: Role) -> str:
+        """The instance of that role."""
+        return next(seen.name for seen in (await self.state()).instances if seen.role is role)
+
+    async def engine_url(self, name: str) -> str:
+        """Where the engine itself listens."""
+        return f"http://{(await self.instances())[name].status.endpoint}"
+
+    async def leader(self, name: str) -> int:
+        """The engine's first process, which leads its group."""
+        port = (await self.engine_url(name)).rpartition(":")[2]
+        listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8").split()
+        return next(pid for pid in map(int, listed) if f"\0--port\0{port}\0" in _cmdline(pid))
+
+    async def signal(self, name: str, number: signal.Signals) -> None:
+        """Signal the engine and all that it started."""
+        os.killpg(await self.leader(name), number)
+
+    @asynccontextmanager
+    async def stopped(self, name: str) -> AsyncIterator[None]:
+        """The engine hangs in here."""
+        leader = await self.leader(name)
+        os.killpg(leader, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGCONT)
+
+    async def swap(self) -> int:
+        """Give both engines the other role, in one write; returns its generation."""
+        now = await self.store.get(PDAssignment, "chat", namespace=NAMESPACE)
+        spec = now.spec
+        for name, entry in now.spec.roles.items():
+            to = P if entry.role is D else D
+            spec = with_flip(spec, name, to, by=Actor.PERSON, reason="asked", now_s=time.time())
+        patch = {"spec": merge_diff(now.spec.dump(), spec.dump())}
+        version = now.metadata.resource_version
+        made = await self.store.patch(
+            PDAssignment, "chat", patch, namespace=NAMESPACE, resource_version=version
+        )
+        return made.metadata.generation
+
+    async def metric(self, name: str, metric: str) -> float:
+        """The sum of an engine's samples of that name."""
+        text = (await self.client.get(f"{await self.engine_url(name)}/metrics")).text
+        found = re.findall(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for value in found)
+
+    async def until(self, holds: Callable[[], Any], *, limit_s: float = DEADLINE_S) -> None:
+        """Returns once it holds; an engine that does not answer does not yet."""
+        async with asyncio.timeout(limit_s):
+            while not await self._holds(holds):
+                await asyncio.sleep(0.05)
+
+    @staticmethod
+    async def _holds(holds: Callable[[], Any]) -> bool:
+        try:
+            return bool(await holds())
+        except (httpx.HTTPError, StopIteration):
+            return False
+
+    async def at_rest(self) -> None:
+        """Returns once both engines serve, one in each role, with nothing in flight and no KV held."""
+        await self.until(self._rests, limit_s=START_S)
+
+    async def _rests(self) -> bool:
+        phases = [instance.status.phase for instance in (await self.instances()).values()]
+        seen = (await self.state()).instances
+        return (
+            phases == [Phase.SERVING] * 2
+            and {one.role for one in seen} == {P, D}
+            and all(one.serving and not one.legs and not one.missed_probes for one in seen)
+            and all([await self.metric(one.name, "vllm:kv_cache_usage_perc") == 0 for one in seen])
+        )
+
+
+def _cmdline(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """The process that keeps a service up."""
+
+    pid: int
+    info: RunInfo
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[RealService]:
+        """The service, at rest."""
+        async with (
+            open_store(self.info.store) as store,
+            httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client,
+        ):
+            service = RealService(self.pid, self.info, store, client)
+            await service.at_rest()
+            yield service
+
+
+def up_already(folder: Path) -> Up:
+    """The service whose run lies in this folder."""
+    (info,) = find_runs(folder / f"fulcrum-{os.getuid()}")
+    return Up(info.pid, info)
+
+
+@contextmanager
+def up(folder: Path, body: dict[str, Any]) -> Iterator[Up]:
+    """Brings a manifest up as a person would, and down again; its logs stay in `folder`."""
+    file = folder / "service.yaml"
+    file.write_text(yaml.safe_dump(body), encoding="utf-8")
+    command = (sys.executable, "-m", "fulcrum_cli", "up", "-f", str(file), "--local", "--port", "0")
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+            start_new_session=True,
+        )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:  # ends with the process, which gives up by itself
+            if b"instances serve" in line:
+                break
+        else:
+            pytest.fail(f"the service did not come up: {(folder / 'up.log').read_text()}")
+        yield up_already(folder)
+    finally:
+        for path in folder.glob(f"fulcrum-{os.getuid()}/*/*.log"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        process.send_signal(signal.SIGINT)
+        process.wait(DEADLINE_S)
+        assert process.stdout is not None
+        process.stdout.close()

@@ -1,0 +1,104 @@
+"""Flips of real engines while requests run, and that every token is the right one."""
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.engines.asking import Answer, Ask, alone, ask, every_kind, prompts
+from tests.engines.conftest import Figure
+from tests.engines.real import D, P, RealService
+
+pytestmark = pytest.mark.timeout(600)
+
+REQUESTS, CONCURRENCY = 200, 8
+
+
+async def test_flips_each_second_lose_no_request_and_change_no_token(
+    pair: RealService, figure: Figure, seed: int
+) -> None:
+    asked = every_kind(random.Random(seed), REQUESTS)
+    before = await pair.state()
+    flips = asyncio.create_task(flip_each_second(pair))
+    began_s = time.monotonic()
+    answers = await asyncio.wait_for(many(pair, asked), 300)
+    took_s = time.monotonic() - began_s
+    flips.cancel()
+    swaps = (await asyncio.gather(flips, return_exceptions=True))[0]
+    assert isinstance(swaps, int)
+    await pair.at_rest()
+    alone_on = await pair.engine_url(await pair.engine(D))
+    expected = [await alone(pair.client, alone_on, one) for one in asked]
+    wrong = [n for n, answer in enumerate(answers) if answer.tokens != expected[n]]
+    handed = sum(answer.prefill not in (None, answer.decode) for answer in answers)
+    directions = {(answer.prefill, answer.decode) for answer in answers}
+    figure(
+        f"{REQUESTS} requests, {CONCURRENCY} at a time, {swaps} swaps of both roles in {took_s:.1f} s: "
+        f"{REQUESTS - len(wrong)} token-identical, {handed} handed over between engines"
+    )
+    assert ([answer.status for answer in answers], wrong) == ([200] * REQUESTS, [])
+    assert swaps >= 3
+    assert handed > REQUESTS / 2
+    assert len({pair for pair in directions if pair[0] != pair[1]}) >= 2
+    assert failures(await pair.state()) == failures(before)
+
+
+async def many(pair: RealService, asked: list[Ask]) -> list[Answer]:
+    """The answers to all, a few at a time."""
+    room = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(each: Ask) -> Answer:
+        async with room:
+            return await ask(pair.client, pair.url, each)
+
+    return await asyncio.gather(*(one(each) for each in asked))
+
+
+async def flip_each_second(pair: RealService) -> int:
+    """Swaps the roles until cancelled; how often."""
+    swaps = 0
+    try:
+        while True:
+            await asyncio.sleep(1.0)
+            await pair.swap()
+            swaps += 1
+    except asyncio.CancelledError:
+        return swaps
+
+
+def failures(state: object) -> tuple[int, int]:
+    tiers = getattr(state, "tiers", ())
+    return sum(tier.failed for tier in tiers), sum(tier.broken for tier in tiers)
+
+
+async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
+    pair: RealService, figure: Figure, seed: int
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(2):  # both directions have handed over before
+        await ask(pair.client, pair.url, Ask(prompts(rng, 1)[0], 2))
+        await pair.swap()
+        await pair.at_rest()
+    waits_s = [await first_token_s(pair, rng) for _ in range(6)]
+    figure(f"flip of a warm pair, decision to first correct token: {listed_ms(waits_s)} ms")
+
+
+async def first_token_s(pair: RealService, rng: random.Random) -> float:
+    """From the write of a flip to the first token of a request that took the new way."""
+    asked = Ask(prompts(rng, 1, (60, 60))[0], 1)
+    old = await pair.engine(P), await pair.engine(D)
+    right = await alone(pair.client, await pair.engine_url(old[1]), asked)
+    began_s = time.monotonic()
+    await pair.swap()
+    while True:
+        salted = replace(asked, more={"cache_salt": str(rng.random())})
+        answer = await ask(pair.client, pair.url, salted)
+        assert (answer.status, answer.tokens) == (200, right)
+        if (answer.prefill, answer.decode) == (old[1], old[0]):
+            return time.monotonic() - began_s
+
+
+def listed_ms(waits_s: list[float]) -> str:
+    return ", ".join(f"{wait_s * 1000:.0f}" for wait_s in waits_s)

@@ -1,0 +1,287 @@
+"""What real engines do wrong, or what is done to them, and that a client sees none of it.
+
+Each test names the hazard, and ends with both engines serving again.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from tests.engines.asking import Answer, Ask, Broken, alone, ask, events, prompts
+from tests.engines.conftest import Figure
+from tests.engines.real import START_S, D, P, RealService
+
+pytestmark = pytest.mark.timeout(900)
+
+LONG = Ask("count the clocks", 3000, stream=True)
+"""Decode is at it for seconds."""
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Of the run's seed."""
+    return random.Random(seed)
+
+
+def some(rng: random.Random, tokens: int = 12) -> Ask:
+    """A prompt of a few blocks that nobody has seen."""
+    return Ask(prompts(rng, 1, (80, 90))[0], tokens)
+
+
+async def right(pair: RealService, asked: Ask, name: str) -> tuple[int, ...]:
+    """What that engine answers by itself."""
+    return await alone(pair.client, await pair.engine_url(name), asked)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({"do_remote_prefill": True}, id="incomplete"),
+        pytest.param({"do_remote_decode": True, "do_remote_prefill": False}, id="as the router's own"),
+        pytest.param(
+            {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_block_ids": [[0, 1]],
+                "remote_engine_id": "x",
+                "remote_request_id": "y",
+                "remote_host": "127.0.0.1",
+                "remote_port": 9,
+            },
+            id="complete and pointing elsewhere",
+        ),
+        pytest.param("nonsense", id="no object"),
+    ],
+)
+async def test_transfer_parameters_of_a_client_reach_no_engine(
+    pair: RealService, rng: random.Random, params: object
+) -> None:
+    """Incomplete ones kill a real engine, and others make it dial any address."""
+    leaders = [await pair.leader(await pair.engine(role)) for role in (P, D)]
+    asked = some(rng)
+    answer = await ask(pair.client, pair.url, replace(asked, more={"kv_transfer_params": params}))
+    assert (answer.status, answer.tokens) == (200, await right(pair, asked, await pair.engine(D)))
+    assert [await pair.leader(await pair.engine(role)) for role in (P, D)] == leaders
+
+
+async def test_a_client_that_leaves_leaves_no_kv_behind(pair: RealService, rng: random.Random) -> None:
+    """In mid-stream, and between the legs while decode is held back."""
+    decode, prefill = await pair.engine(D), await pair.engine(P)
+    async with pair.client.stream("POST", pair.url + LONG.path, json=LONG.body()) as answer:
+        async for _ in events(answer):
+            break
+        await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
+    await pair.until(lambda: _at_rest(pair, decode))
+    async with pair.stopped(decode):
+        leaving = asyncio.create_task(ask(pair.client, pair.url, some(rng)))
+        await pair.until(lambda: _decodes(pair, decode))
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+    began_s = time.monotonic()
+    await pair.until(lambda: _at_rest(pair, decode))
+    await pair.until(lambda: _at_rest(pair, prefill))
+    assert time.monotonic() - began_s < 45  # the lease, at the longest
+
+
+async def _above(pair: RealService, name: str, metric: str, value: float) -> bool:
+    return await pair.metric(name, metric) > value
+
+
+async def _at_rest(pair: RealService, name: str) -> bool:
+    running = await pair.metric(name, "vllm:num_requests_running")
+    return running == 0 and await pair.metric(name, "vllm:kv_cache_usage_perc") == 0
+
+
+async def _decodes(pair: RealService, name: str) -> bool:
+    return (await pair.of(name)).decode_requests > 0
+
+
+async def test_prefill_killed_between_the_legs_is_made_up_for_by_decode(
+    pair: RealService, rng: random.Random, figure: Figure
+) -> None:
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    asked = some(rng)
+    expected = await right(pair, asked, decode)
+    async with pair.stopped(decode):
+        waiting = asyncio.create_task(ask(pair.client, pair.url, asked))
+        await pair.until(lambda: _decodes(pair, decode))
+        await pair.signal(prefill, signal.SIGKILL)
+    began_s = time.monotonic()
+    answer = await waiting
+    took_s = time.monotonic() - began_s
+    assert (answer.status, answer.tokens) == (200, expected)
+    assert await keeps_answering(pair, rng, decode) == 10
+    await pair.at_rest()
+    figure(
+        f"prefill killed between the legs: right answer after {took_s:.2f} s, "
+        f"both engines serve again after {time.monotonic() - began_s:.0f} s"
+    )
+
+
+async def keeps_answering(pair: RealService, rng: random.Random, decode: str) -> int:
+    """Ten requests now; how many of the answers are right."""
+    asked = [some(rng) for _ in range(10)]
+    answers = await asyncio.gather(*(ask(pair.client, pair.url, one) for one in asked))
+    expected = [await right(pair, one, decode) for one in asked]
+    return sum(
+        answer.status == 200 and answer.tokens == tokens
+        for answer, tokens in zip(answers, expected, strict=True)
+    )
+
+
+async def test_an_engine_that_comes_back_is_another_one_and_hands_over_again(
+    pair: RealService, rng: random.Random, figure: Figure
+) -> None:
+    """A new engine id: what peers know of the old one's memory must not be used."""
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    await ask(pair.client, pair.url, some(rng))
+    restarts = (await pair.instances())[prefill].status.restarts
+    await pair.signal(prefill, signal.SIGKILL)
+    await pair.until(lambda: _restarted(pair, prefill, restarts), limit_s=START_S)
+    await pair.at_rest()
+    asked = some(rng)
+    expected = await right(pair, asked, decode)
+    began_s = time.monotonic()
+    answer = await ask(pair.client, pair.url, asked)
+    took_s = time.monotonic() - began_s
+    assert (answer.status, answer.tokens, answer.local) == (200, expected, None)
+    assert answer.prefill != answer.decode
+    figure(f"first request to a cold pair, after a restart of prefill: {took_s * 1000:.0f} ms")
+
+
+async def _restarted(pair: RealService, name: str, before: int) -> bool:
+    return (await pair.instances())[name].status.restarts > before
+
+
+async def test_decode_killed_before_the_first_byte_is_replaced_unseen(
+    pair: RealService, rng: random.Random
+) -> None:
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    asked = some(rng)
+    expected = await right(pair, asked, prefill)
+    async with pair.stopped(decode):
+        waiting = asyncio.create_task(ask(pair.client, pair.url, asked))
+        await pair.until(lambda: _decodes(pair, decode))
+        await pair.signal(decode, signal.SIGKILL)
+    answer = await waiting
+    assert (answer.status, answer.tokens, answer.decode) == (200, expected, prefill)
+    await pair.at_rest()
+
+
+async def test_a_stream_whose_decode_is_killed_ends_in_an_error_and_never_as_if_whole(
+    pair: RealService,
+) -> None:
+    decode = await pair.engine(D)
+    said: list[str] = []
+
+    async def listen() -> None:
+        async with pair.client.stream("POST", pair.url + LONG.path, json=LONG.body()) as answer:
+            async for event in events(answer):
+                said.append(event)
+                if len(said) == 5:
+                    await pair.signal(decode, signal.SIGKILL)
+
+    with pytest.raises(httpx.RemoteProtocolError):  # no end of chunks
+        await listen()
+    error = json.loads(said[-1])["error"]
+    assert (error["type"], error["code"], "[DONE]" in said) == ("upstream_error", 502, False)
+    await pair.at_rest()
+
+
+async def test_an_engine_that_hangs_is_passed_over_and_taken_back(
+    pair: RealService, rng: random.Random, figure: Figure
+) -> None:
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    asked = [some(rng) for _ in range(6)]
+    expected = [await right(pair, one, prefill) for one in asked]
+    async with pair.stopped(decode):
+        began_s = time.monotonic()
+        answers = await asyncio.gather(*(ask(pair.client, pair.url, one) for one in asked))
+        took_s = time.monotonic() - began_s
+    assert [(answer.status, answer.tokens) for answer in answers] == [(200, right) for right in expected]
+    await pair.at_rest()
+    figure(
+        f"decode hangs: {len(asked)} requests that were sent to it are answered right after {took_s:.1f} s"
+    )
+
+
+async def test_an_engine_that_shuts_down_says_healthy_and_gets_nothing_that_it_would_abort(
+    pair: RealService, rng: random.Random
+) -> None:
+    """Draining, vLLM's health is 200 and a new request gets 200 with no token and `abort`."""
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    url = await pair.engine_url(decode)
+    long = asyncio.create_task(ask(pair.client, pair.url, replace(LONG, tokens=1500)))
+    await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
+    os.kill(await pair.leader(decode), signal.SIGTERM)  # by somebody else: nobody has told the router
+    asked = [some(rng) for _ in range(8)]
+    answers: list[Answer] = []
+    for one in asked:
+        answers.append(await ask(pair.client, pair.url, one))
+        if len(answers) == 1:
+            assert (await pair.client.get(f"{url}/health")).status_code == 200
+    expected = [await right(pair, one, prefill) for one in asked]
+    assert [(answer.status, answer.tokens) for answer in answers] == [(200, right) for right in expected]
+    try:
+        whole = await long
+        assert len(whole.tokens) == 1500
+    except (Broken, httpx.RemoteProtocolError):
+        pytest.fail("a stream that ran was not let end")
+    await pair.at_rest()
+
+
+async def test_what_is_fetched_after_its_lease_has_run_out_reaches_no_client(
+    pair: RealService, rng: random.Random, figure: Figure
+) -> None:
+    """The blocks hold another prompt by then: decode answers 200 with wrong tokens and counts no failure."""
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    asked, bare = some(rng), some(rng)
+    expected = [await right(pair, one, decode) for one in (asked, bare)]
+    expired = await pair.metric(prefill, EXPIRED)
+    url = await pair.engine_url(decode)
+    await pair.client.post(f"{url}/pause", params={"mode": "keep"})  # healthy, and starts nothing
+    try:
+        routed = asyncio.create_task(ask(pair.client, pair.url, asked))
+        await pair.until(lambda: _decodes(pair, decode))
+        params = await prefilled(pair, prefill, bare)
+        direct = asyncio.create_task(
+            ask(pair.client, url, replace(bare, more={"kv_transfer_params": params}))
+        )
+        await pair.until(lambda: _expired(pair, prefill, expired + 1, rng))
+        await overwrite(pair, prefill, rng)
+    finally:
+        await pair.client.post(f"{url}/resume")
+    unguarded, answer = await direct, await routed
+    assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # so the hazard is there
+    assert (answer.status, answer.tokens) == (200, expected[0])
+    figure(
+        f"lease run out: without the router 200 and wrong tokens; with it right, {answer.local or 'handed'}"
+    )
+
+
+async def prefilled(pair: RealService, prefill: str, asked: Ask) -> object:
+    """A hand-off as the router asks for it."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {**replace(asked, tokens=1).body(), "kv_transfer_params": params}
+    answer = await pair.client.post(await pair.engine_url(prefill) + asked.path, json=body)
+    return answer.json()["kv_transfer_params"]
+
+
+async def _expired(pair: RealService, prefill: str, before: float, rng: random.Random) -> bool:
+    await ask(pair.client, await pair.engine_url(prefill), some(rng, 1))  # it looks at leases when it works
+    return await pair.metric(prefill, EXPIRED) > before
+
+
+async def overwrite(pair: RealService, prefill: str, rng: random.Random) -> None:
+    """Have the engine compute so much that every block that was free holds something else."""
+    url = await pair.engine_url(prefill)
+    for prompt in prompts(rng, 24, (1200, 1200)):
+        await ask(pair.client, url, Ask(prompt, 1))
