@@ -42,10 +42,9 @@ def started(
     api_server: Mapping[str, str] | None = None,
     crds: bool = True,
 ) -> Cluster:
-    """A running cluster, by default with our kinds; where none can run the test is skipped, or fails."""
+    """A running cluster, by default with our kinds."""
     cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
     try:
-        _check()
         begin = time.monotonic()
         cluster.start(nodes)
         TIMES_S[f"{nodes} nodes"] = time.monotonic() - begin
@@ -54,18 +53,22 @@ def started(
         TIMES_S[f"{nodes} nodes with {len(archives)} images"] = time.monotonic() - begin
         if crds:
             apply_crds(cluster)
-    except BaseException as reason:
+    except BaseException:
         cluster.stop()
-        if not isinstance(reason, Unavailable) or os.environ.get("KUBERNETES_TESTS") == "required":
-            raise
-        pytest.skip(f"levels 3 and 4 need a real Kubernetes: {reason}")
+        raise
     return cluster
 
 
-def _check() -> None:
-    check_machine()
-    if not cached().exists():  # minutes, which no test's own timeout allows for
-        raise Unavailable("its program is not built yet; make kubernetes builds it")
+def require_kubernetes() -> None:
+    """Skips where no cluster can run and says why; with KUBERNETES_TESTS=required it fails instead."""
+    try:
+        check_machine()
+        if not cached().exists():  # minutes, which no test's own timeout allows for
+            raise Unavailable("its program is not built yet; make kubernetes builds it")
+    except Unavailable as reason:
+        if os.environ.get("KUBERNETES_TESTS") == "required":
+            raise
+        pytest.skip(f"levels 3 and 4 need a real Kubernetes: {reason}")
 
 
 def apply_crds(cluster: Cluster) -> None:
