@@ -85,13 +85,18 @@ class Probes:
         self._known.setdefault(life, strategy)
 
     def want(self, life: Life, endpoint: str, model: str, *, then: Callable[[], None]) -> None:
-        """Ask until the engine answers; `then` is called when it has. Asked already: nothing happens."""
-        if life not in self._known and life not in self._asking:
-            task = asyncio.get_running_loop().create_task(self._until_answered(life, endpoint, model, then))
-            self._asking[life] = task
+        """Ask until the engine answers; `then` is called when it has. Asked already: nothing happens.
+
+        The pod's earlier lives are over: an engine that ends at each canary is not asked once more for each.
+        """
+        if life in self._known or life in self._asking:
+            return
+        self.forget(life.pod)
+        task = asyncio.get_running_loop().create_task(self._until_answered(life, endpoint, model, then))
+        self._asking[life] = task
 
     def forget(self, pod: str) -> None:
-        """A pod is gone."""
+        """A pod is gone, or has begun another life."""
         for life in [life for life in (*self._known, *self._asking) if life.pod == pod]:
             self._known.pop(life, None)
             task = self._asking.pop(life, None)

@@ -65,6 +65,8 @@ class PodRuntime:
         """Which pods were told to end, by their identity."""
         self._lives: dict[InstanceKey, str] = {}
         self._refused: dict[InstanceKey, _Refused] = {}
+        self._trying: set[asyncio.Task[None]] = set()
+        """Nothing else holds a task."""
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         """See `EngineRuntime`."""
@@ -202,8 +204,13 @@ class PodRuntime:
         """Say why there is no pod, and try again later."""
         known = self._refused.get(key)
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(RETRY_S, lambda: loop.create_task(self._again(key, instance, startup_s, why)))
-        self._refused[key] = _Refused(why, timer)
+
+        def again() -> None:
+            task = loop.create_task(self._again(key, instance, startup_s, why))
+            self._trying.add(task)
+            task.add_done_callback(self._trying.discard)
+
+        self._refused[key] = _Refused(why, loop.call_later(RETRY_S, again))
         if known is not None and known.why == why:
             return
         _log.warning("pod refused", pod=key.name, namespace=key.namespace, why=why)
@@ -229,5 +236,5 @@ def _is_engine(pod: Object) -> bool:
 
 
 def _life(pod: Object) -> Life:
-    statuses = pod.get("status", {}).get("containerStatuses", ())
-    return Life(pod["metadata"]["uid"], sum(container.get("restartCount", 0) for container in statuses))
+    """Of the engine's own container: one beside it that starts again changes nothing."""
+    return Life(pod["metadata"]["uid"], observation_of(pod).restarts)

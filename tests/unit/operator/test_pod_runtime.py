@@ -99,10 +99,10 @@ class World:
     async def start(self) -> None:
         await self.runtime.start(self.instance, startup_s=1.0)
 
-    def ready(self, restarts: int = 0) -> None:
+    def ready(self, restarts: int = 0, *beside: dict[str, Any]) -> None:
         state = {"name": "engine", "restartCount": restarts, "imageID": "x@sha256:01", "state": {}}
         found = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
-        status = {"podIP": "10.0.0.7", "containerStatuses": [state], "conditions": found}
+        status = {"podIP": "10.0.0.7", "containerStatuses": [*beside, state], "conditions": found}
         self.cache.take(POD, self.objects.put("chat-0", self.objects.pods["chat-0"] | {"status": status}))
 
     def seen(self) -> list[tuple[EngineState, str]]:
@@ -145,6 +145,16 @@ async def test_a_container_that_was_started_again_is_probed_again(world: World) 
     world.ready(restarts=1)
     assert world.seen() == [(EngineState.STARTING, PROBED)]
     await world.probes.aclose()
+
+
+async def test_a_container_beside_the_engine_that_was_started_again_ends_no_life_of_the_engine(
+    world: World,
+) -> None:
+    world.answer = None
+    await world.start()
+    world.hold(instance("chat-0", Phase.SERVING, strategy=FlipStrategy.RELABEL, restarts=1))
+    world.ready(1, {"name": "proxy", "restartCount": 4, "state": {}})
+    assert world.seen() == [(EngineState.RUNNING, "")]
 
 
 async def test_a_pod_is_told_to_end_once_and_is_seen_until_it_is_gone(world: World) -> None:

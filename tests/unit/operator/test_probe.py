@@ -74,7 +74,8 @@ async def test_each_life_is_asked_once() -> None:
         await asyncio.sleep(1)
     asked.want(SECOND)
     await asyncio.sleep(1)
-    assert (asked.count, asked.told, asked.probes.known(FIRST)) == (2, 2, RELABEL)
+    known = [asked.probes.known(life) for life in (FIRST, SECOND)]
+    assert (asked.count, asked.told, known) == (2, 2, [None, RELABEL])
 
 
 @pytest.mark.looptime
@@ -94,6 +95,17 @@ async def test_a_pod_that_is_gone_is_asked_no_more() -> None:
     before = asked.count
     await asyncio.sleep(100)
     assert asked.count == before
+
+
+@pytest.mark.looptime
+async def test_an_engine_that_ends_at_each_canary_is_not_asked_once_more_for_each_life() -> None:
+    asked = Asked(*[None] * 1000)
+    for restarts in range(20):
+        asked.want(Life("pod", restarts))
+        await asyncio.sleep(1)
+    before = asked.count
+    await asyncio.sleep(100)
+    assert asked.count - before <= 100 / 10 + 5
 
 
 @pytest.mark.looptime
