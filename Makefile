@@ -9,7 +9,7 @@ bin := .venv/bin
 inner_tests := tests/unit tests/properties tests/simulation tests/helm
 
 .PHONY: help play test kubernetes check generate verify lock engine bench clean \
-	static check-format check-lint check-types check-contracts check-tests
+	setup-engines static check-format check-lint check-types check-contracts check-tests
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,11 +17,14 @@ help: ## this list
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: static kubernetes ## everything that this machine can carry; says by name what it left out
+test: static kubernetes setup-engines ## everything that this machine can carry; says by name what it left out
 	$(bin)/python -m pytest $(ARGS)
 
 kubernetes: .venv/.dev ## what the tests on a real Kubernetes need: packages, and a program built once (minutes)
 	@tools/kubernetes/setup
+
+setup-engines: # what the tests of real engines need: `make engine`, and a library; fails never
+	@tools/engine/setup
 
 check: static check-tests ## the inner loop: format, lint, types, import contracts, generated files, fast tests
 

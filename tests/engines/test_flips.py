@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 import time
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.engines.asking import Answer, Ask, alone, ask, every_kind, prompts
 from tests.engines.conftest import Figure
-from tests.engines.real import D, P, RealService
+from tests.engines.real import START_S, D, P, RealService
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -83,6 +84,29 @@ async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
         await pair.at_rest()
     waits_s = [await first_token_s(pair, rng) for _ in range(6)]
     figure(f"flip of a warm pair, decision to first correct token: {listed_ms(waits_s)} ms")
+
+
+async def test_an_engine_that_comes_back_is_another_one_and_hands_over_both_ways(
+    pair: RealService, figure: Figure, seed: int
+) -> None:
+    """A new engine id: what its peer knows of the old one's memory must not be used."""
+    rng = random.Random(seed)
+    name = await pair.engine(P)
+    restarts = (await pair.instances())[name].status.restarts
+    await pair.signal(name, signal.SIGKILL)
+    began_s = time.monotonic()
+    await pair.until(lambda: _restarted(pair, name, restarts), limit_s=START_S)
+    await pair.at_rest()
+    back_s = time.monotonic() - began_s
+    waits_s = [await first_token_s(pair, rng) for _ in range(2)]  # one for each direction
+    figure(
+        f"an engine is killed and serves again after {back_s:.0f} s; "
+        f"flip of a cold pair, decision to first correct token: {listed_ms(waits_s)} ms"
+    )
+
+
+async def _restarted(pair: RealService, name: str, before: int) -> bool:
+    return (await pair.instances())[name].status.restarts > before
 
 
 async def first_token_s(pair: RealService, rng: random.Random) -> float:

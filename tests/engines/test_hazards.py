@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.asking import Answer, Ask, Broken, alone, ask, events, prompts
 from tests.engines.conftest import Figure
-from tests.engines.real import START_S, D, P, RealService
+from tests.engines.real import D, P, RealService
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -135,30 +135,6 @@ async def keeps_answering(pair: RealService, rng: random.Random, decode: str) ->
         answer.status == 200 and answer.tokens == tokens
         for answer, tokens in zip(answers, expected, strict=True)
     )
-
-
-async def test_an_engine_that_comes_back_is_another_one_and_hands_over_again(
-    pair: RealService, rng: random.Random, figure: Figure
-) -> None:
-    """A new engine id: what peers know of the old one's memory must not be used."""
-    prefill, decode = await pair.engine(P), await pair.engine(D)
-    await ask(pair.client, pair.url, some(rng))
-    restarts = (await pair.instances())[prefill].status.restarts
-    await pair.signal(prefill, signal.SIGKILL)
-    await pair.until(lambda: _restarted(pair, prefill, restarts), limit_s=START_S)
-    await pair.at_rest()
-    asked = some(rng)
-    expected = await right(pair, asked, decode)
-    began_s = time.monotonic()
-    answer = await ask(pair.client, pair.url, asked)
-    took_s = time.monotonic() - began_s
-    assert (answer.status, answer.tokens, answer.local) == (200, expected, None)
-    assert answer.prefill != answer.decode
-    figure(f"first request to a cold pair, after a restart of prefill: {took_s * 1000:.0f} ms")
-
-
-async def _restarted(pair: RealService, name: str, before: int) -> bool:
-    return (await pair.instances())[name].status.restarts > before
 
 
 async def test_decode_killed_before_the_first_byte_is_replaced_unseen(
