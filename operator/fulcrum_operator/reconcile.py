@@ -4,6 +4,7 @@ Whatever woke the key, a pass looks at all of the service's state; a pass that f
 writes nothing. The same code runs over memory and over Kubernetes: what differs stands in `Cluster`.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,24 @@ from fulcrum_core.errors import NotFound
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, InstanceKey, Store
 from fulcrum_core.state import RouterState
-from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
+from fulcrum_operator.plan import (
+    KV_LOOK_S,
+    Observed,
+    Plan,
+    asks_router,
+    hands_over,
+    plan_removal,
+    plan_service,
+)
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.side_by_side import side_by_side
 
 STATUS_INTERVAL_S = 10.0
 """A service's status is written at most once in so long, unless a condition changes."""
+LOOK_PATIENCE_S = 0.05
+"""How long a pass waits for what the router says of hand-offs."""
+LOOK_AGAIN_S = 1.0
+"""When the next pass asks for it."""
 
 R = TypeVar("R", bound=Resource)
 
@@ -56,6 +69,10 @@ class Memory:
 
     accepted: PDAssignmentSpec | None = None
     status_written_s: float | None = None
+    looked_s: float = -math.inf
+    """When the router was last asked how hand-offs fare."""
+    look: asyncio.Task[RouterState | None] | None = None
+    """Its answer, if that takes longer than a pass waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +111,8 @@ async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     memory.accepted = plan.accepted
     if cluster.tend:
         await cluster.tend(seen, plan)
-    waits = [wait_s for wait_s in (plan.wake_after_s, late_s) if wait_s is not None]
+    looks_s = _looks_again_s(seen, cluster, memory)
+    waits = [wait_s for wait_s in (plan.wake_after_s, late_s, looks_s) if wait_s is not None]
     return min(waits, default=None)
 
 
@@ -118,9 +136,39 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
         accepted=memory.accepted,
         now_s=cluster.clock.now_s(),
     )
-    if cluster.router is None or not asks_router(seen):
+    if cluster.router is None:
         return seen
-    return replace(seen, router=await cluster.router.ledger(key))
+    if asks_router(seen):
+        return replace(seen, router=await cluster.router.ledger(key))
+    if _looks(seen, cluster) and (memory.look or seen.now_s >= memory.looked_s + KV_LOOK_S):
+        memory.looked_s = seen.now_s
+        return replace(seen, router=await _look(key, cluster.router, memory))
+    return seen
+
+
+async def _look(key: ServiceKey, router: RouterView, memory: Memory) -> RouterState | None:
+    """What the router says. Nothing hurries: one that takes its time is heard by a later pass."""
+    look = memory.look = memory.look or asyncio.ensure_future(_ledger(key, router))
+    await asyncio.wait((look,), timeout=LOOK_PATIENCE_S)
+    if not look.done():
+        return None
+    memory.look = None
+    return look.result()
+
+
+async def _ledger(key: ServiceKey, router: RouterView) -> RouterState | None:
+    return await router.ledger(key)
+
+
+def _looks(seen: Observed, cluster: Cluster) -> bool:
+    """Whether the router is asked now and then how hand-offs fare."""
+    return cluster.router is not None and seen.endpoint is not None and hands_over(seen)
+
+
+def _looks_again_s(seen: Observed, cluster: Cluster, memory: Memory) -> float | None:
+    if not _looks(seen, cluster):
+        return None
+    return LOOK_AGAIN_S if memory.look else max(0.0, memory.looked_s + KV_LOOK_S - seen.now_s)
 
 
 def _engines(key: ServiceKey, cluster: Cluster) -> dict[str, EngineObservation]:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from fulcrum_core.values import Role
 from fulcrum_router.accounting import Books, Histogram
 from fulcrum_router.fleet import Instance
+from fulcrum_router.policy import PairMap
 from fulcrum_router.router import Router
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
@@ -56,6 +57,7 @@ class RouterCollector(Collector):
         yield from _tiers(self._router.books)
         yield from _counts(self._router.books)
         yield from _instances(self._router.fleet.all)
+        yield _handoffs(self._router.pairs)
         yield from _gauges(self._router)
 
 
@@ -145,6 +147,17 @@ def _instances(instances: Iterable[Instance]) -> Iterator[Metric]:
         for instance in known:
             family.add_metric([instance.name, instance.role.lower()], value(instance))
         yield family
+
+
+def _handoffs(pairs: PairMap) -> Metric:
+    """Only pairs of instances that there are: the map forgets the others."""
+    text = "Hand-offs by what decode said of them, canaries included."
+    labels = ["prefill", "decode", "outcome"]
+    family = CounterMetricFamily("fulcrum_router_kv_handoffs", text, labels=labels)
+    for key, pair in sorted(pairs.pairs.items()):
+        for outcome, count in pair.counts.items():
+            family.add_metric([*key, outcome], count)
+    return family
 
 
 def _gauges(router: Router) -> Iterator[Metric]:

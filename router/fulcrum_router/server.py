@@ -16,6 +16,7 @@ from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_router.callers import Callers, ServiceAccounts, SharedToken
+from fulcrum_router.canaries import Canaries
 from fulcrum_router.client import ClientServer
 from fulcrum_router.failover import Failover, Place
 from fulcrum_router.fleet import Instance
@@ -105,6 +106,9 @@ async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[
             await _warm(watches)
         server = Server(router)
         await stack.enter_async_context(server.listening(clients))
+        if cluster is not None:
+            canaries = Canaries(router, rng=random.Random())
+            stack.push_async_callback(_end, asyncio.create_task(canaries.run()))
         announce(**ports)
         if cluster is not None and watches is not None and options.lease is not None:
             failover = _failover(router, cluster, options, **ports)

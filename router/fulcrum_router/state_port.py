@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from fulcrum_core.state import InstanceState, RouterState, TierState
+from fulcrum_core.state import InstanceState, PairState, RouterState, TierState
 from fulcrum_router.accounting import Outcome, TierBooks
 from fulcrum_router.callers import Callers, NotAllowed
 from fulcrum_router.fleet import Instance
+from fulcrum_router.policy import Pair, PairKey, Proof
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0
@@ -31,6 +32,7 @@ def picture(router: Router, *, now_s: float) -> RouterState:
         prediction_error=router.prediction_error.value,
         local_prefills=router.books.local_prefills,
         tiers=tuple(_tier(name, books) for name, books in sorted(router.books.tiers.items())),
+        pairs=tuple(_pair(key, pair, time.monotonic()) for key, pair in router.pairs.told()),
     )
 
 
@@ -49,6 +51,20 @@ def _instance(instance: Instance) -> InstanceState:
         itl_s=instance.itl_s,
         kv_usage=instance.kv_usage,
         missed_probes=instance.missed_probes,
+    )
+
+
+def _pair(key: PairKey, pair: Pair, now_s: float) -> PairState:
+    return PairState(
+        prefill=key.prefill,
+        decode=key.decode,
+        proven=pair.counts[Proof.PROVEN],
+        recomputed=pair.counts[Proof.RECOMPUTED],
+        unknown=pair.counts[Proof.UNKNOWN],
+        last_proven_s=None if pair.last_proven_s is None else now_s - pair.last_proven_s,
+        handshake_s=pair.handshake_s,
+        seconds_per_1k_tokens=pair.seconds_per_1k_tokens,
+        last_reason=pair.reason,
     )
 
 

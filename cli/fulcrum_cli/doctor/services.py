@@ -160,6 +160,7 @@ _BAD = {
     (words.DEGRADED, "True"),
     (words.TIERS_ACCEPTED, "False"),
     ("ModelFits", "False"),
+    (words.KV_TRANSFER_VERIFIED, "False"),
 }
 
 

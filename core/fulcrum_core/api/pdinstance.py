@@ -57,6 +57,9 @@ class PDInstanceStatus(Model):
     )
     strategy: FlipStrategy | None = Field(default=None, description="How it flips, as probed at its start.")
     restarts: int = Field(default=0, description="How often its engine was started again.")
+    kv_verified_at: Time | None = Field(
+        default=None, description="When it was first seen to exchange KV, in this life of its engine."
+    )
     message: str = Field(default="", description="Why it is in this phase, in words.")
 
 

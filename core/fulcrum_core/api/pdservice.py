@@ -339,7 +339,7 @@ class PDServiceStatus(Model):
 
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited.",
+        description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited, KVTransferVerified.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")
@@ -367,6 +367,12 @@ class PDService(Resource):
         Printer(name="P", type="integer", json_path=".status.prefill.ready"),
         Printer(name="D", type="integer", json_path=".status.decode.ready"),
         Printer(name="Ratio", type="string", json_path=".status.ratio"),
+        Printer(
+            name="KV",
+            type="string",
+            json_path='.status.conditions[?(@.type=="KVTransferVerified")].reason',
+            description="Verified, or why it is not known that KV is handed over.",
+        ),
         Printer(name="Flips", type="integer", json_path=".status.flips"),
         Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )

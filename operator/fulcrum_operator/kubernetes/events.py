@@ -174,9 +174,18 @@ def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
             back = any(c.reason == words.ROLLED_BACK for c in service.status.conditions)
             for condition in service.status.conditions:
                 known = stood.get(condition.type)
+                if condition.type == words.KV_TRANSFER_VERIFIED and condition.status == "False":
+                    if known is None or known.reason != condition.reason:
+                        yield kv_transfer_unproven(condition.message)
+                    continue
                 told = _told(known.reason if known else "", condition.reason)
                 if told is not None and not (back and told == _COMPLETED):
                     yield Event(told[0], told[1], condition.message, condition.type)
+
+
+def kv_transfer_unproven(message: str) -> Event:
+    """Hand-offs between some instances do not work; the message names them."""
+    return Event("KVTransferNotVerified", WARNING, message, words.KV_TRANSFER_VERIFIED)
 
 
 def _told(before: str, now: str) -> tuple[str, str] | None:

@@ -25,6 +25,7 @@ from fulcrum_operator.plan.phases import EngineAction, Facts, Step, advance
 from fulcrum_operator.plan.pools import SERVICE_LABEL, desired_pools
 from fulcrum_operator.plan.rollout import LOST_SHOWN_S, PoolView, next_deadline_s, revision_of, view_of
 from fulcrum_operator.plan.status import pool_state, service_status
+from fulcrum_operator.plan.transfer import verified_at
 
 DRAIN_LOOK_S = 0.2
 """How often the router is asked whether a drain is done."""
@@ -224,6 +225,7 @@ def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstance
     engine, facts = seen.engines.get(name), seen.facts.get(name)
     entered = before.phase is not step.phase
     runs = step.phase in _WITH_ENDPOINT and engine is not None and engine.state is EngineState.RUNNING
+    same = runs and engine is not None and engine.restarts == before.restarts
     probed = facts is not None and facts.strategy is not None
     return before.model_copy(
         update={
@@ -233,6 +235,7 @@ def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstance
             "identity": facts.identity if facts and runs else before.identity,
             "strategy": seen.strategy(instance) if probed and runs else before.strategy,
             "restarts": engine.restarts if engine else before.restarts,
+            "kv_verified_at": verified_at(seen, instance, same_engine=same),
             "message": step.message,
         }
     )

@@ -23,6 +23,7 @@ from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import POOL_LABEL, scaling_limited
 from fulcrum_operator.plan.rollout import PoolView, revision_of
+from fulcrum_operator.plan.transfer import kv_transfer
 from fulcrum_operator.plan.troubles import told, troubles_of
 
 _ROLES = (Role.PREFILL, Role.DECODE)
@@ -90,6 +91,7 @@ def service_status(
         _degraded(seen, desired, pools),
         _tiers_accepted(service, seen.tiers),
         _scaling_limited(service, pools),
+        kv_transfer(seen, wanted),
     )
     return PDServiceStatus(
         conditions=judged(service.status.conditions, conditions, now_s=seen.now_s),

@@ -222,15 +222,19 @@ class PairMap:
     def due(self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float) -> list[PairKey]:
         """The pairs that a canary should try now, the most urgent ones first.
 
-        Those never used, then suspect ones, then those without traffic for `interval_s`; of each those first
-        that hand off by the roles of now.
+        Those never used, then suspect ones, then those without traffic for `interval_s`; of each the longest
+        unused first, and those that hand off by the roles of now.
         """
         ranked = [
-            ((urgency, not _meet(giver, taker), key), key)
+            ((urgency, self._used_s(key), not _meet(giver, taker), key), key)
             for giver, taker in _mesh([i for i in instances if i.serving])
             if (urgency := self._urgency(key := PairKey(giver.name, taker.name), now_s, interval_s))
         ]
         return [key for _, key in sorted(ranked)]
+
+    def _used_s(self, key: PairKey) -> float:
+        pair = self.pairs.get(key)
+        return -math.inf if pair is None else pair.last_used_s
 
     def _urgency(self, key: PairKey, now_s: float, interval_s: float) -> int:
         """1 is the most urgent, 0 is none."""

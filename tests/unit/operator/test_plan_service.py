@@ -131,6 +131,7 @@ def test_the_status_of_a_settled_service() -> None:
             holds("Degraded", "False", "AllWell", "no instance has failed"),
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
             holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
+            holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -153,6 +154,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         "Degraded": NOW_S,
         "TiersAccepted": NOW_S,
         "ScalingLimited": NOW_S,
+        "KVTransferVerified": NOW_S,
     }
 
 

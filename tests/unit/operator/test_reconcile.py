@@ -201,7 +201,8 @@ async def test_a_pass_that_finds_everything_as_planned_writes_nothing(world: Wor
     await world.up(instances=4)
     before = await world.version()
     world.clock.at_s += 3600
-    assert (await reconcile(KEY, world.cluster), await world.version()) == (None, before)
+    looks_at_hand_offs_s = 10.0
+    assert (await reconcile(KEY, world.cluster), await world.version()) == (looks_at_hand_offs_s, before)
 
 
 async def test_a_new_operator_finds_everything_as_planned(world: World) -> None:
@@ -317,11 +318,21 @@ async def test_a_drain_that_never_ends_is_cut_at_its_deadline(world: World) -> N
     assert sorted(await world.phases()) == ["chat-0", "chat-1", "chat-3"]
 
 
-async def test_the_router_is_asked_only_while_something_depends_on_it(world: World) -> None:
+async def test_the_router_is_asked_now_and_then_unless_something_depends_on_it(world: World) -> None:
     await world.up(instances=4)
-    await world.flip("chat-0", D)
-    await world.passes()
-    assert world.router.asked == 0
+    asked = []
+    for pause_s in (0.0, 9.0, 1.0):
+        world.clock.at_s += pause_s
+        await world.flip("chat-0", D)
+        await world.passes()
+        asked.append(world.router.asked)
+    assert asked == [1, 1, 2]
+
+
+async def test_the_router_of_a_single_instance_is_not_asked_for_hand_offs(world: World) -> None:
+    await world.up(instances=1)
+    world.clock.at_s += 3600
+    assert (await reconcile(KEY, world.cluster), world.router.asked) == (None, 0)
 
 
 async def test_counts_alone_wait_for_their_turn_and_are_written_then(world: World) -> None:

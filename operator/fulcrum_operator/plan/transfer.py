@@ -1,0 +1,118 @@
+"""Whether KV moves between the instances of a service, by what its router has seen: KVTransferVerified.
+
+The router counts hand-offs by what decode did not have to compute, pair by pair; here its findings become
+one condition, and for each instance the time at which it was first proven. Words change when a finding does
+and not with its counts, so that nothing is written while nothing changes.
+"""
+
+from collections.abc import Collection, Iterable
+from itertools import permutations
+
+from fulcrum_core.api import Condition, PDInstance
+from fulcrum_core.api import conditions as words
+from fulcrum_core.state import PairState
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import Phase
+from fulcrum_operator.plan.observed import Observed, by_number
+
+BAD = (
+    words.HANDSHAKE_FAILED,
+    words.NOT_COMPATIBLE,
+    words.LEASE_EXPIRED,
+    words.RECOMPUTED,
+    words.SLOW_TRANSPORT,
+)
+"""The worst first."""
+KV_LOOK_S = 10.0
+"""How often the router is asked what became of the hand-offs."""
+TOLD = 3
+"""Pairs named in a message."""
+
+
+def hands_over(seen: Observed) -> bool:
+    """Whether there is more than one instance to hand KV to."""
+    return sum(i.status.phase is Phase.SERVING for i in seen.staying) > 1
+
+
+def kv_transfer(seen: Observed, wanted: int) -> Condition:
+    """The condition KVTransferVerified of a service that wants so many instances."""
+    serving = tuple(i for i in seen.staying if i.status.phase is Phase.SERVING)
+    if wanted <= 1:
+        return _condition(seen, "Unknown", words.NOT_APPLICABLE, "a single instance hands nothing over")
+    if len(serving) > 1 and _apart(serving):
+        told = "no instance can read what another one computes: see status.identity of the instances"
+        return _condition(seen, "False", words.NOT_COMPATIBLE, told)
+    if seen.router is not None:
+        found = _judged(seen, pairs_of(seen.router.pairs, {i.metadata.name for i in serving}))
+        if found is not None:
+            return found
+    return _as_before(seen)
+
+
+def _judged(seen: Observed, pairs: tuple[PairState, ...]) -> Condition | None:
+    """What the pairs say; None if they say nothing yet."""
+    bad = sorted((pair for pair in pairs if pair.last_reason in BAD), key=_rank)
+    if bad:
+        named = ", ".join(f"{pair.prefill} → {pair.decode}: {pair.last_reason}" for pair in bad[:TOLD])
+        more = f" and {len(bad) - TOLD} more" if len(bad) > TOLD else ""
+        return _condition(seen, "False", bad[0].last_reason, f"{named}{more}")
+    proven = names_in(pair for pair in pairs if pair.last_reason == words.PROVEN)
+    if proven:
+        return _condition(seen, "True", words.VERIFIED, f"{len(proven)} instances hand KV over")
+    if any(pair.last_reason == words.CANNOT_TELL for pair in pairs):
+        told = "the engines do not say what they computed: is --enable-prompt-tokens-details given?"
+        return _condition(seen, "Unknown", words.CANNOT_TELL, told)
+    return None
+
+
+def _as_before(seen: Observed) -> Condition:
+    """Nobody has said anything new: what was known stands."""
+    for condition in seen.service.status.conditions:
+        stale = condition.reason in (words.NOT_APPLICABLE, words.NOT_COMPATIBLE)
+        if condition.type == words.KV_TRANSFER_VERIFIED and not stale:
+            return _condition(seen, condition.status, condition.reason, condition.message)
+    return _condition(seen, "Unknown", words.NO_TRAFFIC_YET, "no hand-off was seen yet")
+
+
+def verified_at(seen: Observed, instance: PDInstance, *, same_engine: bool) -> float | None:
+    """When the instance was first seen to hand KV over or to read it, in this life of its engine."""
+    before = instance.status.kv_verified_at if same_engine else None
+    if seen.router is None or not same_engine:
+        return before
+    own = [p for p in seen.router.pairs if instance.metadata.name in (p.prefill, p.decode)]
+    if any(pair.last_reason == words.PROVEN for pair in own):
+        return before if before is not None else float(int(seen.now_s))
+    return None if any(pair.last_reason in BAD for pair in own) else before
+
+
+def pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairState, ...]:
+    """Those between two of the named instances."""
+    return tuple(pair for pair in pairs if pair.prefill in names and pair.decode in names)
+
+
+def names_in(pairs: Iterable[PairState]) -> set[str]:
+    """The instances of these pairs."""
+    return {name for pair in pairs for name in (pair.prefill, pair.decode)}
+
+
+def _rank(pair: PairState) -> tuple[int, tuple[int, str], tuple[int, str]]:
+    return (BAD.index(pair.last_reason), by_number(pair.prefill), by_number(pair.decode))
+
+
+def _apart(serving: tuple[PDInstance, ...]) -> bool:
+    known = [i.status.identity.value() for i in serving if i.status.identity is not None]
+    if len(known) < len(serving) or len(set(known)) == 1:
+        return False
+    return not any(can_transfer(one, other).allowed for one, other in permutations(known, 2))
+
+
+def _condition(seen: Observed, status: str, reason: str, message: str) -> Condition:
+    return Condition.model_validate(
+        {
+            "type": words.KV_TRANSFER_VERIFIED,
+            "status": status,
+            "reason": reason,
+            "message": message,
+            "observedGeneration": seen.service.metadata.generation,
+        }
+    )
