@@ -99,7 +99,8 @@ async def _serve(args: argparse.Namespace) -> int:
         open_cluster(args.store, program="fulcrum-operator") as own,  # a renewal waits for nothing else
     ):
         candidate = Candidate(cluster, own.objects, args, meters, stop)
-        async with _listening(make_app(meters, candidate.unready), args.host, args.port) as port:
+        app = make_app(meters, candidate.unready, candidate.dead)
+        async with _listening(app, args.host, args.port) as port:
             announce_ready(port=port)
             return await candidate.run()
 
@@ -142,14 +143,20 @@ class Candidate:
             return None if self._leader.synced else "listing"
         return None if self._elector.holder is not None else "has not seen the lease"
 
+    def dead(self) -> str | None:
+        """Why it must be started anew, if it does not end by itself; None while it is of use."""
+        return "stands for election no more" if self._lost else None
+
     async def run(self) -> int:
         """Until told to stop, or the lease is lost; returns the exit code."""
         election = asyncio.get_running_loop().create_task(self._elector.run())
+        election.add_done_callback(self._on_election_ended)
         try:
             await _first(self._elected, self._stop)
             if not self._stop.is_set():
                 await self._lead()
         finally:
+            election.remove_done_callback(self._on_election_ended)
             election.cancel()
             await asyncio.gather(election, return_exceptions=True)
             await self._elector.release()
@@ -178,6 +185,12 @@ class Candidate:
         await self._elector.release()  # at once: what is left of the feed writes nothing
         self._stop.set()
         await work
+
+    def _on_election_ended(self, election: asyncio.Task[None]) -> None:
+        """Of itself it never ends: whoever does not stand for election any more is of no use."""
+        _log.error("election ended", error=repr(election.exception()))
+        self._lost = True
+        self._stop.set()
 
     def _on_change(self, leads: bool) -> None:
         self._meters.leader.set(int(leads))

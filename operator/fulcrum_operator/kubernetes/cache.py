@@ -22,6 +22,8 @@ _Place = tuple[ObjectKind, str]
 
 _OURS = {kind_of_resource(kind): kind for kind in KINDS}
 _STATUS = ("status", "endpoints")
+_REMEMBERED = 10_000
+"""So many of the deleted are known, the latest: events are late by seconds."""
 
 _log = structlog.get_logger()
 
@@ -55,7 +57,9 @@ class Cache:
         at = _number(version) or _version(before)
         if before is not None and _version(before) > at:
             return
-        self._gone[kind, namespace, name] = max(at, self._gone.get((kind, namespace, name), 0))
+        self._gone[kind, namespace, name] = max(at, self._gone.pop((kind, namespace, name), 0))
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
         if before is not None:
             del objects[name]
             self._tell(before)

@@ -1,7 +1,7 @@
 """kopf, as far as it is used: it watches, and every event goes into the cache. Nothing else is asked of it.
 
 No handler but `on.event`: others would put finalizers and annotations on users' objects. Nor is it told of
-what a relist lacks, so the cache is compared with a list of our own now and then.
+what a relist lacks, so the cache is compared with a list of our own soon after one, and now and then.
 """
 
 import asyncio
@@ -43,14 +43,22 @@ class Feed:
     def __init__(self, access: Access, cache: Cache, *, namespace: str) -> None:
         self._access, self._cache, self._namespace = access, cache, namespace
 
-    async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
-        """Feed the cache. `on_started` is called after kopf has taken over the process' signals."""
+    async def run(
+        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
+    ) -> None:
+        """Feed the cache.
+
+        Args:
+            stop: Ends it.
+            on_started: Called after kopf has taken over the process' signals.
+            on_listed: Called when a watch begins with a list, at the start and after a gap.
+        """
         logging.getLogger("kopf").setLevel(logging.WARNING)
         others = asyncio.all_tasks()
         session = _session(self._access)
         try:
             tasks = await kopf.spawn_tasks(
-                registry=self._registry(session),
+                registry=self._registry(session, on_listed),
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not self._namespace,
@@ -62,7 +70,9 @@ class Feed:
         finally:
             await session.close()
 
-    def _registry(self, session: aiohttp.ClientSession) -> kopf.OperatorRegistry:
+    def _registry(
+        self, session: aiohttp.ClientSession, on_listed: Callable[[], None]
+    ) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
         async def login(**_: Any) -> kopf.AiohttpSession:
@@ -72,12 +82,16 @@ class Feed:
 
         kopf.on.login(registry=registry)(login)
         for kind in FOLLOWED:
-            self._follow(registry, kind)
+            self._follow(registry, kind, on_listed)
         return registry
 
-    def _follow(self, registry: kopf.OperatorRegistry, kind: ObjectKind) -> None:
+    def _follow(
+        self, registry: kopf.OperatorRegistry, kind: ObjectKind, on_listed: Callable[[], None]
+    ) -> None:
         async def heard(event: Any, **_: Any) -> None:
             take(self._cache, kind, event)
+            if event["type"] is None:  # how kopf marks what a list said
+                on_listed()
 
         group, _, version = kind.api_version.rpartition("/")
         kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(heard)

@@ -1,7 +1,9 @@
 """The operator of a cluster, while it leads: what is fed, what is woken, what a pass reaches."""
 
 import asyncio
+import contextlib
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import structlog
 from fulcrum_cluster.client import Cluster as Connection
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import IdentitySpec, PDInstance, PDPool, PDService
-from fulcrum_core.errors import Conflict, NotFound, StoreError
+from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy
@@ -42,6 +44,8 @@ RESYNC_S = 60.0
 """Every service is looked at once in so long, even if nothing happened."""
 RELIST_S = 300.0
 """Once in so long everything is listed, for a deletion that no watch told of."""
+RELIST_SOON_S = 1.0
+"""So long after a watch had to begin anew, since what was deleted meanwhile it does not tell."""
 _RETRY_S = 1.0
 
 _log = structlog.get_logger()
@@ -80,6 +84,8 @@ class Leader:
     ) -> None:
         self._connection, self._options, self._meters = connection, options, meters
         self.synced = False
+        self._unsure = asyncio.Event()
+        """A watch began anew."""
         self._last: dict[ServiceKey, dict[str, EngineObservation]] = {}
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
         self._probes = Probes(self._probe)
@@ -107,10 +113,14 @@ class Leader:
     async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
         """Look after every service until `stop` is set."""
         listing = asyncio.get_running_loop().create_task(self._keep_listing())
+        listing.add_done_callback(lambda _: stop.set())  # of itself it never ends
         try:
-            await self._feed.run(stop, on_started=on_started)
+            await self._feed.run(stop, on_started=on_started, on_listed=self._unsure.set)
         finally:
             listing.cancel()
+            await asyncio.wait([listing])
+        if not listing.cancelled():
+            listing.result()
 
     async def aclose(self) -> None:
         """End all passes; nothing is written afterwards."""
@@ -124,9 +134,10 @@ class Leader:
 
     async def _keep_listing(self) -> None:
         while True:
+            self._unsure.clear()
             try:
                 await self._list()
-            except StoreError as error:
+            except FulcrumError as error:
                 _log.warning("cannot list", reason=str(error))
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -135,7 +146,10 @@ class Leader:
                 _log.info("everything is listed", services=len(self._cache.services()))
                 for key in self._cache.services():
                     self._queue.add(key)
-            await asyncio.sleep(RELIST_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RELIST_S):
+                    await self._unsure.wait()
+                    await asyncio.sleep(RELIST_SOON_S)
 
     async def _list(self) -> None:
         namespace = self._options.namespace
@@ -152,6 +166,8 @@ class Leader:
         try:
             wanted_s = await reconcile(key, self._cluster)
             outcome = "ok"
+            if wanted_s == math.inf:
+                self._last.pop(key, None)
             return wanted_s
         except Conflict:
             outcome = "conflict"

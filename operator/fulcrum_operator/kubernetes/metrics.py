@@ -36,20 +36,22 @@ class Meters:
         )
 
 
-def make_app(meters: Meters, unready: Callable[[], str | None]) -> web.Application:
-    """`/healthz`: the process runs. `/readyz`: it leads and has seen everything, or it stands by. `/metrics`.
+def make_app(
+    meters: Meters, unready: Callable[[], str | None], dead: Callable[[], str | None]
+) -> web.Application:
+    """`/healthz`: it is of use. `/readyz`: it leads and has seen everything, or stands by. `/metrics`.
 
     Args:
         meters: What is measured.
         unready: Why the process is not ready; None if it is.
+        dead: Why it has to be started anew; None while it is of use.
     """
 
     async def healthz(_request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return _said(dead())
 
     async def readyz(_request: web.Request) -> web.Response:
-        why = unready()
-        return web.Response(text=f"{why or 'ok'}\n", status=503 if why else 200)
+        return _said(unready())
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(
@@ -59,3 +61,7 @@ def make_app(meters: Meters, unready: Callable[[], str | None]) -> web.Applicati
     app = web.Application()
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])
     return app
+
+
+def _said(why_not: str | None) -> web.Response:
+    return web.Response(text=f"{why_not or 'ok'}\n", status=503 if why_not else 200)
