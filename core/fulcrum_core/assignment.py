@@ -49,11 +49,7 @@ def rules_of(
         fixed_roles={name: role for name, role in fixed.items() if role is not None},
         floors=spec.roles.floors(),
         groups=groups_of(instances),
-        restarts=frozenset(
-            i.metadata.name
-            for i in instances
-            if i.spec.role or i.spec.role_at_start or i.status.strategy is FlipStrategy.RESTART
-        ),
+        restarts=restarts_of(instances),
     )
 
 
@@ -62,6 +58,15 @@ def groups_of(instances: Iterable[PDInstance]) -> dict[str, int]:
     identities = {i.metadata.name: i.status.identity for i in instances}
     return compatibility_groups(
         {name: known.value() if known else None for name, known in identities.items()}
+    )
+
+
+def restarts_of(instances: Iterable[PDInstance]) -> frozenset[str]:
+    """Those whose engine was started for one role, and is started anew for the other."""
+    return frozenset(
+        i.metadata.name
+        for i in instances
+        if i.spec.role or i.spec.role_at_start or i.status.strategy is FlipStrategy.RESTART
     )
 
 
@@ -103,24 +108,31 @@ def serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: R
 
 
 def effective_roles(
-    roles: Mapping[str, RoleAssignment], ready: Iterable[str], groups: Mapping[str, int] | None = None
+    roles: Mapping[str, RoleAssignment],
+    ready: Iterable[str],
+    groups: Mapping[str, int] | None = None,
+    *,
+    restarts: Collection[str] = (),
 ) -> dict[str, Role]:
     """The role each ready instance plays: the one assigned, or Both where nobody could take the other.
 
     That is an instance that is the only one to take work, and, while several compatibility groups serve,
-    everybody in a group that has one role only: no pair across groups can exchange KV.
+    everybody in a group that has one role only: no pair across groups can exchange KV. Of `restarts`, whose
+    engines were started for one role, only those that decode can do without the others: they compute a
+    prompt themselves, while one that was started to prefill refuses to decode.
     """
     names = sorted(name for name in ready if name in roles)
     working = [name for name in names if not roles[name].cordoned] or names
     played = {name: Role(roles[name].role) for name in names}
+    alone = {name for name in names if name not in restarts or played[name] is Role.DECODE}
     group = dict.fromkeys(names, 0) | {name: groups[name] for name in names if groups and name in groups}
     if len(working) == 1:
-        return {**played, working[0]: Role.BOTH}
+        return played | dict.fromkeys(alone.intersection(working), Role.BOTH)
     if len({group[name] for name in working}) > 1:
         for number in {group[name] for name in working}:
             mates = [name for name in working if group[name] == number]
             if len({roles[name].role for name in mates}) == 1:
-                played |= dict.fromkeys(mates, Role.BOTH)
+                played |= dict.fromkeys(alone.intersection(mates), Role.BOTH)
     return played
 
 

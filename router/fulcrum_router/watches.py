@@ -20,7 +20,14 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, may_apply, rules_of
+from fulcrum_core.assignment import (
+    AssignmentRules,
+    effective_roles,
+    groups_of,
+    may_apply,
+    restarts_of,
+    rules_of,
+)
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Store
@@ -184,7 +191,8 @@ class Watches:
 
     def _assign(self, ready: frozenset[str]) -> None:
         roles = self._last_good.roles if self._last_good else {}
-        playing = effective_roles(roles, ready, groups_of(self._mine().values()))
+        mine = self._mine().values()
+        playing = effective_roles(roles, ready, groups_of(mine), restarts=restarts_of(mine))
         for instance in self._router.fleet.all:
             entry = roles.get(instance.name)
             role = None if entry is None or entry.cordoned else playing.get(instance.name)

@@ -13,7 +13,7 @@ from fulcrum_core.api import (
     PDPool,
     Resource,
 )
-from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, rules_of
+from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, restarts_of, rules_of
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import InstanceState
 from fulcrum_core.transfer import KV_LEASE_S
@@ -211,7 +211,7 @@ def _desired(
     """The instances as they shall stand. Who serves with nobody to take the other role plays Both."""
     serving = [name for name, step in steps.items() if step.phase is Phase.SERVING]
     seen_to_be = tuple(i.replace(status=_fact_status(seen, i, steps[i.metadata.name])) for i in instances)
-    roles = effective_roles(wish.roles, serving, groups_of(seen_to_be))
+    roles = effective_roles(wish.roles, serving, groups_of(seen_to_be), restarts=restarts_of(seen_to_be))
     played = {i.metadata.name: i.status.role for i in instances}
     return tuple(
         _with_role(seen, i, wish, (roles.get(name), played[name]), steps[name])

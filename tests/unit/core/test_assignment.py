@@ -360,6 +360,21 @@ def test_effective_roles(roles: str, ready: str, expected: dict[str, Role]) -> N
     assert effective_roles(wish(roles).roles, frozenset(ready)) == expected
 
 
+@pytest.mark.parametrize(
+    ("roles", "ready", "groups", "expected"),
+    [
+        pytest.param("PD", "a", {}, {"a": P}, id="left alone it still refuses to decode"),
+        pytest.param("PD", "b", {}, {"b": Role.BOTH}, id="left alone it computes prompts, too"),
+        pytest.param("PDP", "abc", {"c": 1}, {"a": P, "b": D, "c": P}, id="alone in its group it idles"),
+    ],
+)
+def test_an_engine_that_was_started_to_prefill_never_plays_both(
+    roles: str, ready: str, groups: dict[str, int], expected: dict[str, Role]
+) -> None:
+    played = effective_roles(wish(roles).roles, frozenset(ready), groups, restarts=frozenset("abc"))
+    assert played == expected
+
+
 def test_who_serves_is_ready_not_cordoned_and_listed_by_name() -> None:
     roles = edit("b", cordoned=True)(wish("PPPD")).roles
     assert serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
