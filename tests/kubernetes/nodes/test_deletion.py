@@ -1,5 +1,7 @@
 """What is deleted is gone: a service with all that was made for it, a release but for what it keeps."""
 
+import contextlib
+
 import pytest
 
 from tests.kubernetes.nodes.installation import NAMESPACE, Helm
@@ -16,8 +18,10 @@ def test_deleted_service_and_release_leave_nothing_but_the_crds(cluster: Cluster
     cluster.kubectl("delete", "pdservice", "chat", "--timeout=120s")
     gone_s = wait_for(lambda: _things(cluster, "default") == [], "the service's things to go", timeout_s=180)
     helm.uninstall()
-    wait_for(lambda: _things(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=90)
+    with contextlib.suppress(TimeoutError):
+        wait_for(lambda: _things(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
     print(f"\nthe service was gone after {gone_s:.1f} s")
+    assert _things(cluster, NAMESPACE) == []
     assert _of_the_cluster(cluster) == [
         f"customresourcedefinition.apiextensions.k8s.io/{kind}.fulcrum.dev"
         for kind in ("pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers")
