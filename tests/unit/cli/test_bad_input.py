@@ -162,6 +162,8 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--port", "70000"), "--port (70000) must be between 0 and 65535"),
         (("play", "--json", "/nowhere/at/all"), "--json (/nowhere/at/all) must lie in a folder that exists"),
         (("up", "-f", "x"), "--local (not given) is needed: only local services can be brought up"),
+        (("up", "--local"), "--file (not given) is needed where no --engine is named"),
+        (("up", "--local", "--engine", "x"), "--engine (x) is not one of vllm-cpu"),
         (("flip", "chat-0", "--to", "Both"), "--to (Both) is not one of Prefill, Decode"),
         (("explain", "--limit", "0"), "--limit (0) must be at least 1"),
         (("play", "--json", "/"), "--json (/) must be a file, not a folder"),
@@ -197,3 +199,11 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     assert left.value.code == 0
     assert all(command in out for command in ("play", "up", "status", "flip", "drain", "explain", "doctor"))
+
+
+def test_real_engines_without_their_environment_are_one_line_that_says_how_to_make_it(
+    refused: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FULCRUM_ENGINE", "/nowhere")
+    rule = "spec.engine.type (vLLM) needs the engine environment: make engine makes it, once"
+    assert refused("up", "--local", "--engine", "vllm-cpu") == rule
