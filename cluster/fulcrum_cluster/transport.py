@@ -79,7 +79,6 @@ class Http:
         """
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"content-type": content_type}
-        headers |= {"accept": "*/*"} if plain else {}
         if plain:
             headers["accept"] = "application/json, */*"  # the keys of tokens are JSON of a type of their own
         for tries_left in reversed(range(_BUSY_TRIES)):

@@ -14,7 +14,7 @@ from fulcrum_cluster.objects import EVENT, Object, ObjectApi
 from fulcrum_core.api import PDInstance, PDPool, PDService
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import API_VERSION, format_time
-from fulcrum_core.errors import AlreadyExists, NotFound, StoreError
+from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
 from fulcrum_core.ports import Clock, EngineObservation, EngineState
 from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.kubernetes.children import MANAGER
@@ -219,13 +219,15 @@ class Recorder:
             try:
                 check_leading(self._leads)
                 await self._write(service, event)
-            except StoreError as error:
+            except FulcrumError as error:
                 _log.warning("event not written", reason=event.reason, error=str(error))
 
     def _may(self, service: str) -> bool:
         """A budget of `_BURST` Events, and one more each `_EVERY_S`."""
         now_s = self._clock.monotonic_s()
-        left, at_s = self._budgets.get(service, (float(_BURST), now_s))
+        left, at_s = self._budgets.pop(service, (float(_BURST), now_s))
+        if len(self._budgets) >= _REMEMBERED:
+            del self._budgets[next(iter(self._budgets))]
         left = min(_BURST, left + (now_s - at_s) / _EVERY_S)
         self._budgets[service] = (left - 1 if left >= 1 else left, now_s)
         return left >= 1
