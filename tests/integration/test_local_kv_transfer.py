@@ -1,0 +1,45 @@
+"""A run with every real part, and no requests: canaries prove its pairs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from fulcrum_core.api import PDInstance, PDService, parse_object
+from fulcrum_operator.local import LocalOptions, LocalRun, run_local
+
+DEADLINE_S = 60.0
+SERVICE = {
+    "apiVersion": "fulcrum.dev/v1alpha1",
+    "kind": "PDService",
+    "metadata": {"name": "chat"},
+    "spec": {"model": "m", "instances": 2, "autoscaling": {"mode": "Off"}},
+}
+
+
+@pytest.fixture
+async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
+    """Two instances that serve."""
+    options = LocalOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
+    async with run_local([parse_object(SERVICE)], options) as made:
+        async with asyncio.timeout(DEADLINE_S):
+            await made.serving()
+        yield made
+
+
+async def verdict(run: LocalRun) -> tuple[str, str, str]:
+    service = await run.store.get(PDService, "chat", namespace="default")
+    found = {c.type: (c.status, c.reason, c.message) for c in service.status.conditions}
+    return found.get("KVTransferVerified", ("", "", ""))
+
+
+async def test_an_idle_service_is_verified_by_canaries(run: LocalRun) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await verdict(run))[0] != "True":
+            await run.changed()
+    assert await verdict(run) == ("True", "Verified", "2 instances hand KV over")
+    listing = await run.store.list(PDInstance, namespace="default")
+    assert {i.metadata.name: i.status.kv_verified_at is not None for i in listing.items} == {
+        "chat-0": True,
+        "chat-1": True,
+    }
