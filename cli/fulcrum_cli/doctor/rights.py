@@ -39,19 +39,35 @@ PERSON = (
 )
 """What status, flip, drain and explain need."""
 
+_TOLD = 8
+"""So many missing rights are named."""
+_LEASES = "coordination.k8s.io"
+_CHILDREN = (
+    *(("services", ""), ("serviceaccounts", ""), ("deployments", "apps"), ("poddisruptionbudgets", "policy")),
+    *(("networkpolicies", "networking.k8s.io"), ("endpointslices", "discovery.k8s.io")),
+    *((kind, "rbac.authorization.k8s.io") for kind in ("roles", "rolebindings")),
+)
 OPERATOR = (
     *(Need(verb, kind) for verb in ("list", "watch") for kind in ("pdservices", "qostiers")),
-    *(Need("patch", kind) for kind in ("pdpools", "pdassignments", "pdinstances")),
-    *(Need("patch", kind, subresource="status") for kind in ("pdservices", "pdpools", "pdinstances")),
     *(
-        Need("create", kind, group)
-        for kind, group in (("pods", ""), ("services", ""), ("deployments", "apps"))
+        Need(verb, kind)
+        for verb in ("create", "list", "patch", "watch")
+        for kind in ("pdpools", "pdassignments", "pdinstances")
     ),
-    Need("delete", "pods", ""),
+    *(Need("delete", kind) for kind in ("pdpools", "pdinstances")),
+    *(Need("patch", kind, subresource="status") for kind in ("pdservices", "pdpools", "pdinstances")),
+    *(Need(verb, "pods", "") for verb in ("create", "delete", "list", "patch", "watch")),
+    *(Need(verb, "events", "") for verb in ("create", "patch")),
+    *(Need(verb, kind, group) for verb in ("create", "list", "patch", "watch") for kind, group in _CHILDREN),
+    *(Need(verb, "leases", _LEASES) for verb in ("create", "get", "patch")),
 )
 AUTOSCALER = (
-    *(Need(verb, kind) for verb in ("list", "watch") for kind in ("pdservices", "pdinstances")),
-    Need("patch", "pdassignments"),
+    *(
+        Need(verb, kind)
+        for verb in ("list", "watch")
+        for kind in ("pdservices", "pdpools", "pdinstances", "pdassignments")
+    ),
+    *(Need(verb, "pdassignments") for verb in ("get", "patch")),
 )
 
 
@@ -60,10 +76,18 @@ def router_needs(service: str) -> tuple[Need, ...]:
     kinds = ("pdservices", "pdpools", "pdinstances", "pdassignments", "qostiers")
     return (
         *(Need(verb, kind) for verb in ("list", "watch") for kind in kinds),
-        Need("list", "pods", ""),
-        Need("patch", "leases", "coordination.k8s.io", name=f"{service}-router"),
-        Need("patch", "endpointslices", "discovery.k8s.io", name=f"{service}-router"),
+        *(Need(verb, "pods", "") for verb in ("list", "watch")),
+        *(Need(verb, "leases", _LEASES, name=f"{service}-router") for verb in ("get", "patch")),
+        *(
+            Need(verb, "endpointslices", "discovery.k8s.io", name=f"{service}-router")
+            for verb in ("get", "patch")
+        ),
     )
+
+
+def _listed(needs: Sequence[Need]) -> str:
+    told = ", ".join(map(str, needs[:_TOLD]))
+    return told if len(needs) <= _TOLD else f"{told} and {len(needs) - _TOLD} more"
 
 
 def refused(answers: Sequence[Answer]) -> list[Need]:
@@ -90,7 +114,7 @@ def check_account(what: str, account: str, answers: Sequence[Answer], *, about: 
     if missing:
         return problem(
             name,
-            f"ServiceAccount {account} may not {', '.join(map(str, missing))}",
+            f"ServiceAccount {account} may not {_listed(missing)}",
             "bind the Role that the chart (for a router: the operator) makes again",
             about=about,
         )

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.kinds import DEVICE
 from fulcrum_operator.plan.engine_parts import EngineParts, engine_parts
 from fulcrum_operator.plan.labels import (
@@ -64,9 +65,17 @@ def pod_of(
         "spec": _spec(instance, service, settings, startup_s),
     }
     pod = laid_over(made, instance.spec.template or {})
-    labels = {**pod["metadata"].get("labels", {}), **made["metadata"]["labels"]}
-    pod["metadata"] = {**pod["metadata"], **made["metadata"], "labels": labels}
+    meta = _map(pod.get("metadata"), "metadata")
+    labels = {**_map(meta.get("labels"), "metadata.labels"), **made["metadata"]["labels"]}
+    pod["metadata"] = {**meta, **made["metadata"], "labels": labels}
     return pod
+
+
+def _map(said: object, path: str) -> dict[str, Any]:
+    """What a template makes of a part that has to be a map; null takes out what is put in again."""
+    if said is None or isinstance(said, dict):
+        return said or {}
+    raise InvalidInput(f"template.{path}", said, "must be a map")
 
 
 def grace_period_s(service: PDService) -> int:

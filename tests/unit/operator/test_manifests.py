@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.plan.children import children_of
 from fulcrum_operator.plan.labels import ROLE_LABEL, Account, ClusterSettings
 from fulcrum_operator.plan.pod import PRE_STOP_S, TEARDOWN_S, pod_of
@@ -92,6 +93,21 @@ def test_the_pod_of_an_instance_is_this(
 def test_what_stands_around_a_service_is_this(golden: Callable[[str, str], None]) -> None:
     made = children_of(service(), SETTINGS, wanted=4)
     golden("manifests/children.yaml", text_of(*made))
+
+
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [({"metadata": "x"}, "template.metadata"), ({"metadata": {"labels": ["x"]}}, "template.metadata.labels")],
+)
+def test_a_template_that_makes_no_pod_is_refused_by_its_path(template: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidInput, match="must be a map") as refused:
+        pod(PLAIN | {"template": template})
+    assert refused.value.path == path
+
+
+@pytest.mark.parametrize("template", [{"metadata": None}, {"metadata": {"labels": None}}])
+def test_a_template_cannot_take_away_what_the_operator_finds_a_pod_by(template: dict[str, Any]) -> None:
+    assert pod(PLAIN | {"template": template})["metadata"] == pod(PLAIN)["metadata"]
 
 
 def test_a_template_cannot_hide_a_pod_from_the_operator() -> None:
