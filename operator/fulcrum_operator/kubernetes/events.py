@@ -93,6 +93,12 @@ def engine_hindered(instance: str, why: str) -> Event:
     return Event(reason, WARNING, f"{instance}: {why}", f"{instance}/{word}")
 
 
+def child_refused(why: str) -> Event:
+    """The API server refuses something that the service needs: by a quota, a webhook, for want of a right."""
+    message = f"what stands around the engines cannot be made: {why}; tried again every few seconds"
+    return Event("ChildRefused", WARNING, message, why)
+
+
 def events_of(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
     """What the pass from `before` by `plan` changed.
 

@@ -16,7 +16,7 @@ import structlog
 from fulcrum_cluster.client import Cluster as Connection
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import IdentitySpec, PDInstance, PDPool, PDService
-from fulcrum_core.errors import Conflict, FulcrumError, NotFound
+from fulcrum_core.errors import Conflict, Forbidden, FulcrumError, InvalidInput, NotFound
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy
@@ -24,7 +24,7 @@ from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.keyed_queue import KeyedQueue
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.children import Children
-from fulcrum_operator.kubernetes.events import Recorder, events_of
+from fulcrum_operator.kubernetes.events import Recorder, child_refused, events_of
 from fulcrum_operator.kubernetes.feed import FOLLOWED, Feed, selector
 from fulcrum_operator.kubernetes.metrics import Meters
 from fulcrum_operator.kubernetes.pods import digest_of
@@ -87,6 +87,8 @@ class Leader:
         self._unsure = asyncio.Event()
         """A watch began anew."""
         self._last: dict[ServiceKey, dict[str, EngineObservation]] = {}
+        self._refused: dict[ServiceKey, str] = {}
+        """Why what a service needs was refused, as last told."""
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
         self._probes = Probes(self._probe)
         self._queue = KeyedQueue[ServiceKey](self._pass, resync_s=RESYNC_S)
@@ -168,6 +170,7 @@ class Leader:
             outcome = "ok"
             if wanted_s == math.inf:
                 self._last.pop(key, None)
+                self._refused.pop(key, None)
             return wanted_s
         except Conflict:
             outcome = "conflict"
@@ -181,11 +184,21 @@ class Leader:
         service = seen.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
-        await self._children.tend(service, wanted=sum(wanted_replicas(pool) for pool in pools))
+        await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await side_by_side(self._runtime.show_role(instance) for instance in instances)
         await self._recorder.tell(service, events_of(seen, plan, self._last.get(key, {})))
         self._last[key] = dict(seen.engines)
+
+    async def _tend_children(self, key: ServiceKey, service: PDService, wanted: int) -> None:
+        try:
+            await self._children.tend(service, wanted=wanted)
+        except (Forbidden, InvalidInput) as error:
+            if self._refused.get(key) != str(error):
+                self._refused[key] = str(error)
+                await self._recorder.tell(service, [child_refused(str(error))])
+            raise
+        self._refused.pop(key, None)
 
     def _facts(self, instance: PDInstance) -> EngineFacts:
         key = instance_key(instance)

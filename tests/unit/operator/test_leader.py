@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import POD, ObjectKind, Page
-from fulcrum_core.errors import StoreUnavailable
+from fulcrum_cluster.objects import EVENT, POD, Object, ObjectKind, Page
+from fulcrum_core.errors import Forbidden, StoreUnavailable
 from fulcrum_operator.kubernetes.feed import FOLLOWED
 from fulcrum_operator.kubernetes.leader import RELIST_S, RELIST_SOON_S, Leader, Options
 from fulcrum_operator.kubernetes.metrics import Meters
+from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.labels import Account, ClusterSettings
+from tests.unit.operator.builders import service
 
 pytestmark = pytest.mark.looptime
 
@@ -24,6 +26,7 @@ class World:
 
     def __init__(self) -> None:
         self.lists, self.failure = 0, list[Exception]()
+        self.refusal, self.events = Forbidden("exceeded quota: services"), list[Object]()
         self.store: Any = None
         self.objects: Any = self
         self.stop = asyncio.Event()
@@ -47,6 +50,21 @@ class World:
             raise self.failure.pop()
         self.lists += kind == POD
         return [], "1"
+
+    async def apply(self, _body: Object, *, manager: str, force: bool) -> Object:
+        del manager, force
+        raise self.refusal
+
+    async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
+        assert (kind, namespace) == (EVENT, "default")
+        self.events.append(body)
+        return body
+
+    async def tend(self) -> str:
+        """What a pass whose plan is carried out says of what it could not make."""
+        with pytest.raises(Forbidden) as refused:
+            await self.leader._tend(Observed(service=service(), now_s=0.0), Plan())
+        return str(refused.value)
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(
@@ -92,4 +110,18 @@ async def test_what_nobody_thought_of_ends_the_process_and_not_only_the_lists() 
     with pytest.raises(KeyError):
         await world.start()
     assert world.stop.is_set()
+    await world.leader.aclose()
+
+
+async def test_a_child_that_is_refused_is_told_on_the_service_once_for_each_reason() -> None:
+    world = World()
+    for _ in range(3):
+        assert await world.tend() == "exceeded quota: services"
+    world.refusal = Forbidden("a webhook says no")
+    await world.tend()
+    told = [(event["reason"], event["message"].split(": ", 1)[1]) for event in world.events]
+    assert told == [
+        ("ChildRefused", "exceeded quota: services; tried again every few seconds"),
+        ("ChildRefused", "a webhook says no; tried again every few seconds"),
+    ]
     await world.leader.aclose()
