@@ -374,7 +374,7 @@ class Exchange:
             self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
-            if handed is not None and handed.late and self._first_s is None:
+            if handed is not None and self._first_s is None and handed.may_be_late:
                 self._router.distrust(instance)
             entry.release()
             if self._local_entry is not None:

@@ -53,6 +53,11 @@ class Handed:
         """Whether what comes now need not have been fetched in time."""
         return time.monotonic() > self.deadline_s
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether it may be fetched too late, though its answer is not waited for any more."""
+        return self.late or self.decode.health.hangs_since_s is not None
+
     def read_events(self, framed: bytes, *, chunked: bool) -> bytes:
         """Events that may hold the usage: read it, and take it out where the client did not ask for it."""
         start = framed.rfind(NO_CHOICES)

@@ -6,6 +6,7 @@ from fulcrum_core.values import Role, Slo
 from fulcrum_router.accounting import TTFT_BOUNDS_S, Outcome
 from fulcrum_router.fleet import Instance
 from fulcrum_router.metrics import exposition, registry_of
+from fulcrum_router.policy import PairKey, Proof
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 
@@ -82,3 +83,21 @@ def test_what_went_wrong_is_counted_by_reason() -> None:
         "generation": got["fulcrum_router_assignment_generation", ()],
         "error": got["fulcrum_router_prefill_prediction_error_ratio", ()],
     } == {"retry": 1, "local": 2, "flips": 3, "generation": 7, "error": 1.0}
+
+
+def test_hand_offs_by_pair_and_those_of_an_instance_that_is_gone_are_gone() -> None:
+    router = Router()
+    for name in ("p1", "d1"):
+        router.fleet.add(Instance(name))
+    for proof in (Proof.PROVEN, Proof.PROVEN, Proof.RECOMPUTED):
+        router.pairs[PairKey("p1", "d1")].record(proof, now_s=0.0)
+
+    def handoffs() -> dict[str, float]:
+        found = {k: v for k, v in samples(router).items() if k[0] == "fulcrum_router_kv_handoffs_total"}
+        assert all(("prefill", "p1") in labels and ("decode", "d1") in labels for _, labels in found)
+        return {dict(labels)["outcome"]: value for (_, labels), value in found.items()}
+
+    assert handoffs() == {"proven": 2.0, "recomputed": 1.0, "unknown": 0.0}
+    router.fleet.keep_only(["p1"])
+    router.pairs.refresh(router.fleet.all, now_s=0.0)
+    assert handoffs() == {}
