@@ -28,8 +28,6 @@ from fulcrum_operator.plan.labels import Account, ClusterSettings
 if TYPE_CHECKING:
     from fulcrum_operator.kubernetes.leader import Leader, Options
 
-LEASE = "fulcrum-operator"
-
 _log = structlog.get_logger()
 
 
@@ -60,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--image-pull-secret", action="append", default=[], help="for these images; may be repeated")
     add("--lease-namespace", required=True, help="where the Lease is, and this operator")
     add("--identity", required=True, help="who this process is among the operators: its pod's name")
-    add("--account", default="fulcrum-operator", help="this operator's ServiceAccount")
+    add("--account", default="fulcrum-operator", help="its ServiceAccount, and the name of the Lease")
     add("--autoscaler-account", type=_account, help="the autoscaler's, as NAMESPACE:NAME")
     add("--token-file", type=Path, required=True, help="token for routers' state ports; may be replaced")
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
@@ -128,7 +126,7 @@ class Candidate:
         self._elected, self._lost = asyncio.Event(), False
         self._leader: Leader | None = None
         self._elector = Elector(
-            ClusterLease(lease, LEASE, namespace=args.lease_namespace),
+            ClusterLease(lease, args.account, namespace=args.lease_namespace),
             identity=args.identity,
             timing=OPERATOR_TIMING,
             step_down=StepDown.AT_DEADLINE,

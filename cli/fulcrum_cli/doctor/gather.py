@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi, ObjectKind
 
 SERVICE_LABEL, ROUTER_LABEL = "fulcrum.dev/service", "fulcrum.dev/router"
-OPERATOR_LEASE = "fulcrum-operator"
 _PART_OF = "app.kubernetes.io/part-of=fulcrum"
 _COMPONENT = "app.kubernetes.io/component"
 
@@ -135,14 +134,14 @@ class _Cluster:
         return here or None  # none here says nothing of other namespaces
 
     async def _leader(self, operator: Bodies | None) -> tuple[Body | None, bool]:
-        """The operator's Lease, and whether it could be looked for."""
+        """The operator's Lease, called as its account, and whether it could be looked for."""
         from fulcrum_cluster.objects import LEASE
 
         if not operator:
             return None, False
         try:
-            where = operator[0]["metadata"]["namespace"]
-            return await self._objects.get(LEASE, OPERATOR_LEASE, namespace=where), True
+            where, name = account_of(operator[0])
+            return await self._objects.get(LEASE, name, namespace=where), True
         except NotFound:
             return None, True
         except Forbidden:

@@ -19,22 +19,22 @@ class Leases:
     """Where the Lease would be, if anything answered."""
 
     def __init__(self, failure: Exception) -> None:
-        self.failure = failure
+        self.failure, self.asked = failure, set[str]()
 
-    async def get(self, _kind: ObjectKind, _name: str, *, namespace: str) -> dict[str, Any]:
-        del namespace
+    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> dict[str, Any]:
+        self.asked.add(f"{namespace}/{name}")
         raise self.failure
 
 
-def candidate(failure: Exception, stop: asyncio.Event) -> Candidate:
+def candidate(leases: Leases, stop: asyncio.Event, *args: str) -> Candidate:
     cluster: Any = None
-    lease: Any = Leases(failure)
-    return Candidate(cluster, lease, _parser().parse_args(ARGS), Meters(), stop)
+    lease: Any = leases
+    return Candidate(cluster, lease, _parser().parse_args([*ARGS, *args]), Meters(), stop)
 
 
 async def test_who_is_started_without_an_api_server_waits_for_it_and_is_not_started_again() -> None:
     stop = asyncio.Event()
-    standing = candidate(StoreUnavailable("away"), stop)
+    standing = candidate(Leases(StoreUnavailable("away")), stop)
     work = asyncio.get_running_loop().create_task(standing.run())
     await asyncio.sleep(600)
     assert (standing.dead(), standing.unready(), work.done()) == (None, "has not seen the lease", False)
@@ -44,5 +44,14 @@ async def test_who_is_started_without_an_api_server_waits_for_it_and_is_not_star
 
 async def test_who_stands_for_election_no_more_ends_with_an_error() -> None:
     stop = asyncio.Event()
-    standing = candidate(KeyError("metadata"), stop)
+    standing = candidate(Leases(KeyError("metadata")), stop)
     assert (await standing.run(), standing.dead()) == (1, "stands for election no more")
+
+
+async def test_operators_of_two_releases_in_one_namespace_do_not_wait_for_each_other() -> None:
+    asked = set[str]()
+    for release in ("a-fulcrum-operator", "b-fulcrum-operator"):
+        leases = Leases(KeyError("metadata"))
+        await candidate(leases, asyncio.Event(), "--account", release).run()
+        asked |= leases.asked
+    assert asked == {"fulcrum/a-fulcrum-operator", "fulcrum/b-fulcrum-operator"}
