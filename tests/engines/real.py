@@ -154,7 +154,7 @@ class RealService:
             return False
 
     async def at_rest(self) -> None:
-        """Returns once both engines serve, one in each role, with nothing in flight and no KV held."""
+        """Returns once both engines serve, one in each role, with nothing in flight."""
         await self.until(self._rests, limit_s=START_S)
 
     async def _rests(self) -> bool:
@@ -164,7 +164,7 @@ class RealService:
             phases == [Phase.SERVING] * 2
             and {one.role for one in seen} == {P, D}
             and all(one.serving and not one.legs and not one.missed_probes for one in seen)
-            and all([await self.metric(one.name, "vllm:kv_cache_usage_perc") == 0 for one in seen])
+            and all([await self.metric(one.name, "vllm:num_requests_running") == 0 for one in seen])
         )
 
 

@@ -2,17 +2,21 @@
 
 import asyncio
 import random
-import signal
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 
-from tests.engines.asking import Answer, Ask, alone, ask, every_kind, prompts
+from fulcrum_core.state import RouterState
+from tests.engines.asking import Ask, alone, ask, every_kind, prompts
 from tests.engines.conftest import Figure
-from tests.engines.real import START_S, D, P, RealService
+from tests.engines.real import D, P, RealService
 
 pytestmark = pytest.mark.timeout(600)
+
+T = TypeVar("T")
 
 REQUESTS, CONCURRENCY = 200, 8
 
@@ -24,14 +28,15 @@ async def test_flips_each_second_lose_no_request_and_change_no_token(
     before = await pair.state()
     flips = asyncio.create_task(flip_each_second(pair))
     began_s = time.monotonic()
-    answers = await asyncio.wait_for(many(pair, asked), 300)
+    asking = few_at_a_time([ask(pair.client, pair.url, one) for one in asked])
+    answers = await asyncio.wait_for(asking, 300)
     took_s = time.monotonic() - began_s
     flips.cancel()
     swaps = (await asyncio.gather(flips, return_exceptions=True))[0]
     assert isinstance(swaps, int)
     await pair.at_rest()
     alone_on = await pair.engine_url(await pair.engine(D))
-    expected = [await alone(pair.client, alone_on, one) for one in asked]
+    expected = await few_at_a_time([alone(pair.client, alone_on, one) for one in asked])
     wrong = [n for n, answer in enumerate(answers) if answer.tokens != expected[n]]
     handed = sum(answer.prefill not in (None, answer.decode) for answer in answers)
     directions = {(answer.prefill, answer.decode) for answer in answers}
@@ -46,15 +51,15 @@ async def test_flips_each_second_lose_no_request_and_change_no_token(
     assert failures(await pair.state()) == failures(before)
 
 
-async def many(pair: RealService, asked: list[Ask]) -> list[Answer]:
-    """The answers to all, a few at a time."""
+async def few_at_a_time(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they all return."""
     room = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(each: Ask) -> Answer:
+    async def one(each: Coroutine[Any, Any, T]) -> T:
         async with room:
-            return await ask(pair.client, pair.url, each)
+            return await each
 
-    return await asyncio.gather(*(one(each) for each in asked))
+    return await asyncio.gather(*map(one, asked))
 
 
 async def flip_each_second(pair: RealService) -> int:
@@ -69,9 +74,9 @@ async def flip_each_second(pair: RealService) -> int:
         return swaps
 
 
-def failures(state: object) -> tuple[int, int]:
-    tiers = getattr(state, "tiers", ())
-    return sum(tier.failed for tier in tiers), sum(tier.broken for tier in tiers)
+def failures(state: RouterState) -> tuple[int, int]:
+    """Requests that failed and streams that broke."""
+    return sum(tier.failed for tier in state.tiers), sum(tier.broken for tier in state.tiers)
 
 
 async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
@@ -84,29 +89,6 @@ async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
         await pair.at_rest()
     waits_s = [await first_token_s(pair, rng) for _ in range(6)]
     figure(f"flip of a warm pair, decision to first correct token: {listed_ms(waits_s)} ms")
-
-
-async def test_an_engine_that_comes_back_is_another_one_and_hands_over_both_ways(
-    pair: RealService, figure: Figure, seed: int
-) -> None:
-    """A new engine id: what its peer knows of the old one's memory must not be used."""
-    rng = random.Random(seed)
-    name = await pair.engine(P)
-    restarts = (await pair.instances())[name].status.restarts
-    await pair.signal(name, signal.SIGKILL)
-    began_s = time.monotonic()
-    await pair.until(lambda: _restarted(pair, name, restarts), limit_s=START_S)
-    await pair.at_rest()
-    back_s = time.monotonic() - began_s
-    waits_s = [await first_token_s(pair, rng) for _ in range(2)]  # one for each direction
-    figure(
-        f"an engine is killed and serves again after {back_s:.0f} s; "
-        f"flip of a cold pair, decision to first correct token: {listed_ms(waits_s)} ms"
-    )
-
-
-async def _restarted(pair: RealService, name: str, before: int) -> bool:
-    return (await pair.instances())[name].status.restarts > before
 
 
 async def first_token_s(pair: RealService, rng: random.Random) -> float:

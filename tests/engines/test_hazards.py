@@ -7,16 +7,24 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
+from fulcrum_core.api import PDService
+from fulcrum_core.values import Phase
 from tests.engines.asking import Answer, Ask, Broken, alone, ask, events, prompts
 from tests.engines.conftest import Figure
-from tests.engines.real import D, P, RealService
+from tests.engines.real import NAMESPACE, START_S, D, P, RealService
+from tests.engines.test_flips import first_token_s, listed_ms
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -100,13 +108,14 @@ async def _at_rest(pair: RealService, name: str) -> bool:
     return running == 0 and await pair.metric(name, "vllm:kv_cache_usage_perc") == 0
 
 
-async def _decodes(pair: RealService, name: str) -> bool:
-    return (await pair.of(name)).decode_requests > 0
+async def _decodes(pair: RealService, name: str, legs: int = 1) -> bool:
+    return (await pair.of(name)).decode_requests >= legs
 
 
-async def test_prefill_killed_between_the_legs_is_made_up_for_by_decode(
+async def test_prefill_killed_between_the_legs_is_made_up_for_and_comes_back_as_another_engine(
     pair: RealService, rng: random.Random, figure: Figure
 ) -> None:
+    """A new engine id: what its peer knows of the old one's memory must not be used."""
     prefill, decode = await pair.engine(P), await pair.engine(D)
     asked = some(rng)
     expected = await right(pair, asked, decode)
@@ -120,10 +129,10 @@ async def test_prefill_killed_between_the_legs_is_made_up_for_by_decode(
     assert (answer.status, answer.tokens) == (200, expected)
     assert await keeps_answering(pair, rng, decode) == 10
     await pair.at_rest()
-    figure(
-        f"prefill killed between the legs: right answer after {took_s:.2f} s, "
-        f"both engines serve again after {time.monotonic() - began_s:.0f} s"
-    )
+    back_s = time.monotonic() - began_s
+    waits_s = [await first_token_s(pair, rng) for _ in range(2)]  # one for each direction
+    figure(f"prefill killed between the legs: right answer after {took_s:.2f} s, back after {back_s:.0f} s")
+    figure(f"flip of a cold pair, decision to first correct token: {listed_ms(waits_s)} ms")
 
 
 async def keeps_answering(pair: RealService, rng: random.Random, decode: str) -> int:
@@ -137,36 +146,29 @@ async def keeps_answering(pair: RealService, rng: random.Random, decode: str) ->
     )
 
 
-async def test_decode_killed_before_the_first_byte_is_replaced_unseen(
+async def test_when_decode_is_killed_a_stream_ends_in_an_error_and_who_saw_nothing_gets_another(
     pair: RealService, rng: random.Random
 ) -> None:
     prefill, decode = await pair.engine(P), await pair.engine(D)
     asked = some(rng)
     expected = await right(pair, asked, prefill)
-    async with pair.stopped(decode):
-        waiting = asyncio.create_task(ask(pair.client, pair.url, asked))
-        await pair.until(lambda: _decodes(pair, decode))
-        await pair.signal(decode, signal.SIGKILL)
-    answer = await waiting
-    assert (answer.status, answer.tokens, answer.decode) == (200, expected, prefill)
-    await pair.at_rest()
-
-
-async def test_a_stream_whose_decode_is_killed_ends_in_an_error_and_never_as_if_whole(
-    pair: RealService,
-) -> None:
-    decode = await pair.engine(D)
     said: list[str] = []
 
     async def listen() -> None:
         async with pair.client.stream("POST", pair.url + LONG.path, json=LONG.body()) as answer:
             async for event in events(answer):
-                said.append(event)
-                if len(said) == 5:
-                    await pair.signal(decode, signal.SIGKILL)
+                said.append(event)  # noqa: PERF401  # what was said before the break counts
 
+    stream = asyncio.create_task(listen())
+    await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
+    async with pair.stopped(decode):
+        waiting = asyncio.create_task(ask(pair.client, pair.url, asked))
+        await pair.until(lambda: _decodes(pair, decode, 2))
+        await pair.signal(decode, signal.SIGKILL)
+    answer = await waiting
+    assert (answer.status, answer.tokens, answer.decode) == (200, expected, prefill)
     with pytest.raises(httpx.RemoteProtocolError):  # no end of chunks
-        await listen()
+        await stream
     error = json.loads(said[-1])["error"]
     assert (error["type"], error["code"], "[DONE]" in said) == ("upstream_error", 502, False)
     await pair.at_rest()
@@ -195,6 +197,7 @@ async def test_an_engine_that_shuts_down_says_healthy_and_gets_nothing_that_it_w
     """Draining, vLLM's health is 200 and a new request gets 200 with no token and `abort`."""
     prefill, decode = await pair.engine(P), await pair.engine(D)
     url = await pair.engine_url(decode)
+    restarts = (await pair.instances())[decode].status.restarts
     long = asyncio.create_task(ask(pair.client, pair.url, replace(LONG, tokens=1500)))
     await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
     os.kill(await pair.leader(decode), signal.SIGTERM)  # by somebody else: nobody has told the router
@@ -211,7 +214,7 @@ async def test_an_engine_that_shuts_down_says_healthy_and_gets_nothing_that_it_w
         assert len(whole.tokens) == 1500
     except (Broken, httpx.RemoteProtocolError):
         pytest.fail("a stream that ran was not let end")
-    await pair.at_rest()
+    await pair.until(lambda: _serves_again(pair, decode, restarts), limit_s=START_S)
 
 
 async def test_what_is_fetched_after_its_lease_has_run_out_reaches_no_client(
@@ -219,6 +222,7 @@ async def test_what_is_fetched_after_its_lease_has_run_out_reaches_no_client(
 ) -> None:
     """The blocks hold another prompt by then: decode answers 200 with wrong tokens and counts no failure."""
     prefill, decode = await pair.engine(P), await pair.engine(D)
+    await pair.until(lambda: _at_rest(pair, prefill))  # leases of other tests have run out
     asked, bare = some(rng), some(rng)
     expected = [await right(pair, one, decode) for one in (asked, bare)]
     expired = await pair.metric(prefill, EXPIRED)
@@ -261,3 +265,57 @@ async def overwrite(pair: RealService, prefill: str, rng: random.Random) -> None
     url = await pair.engine_url(prefill)
     for prompt in prompts(rng, 24, (1200, 1200)):
         await ask(pair.client, url, Ask(prompt, 1))
+
+
+async def test_a_blocked_side_channel_is_told_and_traffic_is_answered_all_the_same(
+    pair: RealService, rng: random.Random, figure: Figure
+) -> None:
+    """A decode engine that starts anew has to ask for its peers' memory there."""
+    prefill, decode = await pair.engine(P), await pair.engine(D)
+    restarts = (await pair.instances())[decode].status.restarts
+    with blocked(await side_channel(pair, prefill)):
+        await pair.signal(decode, signal.SIGKILL)
+        await pair.until(lambda: _serves_again(pair, decode, restarts), limit_s=START_S)
+        began_s = time.monotonic()
+        await pair.until(lambda: _verified(pair, "False", "HandshakeFailed"), limit_s=30)
+        told_s = time.monotonic() - began_s
+        asked = some(rng)
+        began_s = time.monotonic()
+        answer = await ask(pair.client, pair.url, asked)
+        took_s = time.monotonic() - began_s
+        assert (answer.status, answer.tokens) == (200, await right(pair, asked, await pair.engine(D)))
+    began_s = time.monotonic()
+    await pair.until(lambda: _verified(pair, "True", "Verified"))
+    again_s = time.monotonic() - began_s
+    figure(f"side channel blocked: KVTransferVerified False, HandshakeFailed, after {told_s:.1f} s")
+    figure(f"  a request meanwhile: {took_s:.2f} s, {answer.local}; unblocked, True after {again_s:.1f} s")
+
+
+@contextmanager
+def blocked(port: int) -> Iterator[None]:
+    """Nobody of this machine gets through to the port; needs root."""
+    rule = ("INPUT", "-i", "lo", "-p", "tcp", "--dport", str(port), "-j", "REJECT")
+    try:
+        subprocess.run(("iptables", "-I", *rule), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no firewall rule can be set here")
+    try:
+        yield
+    finally:
+        subprocess.run(("iptables", "-D", *rule), check=True)
+
+
+async def side_channel(pair: RealService, name: str) -> int:
+    """Where the engine tells peers about its memory."""
+    said = Path(f"/proc/{await pair.leader(name)}/environ").read_text(encoding="utf-8")
+    return int(re.findall(r"VLLM_NIXL_SIDE_CHANNEL_PORT=(\d+)", said)[0])
+
+
+async def _serves_again(pair: RealService, name: str, restarts: int) -> bool:
+    instance = (await pair.instances())[name]
+    return instance.status.restarts > restarts and instance.status.phase is Phase.SERVING
+
+
+async def _verified(pair: RealService, status: str, reason: str) -> bool:
+    found = (await pair.store.get(PDService, "chat", namespace=NAMESPACE)).status.conditions
+    return any((one.type, one.status, one.reason) == ("KVTransferVerified", status, reason) for one in found)
