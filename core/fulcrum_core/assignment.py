@@ -70,6 +70,14 @@ def restarts_of(instances: Iterable[PDInstance]) -> frozenset[str]:
     )
 
 
+def awaits_restart(instance: PDInstance, entry: RoleAssignment) -> bool:
+    """Whether its engine was started for the role that it shall leave: it refuses the one it shall take."""
+    started = instance.spec.role or instance.status.role
+    return (
+        bool(restarts_of([instance])) and started in (Role.PREFILL, Role.DECODE) and started is not entry.role
+    )
+
+
 def may_apply(
     current: PDAssignmentSpec,
     proposed: PDAssignmentSpec,

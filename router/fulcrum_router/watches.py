@@ -8,20 +8,21 @@ store is away the last known state stands.
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import structlog
 
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.watching import Mirror
-from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.assignment import (
     AssignmentRules,
+    awaits_restart,
     effective_roles,
     groups_of,
     may_apply,
@@ -192,7 +193,8 @@ class Watches:
     def _assign(self, ready: frozenset[str]) -> None:
         roles = self._last_good.roles if self._last_good else {}
         mine = self._mine().values()
-        playing = effective_roles(roles, ready, groups_of(mine), restarts=restarts_of(mine))
+        leaving = {i.metadata.name for i in mine if _leaves_its_role(i, roles)}
+        playing = effective_roles(roles, ready - leaving, groups_of(mine), restarts=restarts_of(mine))
         for instance in self._router.fleet.all:
             entry = roles.get(instance.name)
             role = None if entry is None or entry.cordoned else playing.get(instance.name)
@@ -205,6 +207,11 @@ class Watches:
         if service is None:
             return AssignmentRules(prefill_to_decode_cooldown_s=0.0)
         return rules_of(service.spec, self._pools.objects.values(), self._mine().values())
+
+
+def _leaves_its_role(instance: PDInstance, roles: Mapping[str, RoleAssignment]) -> bool:
+    entry = roles.get(instance.metadata.name)
+    return entry is not None and awaits_restart(instance, entry)
 
 
 def _name(subject: PDService | PDAssignment | None) -> str:

@@ -43,6 +43,9 @@ LIVENESS = {
 }
 """Half a minute of silence: a busy engine is not a dead one. What hangs will not drain, either."""
 
+SIMULATED = {"cpu": "100m", "memory": "64Mi"}
+"""What a simulated engine asks of its node: with nothing asked for, it starves first on a busy one."""
+
 
 def pod_of(
     instance: PDInstance, service: PDService, settings: ClusterSettings, *, startup_s: float
@@ -154,7 +157,7 @@ def _resources(instance: PDInstance) -> dict[str, Any]:
     simulated = instance.spec.engine.type == "Simulated"
     hardware = instance.spec.hardware or (None if simulated else DEVICE)
     if hardware is None:
-        return {}
+        return {"resources": {"requests": SIMULATED}}
     asked = {hardware.resource: str(hardware.count)}
     limits = {"limits": asked} if "/" in hardware.resource else {}
     return {"resources": {"requests": asked, **limits}}

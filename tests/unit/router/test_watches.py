@@ -184,6 +184,17 @@ async def test_a_single_serving_instance_serves_both(cluster: Cluster) -> None:
     await eventually(cluster, expected | {n: (START[n][0], False) for n in NAMES[1:]})
 
 
+async def test_an_engine_that_must_be_started_anew_for_a_role_gets_nothing_until_it_was(
+    cluster: Cluster,
+) -> None:
+    """Between the wish and the drain it still refuses what its new role would bring."""
+    await cluster.serve("s-0", role="Prefill", strategy="Restart")
+    await cluster.acknowledged(await cluster.flip("s-0", "Decode"))
+    assert cluster.fleet() == {**START, "s-0": (Role.DECODE, False)}
+    await cluster.serve("s-0", role="Decode", strategy="Restart")
+    await eventually(cluster, {**START, "s-0": (Role.DECODE, True)})
+
+
 async def test_an_instance_that_is_deleted_is_forgotten(cluster: Cluster) -> None:
     await cluster.store.delete(PDInstance, "s-3", namespace="default")
     await eventually(cluster, {name: START[name] for name in NAMES[:3]})
