@@ -209,6 +209,11 @@ def test_without_the_kinds_the_notes_say_where_they_are(render: Renderer) -> Non
     assert "CustomResourceDefinition" not in made.kinds()
 
 
+def test_the_notes_watch_one_kind_as_kubectl_cannot_watch_two(render: Renderer) -> None:
+    watched = re.findall(r"kubectl get (\S+) .*-w$", render().files["NOTES.txt"], re.MULTILINE)
+    assert watched == ["pds"]
+
+
 def test_what_the_notes_say_can_be_applied(render: Renderer) -> None:
     manifest = re.search(r"<<'END'\n(.*?)\n  END", render().files["NOTES.txt"], re.DOTALL)
     assert manifest
