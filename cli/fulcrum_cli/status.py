@@ -11,6 +11,7 @@ from fulcrum_cli.connection import Connection, connected
 from fulcrum_cli.flipping import cordoner
 from fulcrum_cli.output import Output, render
 from fulcrum_cli.target import Asked, LocalTarget, choose_target
+from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
 from fulcrum_core.api.meta import Condition, format_duration
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -113,7 +114,7 @@ def columns(*rows: Sequence[str]) -> list[str]:
 
 def service_table(*standings: Standing, now_s: float) -> list[str]:
     """One line a service, as `kubectl get pds` prints it."""
-    head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE")
+    head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
     return columns(head, *(_service(standing, now_s=now_s) for standing in standings))
 
 
@@ -127,6 +128,7 @@ def _service(standing: Standing, *, now_s: float) -> tuple[str, ...]:
         str(status.prefill.ready),
         str(status.decode.ready),
         status.ratio or _NOTHING,
+        next((c.reason for c in status.conditions if c.type == KV_TRANSFER_VERIFIED), _NOTHING),
         _NOTHING if share is None else f"{share:.1f}",
         str(status.flips),
         _NOTHING if created_s is None else _age(now_s - created_s),

@@ -116,8 +116,8 @@ def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> T
 def test_a_service_is_one_line_like_kubectls() -> None:
     standing = Standing(service=service(), instances=(), assignment=None)
     head, line = printed(service_table(standing, now_s=0.0))
-    assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "SLO", "FLIPS", "AGE"]
-    assert line == ["chat", "m", "–", "0", "0", "–", "–", "0", "–"]
+    assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
+    assert line == ["chat", "m", "–", "0", "0", "–", "–", "–", "0", "–"]
 
 
 @pytest.mark.parametrize(
