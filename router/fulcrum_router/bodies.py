@@ -126,9 +126,7 @@ def _aborted(answer: dict[str, Any]) -> bool:
     return bool(choices) and type(choices) is list and choices[0].get("finish_reason") == "abort"
 
 
-def decode_body(
-    request: Request, handoff: bytes | None, *, ask_usage: bool = False, salt: str = ""
-) -> bytes:
+def decode_body(request: Request, handoff: bytes | None, *, ask_usage: bool = False, salt: str = "") -> bytes:
     """The decode leg: the client's bytes, and the hand-off if there is one, with the usage that proves it.
 
     With `salt` the engine finds nothing in its prefix cache that it was sent with another one.

@@ -122,7 +122,8 @@ async def test_no_canary_flies_from_a_router_that(state: Any) -> None:
 
 async def test_engines_that_refuse_a_role_are_left_alone_until_roles_change() -> None:
     refusing = FakeEngine("d1", prefill=answer_status(400), decode=says(261))
-    async with running(FakeEngine("p1", decode=says(261)), refusing) as world, watched(world, interval_s=0.05):
+    giver = FakeEngine("p1", decode=says(261))
+    async with running(giver, refusing) as world, watched(world, interval_s=0.05):
         proven = world.router.pairs[PairKey("p1", "d1")].counts
         await until(lambda: sum(proven.values()) >= 2, "the other direction is tried again and again")
         assert len(refusing.prefills) == 1
