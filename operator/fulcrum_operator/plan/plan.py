@@ -138,8 +138,9 @@ def _shown_until_s(seen: Observed, views: tuple[PoolView, ...]) -> dict[str, flo
 
 
 def _deadlines(seen: Observed, views: tuple[PoolView, ...]) -> list[float]:
+    """Those to come: on what is past this pass has acted, or there was nothing left to give up."""
     known = (next_deadline_s(seen, view) for view in views)
-    return [deadline_s for deadline_s in known if deadline_s is not None]
+    return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > seen.now_s]
 
 
 def _facts(

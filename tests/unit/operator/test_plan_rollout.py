@@ -99,6 +99,23 @@ def test_a_revision_that_does_not_start_is_given_up_for_the_last_good_one_until_
     assert (all_updated(there), condition(there, "Degraded")) == (True, ("False", "AllWell"))
 
 
+def test_a_deadline_that_is_past_wakes_nobody() -> None:
+    """Back to what was good last: there is nothing left to give up, however long it takes to start."""
+    there = fleet({"instances": 4})
+    there.change(engine={"image": "next"})
+    course(there, 12)
+    there.change(engine={})
+    there.act()
+    for engine in there.engines.values():
+        if engine.state is EngineState.STARTING:
+            engine.ready_at_s = float("inf")
+    there.act()
+    there.wait(100_000.0)
+    _, plan = there.act()
+    assert condition(there, "Progressing") == ("True", "RolloutProgressing")
+    assert plan.wake_after_s is None or plan.wake_after_s > 0.0
+
+
 def test_a_rollout_goes_on_where_a_crash_of_the_operator_and_a_scale_left_it() -> None:
     there = fleet({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
     there.scale("chat-flex", 4)
