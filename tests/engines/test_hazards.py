@@ -83,10 +83,10 @@ async def test_transfer_parameters_of_a_client_reach_no_engine(
 async def test_a_client_that_leaves_leaves_no_kv_behind(pair: RealService, rng: random.Random) -> None:
     """In mid-stream, and between the legs while decode is held back."""
     decode, prefill = await pair.engine(D), await pair.engine(P)
-    async with pair.client.stream("POST", pair.url + LONG.path, json=LONG.body()) as answer:
-        async for _ in events(answer):
-            break
-        await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
+    leaving = asyncio.create_task(ask(pair.client, pair.url, LONG))
+    await pair.until(lambda: _above(pair, decode, "vllm:num_requests_running", 0))
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
     await pair.until(lambda: _at_rest(pair, decode))
     async with pair.stopped(decode):
         leaving = asyncio.create_task(ask(pair.client, pair.url, some(rng)))
@@ -132,7 +132,7 @@ async def test_prefill_killed_between_the_legs_is_made_up_for_and_comes_back_as_
     back_s = time.monotonic() - began_s
     waits_s = [await first_token_s(pair, rng) for _ in range(2)]  # one for each direction
     figure(f"prefill killed between the legs: right answer after {took_s:.2f} s, back after {back_s:.0f} s")
-    figure(f"flip of a cold pair, decision to first correct token: {listed_ms(waits_s)} ms")
+    figure(f"flip right after a restart, decision to first correct token: {listed_ms(waits_s)} ms")
 
 
 async def keeps_answering(pair: RealService, rng: random.Random, decode: str) -> int:
