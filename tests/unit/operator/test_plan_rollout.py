@@ -106,9 +106,8 @@ def test_a_deadline_that_is_past_wakes_nobody() -> None:
     course(there, 12)
     there.change(engine={})
     there.act()
-    for engine in there.engines.values():
-        if engine.state is EngineState.STARTING:
-            engine.ready_at_s = float("inf")
+    for new in (e for e in there.engines.values() if e.state is EngineState.STARTING):
+        new.ready_at_s = float("inf")
     there.act()
     there.wait(100_000.0)
     _, plan = there.act()
