@@ -8,7 +8,7 @@ bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
 inner_tests := tests/unit tests/properties tests/simulation tests/helm
 
-.PHONY: help play test kubernetes check generate verify lock engine bench clean \
+.PHONY: help play test kubernetes check generate verify lock cli engine bench clean \
 	setup-engines static check-format check-lint check-types check-contracts check-tests
 
 help: ## this list
@@ -56,6 +56,8 @@ verify: .venv/.dev ## fail if crds/ or the chart is not what the code makes
 lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions
 	tools/lock $(ARGS)
 
+cli: .venv/.cli ## fulcrum and kubectl-fulcrum in .venv/bin, for clusters too
+
 engine: ## real engines on this machine, once: vLLM, NIXL and LMCache for CPUs, and a tiny model (6 GB)
 	@tools/engine/engine-env $(ARGS)
 
@@ -72,6 +74,10 @@ clean: ## remove caches and build leftovers; environments stay
 	@tools/install play
 	@touch $@
 
+.venv/.cli: requirements/image.lock .venv/.play
+	@tools/install image
+	@touch $@
+
 .venv/.dev: requirements/dev.lock pyproject.toml tools/install
 	@tools/install dev
-	@touch .venv/.play $@
+	@touch .venv/.play .venv/.cli $@

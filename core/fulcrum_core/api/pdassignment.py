@@ -89,7 +89,8 @@ class PDAssignment(Resource):
     immutable: ClassVar[tuple[str, ...]] = ("service",)
     printers: ClassVar[tuple[Printer, ...]] = (
         Printer(name="Flips", type="integer", json_path=".spec.flips"),
-        Printer(name="Roles", type="string", json_path=".spec.roles[*].role"),
+        Printer(name="Floor P", type="integer", json_path=".spec.floors.prefill"),
+        Printer(name="Floor D", type="integer", json_path=".spec.floors.decode"),
         Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
