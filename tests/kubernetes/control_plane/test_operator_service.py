@@ -86,7 +86,8 @@ def test_six_lines_become_pools_instances_pods_and_all_around_them(world: World)
         "2:2",
         f"http://chat.{world.space.name}.svc",
     )
-    assert world.space.events()["ScaledUp"] == "pool chat-flex from 0 to 4 instances"
+    told = "pool chat-flex from 0 to 4 instances"
+    until(lambda: world.space.events().get("ScaledUp") == told, "the event")
 
 
 def test_pods_are_owned_and_say_which_role_they_play(world: World) -> None:
@@ -197,7 +198,7 @@ def test_an_instance_whose_node_is_lost_is_replaced_under_another_name(world: Wo
     world.up(3)
     world.kubelet.node_lost("chat-1")
     until(lambda: "chat-3" in world.space.names("pods"), "the replacement")
-    assert world.space.phases()["chat-1"] == "Failed"
+    until(lambda: world.space.phases()["chat-1"] == "Failed", "its phase")
     world.kubelet.ready("chat-3")
     until(
         lambda: world.space.phases() == dict.fromkeys(("chat-0", "chat-2", "chat-3"), "Serving"),
@@ -205,7 +206,7 @@ def test_an_instance_whose_node_is_lost_is_replaced_under_another_name(world: Wo
         timeout_s=30,
     )
     until(lambda: "chat-1" not in world.space.names("pods"), "its pod to go", timeout_s=30)
-    assert {"InstanceFailed", "InstanceReplaced"} <= world.space.events().keys()
+    until(lambda: {"InstanceFailed", "InstanceReplaced"} <= world.space.events().keys(), "the events")
 
 
 def test_an_instance_whose_pod_somebody_deletes_is_replaced(world: World) -> None:
