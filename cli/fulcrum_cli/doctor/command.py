@@ -44,9 +44,10 @@ def tell(findings: Sequence[Finding]) -> list[str]:
     """One line a finding, what to do below it; a count at the end."""
     lines = []
     for finding in findings:
-        what = f"{finding.about}: {finding.name}" if finding.about else finding.name
-        lines.append(f"{_MARKS[finding.standing]} {what}: {finding.seen}")
+        lines.append(f"{_MARKS[finding.standing]} {finding.title}: {finding.seen}")
         if finding.advice:
             lines.append(f"         → {finding.advice}")
+        if finding.explains:
+            lines.append(f"         follows from it: {', '.join(finding.explains)}")
     counts = [sum(finding.standing is each for finding in findings) for each in Standing]
     return [*lines, "", f"{counts[0]} ok, {counts[1]} warnings, {counts[2]} problems"]

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from fulcrum_cli.doctor import placement, programs, rights, routing, schemas, services
-from fulcrum_cli.doctor.facts import ClusterFacts, Facts, LocalFacts
+from fulcrum_cli.doctor.causes import folded
+from fulcrum_cli.doctor.facts import Bodies, ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.findings import Finding, ok, warning
 from fulcrum_cli.doctor.rights import SEE_SERVICES
 from fulcrum_core.api.crds import crd
@@ -27,7 +28,14 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
             findings += _in_cluster(facts, facts.cluster, service)
         if facts.local is not None:
             findings += _in_run(facts.local, service)
-    return tuple(findings)
+    lacking = () if facts.cluster is None else tuple(_routers_without_image(facts.cluster))
+    return folded(findings, facts.services, routers_lack_image=lacking)
+
+
+def _routers_without_image(cluster: ClusterFacts) -> Iterator[str]:
+    for name, pods in (cluster.router_pods or {}).items():
+        if any(placement.pull_failures(pod) for pod in pods):
+            yield name
 
 
 def _installation(facts: Facts, cluster: ClusterFacts) -> Iterator[Finding]:
@@ -37,13 +45,20 @@ def _installation(facts: Facts, cluster: ClusterFacts) -> Iterator[Finding]:
     else:
         yield schemas.check_kinds(cluster.kinds, {f"{kind.plural}.fulcrum.dev": crd(kind) for kind in KINDS})
     yield rights.check_person(cluster.person, namespace=facts.namespace)
-    yield programs.check_deployment("operator", cluster.operator, advice_absent=_INSTALL)
+    yield from _program("operator", cluster.operator, cluster)
     if cluster.operator:
         yield _leader(facts, cluster)
-    yield programs.check_deployment("autoscaler", cluster.autoscaler, advice_absent=_INSTALL)
+    yield from _program("autoscaler", cluster.autoscaler, cluster)
     for account in cluster.accounts:
         if not account.service:
             yield rights.check_account(account.part, account.account, account.answers)
+
+
+def _program(part: str, found: Bodies | None, cluster: ClusterFacts) -> Iterator[Finding]:
+    pods = cluster.program_pods.get(part)
+    if pods:
+        yield programs.check_pods(part, pods, cluster.nodes)
+    yield programs.check_deployment(part, found, advice_absent=_INSTALL)
 
 
 def _leader(facts: Facts, cluster: ClusterFacts) -> Finding:
@@ -74,13 +89,20 @@ def _in_cluster(facts: Facts, cluster: ClusterFacts, service: PDService) -> Iter
         yield warning("pods", "not looked at: you may not list pods", advice, about=name)
     else:
         pods = [*cluster.engine_pods.get(name, ()), *cluster.router_pods.get(name, ())]
-        yield placement.check_nodes(pods, cluster.nodes, about=name)
-        yield placement.check_images(pods, about=name)
-        yield placement.check_restarts(pods, about=name)
+        yield from _pods(pods, cluster, name)
     yield from _router(facts, cluster, name)
     for account in cluster.accounts:
         if account.service == name:
             yield rights.check_account(account.part, account.account, account.answers, about=name)
+
+
+def _pods(pods: Bodies, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
+    if not pods:
+        yield ok("pods", "there is none", about=name)
+        return
+    yield placement.check_nodes(pods, cluster.nodes, about=name)
+    yield placement.check_images(pods, about=name)
+    yield placement.check_restarts(pods, about=name)
 
 
 def _router(facts: Facts, cluster: ClusterFacts, name: str) -> Iterator[Finding]:

@@ -35,6 +35,8 @@ class ClusterFacts:
     operator: Bodies | None
     """Deployments of the operator."""
     autoscaler: Bodies | None
+    program_pods: Mapping[str, Bodies | None]
+    """Pods of operator and autoscaler, by part."""
     leader: Body | None
     """The operator's Lease."""
     leases_seen: bool

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class Standing(StrEnum):
@@ -22,14 +23,21 @@ class Finding:
     seen: str
     advice: str = ""
     about: str = ""
+    explains: tuple[str, ...] = ()
+    """Other findings that only follow from this one, and are told here alone."""
 
-    def dump(self) -> dict[str, str]:
+    @property
+    def title(self) -> str:
+        """What it is about: `operator`, `chat: images`."""
+        return f"{self.about}: {self.name}" if self.about else self.name
+
+    def dump(self) -> dict[str, Any]:
         """For programs."""
         told = asdict(self)
         return {
             "check": told["name"],
             "verdict": self.standing.value,
-            **{field: told[field] for field in ("about", "seen", "advice") if told[field]},
+            **{field: told[field] for field in ("about", "seen", "advice", "explains") if told[field]},
         }
 
 

@@ -89,6 +89,10 @@ class _Cluster:
             accounts=await self._accounts(operator, autoscaler, names),
             operator=operator,
             autoscaler=autoscaler,
+            program_pods={
+                "operator": await self._pods_of("operator", operator),
+                "autoscaler": await self._pods_of("autoscaler", autoscaler),
+            },
             leader=leader,
             leases_seen=leases_seen,
             nodes=await self._list(kinds.NODE),
@@ -132,6 +136,19 @@ class _Cluster:
             return in_charge(everywhere, self._namespace)
         here = await self._list(DEPLOYMENT, labels=labels)
         return here or None  # none here says nothing of other namespaces
+
+    async def _pods_of(self, part: str, deployments: Bodies | None) -> Bodies | None:
+        """The pods of a part's Deployments; None where they may not be listed."""
+        from fulcrum_cluster.objects import POD
+
+        found: list[Body] = []
+        for meta in [deployment["metadata"] for deployment in deployments or ()]:
+            labels = f"{_PART_OF},{_COMPONENT}={part}"
+            pods = await self._list(POD, namespace=meta["namespace"], labels=labels)
+            if pods is None:
+                return None
+            found += [pod for pod in pods if pod["metadata"]["name"].startswith(f"{meta['name']}-")]
+        return found
 
     async def _leader(self, operator: Bodies | None) -> tuple[Body | None, bool]:
         """The operator's Lease, called as its account, and whether it could be looked for."""

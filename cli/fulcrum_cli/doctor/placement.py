@@ -1,7 +1,7 @@
 """Can the pods run: is there a node that fits, and does their image come?"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_cli.doctor.quantities import Resources, parse_resources, spell
@@ -10,6 +10,8 @@ Body = Mapping[str, Any]
 
 _PULLS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _BARRING = ("NoSchedule", "NoExecute")
+_TOLD = 4
+"""So many pods are named."""
 
 
 def check_nodes(pods: Sequence[Body], nodes: Sequence[Body] | None, *, about: str = "") -> Finding:
@@ -105,27 +107,47 @@ def _advice(pod: Body, nodes: Sequence[Body]) -> str:
     return "nodes that are big enough are full, or affinity keeps the pod away: free one or add one"
 
 
-def check_images(pods: Sequence[Body], *, about: str = "") -> Finding:
-    """Whether every container has its image."""
-    failing = [told for pod in pods for told in _pull_failures(pod)]
+def check_images(pods: Sequence[Body], *, about: str = "", said_in: str = "spec.engine.image") -> Finding:
+    """Whether every container has its image; `said_in` is where the image is written down."""
+    failing = [failure for pod in pods for failure in pull_failures(pod)]
     if failing:
+        by_image = {image: [each for each in failing if each.image == image] for _, image, *_ in failing}
         return problem(
-            "images", "; ".join(failing),
-            "check spec.engine.image, that the registry is reachable from the nodes, and the pull secret",
+            "images", "; ".join(map(_pulls_told, by_image.values())),
+            f"check {said_in}, that the registry is reachable from the nodes, and the pull secret",
             about=about,
         )  # fmt: skip
     return ok("images", f"no pod of {len(pods)} waits for its image", about=about)
 
 
-def _pull_failures(pod: Body) -> list[str]:
+class PullFailure(NamedTuple):
+    """A container whose image does not come."""
+
+    pod: str
+    image: str
+    reason: str
+    message: str
+
+
+def pull_failures(pod: Body) -> list[PullFailure]:
+    """The pod's containers whose images do not come."""
     status = pod.get("status", {})
-    told = []
+    found = []
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in _PULLS:
-            why = waiting.get("message") or waiting["reason"]
-            told.append(f"{pod['metadata']['name']}: {container.get('image', '')}: {why}")
-    return told
+            image, message = container.get("image", ""), waiting.get("message") or ""
+            found.append(PullFailure(pod["metadata"]["name"], image, waiting["reason"], message))
+    return found
+
+
+def _pulls_told(failures: Sequence[PullFailure]) -> str:
+    """Those of one image; the longest message says most, where some pods only wait for the next try."""
+    names = list(dict.fromkeys(failure.pod for failure in failures))
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    best = max(failures, key=lambda failure: len(failure.message))
+    why = f": {best.message}" if best.message else ""
+    return f"{', '.join(names[:_TOLD])}{more}: {best.reason} {best.image}{why}"
 
 
 def check_restarts(pods: Sequence[Body], *, about: str = "") -> Finding:

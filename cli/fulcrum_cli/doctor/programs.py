@@ -1,9 +1,11 @@
 """Do the programs run that make services work: operator, autoscaler, and who leads?"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
+from fulcrum_cli.doctor import placement
+from fulcrum_cli.doctor.findings import Finding, Standing, ok, problem, warning
 from fulcrum_core.api.meta import format_duration, parse_time
 
 Body = Mapping[str, Any]
@@ -25,6 +27,19 @@ def check_deployment(
     if bad:
         return warning(what, "; ".join(bad), _look(found[0]), about=about)
     return ok(what, "; ".join(words for _, words in said), about=about)
+
+
+def check_pods(what: str, pods: Sequence[Body], nodes: Sequence[Body] | None) -> Finding:
+    """Whether a part's pods have their image and a node, and stay up: the first of these that is wrong."""
+    checks = (
+        placement.check_images(pods, said_in="the chart's image"),
+        placement.check_nodes(pods, nodes),
+        placement.check_restarts(pods),
+    )
+    found = next((check for check in checks if check.standing is not Standing.OK), None)
+    if found is None:
+        return ok(f"{what}'s pods", f"{len(pods)} have their image and a node")
+    return replace(found, name=f"{what}'s pods")
 
 
 def _standing(body: Body) -> tuple[bool | None, str]:

@@ -47,24 +47,33 @@ def check_floors(
     service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None
 ) -> Finding:
     """Whether the floors can hold with the instances wanted, and do hold now."""
-    name, floors, pools = service.metadata.name, service.spec.roles.floors(), service.spec.resolved_pools()
+    name, floors, impossible = service.metadata.name, service.spec.roles.floors(), impossible_floors(service)
+    if impossible is not None:
+        seen, advice = impossible
+        return problem("floors", seen, advice, about=name)
+    short = _short(service, instances, assignment)
+    if short:
+        seen = f"{' and '.join(short)} serve"
+        return problem("floors", seen, "see why instances do not serve; flips wait until then", about=name)
+    return ok("floors", f"at least {floors.prefill} prefill and {floors.decode} decode", about=name)
+
+
+def impossible_floors(service: PDService) -> tuple[str, str] | None:
+    """Why the floors cannot hold with all instances that there may be, and what to do; None if they can."""
+    floors, pools = service.spec.roles.floors(), service.spec.resolved_pools()
     most = sum(pool.instances.ceiling for pool in pools)
     for role in (Role.PREFILL, Role.DECODE):
         able = sum(pool.instances.ceiling for pool in pools if pool.role in ("Flexible", role))
         if able < floors.of(role) and most > 1:
             floor = f"spec.roles.{role.lower()}.min is {floors.of(role)}"
             seen = f"{floor}, but only {able} instances can {role.lower()}"
-            return problem("floors", seen, "lower the floor, or give the pools more instances", about=name)
+            return seen, "lower the floor, or give the pools more instances"
     if 1 < most < floors.prefill + floors.decode:
         seen = (
             f"floors of {floors.prefill} and {floors.decode} need more than the {most} instances there may be"
         )
-        return problem("floors", seen, "lower spec.roles.*.min, or raise spec.instances", about=name)
-    short = _short(service, instances, assignment)
-    if short:
-        seen = f"{' and '.join(short)} serve"
-        return problem("floors", seen, "see why instances do not serve; flips wait until then", about=name)
-    return ok("floors", f"at least {floors.prefill} prefill and {floors.decode} decode", about=name)
+        return seen, "lower spec.roles.*.min, or raise spec.instances"
+    return None
 
 
 def _short(service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None) -> list[str]:
@@ -143,16 +152,17 @@ def check_progress(service: PDService, *, now_s: float) -> Finding:
 def check_conditions(service: PDService) -> Finding:
     """What the operator itself says is wrong."""
     name = service.metadata.name
-    bad = [
-        f"{condition.type} is {condition.status} ({condition.reason}): {condition.message}"
-        for condition in service.status.conditions
-        if (condition.type, condition.status) in _BAD
-    ]
+    bad = [f"{c.type} is {c.status} ({c.reason}): {c.message}" for c in bad_conditions(service)]
     if bad:
         return problem("conditions", "; ".join(bad), "the message says what is waited for", about=name)
     if not service.status.conditions:
         return warning("conditions", "there are none yet", "run this again in a moment", about=name)
     return ok("conditions", "the operator sees nothing wrong", about=name)
+
+
+def bad_conditions(service: PDService) -> list[Condition]:
+    """Those by which the operator says that something is wrong."""
+    return [c for c in service.status.conditions if (c.type, c.status) in _BAD]
 
 
 _BAD = {

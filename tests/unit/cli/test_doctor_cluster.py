@@ -316,10 +316,10 @@ def test_a_pod_without_a_node_is_told_with_the_reason(
     assert advice in finding.advice
 
 
-def waiting(reason: str, message: str = "", *, restarts: int = 0) -> Body:
+def waiting(reason: str, message: str = "", *, restarts: int = 0, name: str = "chat-0") -> Body:
     state = {"waiting": {"reason": reason, "message": message}}
     status = {"image": "reg/x:1", "state": state, "restartCount": restarts}
-    return {"metadata": {"name": "chat-0"}, "status": {"containerStatuses": [status]}}
+    return {"metadata": {"name": name}, "spec": {}, "status": {"containerStatuses": [status]}}
 
 
 @pytest.mark.parametrize(
@@ -333,13 +333,21 @@ def waiting(reason: str, message: str = "", *, restarts: int = 0) -> Body:
         ),
         pytest.param(
             [waiting("ImagePullBackOff", "Back-off")],
-            (PROBLEM, "chat-0: reg/x:1: Back-off"),
+            (PROBLEM, "chat-0: ImagePullBackOff reg/x:1: Back-off"),
             id="back-off",
         ),
         pytest.param(
             [waiting("InvalidImageName")],
-            (PROBLEM, "chat-0: reg/x:1: InvalidImageName"),
+            (PROBLEM, "chat-0: InvalidImageName reg/x:1"),
             id="without a message",
+        ),
+        pytest.param(
+            [
+                waiting("ImagePullBackOff", "Back-off"),
+                waiting("ErrImagePull", "dial tcp: refused", name="chat-1"),
+            ],
+            (PROBLEM, "chat-0, chat-1: ErrImagePull reg/x:1: dial tcp: refused"),
+            id="two of one image, by the words that say most",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Doctor's checks of one service: status, tiers, floors, instances, pairs, rollout; and all together."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from fulcrum_cli.doctor.services import (
     check_tiers,
 )
 from fulcrum_core.api.manifest import parse_object
-from fulcrum_core.api.meta import Condition
+from fulcrum_core.api.meta import Condition, format_time
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus
@@ -339,6 +340,7 @@ def blind() -> ClusterFacts:
         accounts=(),
         operator=None,
         autoscaler=None,
+        program_pods={},
         leader=None,
         leases_seen=False,
         nodes=None,
@@ -364,3 +366,83 @@ def test_every_problem_and_warning_says_what_to_do() -> None:
     findings = examine(facts(services=(service(seen=0, qosTiers=["gold"]),), instances=(), cluster=blind()))
     assert [finding.name for finding in findings if finding.standing is not OK and not finding.advice] == []
     assert all(finding.advice == "" for finding in findings if finding.standing is OK)
+
+
+# one cause
+
+
+def in_cluster(**changes: Any) -> ClusterFacts:
+    """A cluster in which nothing is, as somebody with all rights sees it."""
+    empty: dict[str, Any] = {"routers": {}, "router_leases": {}, "slices": {}, "engine_pods": {}, "nodes": []}
+    return replace(blind(), **{**empty, "person": (), "router_pods": {}, **changes})
+
+
+def program(name: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "f"}, "spec": {"replicas": 1}, "status": {}}
+
+
+def pulling(name: str, image: str, message: str = "refused") -> dict[str, Any]:
+    waits = {"reason": "ErrImagePull", "message": message}
+    status = {"containerStatuses": [{"image": image, "state": {"waiting": waits}}]}
+    return {"metadata": {"name": name}, "spec": {"nodeName": "n1"}, "status": status}
+
+
+def troubles(findings: Sequence[Finding]) -> list[tuple[str, Standing, str]]:
+    return [(each.title, *seen(each)) for each in findings if each.standing is PROBLEM]
+
+
+def test_an_operator_without_its_image_is_the_only_problem_of_a_new_installation() -> None:
+    cluster = in_cluster(
+        operator=[program("op")],
+        autoscaler=[program("auto")],
+        program_pods={"operator": [pulling("op-x", "f:1")], "autoscaler": [pulling("auto-x", "f:1")]},
+        leases_seen=True,
+    )
+    findings = examine(facts(services=(service(seen=0),), instances=(), assignments={}, cluster=cluster))
+    assert troubles(findings) == [("operator's pods", PROBLEM, "op-x: ErrImagePull f:1: refused")]
+    assert set(findings[0].explains) == {
+        *("operator", "leader", "autoscaler's pods", "autoscaler"),
+        *("chat: status", "chat: conditions", "chat: instances", "chat: floors", "chat: targets"),
+        *("chat: router", "chat: router's lease", "chat: endpoints"),
+    }
+
+
+def test_a_service_without_its_image_has_one_problem_with_all_that_is_known_of_it() -> None:
+    ready = condition("Ready", "False").model_copy(update={"reason": "TooFewInstances"})
+    degraded = condition("Degraded", "True").model_copy(update={"reason": "ImagePullFailed"})
+    words = "failed to resolve reference: " + "x" * 400 + ": no such host"
+    router = {
+        "metadata": {"name": "chat-router", "namespace": "n"},
+        "spec": {},
+        "status": {"readyReplicas": 1},
+    }
+    lease = {
+        "metadata": {"name": "chat-router", "namespace": "n"},
+        "spec": {"holderIdentity": "r", "renewTime": format_time(NOW_S)},
+    }
+    cluster = in_cluster(
+        engine_pods={"chat": [pulling("chat-0", "vllm:9", words)]},
+        routers={"chat": [router]},
+        router_leases={"chat": lease},
+        slices={"chat": {"endpoints": [{"addresses": ["10.0.0.1"]}]}},
+    )
+    starting = (instance("chat-0", "Starting", None), instance("chat-1", "Starting", None))
+    findings = examine(
+        facts(services=(service(ready, degraded),), instances=starting, assignments={}, cluster=cluster)
+    )
+    assert troubles(findings) == [("chat: images", PROBLEM, f"chat-0: ErrImagePull vllm:9: {words}")]
+    assert findings[0].explains == ("chat: conditions", "chat: floors", "chat: targets")
+    assert "         follows from it: chat: conditions, chat: floors, chat: targets" in tell(findings)
+
+
+def test_what_has_a_cause_of_its_own_is_not_put_below_another() -> None:
+    broken = service(condition("TiersAccepted", "False"), qosTiers=["gold"])
+    cluster = in_cluster(engine_pods={"chat": [pulling("chat-0", "vllm:9")]})
+    found = [title for title, *_ in troubles(examine(facts(services=(broken,), cluster=cluster)))]
+    assert found[0] == "chat: images"
+    assert {"chat: conditions", "chat: tiers"} <= set(found)
+
+
+def test_where_the_operator_cannot_be_looked_at_a_service_that_nobody_saw_is_the_cause() -> None:
+    findings = examine(facts(services=(service(seen=0),), instances=(), assignments={}, cluster=in_cluster()))
+    assert [title for title, *_ in troubles(findings)] == ["chat: status"]
