@@ -22,6 +22,8 @@ from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Phase
 
 _NOTHING = "–"
+STARTS = "its engine starts: "
+"""What the operator writes before the reason for which an engine does not start yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ def _lines(standings: Sequence[Standing], *, now_s: float) -> list[str]:
         return table
     (only,) = standings
     instances = instance_table(only.instances, only.assignment, only.state, now_s=now_s)
-    return [*table, "", *instances, "", *_particulars(only, now_s=now_s)]
+    return [*table, "", *instances, "", *particulars(only, now_s=now_s)]
 
 
 async def standing(there: Connection, service: PDService) -> Standing:
@@ -205,22 +207,36 @@ def _by(wish: RoleAssignment, *, now_s: float) -> str:
 
 
 def _phase(instance: PDInstance, *, now_s: float) -> str:
-    """The phase; while the engine starts also for how long, and how long that takes by its profile."""
+    """The phase; while the engine starts also for how long, of how long or why not."""
     status = instance.status
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
+    since_s = f"{max(0.0, now_s - status.phase_since):.0f}"
+    hindrance = status.message.removeprefix(STARTS).partition(":")[0]
+    if hindrance and " " not in hindrance:
+        return f"{status.phase} {since_s} s: {hindrance}"
+    startup_s = _startup_s(instance)
+    told = f" of {startup_s:.0f}" if startup_s and round(startup_s) else ""
+    return f"{status.phase} {since_s}{told} s"
+
+
+def _startup_s(instance: PDInstance) -> float | None:
+    """How long a simulated engine takes to start, by its profile; None where nobody says."""
+    if instance.spec.engine.type != "Simulated":
+        return None
     try:
-        startup_s = load_profile(instance.spec.engine.profile).startup_s
+        return load_profile(instance.spec.engine.profile).startup_s
     except InvalidInput:  # a profile's path is read from where `up` was run, which may be another folder
-        return status.phase
-    return f"{status.phase} {max(0.0, now_s - status.phase_since):.0f} of {startup_s:.0f} s"
+        return None
 
 
-def _particulars(standing: Standing, *, now_s: float) -> list[str]:
+def particulars(standing: Standing, *, now_s: float) -> list[str]:
     """What a table has no column for."""
     status, lines = standing.service.status, []
     generation = standing.service.metadata.generation
-    if status.observed_generation < generation:
+    if not status.observed_generation and generation:
+        lines.append("no operator has looked at this yet: fulcrum doctor says why")
+    elif status.observed_generation < generation:
         lines.append(f"status speaks of generation {status.observed_generation}, the spec is {generation}")
     lines += condition_lines(status.conditions)
     if status.last_decision:

@@ -298,7 +298,7 @@ def test_explain_without_an_autoscaler_still_tells_the_rest(fulcrum: CommandLine
     refusal = {"role": "Prefill", "reason": "below the floor", "until": "2999-01-01T00:00:00Z"}
     chat.wish("chat-1", refused=refusal)
     told = said(fulcrum("explain", "chat"))
-    assert told.startswith("no decisions: ")
+    assert told.startswith("no decisions of the autoscaler: ")
     assert "refused chat-1 → Prefill: below the floor, for " in told
 
 

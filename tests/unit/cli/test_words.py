@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from fulcrum_cli.explain import tell
+from fulcrum_cli.explain import given_roles, tell
 from fulcrum_cli.loads import SHAPES, make_load
-from fulcrum_cli.status import Standing, attained, instance_table, service_table
+from fulcrum_cli.status import Standing, attained, instance_table, particulars, service_table
 from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
@@ -59,9 +59,27 @@ def test_nothing_decided_is_said() -> None:
 def test_holding_on_and_on_pushes_no_flip_out() -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
     later = {**HELD, "at_s": 1_700_000_000.75}
-    flip, _, held = tell([HELD, FLIP, HELD, HELD, later], limit=2)
+    held, flip, _ = tell([HELD, FLIP, HELD, HELD, later], limit=2)
     assert flip == tell([FLIP], limit=1)[0]
     assert held == f"{tell([later], limit=1)[0]}  (3 × since {clock}.2)"
+
+
+def test_a_persons_and_the_operators_decisions_stand_beside_the_autoscalers() -> None:
+    since = 1_700_000_000.25
+    entries = {
+        "chat-0": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
+        "chat-1": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
+        "chat-2": RoleAssignment(role=Role.DECODE, since=since + 60, by=Actor.PERSON, reason="by command"),
+        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="told already"),
+    }
+    spec = PDAssignmentSpec(service="chat", roles=entries)
+    given = given_roles(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec), [FLIP])
+    lines = tell(sorted([FLIP, *given], key=lambda decision: decision["at_s"]), limit=20)
+    assert [line.split("  ", 1)[1] for line in lines if "not chat-1" not in line] == [
+        "flip    chat-2 → Decode: by command  [by Person]",
+        tell([FLIP], limit=1)[0].split("  ", 1)[1],
+        "assign  chat-0, chat-1 → Prefill: new  [by Operator]",
+    ]
 
 
 def printed(lines: list[str]) -> list[list[str]]:
@@ -84,18 +102,25 @@ def service() -> PDService:
 NOW_S = 1_700_000_045.0
 
 
-def instance(*, phase: str, profile: str = "laptop") -> PDInstance:
+def instance(
+    *, phase: str, profile: str = "laptop", engine: str = "Simulated", message: str = ""
+) -> PDInstance:
     """An instance that entered its phase 45 s before `NOW_S`."""
     made = parse_object(
         {
             "apiVersion": "fulcrum.dev/v1alpha1",
             "kind": "PDInstance",
             "metadata": {"name": "chat-0"},
-            "spec": {"service": "chat", "pool": "flex", "model": "m", "engine": {"profile": profile}},
+            "spec": {
+                "service": "chat",
+                "pool": "flex",
+                "model": "m",
+                "engine": {"type": engine, "profile": profile},
+            },
         }
     )
     assert isinstance(made, PDInstance)
-    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45)
+    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45, message=message)
     return made.model_copy(update={"status": status})
 
 
@@ -143,16 +168,45 @@ def test_instances_without_a_router_are_still_listed() -> None:
     ]
 
 
+STARTING = "its engine starts: "
+
+
 @pytest.mark.parametrize(
-    ("profile", "seen"),
+    ("given", "seen"),
     [
-        pytest.param("l70-h100-tp4", "Starting 45 of 180 s", id="against its profile"),
-        pytest.param("elsewhere/engine.yaml", "Starting", id="a profile that is read from another folder"),
+        pytest.param({"profile": "l70-h100-tp4"}, "Starting 45 of 180 s", id="against its profile"),
+        pytest.param({"profile": "elsewhere/e.yaml"}, "Starting 45 s", id="a profile in another folder"),
+        pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine, which has no profile"),
+        pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile of no time"),
+        pytest.param(
+            {"message": f"{STARTING}ErrImagePull: dial tcp"}, "Starting 45 s: ErrImagePull", id="hindered"
+        ),
+        pytest.param(
+            {"message": f"{STARTING}Unschedulable"}, "Starting 45 s: Unschedulable", id="without a node"
+        ),
     ],
 )
-def test_a_starting_instance_says_for_how_long(profile: str, seen: str) -> None:
-    line = instance_table([instance(phase="Starting", profile=profile)], None, None, now_s=NOW_S)[1]
+def test_a_starting_instance_says_for_how_long_or_why_not(given: dict[str, str], seen: str) -> None:
+    line = instance_table([instance(phase="Starting", **given)], None, None, now_s=NOW_S)[1]
     assert re.split(r" {3,}", line)[1] == seen
+
+
+@pytest.mark.parametrize(
+    ("generation", "observed", "expected"),
+    [
+        pytest.param(1, 0, ["no operator has looked at this yet: fulcrum doctor says why"], id="never"),
+        pytest.param(3, 2, ["status speaks of generation 2, the spec is 3"], id="not since it changed"),
+        pytest.param(3, 3, [], id="seen as it is"),
+    ],
+)
+def test_a_status_that_is_not_of_the_spec_says_so(
+    generation: int, observed: int, expected: list[str]
+) -> None:
+    made = service()
+    meta = made.metadata.model_copy(update={"generation": generation})
+    status = made.status.model_copy(update={"observed_generation": observed})
+    seen = Standing(service=made.replace(metadata=meta, status=status), instances=(), assignment=None)
+    assert particulars(seen, now_s=NOW_S) == expected
 
 
 @pytest.mark.parametrize(
