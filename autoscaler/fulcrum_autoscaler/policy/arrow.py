@@ -103,7 +103,12 @@ def _asks_for_decode(loads: Loads, rules: FlipRules) -> str | None:
 def _why_content(loads: Loads, rules: FlipRules) -> str:
     if loads.prefill is None or loads.decode is None:
         return f"cannot tell: {loads}"
-    return f"{loads}: no more decode needed (expand {rules.expand:.2f}, shrink {rules.shrink:.2f})"
+    if not loads.prefill.high and not loads.decode.high:
+        return "neither prefill nor decode has any load"
+    return (
+        f"{loads}: decode gets an instance at a load of {rules.expand:.2f}, or of {rules.shrink:.2f} while "
+        "prefill has at most that"
+    )
 
 
 def _why_decode_not_low(loads: Loads, rules: FlipRules) -> str | None:

@@ -113,6 +113,24 @@ def test_monitor_flips_to_decode_when(instances: tuple[Any, ...], expected: Acti
     assert once(seen(*instances)).action is expected
 
 
+@pytest.mark.parametrize(
+    ("instances", "expected"),
+    [
+        pytest.param(
+            (prefill("p-0", 0.0), IDLE_DECODE), "neither prefill nor decode has any load", id="no load at all"
+        ),
+        pytest.param(
+            (*BUSY, decode("d-0", 0.05)),
+            "prefill load 0.85, decode load 0.50: decode gets an instance at a load of 1.00, or of 0.50 "
+            "while prefill has at most that",
+            id="loads and what they are held against",
+        ),
+    ],
+)
+def test_monitor_says_why_all_may_stay(instances: tuple[Any, ...], expected: str) -> None:
+    assert once(seen(*instances)).reason == expected
+
+
 def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
     observation = seen(prefill("p-0", 0.9), prefill("p-1", 0.8), decode("d-0", 0.12))
     decision = once(observation)
