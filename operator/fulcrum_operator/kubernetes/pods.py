@@ -20,8 +20,10 @@ _ORDINARY = frozenset({"ContainerCreating", "PodInitializing", ""})
 """What a container waits for in an ordinary start."""
 _CRASHED = "CrashLoopBackOff"
 _DIGEST = 12
-_WORDS = 200
+_WORDS = 400
 """Longest text of a reason that is kept; the rest is in the pod."""
+_FIRST_WORDS = 120
+"""Of a longer one so much of its beginning, which names what failed, and the end, which says why."""
 
 
 def observation_of(pod: Pod, *, stopped: bool = False) -> EngineObservation:
@@ -153,7 +155,14 @@ def _condition(pod: Pod, kind: str) -> dict[str, Any]:
 
 def _text(reason: str, message: str | None) -> str:
     words = " ".join((message or "").split())
-    return f"{reason}: {words}"[:_WORDS] if words else reason
+    return _cut(f"{reason}: {words}") if words else reason
+
+
+def _cut(text: str) -> str:
+    """A text that is too long without its middle: errors are wrapped, the innermost stands last."""
+    if len(text) <= _WORDS:
+        return text
+    return f"{text[:_FIRST_WORDS]} … {text[_FIRST_WORDS + 3 - _WORDS :]}"
 
 
 def _host(address: str) -> str:

@@ -66,6 +66,11 @@ UNSCHEDULABLE = condition(
 )
 PULL = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x:1"'}}
 CRASHES = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+REGISTRY = (
+    f'failed to pull and unpack image "registry.example/team/engine:{"9" * 300}": failed to do request: '
+    'Head "https://registry.example/v2/": dial tcp 192.0.2.9:443: connect: connection refused'
+)
+UNREACHABLE = {"waiting": {"reason": "ErrImagePull", "message": REGISTRY}}
 RUNS = {"running": {"startedAt": T1}}
 DELETED = {"deletionTimestamp": T2, "deletionGracePeriodSeconds": 132}
 EVICTED = condition(
@@ -103,6 +108,19 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         {
             "state": STARTING,
             "message": 'ImagePullBackOff: Back-off pulling image "x:1"',
+            "since_s": AT[T0],
+        },
+    ),
+    (
+        "the image does not pull, and the reason stands at the end of a long message",
+        pod(
+            phase="Pending",
+            conditions=conditions("False"),
+            containerStatuses=[container(UNREACHABLE, image="")],
+        ),
+        {
+            "state": STARTING,
+            "message": f"{f'ErrImagePull: {REGISTRY}'[:120]} … {REGISTRY[-277:]}",
             "since_s": AT[T0],
         },
     ),
