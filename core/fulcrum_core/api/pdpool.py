@@ -33,6 +33,13 @@ class Bounds(Model):
     min: StrictInt = Field(ge=1, le=1024, description="Fewest instances; a new pool starts with this many.")
     max: StrictInt | None = Field(default=None, ge=1, le=1024, description="Most instances (default: min).")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _are_bounds(cls, raw: object) -> object:
+        if isinstance(raw, int) and not isinstance(raw, bool):
+            raise ValueError(f"is {{min, max}}: write {{min: {raw}}}")
+        return raw
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.max is not None and self.min > self.max:

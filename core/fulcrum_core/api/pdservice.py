@@ -62,7 +62,7 @@ class PoolSpec(Model):
         default="Flexible",
         description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible).",
     )
-    instances: Bounds = Field(description="How many instances the pool has.")
+    instances: Bounds = Field(description="How many instances the pool has, as {min, max}.")
     hardware: HardwareSpec | None = Field(
         default=None, description="What each instance asks of its node (default: nothing)."
     )

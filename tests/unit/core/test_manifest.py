@@ -108,6 +108,11 @@ def test_a_bare_time_is_a_time() -> None:
             id="min above max",
         ),
         pytest.param(
+            "{model: m, pools: [{name: a, instances: 2}]}",
+            "spec.pools[0].instances (2) is {min, max}: write {min: 2}",
+            id="a number of instances in a pool",
+        ),
+        pytest.param(
             "{model: m, pools: [{name: a}]}",
             "spec.pools[0].instances (nothing) is required",
             id="a pool without instances",
