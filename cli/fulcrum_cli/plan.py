@@ -27,6 +27,7 @@ from fulcrum_core.values import Role
 from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.vllm import POD, plan_engine
+from fulcrum_operator.local.environment import local_model
 from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.pools import desired_pools
 
@@ -111,11 +112,19 @@ def read_facts(service: PDService, given: Path | None) -> tuple[ModelFacts | Non
 
 
 def _found(service: PDService) -> Path | None:
-    """The folder on this machine that the manifest names, if it is there."""
+    """The folder on this machine that the manifest names, if it is there, or the model beside its engines."""
     source = service.spec.model_source
     folders = [source.host_path] if source and source.host_path else [service.spec.model]
     paths = (Path(folder) / "config.json" for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if path.is_file()), None) or _beside_engines(service.spec.model)
+
+
+def _beside_engines(model: str) -> Path | None:
+    """The model that a local run would find by this name."""
+    try:
+        return None if "/" in model else local_model(model)
+    except InvalidInput:
+        return None
 
 
 def _plan(service: PDService, pool: PDPool, role: Role | None, facts: ModelFacts | None) -> EnginePlan:
@@ -163,7 +172,7 @@ class _Report:
         per_token = kv_bytes_per_token(facts)
         return {
             "shape": _shape(facts),
-            "parameters": f"{facts.params / 1e9:.2f} billion, {facts.active_params / 1e9:.2f} a token",
+            "parameters": _parameters(facts),
             "weights": f"{gib(weight_bytes(facts))}, {facts.quantization or facts.dtype}",
             "KV": f"{per_token:,} bytes a token, {gib(kv_bytes(facts, tokens))} for {tokens:,} tokens",
             "transfer buffer": f"{gib(transfer_buffer_bytes(facts, tokens))}, where a connector has one",
@@ -185,6 +194,11 @@ def _yes(allowed: bool) -> str:
     return "yes" if allowed else "no"
 
 
+def _parameters(facts: ModelFacts) -> str:
+    size, unit = (1e9, "billion") if facts.params >= 1e8 else (1e6, "million")
+    return f"{facts.params / size:.2f} {unit}, {facts.active_params / size:.2f} a token"
+
+
 def _shape(facts: ModelFacts) -> str:
     windows = f", {facts.window_layers} of them with a window of {facts.window_tokens}"
     states = f", {facts.state_layers} of them with a state and no KV"
@@ -203,7 +217,8 @@ def _pool_lines(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     yield ""
     yield planned.title
-    yield f"  fits: {plan.fit.verdict}, {plan.fit.reason}: {plan.fit.message}"
+    hint = "; --model-config names it" if plan.fit.reason == "ModelUnknown" else ""
+    yield f"  fits: {plan.fit.verdict}, {plan.fit.reason}: {plan.fit.message}{hint}"
     yield from (f"  refused: {refusal}" for refusal in plan.refusals)
     width = max(len(f"{choice.name} {choice.value}") for choice in plan.choices)
     for choice in plan.choices:

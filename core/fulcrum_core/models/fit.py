@@ -68,7 +68,10 @@ def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
         weights=layout.weights,
     )
     if not hardware.known:
-        message = f"the memory of {hardware.name} is not known; {gib(weights)} of weights go to each device"
+        message = (
+            f"the memory of {hardware.name} is not known, hardware.memory would say it; "
+            f"{gib(weights)} of weights go to each device"
+        )
         return Fit(
             verdict="Unknown",
             reason="HardwareUnknown",

@@ -9,7 +9,7 @@ import shlex
 from typing import Any
 
 from fulcrum_core.api.engine import Connector, KvCacheSpec
-from fulcrum_core.hardware import Vendor
+from fulcrum_core.hardware import Fabric, Vendor
 from fulcrum_core.models import kv_bytes
 from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import FlipStrategy, Role
@@ -66,6 +66,17 @@ def longest_transfer_s(request: EngineRequest) -> float:
     return size / request.hardware.fabric.bytes_s
 
 
+def _transfer_told(request: EngineRequest) -> str:
+    """How long the longest prompt is on the wire, in words."""
+    longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
+    if not longest_s:
+        return "how long the longest prompt takes is not known"
+    way = f"{fabric.bytes_s / 1e9:g} GB/s, as no fabric is named" if fabric is Fabric.AUTO else fabric.value
+    return (
+        f"the longest prompt takes {f'{longest_s:.1f}' if longest_s >= 0.1 else 'less than 0.1'} s over {way}"
+    )
+
+
 def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
     """What was chosen for the transfer, and why."""
     connector = request.kv_transfer.connector
@@ -76,10 +87,8 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
     }
     rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
-        reason = f"longest prompt {longest_transfer_s(request):.1f} s on {request.hardware.fabric.value}"
-        rows.append(
-            Choice("lease", f"{lease_s(request)}s", f"twice TTFT and transfer, at least 30 s; {reason}")
-        )
+        reason = f"twice TTFT and transfer, at least 30 s; {_transfer_told(request)}"
+        rows.append(Choice("lease", f"{lease_s(request)}s", reason))
         rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
     elif (size := request.buffer_bytes) is not None:
         by = f"a rank's share of a prompt of {request.longest_tokens or 0:,} tokens, in pieces of 256 MiB"

@@ -64,7 +64,9 @@ def test_without_a_config_it_says_so_in_one_line_and_what_does_not_depend_on_it(
     missing = "  config.json not found: --model-config names it; what follows from the model is left out"
     assert code == 0
     assert said.splitlines()[1] == missing
-    assert "  fits: Unknown, ModelUnknown: the model's config.json was not read" in said.splitlines()
+    unknown = "  fits: Unknown, ModelUnknown: the model's config.json was not read; --model-config names it"
+    assert unknown in said.splitlines()
+    assert "; how long the longest prompt takes is not known\n" in said
     assert "--tensor-parallel-size 4" in said
 
 
@@ -150,3 +152,13 @@ def test_a_simulated_engine_has_no_model_to_fit(plan: Plan) -> None:
 )
 def test_what_cannot_be_read_is_one_line(plan: Plan, arguments: tuple[str, ...], message: str) -> None:
     assert plan(service(pool("flex", "Flexible", 4)), *arguments) == (2, message)
+
+
+def test_the_example_for_cpus_is_planned_for_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[3] / "examples" / "vllm-cpu.yaml"
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "-f", str(example), "--model-config", str(MODELS / "llama-3.1-70b")])
+    said = capsys.readouterr().out
+    assert left.value.code in (None, 0)
+    assert "    UCX_TLS=tcp,sm,self\n" in said
+    assert "gpu" not in said

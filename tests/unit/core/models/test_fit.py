@@ -113,7 +113,7 @@ def test_what_cannot_be_known_is_neither_yes_nor_no() -> None:
     unknown = judge_fit(llama, hardware_of(resource="nvidia.com/gpu"), Layout())
     assert (unknown.verdict, unknown.message) == (
         "Unknown",
-        "the memory of GPU is not known; 15.0 GiB of weights go to each device",
+        "the memory of GPU is not known, hardware.memory would say it; 15.0 GiB of weights go to each device",
     )
     assert judge_fit(None, hardware_of("H100-SXM"), Layout(tensor=2, devices=1)).verdict == "False"
 
