@@ -2,6 +2,8 @@
 
     python tools/image/build.py OUT.tar TAG        writes localhost/fulcrum:TAG in the format of `docker save`
 
+A TAG with a slash in it, such as localhost/fulcrum:1, is the whole name.
+
 It holds what the Dockerfile's holds: this interpreter below /usr/local, and in it the packages that
 `requirements/image.lock` names (taken from the environment that runs this), and the rooms as they lie in the
 checkout. Compiled files are in it, because nothing in a container can write them. What is slow to make, the
@@ -208,8 +210,16 @@ def _compile(module: tuple[str, Path], target: Path) -> bool:
     return compiled is not None
 
 
+def name_of(tag: str) -> str:
+    """The image's name from its tag, or from a name that is whole already."""
+    name = tag if "/" in tag else f"localhost/fulcrum:{tag}"
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._:/-]*/[a-z0-9._-]+:\w[\w.-]{0,127}", name):
+        raise SystemExit(f"error: TAG ({tag}) is a tag as 1, or a whole name as localhost/fulcrum:1")
+    return name
+
+
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: build.py OUT.tar TAG")
-    written = build(Path(sys.argv[1]), f"localhost/fulcrum:{sys.argv[2]}")
+    written = build(Path(sys.argv[1]), name_of(sys.argv[2]))
     print(f"{written} {written.stat().st_size / 1e6:.0f} MB")

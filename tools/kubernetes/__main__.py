@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.machine import Machine
 from tools.kubernetes.program import Unavailable, cached, check_machine, environment, program
 
 
@@ -27,8 +28,8 @@ def main() -> None:
             _build()
         else:
             _on_cluster(Cluster(options.folder), options)
-    except Unavailable as reason:
-        sys.exit(f"error: {reason}")
+    except (Unavailable, RuntimeError, TimeoutError) as reason:
+        sys.exit(f"error: {' '.join(str(reason).split())}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,18 +74,32 @@ def _on_cluster(cluster: Cluster, options: argparse.Namespace) -> None:
         case "add":
             cluster.add_node(options.node)
         case "cut":
-            cluster.cut_cable(options.node)
+            cluster.cut_cable(_node(cluster, options.node).name)
         case "mend":
-            cluster.mend_cable(options.node)
+            cluster.mend_cable(_node(cluster, options.node).name)
         case "kill":
-            cluster.kill_node(options.node)
+            cluster.kill_node(_node(cluster, options.node).name)
         case "load":
-            cluster.load_image(options.image)
+            _load(cluster, options.image)
         case "kubectl":
             os.execv(program(), ["kubectl", f"--kubeconfig={cluster.kubeconfig}", *options.arguments])
         case "on":
-            machine = cluster.hub if options.node == "hub" else cluster.nodes[options.node]
+            machine = cluster.hub if options.node == "hub" else _node(cluster, options.node)
             os.execvpe("nsenter", machine.command(*options.arguments), environment())
+
+
+def _load(cluster: Cluster, archive: Path) -> None:
+    if not archive.is_file():
+        raise Unavailable(f"{archive} is not there")
+    if not cluster.hub.alive():
+        raise Unavailable(f"no cluster is up in {cluster.folder}")
+    cluster.load_image(archive)
+
+
+def _node(cluster: Cluster, name: str) -> Machine:
+    if name not in cluster.nodes:
+        raise Unavailable(f"node {name} is not there; there are {', '.join(cluster.nodes) or 'none'}")
+    return cluster.nodes[name]
 
 
 if __name__ == "__main__":

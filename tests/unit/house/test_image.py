@@ -3,7 +3,9 @@
 import re
 from pathlib import Path
 
-from tools.image.build import FILES, UNUSED, USER
+import pytest
+
+from tools.image.build import FILES, UNUSED, USER, name_of
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -57,3 +59,22 @@ def test_nothing_imports_what_is_left_out() -> None:
     asks = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
     files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
     assert [str(file) for file in files if asks.search(file.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        pytest.param("1", "localhost/fulcrum:1", id="a tag"),
+        pytest.param(
+            "registry.example:5000/team/fulcrum:v1.2", "registry.example:5000/team/fulcrum:v1.2", id="all"
+        ),
+    ],
+)
+def test_an_image_is_named_by_its_tag_or_in_full(tag: str, name: str) -> None:
+    assert name_of(tag) == name
+
+
+@pytest.mark.parametrize("tag", ["", "fulcrum:1", "localhost/fulcrum", "localhost/fulcrum:", "a b"])
+def test_what_names_no_image_is_refused_in_one_line(tag: str) -> None:
+    with pytest.raises(SystemExit, match=r"^error: TAG \(.*\) is a tag as 1, or a whole name as [^\n]*$"):
+        name_of(tag)
