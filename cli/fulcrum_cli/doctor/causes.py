@@ -8,12 +8,15 @@ from fulcrum_cli.doctor.services import bad_conditions, impossible_floors
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.pdservice import PDService
 
+_PROBLEM = Standing.PROBLEM
 Title = tuple[str, str]
 """The service that a finding is about, and the finding's name."""
 
 _OPERATOR = ("operator's pods", "operator", "leader")
 """Each of these is why the next one is bad."""
 _AUTOSCALER = ("autoscaler's pods", "autoscaler")
+_ALIKE = tuple(zip(_OPERATOR, _AUTOSCALER, strict=False))
+"""Where the same is to be done for both parts, one of them is told."""
 _MADE_BY_OPERATOR = (
     *("status", "conditions", "progress", "instances", "floors", "targets", "pods", "pairs"),
     *("router", "router's lease", "endpoints", "router's rights"),
@@ -68,8 +71,8 @@ def _of_operator(findings: Iterable[Finding], services: Iterable[PDService]) -> 
     for service in services:
         made = ("status",) if service.status.observed_generation else _MADE_BY_OPERATOR
         follows |= {(service.metadata.name, each) for each in made}
-    pods = {each.name: each.advice for each in findings if not each.about and each.name.endswith("'s pods")}
-    if pods.get("operator's pods") == pods.get("autoscaler's pods"):
+    bad = {each.name: each.advice for each in findings if not each.about and each.standing is _PROBLEM}
+    if any(one in bad and bad[one] == bad.get(other) for one, other in _ALIKE):
         follows |= set(_installed(_AUTOSCALER))
     return follows
 
@@ -78,7 +81,7 @@ def _below_first(
     findings: tuple[Finding, ...], causes: Iterable[Title], follows: Collection[Title]
 ) -> tuple[Finding, ...]:
     """The first of the causes that is a problem at the head, without what follows from it."""
-    bad = {(each.about, each.name): each for each in findings if each.standing is Standing.PROBLEM}
+    bad = {(each.about, each.name): each for each in findings if each.standing is _PROBLEM}
     cause = next((bad[title] for title in causes if title in bad), None)
     if cause is None:
         return findings

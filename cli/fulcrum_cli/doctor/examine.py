@@ -58,6 +58,9 @@ def _program(part: str, found: Bodies | None, cluster: ClusterFacts) -> Iterator
     pods = cluster.program_pods.get(part)
     if pods:
         yield programs.check_pods(part, pods, cluster.nodes)
+    elif found and pods is None:
+        advice = f"ask somebody who may list pods where the {part} is to run this"
+        yield warning(f"{part}'s pods", "not looked at: you may not list pods there", advice)
     yield programs.check_deployment(part, found, advice_absent=_INSTALL)
 
 

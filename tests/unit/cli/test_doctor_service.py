@@ -407,6 +407,33 @@ def test_an_operator_without_its_image_is_the_only_problem_of_a_new_installation
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"operator": [], "autoscaler": []}, ["operator"], id="neither is installed"),
+        pytest.param(
+            {"operator": [program("op")], "autoscaler": [program("auto")]},
+            ["operator", "autoscaler"],
+            id="neither is ready, and nothing says that it is for the same reason",
+        ),
+        pytest.param(
+            {
+                "autoscaler": [program("auto")],
+                "program_pods": {"operator": None, "autoscaler": [pulling("auto-x", "f:1")]},
+            },
+            ["autoscaler's pods"],
+            id="the autoscaler alone lacks its image",
+        ),
+    ],
+)
+def test_of_the_programs_only_what_has_the_same_cause_is_one_problem(
+    changes: Mapping[str, Any], expected: list[str]
+) -> None:
+    cluster = in_cluster(**changes, leases_seen=True)
+    findings = examine(facts(services=(), instances=(), assignments={}, cluster=cluster))
+    assert [title for title, *_ in troubles(findings)] == expected
+
+
 def test_a_service_without_its_image_has_one_problem_with_all_that_is_known_of_it() -> None:
     ready = condition("Ready", "False").model_copy(update={"reason": "TooFewInstances"})
     degraded = condition("Degraded", "True").model_copy(update={"reason": "ImagePullFailed"})
