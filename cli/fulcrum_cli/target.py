@@ -121,4 +121,6 @@ def _nothing(wanted: Asked, environment: Mapping[str, str]) -> str:
 
 def _need_extra() -> None:
     if importlib.util.find_spec("kubernetes") is None:
-        raise FulcrumError("what speaks to a cluster is not installed: make cli, in Fulcrum's clone, brings it")
+        raise FulcrumError(
+            "what speaks to a cluster is not installed: make cli, in Fulcrum's clone, brings it"
+        )

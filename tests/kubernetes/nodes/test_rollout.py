@@ -1,6 +1,7 @@
 """New images and new kinds under a steady load: engines one after the other, operator, routers, CRDs."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,19 +9,49 @@ import pytest
 from tests.kubernetes.nodes.components import all_ready, component_pods
 from tests.kubernetes.nodes.installation import IMAGE, NEXT_IMAGE, Helm, values
 from tests.kubernetes.nodes.load import Load
+from tests.kubernetes.nodes.router_state import StatePort, state_port
 from tests.kubernetes.nodes.service import Service
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 
+class HandOffs:
+    """Who handed KV to whom in a roll-out, as the router counts it, and what engines they were."""
+
+    def __init__(self, service: Service, state: StatePort) -> None:
+        self._service, self._state = service, state
+        self.pairs: set[tuple[str, str]] = set()
+        self._engines: dict[str, str] = {}
+
+    def seen_until(self, done: Callable[[], bool]) -> bool:
+        """Look once, and whether that was the last look."""
+        for name, status in self._service.instances().items():
+            if identity := status.get("identity"):
+                self._engines[name] = identity["engine"]
+        for pair in self._state.read().pairs:
+            if pair.proven + pair.recomputed + pair.unknown:
+                self.pairs.add((pair.prefill, pair.decode))
+        return done()
+
+    def between_strangers(self) -> list[tuple[str, str]]:
+        """Pairs of engines that cannot read each other's KV cache."""
+        known = self._engines
+        return sorted(pair for pair in self.pairs if known[pair[0]] != known[pair[1]])
+
+
 @pytest.mark.timeout(300)
-def test_rolling_update_of_the_engine_image_fails_no_request(service: Service, load: Load) -> None:
+def test_rolling_update_of_the_engine_image_fails_no_request_and_pairs_no_strangers(
+    cluster: Cluster, service: Service, load: Load
+) -> None:
     for image in (NEXT_IMAGE, None):
-        with load.window(f"engine image {image}") as seen:
+        with state_port(cluster, service.address()) as state, load.window(f"engine image {image}") as seen:
+            handed = HandOffs(service, state)
             service.patch("pdservices", {"spec": {"engine": {"image": image}}})
-            rolled_s = wait_for(partial(_engines_run, service, image or IMAGE), "the rollout", timeout_s=140)
-        print(f"engines run {image or IMAGE} after {rolled_s:.1f} s")
-        assert seen.all_right()
+            rolled = partial(handed.seen_until, partial(_engines_run, service, image or IMAGE))
+            rolled_s = wait_for(rolled, "the rollout", timeout_s=140)
+        strangers = handed.between_strangers()
+        print(f"engines run {image or IMAGE} after {rolled_s:.1f} s; {len(handed.pairs)} pairs, {strangers}")
+        assert (seen.all_right(), strangers, handed.pairs != set()) == (True, [], True)
 
 
 def _engines_run(service: Service, image: str) -> bool:
