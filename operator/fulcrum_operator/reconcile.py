@@ -26,7 +26,7 @@ from fulcrum_operator.plan import (
     plan_removal,
     plan_service,
 )
-from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.plan.observed import EngineFacts, believed
 from fulcrum_operator.side_by_side import side_by_side
 
 STATUS_INTERVAL_S = 10.0
@@ -112,7 +112,8 @@ async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     if cluster.tend:
         await cluster.tend(seen, plan)
     looks_s = _looks_again_s(seen, cluster, memory)
-    waits = [wait_s for wait_s in (plan.wake_after_s, late_s, looks_s) if wait_s is not None]
+    doubt_s = LOOK_AGAIN_S if seen.doubted else None
+    waits = [wait_s for wait_s in (plan.wake_after_s, late_s, looks_s, doubt_s) if wait_s is not None]
     return min(waits, default=None)
 
 
@@ -139,7 +140,7 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
     if cluster.router is None:
         return seen
     if asks_router(seen):
-        return replace(seen, router=await cluster.router.ledger(key))
+        return believed(replace(seen, router=await cluster.router.ledger(key)))
     if _looks(seen, cluster) and (memory.look or seen.now_s >= memory.looked_s + KV_LOOK_S):
         memory.looked_s = seen.now_s
         return replace(seen, router=await _look(key, cluster.router, memory))

@@ -86,7 +86,7 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-    wait_for(lambda: cluster.get(account)[0] == 200, f"the service account of {name}", timeout_s=20)
+    wait_for(lambda: cluster.get(account)[0] == 200, f"the service account of {name}", timeout_s=60)
     try:
         yield name
     finally:

@@ -31,7 +31,7 @@ def test_with_a_node(start_cluster):
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.usefixtures("control_plane")  # where no cluster can run there is nothing to see here, either
 @pytest.mark.parametrize("ending", ["passed", "failed", "interrupted"])
 def test_nothing_is_left_of_a_run_that(tmp_path: Path, ending: str) -> None:
@@ -39,7 +39,7 @@ def test_nothing_is_left_of_a_run_that(tmp_path: Path, ending: str) -> None:
     run, folder, cluster_pid = _started(tmp_path, ending)
     if ending == "interrupted":
         run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=120)
+    output, _ = run.communicate(timeout=300)
     assert (_expected(ending), []) == (run.returncode, _processes(folder, cluster_pid)), output
     assert _of_the_machine() == before
     assert _cgroups(folder) == []

@@ -1,7 +1,7 @@
 """One consistent picture of a service and all that was made for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fulcrum_core.api import IdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
 from fulcrum_core.ports import EngineObservation, EngineState
@@ -40,6 +40,19 @@ class Observed:
     """Where clients reach the router; None until it serves."""
     accepted: PDAssignmentSpec | None = None
     """The last wish that was judged and found right; None after a restart of the operator."""
+
+    doubted: bool = False
+    """Whether a node is said to be lost whose engine the router reaches: it has to be asked again soon."""
+
+    @property
+    def silent(self) -> dict[str, str]:
+        """The endpoints of instances at work whose nodes are said not to answer, by name."""
+        return {
+            i.metadata.name: i.status.endpoint
+            for i in self.instances
+            if i.status.phase in (Phase.SERVING, Phase.DRAINING) and i.status.endpoint
+            if _on_silent_node(self.engines.get(i.metadata.name))
+        }
 
     @property
     def serving(self) -> frozenset[str]:
@@ -103,6 +116,25 @@ class Observed:
         if engine is None:
             return phase in (Phase.FAILED, Phase.DRAINING)
         return engine.ending
+
+
+def _on_silent_node(engine: EngineObservation | None) -> bool:
+    return engine is not None and engine.state is EngineState.LOST and engine.message.startswith("its node")
+
+
+def believed(seen: Observed) -> Observed:
+    """`seen`, in which an engine that the router reaches runs, whatever is said of its node.
+
+    While an API server is away no node can be heard, and for a moment after its return all are taken for
+    lost. To replace every instance then would end a service that lacks nothing.
+    """
+    reached = {s.name for s in seen.router.instances if not s.missed_probes} if seen.router else set()
+    running = {
+        name: replace(seen.engines[name], state=EngineState.RUNNING, endpoint=endpoint)
+        for name, endpoint in seen.silent.items()
+        if name in reached
+    }
+    return replace(seen, engines={**seen.engines, **running}, doubted=bool(running))
 
 
 def played_role(instance: PDInstance) -> Role | None:

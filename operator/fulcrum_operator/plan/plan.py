@@ -49,8 +49,11 @@ class Plan:
 
 
 def asks_router(seen: Observed) -> bool:
-    """Whether a plan depends on the router's ledger: someone drains or is verified, or somebody must go."""
-    if any(i.status.phase in _ASKS_ROUTER for i in seen.instances):
+    """Whether a plan depends on the router's ledger.
+
+    Someone drains or is verified, somebody must go, or a node is said to be lost.
+    """
+    if seen.silent or any(i.status.phase in _ASKS_ROUTER for i in seen.instances):
         return True
     pools = {pool.metadata.name: pool for pool in seen.pools}
     views = tuple(

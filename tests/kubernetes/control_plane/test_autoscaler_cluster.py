@@ -71,6 +71,10 @@ def test_without_a_name_it_acts_on_every_service_for_as_long_as_it_is_there(
         assert httpx.get(f"{url}/readyz", trust_env=False).status_code == 200
         stack.cluster.request("DELETE", stack.path("fulcrum.dev/v1alpha1", "pdservices", SERVICE))
         wait_for(lambda: not decisions(autoscaler, **ours), "its end", timeout_s=20)
-        assert f'service="{SERVICE}"' not in httpx.get(f"{url}/metrics", trust_env=False).text
+        wait_for(
+            lambda: f'service="{SERVICE}"' not in httpx.get(f"{url}/metrics", trust_env=False).text,
+            "its series to go",
+            timeout_s=15,
+        )
     finally:
         autoscaler.kill()

@@ -229,7 +229,9 @@ def test_a_pool_is_scaled_by_its_owner(world: World) -> None:
         "scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={world.space.name}"
     )
     until(lambda: "chat-2" in world.space.names("pods"), "the third pod")
-    until(lambda: world.space.events().get("ScaledUp", "").endswith("from 2 to 3 instances"), "the event")
+    until(
+        lambda: world.space.events().get("ScaledUp", "").endswith("to 3 instances"), "the event", timeout_s=60
+    )
 
 
 def test_a_pod_that_is_refused_is_told_and_the_rest_serves_on(world: World) -> None:

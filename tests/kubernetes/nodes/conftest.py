@@ -61,7 +61,7 @@ def service(cluster: Cluster, helm: Helm) -> Service:
         helm.install(values())
         cluster.kubectl("apply", "-f", "-", stdin=MANIFEST)
     chat.reset()  # what a scenario before this one left when it failed
-    chat.wait_whole(timeout_s=60)
+    chat.wait_whole(timeout_s=150)
     return chat
 
 

@@ -12,7 +12,7 @@ EVERYWHERE = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
 """What Kubernetes itself makes in a namespace."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("service")
 def test_deleted_service_and_release_leave_nothing_but_the_crds(cluster: Cluster, helm: Helm) -> None:
     cluster.kubectl("delete", "pdservice", "chat", "--timeout=120s")

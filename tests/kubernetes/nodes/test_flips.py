@@ -44,7 +44,7 @@ def flips(service: Service, rng: random.Random) -> Iterator[tuple[str, Role]]:
         yield name, roles[name]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_300_relabels_are_acknowledged_at_once_and_nobody_notices(
     cluster: Cluster, by_hand: Service, load: Load, seed: int
 ) -> None:
@@ -74,7 +74,7 @@ def _acknowledged_after_s(state: StatePort, written: Written) -> float:
     return seen.acknowledged_at_s - written.entry.since
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
     cluster: Cluster, by_hand: Service, load: Load, seed: int
 ) -> None:

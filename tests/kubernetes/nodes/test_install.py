@@ -12,7 +12,7 @@ from tools.kubernetes.waiting import wait_for
 FIRST_TOKEN_S = 45.0
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 def test_chart_and_a_six_line_manifest_give_a_first_token_within_45_seconds(
     cluster: Cluster, helm: Helm
 ) -> None:

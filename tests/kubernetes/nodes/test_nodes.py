@@ -33,7 +33,7 @@ def _with_engines(service: Service, *, router: bool) -> tuple[str, str]:
     return victim, min(NODES - {victim, active} or NODES - {victim})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
 def test_drained_node_fails_no_request(cluster: Cluster, service: Service, seed: int) -> None:
     victim, client = _with_engines(service, router=True)
@@ -53,7 +53,7 @@ def test_drained_node_fails_no_request(cluster: Cluster, service: Service, seed:
     assert (seen.all_right(), left) == (True, [])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize("router", [False, True], ids=["with engines", "with the active router"])
 def test_killed_node_is_made_up_for(cluster: Cluster, service: Service, seed: int, router: bool) -> None:
@@ -70,7 +70,7 @@ def test_killed_node_is_made_up_for(cluster: Cluster, service: Service, seed: in
         assert (seen.failed, seen.broken_silently) == (0, 0)
 
 
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
 def test_partitioned_node_is_made_up_for_and_heals(cluster: Cluster, service: Service, seed: int) -> None:
     victim, client = _with_engines(service, router=False)

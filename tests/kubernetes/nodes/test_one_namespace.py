@@ -38,7 +38,7 @@ def installed(cluster: Cluster, namespace: str) -> Iterator[Helm]:
         cluster.kubectl("delete", "-f", str(CRDS))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_release_for_one_namespace_serves_and_has_no_right_outside(
     cluster: Cluster, namespace: str, installed: Helm
 ) -> None:

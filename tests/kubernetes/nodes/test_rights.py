@@ -22,7 +22,7 @@ OPERATOR, AUTOSCALER = "fulcrum-operator", "fulcrum-autoscaler"
 AFTER_A_LOST_RACE: set[Right] = {
     ("fulcrum.dev", plural, "get") for plural in ("pdassignments", "pdpools", "pdservices")
 }
-"""What the operator asks only after somebody else's write came between its reading and its own."""
+"""What operator and autoscaler ask only after somebody else's write came between its reading and its own."""
 
 
 def router_rights(service: Service) -> set[Right]:
@@ -104,7 +104,7 @@ def test_what_each_part_may_do_is_what_it_does(cluster: Cluster, lived: Service)
     router = router_rights(lived)
     accounts = {
         "operator": (NAMESPACE, OPERATOR, granted(cluster, NAMESPACE, OPERATOR), router | AFTER_A_LOST_RACE),
-        "autoscaler": (NAMESPACE, AUTOSCALER, granted(cluster, NAMESPACE, AUTOSCALER), set()),
+        "autoscaler": (NAMESPACE, AUTOSCALER, granted(cluster, NAMESPACE, AUTOSCALER), AFTER_A_LOST_RACE),
         "router": ("default", "chat-router", router, set()),
     }
     idle = {

@@ -39,7 +39,7 @@ class HandOffs:
         return sorted(pair for pair in self.pairs if known[pair[0]] != known[pair[1]])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_rolling_update_of_the_engine_image_fails_no_request_and_pairs_no_strangers(
     cluster: Cluster, service: Service, load: Load
 ) -> None:
@@ -58,7 +58,7 @@ def _engines_run(service: Service, image: str) -> bool:
     return {pod.image for pod in service.engines()} == {image} and service.is_whole()
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_helm_upgrade_of_operator_and_router_fails_no_request(
     cluster: Cluster, service: Service, helm: Helm, load: Load
 ) -> None:
@@ -76,7 +76,7 @@ def _all_run(cluster: Cluster, service: Service, image: str) -> bool:
     return {pod.image for pod in pods} == {image} and all_ready(cluster) and service.is_whole()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(480)
 def test_upgrade_of_the_crds_fails_no_request(cluster: Cluster, service: Service, load: Load) -> None:
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     place = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/fieldOfTheNextRelease"

@@ -6,7 +6,7 @@ from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.service import INSTANCES, Service
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_scaling_4_to_8_to_2_fails_no_request(service: Service, load: Load) -> None:
     try:
         for instances in (8, 2):
