@@ -39,7 +39,11 @@ def test_nothing_is_left_of_a_run_that(tmp_path: Path, ending: str) -> None:
     run, folder, cluster_pid = _started(tmp_path, ending)
     if ending == "interrupted":
         run.send_signal(signal.SIGINT)
-    output, _ = run.communicate(timeout=300)
+    try:
+        output, _ = run.communicate(timeout=300)
+    finally:
+        run.kill()
+        run.wait()
     assert (_expected(ending), []) == (run.returncode, _processes(folder, cluster_pid)), output
     assert _of_the_machine() == before
     assert _cgroups(folder) == []
@@ -65,11 +69,17 @@ def _started(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], Path, 
     run = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", *options, str(test)],
         cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )  # fmt: skip
     wait_for(lambda: told.exists() or run.poll() is not None, "the run's cluster", timeout_s=100)
     folder = Path(told.read_text())
     state = folder / "state.json"
     return run, folder, int(json.loads(state.read_text())["hub"]) if state.exists() else 0
+
+
+def _heed_interrupts() -> None:
+    """A shell that starts us in the background has interrupts ignored, by us and by what we start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _of_the_machine() -> dict[str, object]:
