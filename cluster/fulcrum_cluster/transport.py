@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ from fulcrum_cluster.statuses import error_of
 from fulcrum_core.errors import FulcrumError, StoreUnavailable
 
 _ANSWER_S = 10.0
+_HEAD_S = 5.0
 _RATE, _BURST = 100.0, 200  # far above what any program of ours needs; client-go's 5 and 10 are below it
 _BUSY_TRIES, _BUSY_WAIT_S = 3, 2.0
 
@@ -95,15 +96,17 @@ class Http:
     async def lines(self, path: str, *, query: Mapping[str, str]) -> AsyncIterator[AsyncIterator[bytes]]:
         """The lines of a streamed answer, each as soon as it is whole."""
         headers = await self._credentials()
+        stream = self._client.stream(
+            "GET",
+            path,
+            params=query,
+            headers=headers,
+            timeout=self._stream_timeout,
+            extensions=self._extensions,
+        )
         try:
-            async with self._client.stream(
-                "GET",
-                path,
-                params=query,
-                headers=headers,
-                timeout=self._stream_timeout,
-                extensions=self._extensions,
-            ) as answer:
+            async with AsyncExitStack() as open_streams:
+                answer = await self._begun(open_streams, stream)
                 if answer.is_error:
                     self._heed(answer)
                     await answer.aread()
@@ -111,6 +114,16 @@ class Http:
                 yield _lines(answer)
         except httpx.TransportError as error:
             raise self._unavailable(error) from error
+
+    async def _begun(
+        self, open_streams: AsyncExitStack, stream: AbstractAsyncContextManager[httpx.Response]
+    ) -> httpx.Response:
+        """The head of a stream. An API server that starts may take a watch and never begin with it."""
+        try:
+            async with asyncio.timeout(_HEAD_S):
+                return await open_streams.enter_async_context(stream)
+        except TimeoutError as error:
+            raise StoreUnavailable(f"{self._access.words} does not begin to answer") from error
 
     async def aclose(self) -> None:
         """Close all connections."""

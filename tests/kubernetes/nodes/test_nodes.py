@@ -42,10 +42,11 @@ def test_drained_node_fails_no_request(cluster: Cluster, service: Service, seed:
             loaded(cluster, service, seed, node=client) as load,
             load.window(f"kubectl drain {victim}") as seen,
         ):
-            cluster.kubectl(
-                "drain", victim, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=150s"
-            )
+            drain = ("drain", victim, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=150s")
+            cluster.kubectl(*drain)
             whole_s = service.wait_whole(timeout_s=90)
+            cluster.kubectl(*drain)  # what was on its way to the node when it was cordoned
+            service.wait_whole(timeout_s=90)
         left = [pod.name for pod in (*service.engines(), *service.routers()) if pod.node == victim]
     finally:
         cluster.kubectl("uncordon", victim)
