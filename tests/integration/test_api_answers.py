@@ -1,5 +1,6 @@
 """What the client makes of answers that are seldom given: pages, haste, old tokens, odd objects."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -207,3 +208,21 @@ async def test_a_cluster_without_our_kinds_is_told_what_is_missing(tmp_path: Pat
     async with cluster(tmp_path, Script(nothing)) as found:
         with pytest.raises(Exception, match=r"/pdservices is not there: is its CRD installed\?"):
             await found.store.list(PDService, namespace="default")
+
+
+@pytest.mark.looptime
+async def test_a_watch_that_is_taken_and_never_begun_is_given_up(tmp_path: Path) -> None:
+    """As an API server does that is just starting; the silence of a watch that has begun may last longer."""
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_unix_server(hold, tmp_path / "s")
+    begin_s = asyncio.get_running_loop().time()
+    async with Cluster(Access(url="http://api", socket=tmp_path / "s"), silence_s=100) as cluster:
+        with pytest.raises(StoreUnavailable, match="does not begin to answer"):
+            await anext(cluster.store.watch(QoSTier, namespace="default", since="1"))
+    assert asyncio.get_running_loop().time() - begin_s < 10
+    server.close()
+    await server.wait_closed()
