@@ -169,6 +169,8 @@ class EngineObservation:
     """Since when it is in this state, where that is known; unix seconds."""
     ending: bool = False
     """Its end was asked for, by us or by somebody else. While it still serves its state is RUNNING."""
+    node_lost: bool = False
+    """It counts as LOST because its node is not heard of; who reaches the engine itself knows better."""
 
 
 class EngineRuntime(Protocol):

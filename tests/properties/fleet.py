@@ -199,6 +199,7 @@ class Fleet:
             endpoint="127.0.0.1:1" if runs else None,
             exit_reason=engine.exit_reason,
             message="its node n does not answer" if engine.state is EngineState.LOST else "",
+            node_lost=engine.state is EngineState.LOST,
             ending=engine.ends_at_s is not None,
         )
 

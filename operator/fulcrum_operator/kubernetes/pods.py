@@ -15,6 +15,7 @@ from fulcrum_operator.plan.pod import ENGINE
 
 Pod = dict[str, Any]
 
+_ENDED = ("Failed", "Succeeded")
 _OPEN_GATE = "ReadinessGatesNotReady"
 _ORDINARY = frozenset({"ContainerCreating", "PodInitializing", ""})
 """What a container waits for in an ordinary start."""
@@ -51,6 +52,7 @@ def observation_of(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         node=pod.get("spec", {}).get("nodeName"),
         since_s=parse_time(since) if since else None,
         ending=ending,
+        node_lost=state is EngineState.LOST and _node_is_silent(pod),
     )
 
 
@@ -93,18 +95,23 @@ def _judged(pod: Pod, *, ending: bool) -> tuple[EngineState, str, str | None]:
 def _lost(pod: Pod) -> str | None:
     """Why the pod will not come back; None if it may."""
     status = pod.get("status", {})
-    if status.get("phase") in ("Failed", "Succeeded"):
+    if status.get("phase") in _ENDED:
         why = status.get("reason") or _last_end(_container(pod)) or status["phase"]
         return _text(f"its pod ended: {why}", status.get("message"))
-    ready = _condition(pod, "Ready")
+    if _node_is_silent(pod):
+        return f"its node {pod.get('spec', {}).get('nodeName', '')} does not answer"
+    return None
+
+
+def _node_is_silent(pod: Pod) -> bool:
+    status, ready = pod.get("status", {}), _condition(pod, "Ready")
     contradicted = (
         ready.get("status") == "False"
         and _condition(pod, "ContainersReady").get("status") == "True"
         and ready.get("reason") != _OPEN_GATE
     )
-    if contradicted or ready.get("status") == "Unknown" or status.get("reason") == "NodeLost":
-        return f"its node {pod.get('spec', {}).get('nodeName', '')} does not answer"
-    return None
+    silent = contradicted or ready.get("status") == "Unknown" or status.get("reason") == "NodeLost"
+    return silent and status.get("phase") not in _ENDED
 
 
 def _disruption(pod: Pod) -> str:

@@ -51,7 +51,7 @@ class Observed:
             i.metadata.name: i.status.endpoint
             for i in self.instances
             if i.status.phase in (Phase.SERVING, Phase.DRAINING) and i.status.endpoint
-            if _on_silent_node(self.engines.get(i.metadata.name))
+            if (engine := self.engines.get(i.metadata.name)) is not None and engine.node_lost
         }
 
     @property
@@ -118,10 +118,6 @@ class Observed:
         return engine.ending
 
 
-def _on_silent_node(engine: EngineObservation | None) -> bool:
-    return engine is not None and engine.state is EngineState.LOST and engine.message.startswith("its node")
-
-
 def believed(seen: Observed) -> Observed:
     """`seen`, in which an engine that the router reaches runs, whatever is said of its node.
 
@@ -130,7 +126,7 @@ def believed(seen: Observed) -> Observed:
     """
     reached = {s.name for s in seen.router.instances if not s.missed_probes} if seen.router else set()
     running = {
-        name: replace(seen.engines[name], state=EngineState.RUNNING, endpoint=endpoint)
+        name: replace(seen.engines[name], state=EngineState.RUNNING, endpoint=endpoint, node_lost=False)
         for name, endpoint in seen.silent.items()
         if name in reached
     }

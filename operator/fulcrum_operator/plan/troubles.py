@@ -71,7 +71,7 @@ def _of_instance(seen: Observed, instance: PDInstance) -> Iterator[Trouble]:
 def _reason(seen: Observed, instance: PDInstance, engine: EngineObservation | None) -> str | None:
     status = instance.status
     if status.phase is Phase.FAILED and seen.taken(_before(seen, instance)):
-        on_node = engine is not None and engine.message.startswith("its node")
+        on_node = engine is not None and engine.node_lost
         return conditions.NODE_LOST if on_node else conditions.INSTANCE_LOST
     if engine is None or engine.state is EngineState.RUNNING:
         return None

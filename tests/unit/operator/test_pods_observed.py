@@ -203,7 +203,13 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     (
         "its node went quiet",
         pod(conditions=conditions("False", "True"), containerStatuses=[UP], podIP="192.0.2.7"),
-        {"state": LOST, "message": "its node n1 does not answer", "image": DIGEST, "since_s": AT[T1]},
+        {
+            "state": LOST,
+            "message": "its node n1 does not answer",
+            "node_lost": True,
+            "image": DIGEST,
+            "since_s": AT[T1],
+        },
     ),
     (
         "somebody deletes it while it serves",
@@ -234,6 +240,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         {
             "state": LOST,
             "message": "its node n1 does not answer",
+            "node_lost": True,
             "image": DIGEST,
             "since_s": AT[T1],
             "ending": True,

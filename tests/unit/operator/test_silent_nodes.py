@@ -9,7 +9,7 @@ from fulcrum_operator.plan import asks_router
 from fulcrum_operator.plan.observed import Observed, believed
 from tests.unit.operator.builders import NOW_S, D, engine, instance, router, service
 
-LOST = engine("chat-0", EngineState.LOST, message="its node n1 does not answer")
+LOST = engine("chat-0", EngineState.LOST, message="its node n1 does not answer", node_lost=True)
 AT_WORK = instance("chat-0", role=D, endpoint="127.0.0.1:9000")
 
 
