@@ -4,10 +4,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlsplit
 
-from fulcrum_cluster.process import exit_with_error
+from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 
 IN_CLUSTER_STATE = "http://{service}.{namespace}.svc:9091"
@@ -31,11 +30,6 @@ class Options:
     def router_of(self, namespace: str, service: str) -> str:
         """The URL of a service's state port."""
         return self.router_state.format(namespace=namespace, service=service)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse's own prints its usage, too
-        exit_with_error(message)
 
 
 def parse_options(arguments: Sequence[str] | None) -> Options:
@@ -93,7 +87,7 @@ def _check_token(path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="fulcrum_autoscaler", description="Decides who plays which role.", allow_abbrev=False
     )
     add = parser.add_argument

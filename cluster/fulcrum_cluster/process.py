@@ -1,5 +1,6 @@
 """What every program does at its start and end: the contract with whoever started it."""
 
+import argparse
 import ctypes
 import json
 import os
@@ -29,3 +30,11 @@ def exit_with_error(message: object) -> NoReturn:
     """End with one line for the user on standard error and exit code 2."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line; argparse's own prints its usage, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `exit_with_error`."""
+        exit_with_error(message)

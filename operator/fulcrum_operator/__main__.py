@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -20,7 +20,7 @@ from fulcrum_cluster.client import Cluster, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.lease import OPERATOR_TIMING, ClusterLease, Elector, StepDown
 from fulcrum_cluster.objects import ObjectApi
-from fulcrum_cluster.process import announce_ready, exit_with_error
+from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.kubernetes.metrics import Meters, make_app
 from fulcrum_operator.plan.labels import Account, ClusterSettings
@@ -44,13 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_with_error(error)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse's own prints its usage, too
-        exit_with_error(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fulcrum_operator", description="Looks after every PDService of a cluster.")
+    parser = ArgumentParser(prog="fulcrum_operator", description="Looks after every PDService of a cluster.")
     add = parser.add_argument
     add("--store", default="in-cluster", help="the API server: in-cluster or kubeconfig:[PATH][#CONTEXT]")
     add("--namespace", default="", help="look after this one only (default: all)")

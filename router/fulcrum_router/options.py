@@ -5,9 +5,8 @@ import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from fulcrum_cluster.process import exit_with_error
+from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
 from fulcrum_router.fleet import split_endpoint
@@ -38,11 +37,6 @@ class Options:
     def has_state_port(self) -> bool:
         """Whether there is somebody who may call it."""
         return self.token is not None or bool(self.state_callers)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # argparse's own prints its usage, too
-        exit_with_error(message)
 
 
 def parse_options(arguments: Sequence[str] | None) -> Options:
@@ -132,7 +126,9 @@ def _endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fulcrum_router", description="Routes one service's requests.", allow_abbrev=False)
+    parser = ArgumentParser(
+        prog="fulcrum_router", description="Routes one service's requests.", allow_abbrev=False
+    )
     add = parser.add_argument
     add("--service", default="static", help="name of the PDService")
     add("--namespace", default="default", help="its namespace (%(default)s)")

@@ -169,7 +169,6 @@ _BAD = {
     (words.READY, "False"),
     (words.DEGRADED, "True"),
     (words.TIERS_ACCEPTED, "False"),
-    ("ModelFits", "False"),
     (words.KV_TRANSFER_VERIFIED, "False"),
 }
 
