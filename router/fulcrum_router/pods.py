@@ -14,12 +14,12 @@ from typing import Any
 import structlog
 
 from fulcrum_cluster.objects import POD, Object, ObjectApi
+from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_core.errors import Gone, StoreError, StoreUnavailable
 from fulcrum_core.ports import EventType
 
 log = structlog.get_logger()
 
-_SERVICE_LABEL = "fulcrum.dev/service"
 _RETRY_S = 0.5
 _ENDED = frozenset({"Failed", "Succeeded"})
 
@@ -48,7 +48,7 @@ class PodWatch:
     ) -> None:
         self.synced = asyncio.Event()
         self._objects, self._namespace = objects, namespace
-        self._labels = f"{_SERVICE_LABEL}={service}"
+        self._labels = f"{SERVICE_LABEL}={service}"
         self._on_change, self._rng, self._sleep = on_change, rng, sleep
         self._staying: dict[str, str | None] = {}
         """Pods that nobody ends, with their address."""

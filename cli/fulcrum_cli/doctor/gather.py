@@ -10,6 +10,7 @@ from fulcrum_cli.connection import Connection
 from fulcrum_cli.doctor.facts import AccountFacts, Bodies, Body, ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.rights import AUTOSCALER, OPERATOR, PERSON, Answer, Need, router_needs
 from fulcrum_cli.ports import Unreachable
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP, Resource
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -21,7 +22,6 @@ from fulcrum_core.errors import Forbidden, InvalidInput, NotFound
 if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi, ObjectKind
 
-SERVICE_LABEL, ROUTER_LABEL = "fulcrum.dev/service", "fulcrum.dev/router"
 _PART_OF = "app.kubernetes.io/part-of=fulcrum"
 _COMPONENT = "app.kubernetes.io/component"
 

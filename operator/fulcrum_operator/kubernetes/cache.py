@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_operator.plan.labels import SERVICE_LABEL
+from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_operator.reconcile import ServiceKey
 
 R = TypeVar("R", bound=Resource)

@@ -15,9 +15,9 @@ import kopf
 from fulcrum_cluster.access import Access
 from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS
+from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.children import WATCHED
-from fulcrum_operator.plan.labels import SERVICE_LABEL
 
 LABELLED = (POD, *WATCHED)
 """Followed only where they carry `SERVICE_LABEL`."""

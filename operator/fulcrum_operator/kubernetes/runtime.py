@@ -8,6 +8,7 @@ import structlog
 
 from fulcrum_cluster.objects import POD, Object, ObjectApi
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.labels import INSTANCE_LABEL, ROLE_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound, StoreError
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
 from fulcrum_core.values import FlipStrategy, Phase
@@ -15,7 +16,7 @@ from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.pods import observation_of
 from fulcrum_operator.kubernetes.probe import Life, Probes
 from fulcrum_operator.kubernetes.store import check_leading
-from fulcrum_operator.plan.labels import INSTANCE_LABEL, ROLE_LABEL, SERVICE_LABEL, ClusterSettings
+from fulcrum_operator.plan.labels import ClusterSettings
 from fulcrum_operator.plan.pod import pod_of
 from fulcrum_operator.reconcile import ServiceKey
 

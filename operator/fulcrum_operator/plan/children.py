@@ -8,11 +8,10 @@ import math
 from typing import Any
 
 from fulcrum_core.api import PDService
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP
 from fulcrum_operator.plan.labels import (
     HTTP_PORT,
-    ROUTER_LABEL,
-    SERVICE_LABEL,
     SERVICE_PORT,
     SIDE_CHANNEL_PORT,
     STATE_PORT,

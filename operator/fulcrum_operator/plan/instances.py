@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from fulcrum_core.api import ObjectMeta, PDInstance, PDInstanceSpec, PDService
+from fulcrum_core.api.labels import POOL_LABEL, SERVICE_LABEL
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan.observed import Observed, by_number, number_of
-from fulcrum_operator.plan.pools import POOL_LABEL, SERVICE_LABEL
 from fulcrum_operator.plan.rollout import PoolView, members_of, revision_of
 
 _AT_WORK = (Phase.SERVING, Phase.DRAINING)

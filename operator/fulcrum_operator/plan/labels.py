@@ -1,24 +1,11 @@
-"""Names in a cluster: labels, accounts and ports that pods, selectors and policies must agree on.
-
-The effective role of an instance is a label of its pod, too, but of no selector: a flip must never
-take a pod out of anything.
-"""
+"""Names in a cluster: selectors, accounts and ports that pods and policies must agree on."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_core.api import PDService
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import API_VERSION, OwnerReference, Resource
-from fulcrum_operator.plan.pools import POOL_LABEL, SERVICE_LABEL
-
-__all__ = ["POOL_LABEL", "SERVICE_LABEL"]
-
-INSTANCE_LABEL = "fulcrum.dev/instance"
-REVISION_LABEL = "fulcrum.dev/revision"
-ROLE_LABEL = "fulcrum.dev/role"
-"""The effective role; patched on a flip, in no selector."""
-ROUTER_LABEL = "fulcrum.dev/router"
-"""On router pods, with the name of the service: they carry no `SERVICE_LABEL`, which is for engines."""
 
 HTTP_PORT = 8000
 STATE_PORT = 9091

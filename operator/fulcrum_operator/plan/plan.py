@@ -13,6 +13,7 @@ from fulcrum_core.api import (
     PDPool,
     Resource,
 )
+from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, restarts_of, rules_of
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import InstanceState
@@ -22,7 +23,7 @@ from fulcrum_operator.plan.assignment import Assigned, Member, plan_assignment, 
 from fulcrum_operator.plan.instances import departures, new_instances
 from fulcrum_operator.plan.observed import Observed, by_number, number_of, played_role
 from fulcrum_operator.plan.phases import EngineAction, Facts, Step, advance
-from fulcrum_operator.plan.pools import SERVICE_LABEL, desired_pools
+from fulcrum_operator.plan.pools import desired_pools
 from fulcrum_operator.plan.rollout import LOST_SHOWN_S, PoolView, next_deadline_s, revision_of, view_of
 from fulcrum_operator.plan.status import pool_state, service_status
 from fulcrum_operator.plan.transfer import verified_at

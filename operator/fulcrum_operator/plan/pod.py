@@ -8,14 +8,11 @@ import math
 from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.labels import INSTANCE_LABEL, POOL_LABEL, REVISION_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.kinds import DEVICE
 from fulcrum_operator.plan.engine_parts import EngineParts, engine_parts
 from fulcrum_operator.plan.labels import (
-    INSTANCE_LABEL,
-    POOL_LABEL,
-    REVISION_LABEL,
-    SERVICE_LABEL,
     ClusterSettings,
     container_security,
     engine_selector,

@@ -11,9 +11,7 @@ from typing import Any
 from fulcrum_core.api import Condition, ObjectMeta, PDPool, PDPoolSpec, PDService, PoolSpec, StartSpec
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
-
-SERVICE_LABEL = "fulcrum.dev/service"
-POOL_LABEL = "fulcrum.dev/pool"
+from fulcrum_core.api.labels import SERVICE_LABEL
 
 
 def pool_name(service: str, pool: str) -> str:

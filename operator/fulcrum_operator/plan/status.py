@@ -17,11 +17,12 @@ from fulcrum_core.api import (
     RoleStatus,
 )
 from fulcrum_core.api import conditions as words
+from fulcrum_core.api.labels import POOL_LABEL
 from fulcrum_core.assignment import serving
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.pools import POOL_LABEL, scaling_limited
+from fulcrum_operator.plan.pools import scaling_limited
 from fulcrum_operator.plan.rollout import PoolView, revision_of
 from fulcrum_operator.plan.transfer import kv_transfer
 from fulcrum_operator.plan.troubles import told, troubles_of

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.labels import ROLE_LABEL
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import ROLE_LABEL, Account, ClusterSettings
+from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.pod import PRE_STOP_S, TEARDOWN_S, pod_of
 from fulcrum_operator.plan.template import laid_over
 from tests.unit.operator.builders import service
