@@ -3,8 +3,9 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,9 +16,12 @@ from fulcrum_cluster.statuses import error_of
 from fulcrum_core.errors import FulcrumError, StoreUnavailable
 
 _ANSWER_S = 10.0
-_HEAD_S = 5.0
+_HEAD_S = 5.0  # of a stream: an API server that starts may take a watch and never begin with it
 _RATE, _BURST = 100.0, 200  # far above what any program of ours needs; client-go's 5 and 10 are below it
 _BUSY_TRIES, _BUSY_WAIT_S = 3, 2.0
+
+_Call = Callable[..., Awaitable[httpx.Response]]
+"""A request that lacks its headers only."""
 
 # A peer that is gone without a word is noticed within 20 s: Linux probes an idle connection, and gives up on
 # one whose data nobody takes.
@@ -82,8 +86,11 @@ class Http:
         headers = {} if body is None else {"content-type": content_type}
         if plain:
             headers["accept"] = "application/json, */*"  # the keys of tokens are JSON of a type of their own
+        call = partial(
+            self._client.request, method, path, content=content, params=query, extensions=self._extensions
+        )
         for tries_left in reversed(range(_BUSY_TRIES)):
-            answer = await self._answer(method, path, content, headers, query)
+            answer = await self._answer(call, headers)
             wait_s = _busy_for_s(answer)
             if wait_s is None or wait_s > _BUSY_WAIT_S or not tries_left:
                 break
@@ -118,7 +125,7 @@ class Http:
     async def _begun(
         self, open_streams: AsyncExitStack, stream: AbstractAsyncContextManager[httpx.Response]
     ) -> httpx.Response:
-        """The head of a stream. An API server that starts may take a watch and never begin with it."""
+        """The head of a stream, within `_HEAD_S`."""
         try:
             async with asyncio.timeout(_HEAD_S):
                 return await open_streams.enter_async_context(stream)
@@ -129,33 +136,17 @@ class Http:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _answer(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: Mapping[str, str],
-        query: Mapping[str, str] | None,
-    ) -> httpx.Response:
-        answer = await self._ask(method, path, content, headers, query)
+    async def _answer(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
+        answer = await self._ask(call, headers)
         if answer.status_code == httpx.codes.UNAUTHORIZED and self._access.token:
             self._heed(answer)  # a token that was renewed a moment ago deserves a second try
-            answer = await self._ask(method, path, content, headers, query)
+            answer = await self._ask(call, headers)
         return answer
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: Mapping[str, str],
-        query: Mapping[str, str] | None,
-    ) -> httpx.Response:
+    async def _ask(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, **await self._credentials()}
         try:
-            return await self._client.request(
-                method, path, content=content, headers=headers, params=query, extensions=self._extensions
-            )
+            return await call(headers=headers)
         except httpx.TransportError as error:
             raise self._unavailable(error) from error
 

@@ -1,6 +1,7 @@
 """The store as a pass sees it: read from the cache, written through to the API server."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from fulcrum_cluster.objects import kind_of_resource
@@ -79,15 +80,8 @@ class CachedStore:
         resource_version: str | None = None,
     ) -> R:
         """See `Store`."""
-        check_leading(self._leads)
-        try:
-            answer = await self._store.patch(
-                kind, name, patch, namespace=namespace, resource_version=resource_version
-            )
-        except (Conflict, NotFound) as error:
-            await self._catch_up(kind, namespace, name)
-            raise Conflict(str(error)) from error
-        return self._taken(answer)
+        change = partial(self._store.patch, kind, name, patch, resource_version=resource_version)
+        return await self._changed(kind, namespace, name, change)
 
     async def patch_status(
         self,
@@ -99,21 +93,24 @@ class CachedStore:
         resource_version: str | None = None,
     ) -> R:
         """See `Store`."""
-        check_leading(self._leads)
-        try:
-            answer = await self._store.patch_status(
-                kind, name, patch, namespace=namespace, resource_version=resource_version
-            )
-        except (Conflict, NotFound) as error:
-            await self._catch_up(kind, namespace, name)
-            raise Conflict(str(error)) from error
-        return self._taken(answer)
+        change = partial(self._store.patch_status, kind, name, patch, resource_version=resource_version)
+        return await self._changed(kind, namespace, name, change)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
         """See `Store`."""
         check_leading(self._leads)
         await self._store.delete(kind, name, namespace=namespace)
         await self._catch_up(kind, namespace, name)
+
+    async def _changed(
+        self, kind: type[R], namespace: str, name: str, change: Callable[..., Awaitable[R]]
+    ) -> R:
+        check_leading(self._leads)
+        try:
+            return self._taken(await change(namespace=namespace))
+        except (Conflict, NotFound) as error:
+            await self._catch_up(kind, namespace, name)
+            raise Conflict(str(error)) from error
 
     def _taken(self, obj: R) -> R:
         self._cache.take_resource(obj)
