@@ -136,19 +136,14 @@ Template = Annotated[
 ]
 
 
-class StartSpec(Model):
-    """What an instance is started with, but for its role. Its hash is the instance's revision."""
+class ShapeSpec(Model):
+    """What one pool's instances are that another's need not be."""
 
-    model: str = Field(max_length=253, description="The model that it serves.")
-    engine: EngineSpec = Field(description="The engine that it runs.")
     hardware: HardwareSpec | None = Field(
-        default=None, description="What it asks of its node (default: nothing)."
-    )
-    model_source: ModelSourceSpec | None = Field(
-        default=None, description="Where the model is (default: at the hub)."
+        default=None, description="What an instance asks of its node (default: nothing)."
     )
     parallelism: ParallelismSpec | None = Field(
-        default=None, description="How it is laid over its devices (default: all share each layer)."
+        default=None, description="How an instance is laid over its devices (default: all share each layer)."
     )
     quantization: QuantizationSpec | None = Field(
         default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
@@ -156,13 +151,23 @@ class StartSpec(Model):
     settings: SettingsSpec | None = Field(
         default=None, description="Settings of the engine (default: by model, hardware and role)."
     )
+    template: Template | None = None
+
+
+class StartSpec(ShapeSpec):
+    """What an instance is started with, but for its role. Its hash is the instance's revision."""
+
+    model: str = Field(max_length=253, description="The model that it serves.")
+    engine: EngineSpec = Field(description="The engine that it runs.")
+    model_source: ModelSourceSpec | None = Field(
+        default=None, description="Where the model is (default: at the hub)."
+    )
     kv_transfer: KvTransferSpec | None = Field(
         default=None, description="How KV gets from prefill to decode (default: NIXL)."
     )
     kv_cache: KvCacheSpec | None = Field(
         default=None, description="Tiers of KV below the device's memory (default: none)."
     )
-    template: Template | None = None
     role_at_start: StrictBool = Field(
         default=False,
         description="Whether the role is a start-up option of the engine, so that a flip restarts it.",

@@ -10,13 +10,10 @@ from fulcrum_core.api.engine import (
     KvCacheSpec,
     KvTransferSpec,
     ModelSourceSpec,
-    ParallelismSpec,
-    QuantizationSpec,
-    SettingsSpec,
 )
 from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
 from fulcrum_core.api.pdassignment import Floors
-from fulcrum_core.api.pdpool import Bounds, EngineSpec, HardwareSpec, PoolRole, Template
+from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole, ShapeSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.values import AutoscalingMode, Role
 
@@ -49,7 +46,7 @@ NO_KEEPER_OF_TIERS = (
 )
 
 
-class PoolSpec(Model):
+class PoolSpec(ShapeSpec):
     """A group of interchangeable instances."""
 
     name: str = Field(
@@ -63,19 +60,6 @@ class PoolSpec(Model):
         description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible).",
     )
     instances: Bounds = Field(description="How many instances the pool has, as {min, max}.")
-    hardware: HardwareSpec | None = Field(
-        default=None, description="What each instance asks of its node (default: nothing)."
-    )
-    parallelism: ParallelismSpec | None = Field(
-        default=None, description="How an instance is laid over its devices (default: all share each layer)."
-    )
-    quantization: QuantizationSpec | None = Field(
-        default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
-    )
-    settings: SettingsSpec | None = Field(
-        default=None, description="Settings of the engine (default: by model, hardware and role)."
-    )
-    template: Template | None = None
 
 
 class RoleFloor(Model):
