@@ -30,7 +30,7 @@ from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import rules_of
+from fulcrum_core.assignment import may_apply, rules_of
 from fulcrum_core.errors import Conflict, FulcrumError
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Clock, Store
@@ -168,6 +168,10 @@ class Autoscaler:
             for _ in range(WRITE_TRIES):
                 seen = await self._observe(assignment)
                 memory, decision = decide(seen, rules, self._clock.now_s())
+                if decision.action is Action.FLIP and (
+                    refusal := await self._refusal(service, assignment, decision)
+                ):
+                    return _unwritten(decision, f"what serves has changed: {refusal}")
                 if decision.action is not Action.FLIP or await self._wrote(assignment, decision):
                     self._memory = memory
                     return decision
@@ -183,7 +187,7 @@ class Autoscaler:
         seen = Observation(
             assignment=assignment.spec,
             generation=generation,
-            ready=frozenset(i.metadata.name for i in self._desired.instances() if _serves(i)),
+            ready=_serving(self._desired.instances()),
             router=state,
         )
         self._meters.observe(seen, now_s=self._clock.now_s())
@@ -194,6 +198,24 @@ class Autoscaler:
             return await self._router.state(min_generation=generation, timeout_s=ACK_WAIT_S)
         except RouterAway:
             return None
+
+    async def _refusal(self, service: PDService, assignment: PDAssignment, decision: Decision) -> str:
+        """Why the flip may not be, judged by instances read after the assignment; empty if it may.
+
+        Watches tell of instances and of the assignment apart: an instance that was replaced under its name
+        can look as if it still served. Whatever leaves is cordoned first, so that the write of a flip that
+        later instances allowed fails if one of them has begun to leave.
+        """
+        listed = await self._store.list(PDInstance, namespace=assignment.metadata.namespace)
+        instances = [i for i in listed.items if i.spec.service == service.metadata.name]
+        verdict = may_apply(
+            assignment.spec,
+            proposal(assignment.spec, decision),
+            _serving(instances),
+            rules_of(service.spec, self._desired.pools(), instances),
+            now_s=self._clock.now_s(),
+        )
+        return "" if verdict.allowed else verdict.reason
 
     async def _wrote(self, assignment: PDAssignment, decision: Decision) -> bool:
         """Whether the flip was written; False if somebody else wrote since the assignment was read."""
@@ -215,8 +237,12 @@ class Autoscaler:
         return Decision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)
 
 
-def _serves(instance: PDInstance) -> bool:
-    return instance.status.phase is Phase.SERVING and instance.metadata.deletion_timestamp is None
+def _serving(instances: Iterable[PDInstance]) -> frozenset[str]:
+    return frozenset(
+        i.metadata.name
+        for i in instances
+        if i.status.phase is Phase.SERVING and i.metadata.deletion_timestamp is None
+    )
 
 
 def _unwritten(decision: Decision, reason: str) -> Decision:

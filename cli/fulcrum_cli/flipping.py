@@ -116,8 +116,9 @@ async def _write(
     store: Store, service: str, instance: str, propose: Propose, *, namespace: str, what: str
 ) -> Written:
     for _ in range(TRIES):
-        rules, ready = await _rules(store, service, namespace)
+        # Instances are read last: whatever leaves after that is cordoned first, and the write then fails.
         current = await store.get(PDAssignment, service, namespace=namespace)
+        rules, ready = await _rules(store, service, namespace)
         before = current.spec.roles.get(instance)
         if before is None:
             known = ", ".join(sorted(current.spec.roles)) or "none"

@@ -161,9 +161,20 @@ class World:
                 },
             )
         )
-        self.objects.the_instances = [_instance(name, "Serving") for name in roles]
+        for name in roles:
+            await self.join(name)
         await self.relist()
         return self
+
+    async def join(self, name: str) -> None:
+        """One more instance serves, and the autoscaler knows."""
+        await self.store.create(_instance(name, "Pending"))
+        await self.turn(name, "Serving")
+        self.objects.the_instances.append(_instance(name, "Serving"))
+
+    async def turn(self, name: str, phase: str) -> None:
+        """The instance's phase changes; the autoscaler has not heard of it yet."""
+        await self.store.patch_status(PDInstance, name, {"phase": phase}, namespace="default")
 
     async def relist(self) -> None:
         """Let the autoscaler see the assignment as it is now, as its watch would."""
@@ -298,7 +309,7 @@ async def test_a_restart_keeps_the_cooldown(world: World, clock: HandClock) -> N
         }
     }
     await world.store.patch(PDAssignment, "chat", patch, namespace="default")
-    world.objects.the_instances.append(_instance("chat-3", "Serving"))
+    await world.join("chat-3")
     await world.relist()
     clock.s += 9
     assert (await world.restarted().tick()).action is Action.REFUSE
@@ -310,6 +321,15 @@ async def test_an_instance_that_does_not_serve_is_not_flipped(world: World) -> N
     await world.filled()
     world.objects.the_instances[1] = _instance("chat-1", "Draining")
     assert (await world.autoscaler.tick()).action is Action.REFUSE  # chat-0 would be the last
+
+
+async def test_an_instance_that_only_seems_to_serve_counts_for_no_floor(world: World) -> None:
+    """Replaced under its name, and the watch of instances is behind the watch of the assignment."""
+    await world.filled()
+    await world.turn("chat-0", "Starting")
+    decision = await world.autoscaler.tick()
+    assert (decision.action, decision.instance, await world.roles()) == (Action.REFUSE, "chat-1", "PPD")
+    assert "not written: what serves has changed: " in decision.reason
 
 
 async def test_instances_of_a_fixed_pool_stay(world: World) -> None:

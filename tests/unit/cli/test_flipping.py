@@ -12,6 +12,7 @@ from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.errors import Conflict, InvalidInput
+from fulcrum_core.ports import R
 from fulcrum_core.values import Actor, Role
 
 API = "fulcrum.dev/v1alpha1"
@@ -61,6 +62,22 @@ async def test_an_unknown_instance_is_named_with_the_known_ones(store: MemorySto
 async def test_the_last_of_a_role_is_not_flipped_by_a_person_either(store: MemoryStore) -> None:
     with pytest.raises(InvalidInput, match="the floor is 1"):
         await flip(store, "chat", "chat-0", Role.DECODE, namespace="default", reason="")
+
+
+class Replacing(MemoryStore):
+    """A store in which chat-2 is replaced under its name just before the assignment is read."""
+
+    async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
+        if kind is PDAssignment:
+            await self.patch_status(PDInstance, "chat-2", {"phase": "Starting"}, namespace=namespace)
+        return await super().get(kind, name, namespace=namespace)
+
+
+async def test_who_left_before_the_assignment_was_read_counts_for_no_floor(store: MemoryStore) -> None:
+    replacing = Replacing(SystemClock())
+    vars(replacing).update(vars(store))
+    with pytest.raises(InvalidInput, match="Decode"):
+        await flip(replacing, "chat", "chat-1", Role.PREFILL, namespace="default", reason="")
 
 
 class Busy(MemoryStore):
