@@ -22,7 +22,7 @@ _MADE_BY_OPERATOR = (
     *("router", "router's lease", "endpoints", "router's rights"),
 )
 """Bad of a service that no operator has ever looked at."""
-_OF_SERVICE = ("images", "nodes", "instances")
+_OF_SERVICE = ("images", "nodes", "model", "instances")
 _NOT_SERVING = {
     *(words.TOO_FEW_INSTANCES, words.ROUTER_STARTING, words.IMAGE_PULL_FAILED, words.UNSCHEDULABLE),
     *(words.ENGINE_DOES_NOT_START, words.INSTANCES_FAILED, words.INSTANCE_LOST, words.NODE_LOST),

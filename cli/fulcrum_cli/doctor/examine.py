@@ -81,6 +81,7 @@ def _service(facts: Facts, service: PDService) -> Iterator[Finding]:
     yield services.check_instances(name, instances)
     yield services.check_floors(service, instances, assignment)
     yield services.check_tiers(service, facts.tiers)
+    yield services.check_model(service)
     yield services.check_pairs(name, instances, assignment)
     yield routing.check_somewhere(name, instances)
 

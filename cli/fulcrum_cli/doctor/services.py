@@ -135,6 +135,18 @@ def _meet(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
     return one is None or other is None or (one.role is Role.PREFILL and other.role is Role.DECODE)
 
 
+def check_model(service: PDService) -> Finding:
+    """Whether the model fits the hardware, as the operator judges it."""
+    name, fits = service.metadata.name, _condition(service.status.conditions, words.MODEL_FITS)
+    if fits is None:
+        return ok("model", "nothing is said of it yet", about=name)
+    if fits.status == "False":
+        advice = "give it more devices or memory, a shorter maxLength or fewer bits: fulcrum plan tries it"
+        return problem("model", f"does not fit, {fits.reason}: {fits.message}", advice, about=name)
+    known = "fits" if fits.status == "True" else "not known whether it fits"
+    return ok("model", f"{known}, {fits.reason}: {fits.message}", about=name)
+
+
 def check_progress(service: PDService, *, now_s: float) -> Finding:
     """Whether a change is under way that does not come to its end."""
     name = service.metadata.name

@@ -42,6 +42,17 @@ TOO_FEW_REPLICAS = "TooFewReplicas"
 FLOORS_HOLD = "FloorsHold"
 WITHIN_BOUNDS = "WithinBounds"
 
+MODEL_FITS = "ModelFits"
+"""An instance of each pool can hold the model and one request of the longest context.
+
+`fulcrum_core.models.judge_fit` gives the reasons of what is worked out; these are of what was seen.
+"""
+LOADED = "Loaded"
+"""An engine serves it, so it does fit."""
+OUT_OF_MEMORY = "OutOfMemory"
+"""An engine that never served was killed for taking more memory than it was given."""
+NO_INSTANCE_YET = "NoInstanceYet"
+
 KV_TRANSFER_VERIFIED = "KVTransferVerified"
 """Decode instances were seen to continue from KV that prefill instances computed, pair by pair."""
 VERIFIED = "Verified"
@@ -58,7 +69,7 @@ SLOW_TRANSPORT = "SlowTransport"
 CANNOT_TELL = "CannotTell"
 """The engines do not say how much of a prompt they computed."""
 NOT_APPLICABLE = "NotApplicable"
-"""A single instance hands nothing over."""
+"""A single instance hands nothing over; simulated engines hold no model."""
 NO_TRAFFIC_YET = "NoTrafficYet"
 """No hand-off was seen yet."""
 PROVEN = "Proven"

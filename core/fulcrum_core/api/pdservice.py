@@ -323,7 +323,8 @@ class PDServiceStatus(Model):
 
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited, KVTransferVerified.",
+        description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited, ModelFits, "
+        "KVTransferVerified.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")

@@ -13,7 +13,7 @@ from fulcrum_core.api.engine import (
 )
 from fulcrum_core.api.pdpool import PoolRole
 from fulcrum_core.hardware import UNKNOWN_GPU, HardwareFacts
-from fulcrum_core.models import Layout, ModelFacts, transfer_buffer_bytes
+from fulcrum_core.models import Fit, Layout, ModelFacts, judge_fit, transfer_buffer_bytes
 from fulcrum_core.values import Role, Slo
 
 
@@ -70,6 +70,16 @@ class EngineRequest:
             devices=self.devices,
             buffer_bytes=self.buffer_bytes or 0,
         )
+
+    @property
+    def fit(self) -> Fit:
+        """Whether it can hold the model and one request of the longest context."""
+        return judge_fit(self.facts, self.hardware, self.layout)
+
+    @property
+    def prefills_only(self) -> bool:
+        """Whether it decodes for want of another instance only, until it is started again."""
+        return "Prefill" in (self.pool_role, self.role)
 
     @property
     def tensor(self) -> int:

@@ -14,8 +14,6 @@ from fulcrum_core.models import (
     GPU_UTILIZATION,
     KvPrecision,
     WeightPrecision,
-    judge_fit,
-    kv_bytes_per_token,
     weight_bytes,
 )
 from fulcrum_operator.engines import connectors
@@ -69,7 +67,7 @@ _CPU_ENV = {
 
 def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
     """What is started for one instance, how it fits, what was chosen; no launch where that is forbidden."""
-    fit = judge_fit(request.facts, request.hardware, request.layout)
+    fit = request.fit
     settings, choices = choose_settings(request, fit)
     against = refusals(request, settings)
     launch = None if against else _launch(request, place, settings)
@@ -83,7 +81,7 @@ def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
 
 def known_of(request: EngineRequest, place: Place) -> tuple[IdentitySpec, float]:
     """What an engine started so is to its peers, and how long its start may take."""
-    settings, _ = choose_settings(request, judge_fit(request.facts, request.hardware, request.layout))
+    settings, _ = choose_settings(request, request.fit)
     return _identity(request, place, settings), _startup_s(request)
 
 

@@ -40,6 +40,11 @@ _REASONS = {
 _log = structlog.get_logger()
 
 
+_WHEN_FALSE = {
+    words.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
+    words.MODEL_FITS: "ModelDoesNotFit",
+}
+"""Conditions that are told whenever they are False for another reason than before."""
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened to a service. Two of one `key` are the same thing again."""
@@ -180,18 +185,14 @@ def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
             back = any(c.reason == words.ROLLED_BACK for c in service.status.conditions)
             for condition in service.status.conditions:
                 known = stood.get(condition.type)
-                if condition.type == words.KV_TRANSFER_VERIFIED and condition.status == "False":
-                    if known is None or known.reason != condition.reason:
-                        yield kv_transfer_unproven(condition.message)
+                if condition.type in _WHEN_FALSE:
+                    if condition.status == "False" and (known is None or known.reason != condition.reason):
+                        reason = _WHEN_FALSE[condition.type]
+                        yield Event(reason, WARNING, condition.message, condition.type)
                     continue
                 told = _told(known.reason if known else "", condition.reason)
                 if told is not None and not (back and told == _COMPLETED):
                     yield Event(told[0], told[1], condition.message, condition.type)
-
-
-def kv_transfer_unproven(message: str) -> Event:
-    """Hand-offs between some instances do not work; the message names them."""
-    return Event("KVTransferNotVerified", WARNING, message, words.KV_TRANSFER_VERIFIED)
 
 
 def _told(before: str, now: str) -> tuple[str, str] | None:

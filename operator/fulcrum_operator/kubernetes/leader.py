@@ -17,6 +17,7 @@ from fulcrum_cluster.client import Cluster as Connection
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import IdentitySpec, PDInstance, PDPool, PDService
 from fulcrum_core.errors import Conflict, Forbidden, FulcrumError, InvalidInput, NotFound
+from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy
@@ -202,21 +203,22 @@ class Leader:
 
     def _facts(self, instance: PDInstance) -> EngineFacts:
         key = instance_key(instance)
-        identity, startup_s = self._known(instance)
+        identity, startup_s, fit = self._known(instance)
         image = self._runtime.image(key)
         if image is not None:  # engines of two images are not known to read each other's KV
             identity = identity.model_copy(update={"engine": f"{identity.engine}@{digest_of(image)}"})
-        return EngineFacts(identity, self._runtime.strategy(key), startup_s)
+        return EngineFacts(identity, self._runtime.strategy(key), startup_s, fit)
 
-    def _known(self, instance: PDInstance) -> tuple[IdentitySpec, float]:
-        """What its type and its settings tell of an engine, and how long it takes to start."""
+    def _known(self, instance: PDInstance) -> tuple[IdentitySpec, float, Fit | None]:
+        """What its type and its settings tell of an engine, how long it takes to start, and if it can."""
         if instance.spec.engine.type == "Simulated":
             profile = _profile(instance.spec.engine.profile)
-            return simulated.identity(instance.spec, profile), profile.startup_s
+            return simulated.identity(instance.spec, profile), profile.startup_s, None
         service = self._cache.resource(PDService, instance.metadata.namespace, instance.spec.service)
         if service is None:
             raise NotFound(f"PDService {instance.spec.service} is gone")
-        return vllm.known_of(real_request(instance, service), vllm.POD)
+        request = real_request(instance, service)
+        return *vllm.known_of(request, vllm.POD), request.fit
 
     async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
         return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))

@@ -68,8 +68,9 @@ def engine_facts(instance: PDInstance, around: Around) -> EngineFacts:
     if instance.spec.engine.type == "Simulated":
         profile = _profile(instance.spec.engine.profile)
         return EngineFacts(simulated.identity(instance.spec, profile), simulated.STRATEGY, profile.startup_s)
-    launch = _launch(_instance_request(instance, around.service), _SOMEWHERE)
-    return EngineFacts(launch.identity, launch.strategy, launch.startup_s)
+    request = _instance_request(instance, around.service)
+    launch = _launch(request, _SOMEWHERE)
+    return EngineFacts(launch.identity, launch.strategy, launch.startup_s, request.fit)
 
 
 def check_engines(service: PDService) -> None:
@@ -109,7 +110,9 @@ def _request(
     start: StartSpec, pool_role: PoolRole, service: PDService, role: Role | None = None
 ) -> EngineRequest:
     """What is asked for, on this machine: its CPUs, and a model of the environment by its name there."""
-    asked = engine_request(service, start, pool_role=pool_role, role=role, hardware=CPU)
+    said = start.hardware and start.hardware.memory
+    hardware = dataclasses.replace(CPU, memory_bytes=said or 0)
+    asked = engine_request(service, start, pool_role=pool_role, role=role, hardware=hardware)
     folder = asked.source.host_path or local_model(start.model)
     if folder is None:
         return asked

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fulcrum_core.api import IdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
+from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
@@ -18,6 +19,8 @@ class EngineFacts:
     """As probed; None while it was not."""
     startup_s: float
     """From its start to serving."""
+    fit: Fit | None = None
+    """Whether its hardware holds the model; None for an engine that holds none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from fulcrum_core.api.labels import POOL_LABEL
 from fulcrum_core.assignment import serving
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from fulcrum_operator.plan.condition import condition
+from fulcrum_operator.plan.fit import model_fits
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import scaling_limited
 from fulcrum_operator.plan.rollout import PoolView, revision_of
@@ -36,14 +38,14 @@ _CHANGING = (
 
 def judged(before: Iterable[Condition], now: Iterable[Condition], *, now_s: float) -> tuple[Condition, ...]:
     """`now` with the times of transition: kept where the status stays, else this moment."""
-    known = {condition.type: condition for condition in before}
-    return tuple(_timed(condition, known.get(condition.type), now_s) for condition in now)
+    known = {one.type: one for one in before}
+    return tuple(_timed(one, known.get(one.type), now_s) for one in now)
 
 
-def _timed(condition: Condition, before: Condition | None, now_s: float) -> Condition:
-    same = before is not None and before.status == condition.status
+def _timed(now: Condition, before: Condition | None, now_s: float) -> Condition:
+    same = before is not None and before.status == now.status
     at_s = before.last_transition_time if before and same else now_s
-    return condition.model_copy(update={"last_transition_time": at_s})
+    return now.model_copy(update={"last_transition_time": at_s})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def service_status(
         _degraded(seen, desired, pools),
         _tiers_accepted(service, seen.tiers),
         _scaling_limited(service, pools),
+        model_fits(seen, tuple((state.view, state.members) for state in pools)),
         kv_transfer(seen, wanted),
     )
     return PDServiceStatus(
@@ -147,15 +150,7 @@ def _role_status(
 
 
 def _condition(service: PDService, kind: str, *, holds: bool, reason: str, message: str) -> Condition:
-    return Condition.model_validate(
-        {
-            "type": kind,
-            "status": "True" if holds else "False",
-            "reason": reason,
-            "message": message,
-            "observedGeneration": service.metadata.generation,
-        }
-    )
+    return condition(service, kind, "True" if holds else "False", reason, message)
 
 
 def _able(

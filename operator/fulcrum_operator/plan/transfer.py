@@ -13,6 +13,7 @@ from fulcrum_core.api import conditions as words
 from fulcrum_core.state import PairState
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Phase
+from fulcrum_operator.plan.condition import Standing, condition
 from fulcrum_operator.plan.observed import Observed, by_number
 
 BAD = (
@@ -67,10 +68,10 @@ def _judged(seen: Observed, pairs: tuple[PairState, ...]) -> Condition | None:
 
 def _as_before(seen: Observed) -> Condition:
     """Nobody has said anything new: what was known stands."""
-    for condition in seen.service.status.conditions:
-        stale = condition.reason in (words.NOT_APPLICABLE, words.NOT_COMPATIBLE)
-        if condition.type == words.KV_TRANSFER_VERIFIED and not stale:
-            return _condition(seen, condition.status, condition.reason, condition.message)
+    for before in seen.service.status.conditions:
+        stale = before.reason in (words.NOT_APPLICABLE, words.NOT_COMPATIBLE)
+        if before.type == words.KV_TRANSFER_VERIFIED and not stale:
+            return _condition(seen, before.status, before.reason, before.message)
     return _condition(seen, "Unknown", words.NO_TRAFFIC_YET, "no hand-off was seen yet")
 
 
@@ -106,13 +107,5 @@ def _apart(serving: tuple[PDInstance, ...]) -> bool:
     return not any(can_transfer(one, other).allowed for one, other in permutations(known, 2))
 
 
-def _condition(seen: Observed, status: str, reason: str, message: str) -> Condition:
-    return Condition.model_validate(
-        {
-            "type": words.KV_TRANSFER_VERIFIED,
-            "status": status,
-            "reason": reason,
-            "message": message,
-            "observedGeneration": seen.service.metadata.generation,
-        }
-    )
+def _condition(seen: Observed, status: Standing, reason: str, message: str) -> Condition:
+    return condition(seen.service, words.KV_TRANSFER_VERIFIED, status, reason, message)

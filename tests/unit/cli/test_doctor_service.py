@@ -17,6 +17,7 @@ from fulcrum_cli.doctor.services import (
     check_conditions,
     check_floors,
     check_instances,
+    check_model,
     check_pairs,
     check_progress,
     check_status_is_current,
@@ -324,7 +325,7 @@ def facts(**changes: Any) -> Facts:
 def test_a_local_run_that_is_well_has_nothing_but_ok() -> None:
     findings = examine(facts(local=LocalFacts(state=state(), autoscaler_refusal="")))
     assert worst(findings) is OK
-    assert tell(findings)[-1] == "10 ok, 0 warnings, 0 problems"
+    assert tell(findings)[-1] == "11 ok, 0 warnings, 0 problems"
 
 
 def test_a_namespace_without_a_service_is_well() -> None:
@@ -460,6 +461,29 @@ def test_a_service_without_its_image_has_one_problem_with_all_that_is_known_of_i
     assert troubles(findings) == [("chat: images", PROBLEM, f"chat-0: ErrImagePull vllm:9: {words}")]
     assert findings[0].explains == ("chat: conditions", "chat: floors", "chat: targets")
     assert "         follows from it: chat: conditions, chat: floors, chat: targets" in tell(findings)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        pytest.param("True", (OK, "fits, R: 13 requests"), id="it fits"),
+        pytest.param("Unknown", (OK, "not known whether it fits, R: 13 requests"), id="nobody knows"),
+        pytest.param("False", (PROBLEM, "does not fit, R: 13 requests"), id="it does not"),
+    ],
+)
+def test_whether_the_model_fits_is_told_as_the_operator_judges_it(
+    status: str, expected: tuple[Standing, str]
+) -> None:
+    assert seen(check_model(service(condition("ModelFits", status, message="13 requests")))) == expected
+
+
+def test_a_model_that_does_not_fit_is_why_instances_do_not_serve() -> None:
+    large = condition("ModelFits", "False", message="131.4 GiB of weights")
+    ready = condition("Ready", "False").model_copy(update={"reason": "TooFewInstances"})
+    starting = (instance("chat-0", "Starting", None), instance("chat-1", "Starting", None))
+    findings = examine(facts(services=(service(ready, large),), instances=starting, assignments={}))
+    assert troubles(findings)[0] == ("chat: model", PROBLEM, "does not fit, R: 131.4 GiB of weights")
+    assert findings[0].explains == ("chat: conditions", "chat: floors", "chat: targets")
 
 
 def test_what_has_a_cause_of_its_own_is_not_put_below_another() -> None:

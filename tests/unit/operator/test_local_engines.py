@@ -89,6 +89,25 @@ def test_what_is_known_of_engines_of_one_service_lets_them_hand_kv_over(
     assert startup_s(owner) == one.startup_s
 
 
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        pytest.param({}, ("Unknown", "HardwareUnknown"), id="nobody says how much memory there is"),
+        pytest.param({"memory": "64Gi"}, ("True", "Fits"), id="enough"),
+        pytest.param({"memory": "2Gi"}, ("False", "WeightsTooLarge"), id="less than the engine itself takes"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_whether_the_model_fits_follows_from_the_memory_that_is_written(
+    tmp_path: Path, memory: dict[str, str], expected: tuple[str, str]
+) -> None:
+    pool = {"name": "flex", "instances": {"min": 2}, "hardware": {"resource": "cpu", **memory}}
+    owner = service(pools=[pool])
+    fit = engine_facts(instance(owner), around(owner, tmp_path)).fit
+    assert fit is not None
+    assert (fit.verdict, fit.reason) == expected
+
+
 @pytest.mark.usefixtures("environment")
 def test_a_cache_server_has_ports_of_its_own_and_leaves_no_memory(tmp_path: Path) -> None:
     owner = service(kvTransfer={"connector": "NIXLWithLMCache"}, kvCache={"cpu": "256Mi"})

@@ -152,6 +152,25 @@ class Clock:
     at_s: float = NOW_S
 
     def now_s(self) -> float:
+@pytest.mark.parametrize(
+    ("before", "now", "told_of"),
+    [
+        pytest.param(("Unknown", "ModelUnknown"), ("False", "WeightsTooLarge"), True, id="it comes"),
+        pytest.param(("False", "WeightsTooLarge"), ("False", "WeightsTooLarge"), False, id="it goes on"),
+        pytest.param(
+            ("False", "WeightsTooLarge"), ("False", "ContextTooLong"), True, id="for another reason"
+        ),
+        pytest.param(("False", "WeightsTooLarge"), ("True", "Fits"), False, id="it is well again"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_told_once_for_each_reason(
+    before: tuple[str, str], now: tuple[str, str], told_of: bool
+) -> None:
+    seen = replace(SEEN, service=judged(words.MODEL_FITS, before[1], before[0]))
+    plan = after(judged(words.MODEL_FITS, now[1], now[0]))
+    assert told(seen, plan) == ([("ModelDoesNotFit", "why")] if told_of else [])
+
+
         return self.at_s
 
     def monotonic_s(self) -> float:

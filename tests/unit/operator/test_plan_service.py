@@ -132,6 +132,7 @@ def test_the_status_of_a_settled_service() -> None:
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
             holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
             holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
+            holds("ModelFits", "Unknown", "NotApplicable", "simulated engines hold no model"),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -155,6 +156,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         "TiersAccepted": NOW_S,
         "ScalingLimited": NOW_S,
         "KVTransferVerified": NOW_S,
+        "ModelFits": NOW_S,
     }
 
 
