@@ -79,9 +79,9 @@ async def _drained(there: Connection, written: Written) -> tuple[bool, Sight]:
 
 
 async def _empty(there: Connection, written: Written) -> bool:
-    """Whether the router has applied the word and has nothing open on the instance; no router: not known."""
+    """Whether the router has applied the word and nothing is on the instance; no router: not known."""
     state = await there.router_state()
     if state is None or state.generation < written.generation:
         return False
     ledgers = [ledger for ledger in state.instances if ledger.name == written.instance]
-    return all(not ledger.legs and not ledger.open_handoffs for ledger in ledgers)
+    return all(ledger.at_rest(since_s=state.acknowledged_at_s) for ledger in ledgers)

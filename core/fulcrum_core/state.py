@@ -34,6 +34,19 @@ class InstanceState(_Wire):
         default=None, description="The engine's KV cache use, 0 to 1; None: not read."
     )
     missed_probes: int = Field(default=0, description="Probes in a row that the engine did not answer.")
+    engine_requests: int | None = Field(
+        default=None, description="Requests in the engine, by its own count; None: it does not say."
+    )
+    engine_read_s: float = Field(default=0.0, description="Unix time at which it was last asked for that.")
+
+    def at_rest(self, *, since_s: float) -> bool:
+        """Whether nothing is on it: by the router's ledger, and by its own count as of `since_s` or later.
+
+        Its own count knows what another router sent. An engine that does not answer is not waited for.
+        """
+        if self.legs or self.open_handoffs:
+            return False
+        return self.engine_requests is None or (not self.engine_requests and self.engine_read_s >= since_s)
 
 
 class TierState(_Wire):

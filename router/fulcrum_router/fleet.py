@@ -27,6 +27,8 @@ class Instance:
         "assigned",
         "decode_field",
         "decode_model",
+        "engine_read_s",
+        "engine_requests",
         "former",
         "health",
         "identity",
@@ -71,6 +73,10 @@ class Instance:
         self.salt = ""
         """Goes into every prompt's salt: what the engine has cached under another one is not used."""
         self.tells_cached = False
+        self.engine_requests: int | None = None
+        """Requests in it by its own count, whoever sent them; None: it does not say."""
+        self.engine_read_s = 0.0
+        """Unix time at which it was asked for that."""
         """Whether it was seen to say how many tokens of a prompt it did not compute."""
         self.missed_probes = 0
         self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
@@ -95,6 +101,7 @@ class Instance:
         if pool is not None:
             pool.close()
             self.former.append(pool)
+        self.engine_requests = None
 
     def check(self, now_s: float) -> None:
         """Fail the legs that waited too long, and move on those that wait in vain."""

@@ -1,7 +1,8 @@
 """What the router reads from the engines once a second, and how dead instances come back.
 
-Only sums that the data path cannot know: the engines' own inter-token latency (requests without a
-stream show it none) and KV use. A probe shares the pool of the instance and runs beside the requests.
+Only what the data path cannot know: the engines' own inter-token latency (requests without a stream show
+it none), KV use, and how many requests they have, other routers' too. A probe shares the pool of the
+instance and runs beside the requests.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ SILENT = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE})
 _ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
 _ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
+_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _KV_EXPIRED = b"vllm:nixl_num_kv_expired_reqs_total"
 
 
@@ -115,6 +117,7 @@ class Prober:
     async def _scrape(
         self, instance: Instance, pool: EnginePool, last: LatencySums | None
     ) -> LatencySums | None:
+        asked_s = time.time()
         try:
             status, text = await _get(pool, b"/metrics")
         except LegFailed as failed:
@@ -124,6 +127,7 @@ class Prober:
             self._missed(instance, pool, "status")
             return None
         instance.missed_probes = 0
+        instance.engine_requests, instance.engine_read_s = requests_in(text), asked_s
         instance.kv_usage = read_sample(text, _KV_USAGE)
         instance.kv_expired = read_sample(text, _KV_EXPIRED)
         seconds, count = read_sample(text, _ITL_SUM), read_sample(text, _ITL_COUNT)
@@ -143,7 +147,7 @@ class Prober:
         if instance.pool is not pool:
             return  # it has moved meanwhile
         instance.missed_probes += 1
-        instance.itl_s = instance.kv_usage = None
+        instance.itl_s = instance.kv_usage = instance.engine_requests = None
         if instance.missed_probes < MISSED_EJECT and reason != Failure.UNREACHABLE:
             return
         if instance.health.failed(time.monotonic(), at_once=True, hangs=reason in SILENT):
@@ -169,6 +173,12 @@ class Prober:
         if instance.health.succeeded():
             instance.refresh()
             log.info("instance back", instance=instance.name)
+
+
+def requests_in(text: bytes) -> int | None:
+    """How many requests run or wait in an engine, by its exposition; None if it does not say."""
+    running, waiting = read_sample(text, _RUNNING), read_sample(text, _WAITING)
+    return None if running is None or waiting is None else int(running + waiting)
 
 
 async def expired_handoffs(instance: Instance) -> float | None:

@@ -51,6 +51,8 @@ def _instance(instance: Instance) -> InstanceState:
         itl_s=instance.itl_s,
         kv_usage=instance.kv_usage,
         missed_probes=instance.missed_probes,
+        engine_requests=None if instance.health.ejected else instance.engine_requests,
+        engine_read_s=instance.engine_read_s,
     )
 
 

@@ -55,11 +55,11 @@ class Facts:
     leaving: bool = False
     """It shall go for good."""
     drained: bool = False
-    """The router has acknowledged the cordon and has nothing open on it."""
+    """The router has acknowledged the cordon and nothing is open on it, by its word and by the engine's."""
     answers: bool = False
     """The router reached the engine that runs now."""
     legs: int | None = None
-    """Requests on it as the router last said; None: not known."""
+    """Requests on it as the router and the engine last said; None: not known."""
     startup_s: float = 0.0
     """From its engine's start to serving, as far as that is known."""
     taken: bool = False

@@ -29,6 +29,8 @@ from fulcrum_operator.plan.status import pool_state, service_status
 from fulcrum_operator.plan.transfer import verified_at
 
 DRAIN_LOOK_S = 0.2
+SETTLE_S = 1.0
+"""An engine's own count is believed once a drain is so old: no router can have missed the cordon by then."""
 """How often the router is asked whether a drain is done."""
 
 _ASKS_ROUTER = (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING)
@@ -169,10 +171,10 @@ def _facts(
         cordoned=entry is not None and entry.cordoned,
         leaving=name in assigned.leaving,
         drained=_acknowledged(seen)
-        and (state is None or not (state.legs or state.open_handoffs))
+        and (state is None or state.at_rest(since_s=since_s + SETTLE_S))
         and _leases_known(seen, status.phase_since),
         answers=state is not None and not state.missed_probes,
-        legs=state.legs if state else None,
+        legs=max(state.legs, state.engine_requests or 0) if state else None,
         startup_s=seen.startup_s(instance),
         taken=seen.taken(instance),
         shown_until_s=min(since_s + LOST_SHOWN_S, whole_at_s),

@@ -19,10 +19,11 @@ from fulcrum_core.api import (
     RoleStatus,
 )
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, asks_router, check_references, plan_removal, plan_service
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
-from fulcrum_operator.plan.plan import DRAIN_LOOK_S
+from fulcrum_operator.plan.plan import DRAIN_LOOK_S, SETTLE_S
 from tests.unit.operator.builders import (
     EXITED,
     FACTS,
@@ -131,8 +132,8 @@ def test_the_status_of_a_settled_service() -> None:
             holds("Degraded", "False", "AllWell", "no instance has failed"),
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
             holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
-            holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
             holds("ModelFits", "Unknown", "NotApplicable", "simulated engines hold no model"),
+            holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -155,8 +156,8 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         "Degraded": NOW_S,
         "TiersAccepted": NOW_S,
         "ScalingLimited": NOW_S,
-        "KVTransferVerified": NOW_S,
         "ModelFits": NOW_S,
+        "KVTransferVerified": NOW_S,
     }
 
 
@@ -310,6 +311,12 @@ def test_new_instances_take_the_lowest_numbers_that_nobody_has() -> None:
     assert ([i.metadata.name for i in plan.start], plan.stop) == (["chat-2", "chat-4"], ("chat-1",))
 
 
+def counted(state: RouterState, **read: Any) -> RouterState:
+    """The state with what its one instance's engine says of itself."""
+    (only,) = state.instances
+    return state.model_copy(update={"instances": (only.model_copy(update=read),)})
+
+
 def draining(**fields: Any) -> Observed:
     """Four instances of which three are wanted and chat-3 drains, cordoned in generation 2."""
     roles = {**{name: entry(role) for name, role in FOUR.items()}, "chat-3": entry(D, cordoned=True)}
@@ -344,6 +351,26 @@ def draining(**fields: Any) -> Observed:
             router(2).model_copy(update={"since_s": NOW_S - 30.0}),
             Phase.TERMINATING,
             id="the lease of the predecessor's hand-offs has run out",
+        ),
+        pytest.param(
+            counted(router(2, {"chat-3": 0}), engine_requests=1, engine_read_s=NOW_S),
+            Phase.DRAINING,
+            id="the engine has a request that the router does not know of",
+        ),
+        pytest.param(
+            counted(router(2, {"chat-3": 0}), engine_requests=0, engine_read_s=NOW_S - 60.0 + SETTLE_S - 0.1),
+            Phase.DRAINING,
+            id="the engine had none when another router might still send it one",
+        ),
+        pytest.param(
+            counted(router(2, {"chat-3": 0}), engine_requests=0, engine_read_s=NOW_S - 60.0 + SETTLE_S),
+            Phase.TERMINATING,
+            id="the engine has none",
+        ),
+        pytest.param(
+            counted(router(2, {"chat-3": 0}), engine_requests=None, engine_read_s=NOW_S - 99.0),
+            Phase.TERMINATING,
+            id="an engine that does not answer is not waited for",
         ),
     ],
 )

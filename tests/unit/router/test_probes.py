@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_router.probes import LatencySums, read_sample
+from fulcrum_router.probes import LatencySums, read_sample, requests_in
 
 NAME = b"vllm:x_sum"
 
@@ -25,6 +25,24 @@ NAME = b"vllm:x_sum"
 )
 def test_samples(text: bytes, value: float | None) -> None:
     assert read_sample(text, NAME) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        pytest.param(
+            b'vllm:num_requests_running{engine="0"} 2.0\n'
+            b'vllm:num_requests_waiting{engine="0"} 1.0\n'
+            b'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n',
+            3,
+            id="those that run and those that wait, each once",
+        ),
+        pytest.param(b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n", 0, id="none"),
+        pytest.param(b"vllm:num_requests_running 0\n", None, id="one number alone says nothing"),
+    ],
+)
+def test_requests_in_an_engine(text: bytes, count: int | None) -> None:
+    assert requests_in(text) == count
 
 
 @pytest.mark.parametrize(
