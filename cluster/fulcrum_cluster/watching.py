@@ -1,4 +1,4 @@
-"""A shell's view of one kind: listed, then followed, and kept while the store is away.
+"""A shell's view of one kind: listed, then followed, and kept while what it comes from is away.
 
 What a shell acts on is the mirror, never the store's answer of the moment: when the store is gone, the
 last known state stands and the shell goes on serving.
@@ -6,6 +6,7 @@ last known state stands and the shell goes on serving.
 
 import asyncio
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import Gone, StoreError, StoreUnavailable
 from fulcrum_core.ports import EventType, Store, WatchEvent
 
+E = TypeVar("E")
 R = TypeVar("R", bound=Resource)
 
 OnChange = Callable[[R | None, R | None], None]
@@ -26,7 +28,79 @@ _FIRST_DELAY_S = 0.05
 _LONGEST_DELAY_S = 2.0
 
 
-class Mirror(Generic[R]):
+class Following(ABC, Generic[E]):
+    """Lists, watches from there, and begins again after whatever ends that; `run` goes on until cancelled.
+
+    Args:
+        kind: What is followed, for the log.
+        rng: Spreads the retries of many processes.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        rng: random.Random | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.synced = asyncio.Event()
+        """Set once the first list was taken in."""
+        self._kind_name = kind
+        self._rng, self._sleep = rng or random.Random(), sleep
+        self._since: str | None = None
+        self._failures = 0
+        self._told = ""
+
+    @abstractmethod
+    async def _relist(self) -> str:
+        """Take in a whole list, set `synced`, and return the list's version."""
+
+    @abstractmethod
+    def _changes(self, since: str) -> AsyncGenerator[E, None]:
+        """What changes after that version."""
+
+    @abstractmethod
+    def _take(self, event: E) -> str:
+        """Take in one change and return its version."""
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        while True:
+            wait_s = 0.0
+            try:
+                await self._follow()
+            except Gone:
+                self._since = None
+            except StoreUnavailable as error:
+                wait_s = error.retry_after_s or 0.0  # meanwhile the last known state stands
+            except StoreError as error:
+                self._tell_once(error)
+            await self._sleep(max(wait_s, self._delay_s()))
+            self._failures += 1
+
+    async def _follow(self) -> None:
+        """List if there is nothing to resume from, then take in changes until the stream ends."""
+        if not self._since:
+            self._since, self._told = await self._relist(), ""
+        async with aclosing(self._changes(self._since)) as events:
+            async for event in events:
+                self._failures = 0
+                self._since = self._take(event)
+
+    def _tell_once(self, error: StoreError) -> None:
+        """What somebody has to repair (a right, a CRD) is said when it begins, not at each try."""
+        if self._told != str(error):
+            self._told = str(error)
+            _log.warning("watch refused", kind=self._kind_name, error=self._told)
+
+    def _delay_s(self) -> float:
+        """Doubling from 50 ms to 2 s, each between half and the whole of that."""
+        longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._failures, 10))
+        return float(longest * self._rng.uniform(0.5, 1.0))
+
+
+class Mirror(Following[WatchEvent[R]], Generic[R]):
     """All objects of one kind in a namespace, as last heard of; `run` keeps it current.
 
     An object that its model cannot read (a newer writer's) is passed over with a line in the log: what was
@@ -52,15 +126,11 @@ class Mirror(Generic[R]):
         rng: random.Random | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.synced = asyncio.Event()
+        super().__init__(kind.kind_name(), rng=rng, sleep=sleep)
         self.unreadable: frozenset[str] = frozenset()
         self._store, self._kind, self._namespace = store, kind, namespace
         self._on_change = on_change
-        self._rng, self._sleep = rng or random.Random(), sleep
         self._objects: dict[str, R] = {}
-        self._since: str | None = None
-        self._failures = 0
-        self._told = ""
 
     @property
     def objects(self) -> Mapping[str, R]:
@@ -71,34 +141,12 @@ class Mirror(Generic[R]):
         """One object, whether this follows one namespace or all."""
         return self._objects.get(self._key(namespace, name)) if self._namespace in ("", namespace) else None
 
-    async def run(self) -> None:
-        """Follow the store until cancelled. `synced` is set once the first list was taken in."""
-        while True:
-            wait_s = 0.0
-            try:
-                await self._follow()
-            except Gone:
-                self._since = None
-            except StoreUnavailable as error:
-                wait_s = error.retry_after_s or 0.0  # meanwhile the last known state stands
-            except StoreError as error:
-                self._tell_once(error)
-            await self._sleep(max(wait_s, self._delay_s()))
-            self._failures += 1
-
-    async def _follow(self) -> None:
-        """List if there is nothing to resume from, then take in changes until the stream ends."""
-        since = self._since or await self._relist()
+    def _changes(self, since: str) -> AsyncGenerator[WatchEvent[R], None]:
         stream = self._store.watch(self._kind, namespace=self._namespace, since=since)
-        async with aclosing(cast(AsyncGenerator[WatchEvent[R], None], stream)) as events:
-            async for event in events:
-                self._failures = 0
-                self._since = event.resource_version
-                self._take(event)
+        return cast(AsyncGenerator[WatchEvent[R], None], stream)
 
     async def _relist(self) -> str:
         listing = await self._store.list(self._kind, namespace=self._namespace)
-        self._since, self._told = listing.resource_version, ""
         current = {self._key_of(obj): obj for obj in listing.items}
         unreadable = frozenset(self._key(*key) for key in listing.unreadable)
         for key in sorted(unreadable - self.unreadable):
@@ -111,14 +159,15 @@ class Mirror(Generic[R]):
         self.synced.set()
         return listing.resource_version
 
-    def _take(self, event: WatchEvent[R]) -> None:
+    def _take(self, event: WatchEvent[R]) -> str:
         if event.object is not None:
-            key, new = self._key_of(event.object), event.object
+            self._put(event.type, self._key_of(event.object), event.object)
         elif event.unreadable is not None:
-            key, new = self._key(*event.unreadable), None
-        else:
-            return
-        if event.type is EventType.DELETED:
+            self._put(event.type, self._key(*event.unreadable), None)
+        return event.resource_version
+
+    def _put(self, change: EventType, key: str, new: R | None) -> None:
+        if change is EventType.DELETED:
             self._set(key, None)
         elif new is None:
             self._pass_over(key)
@@ -130,12 +179,6 @@ class Mirror(Generic[R]):
     def _pass_over(self, key: str) -> None:
         self.unreadable |= {key}
         _log.warning("object passed over: its model cannot read it", kind=self._kind.kind_name(), object=key)
-
-    def _tell_once(self, error: StoreError) -> None:
-        """What somebody has to repair (a right, a CRD) is said when it begins, not at each try."""
-        if self._told != str(error):
-            self._told = str(error)
-            _log.warning("watch refused", kind=self._kind.kind_name(), error=self._told)
 
     def _set(self, key: str, new: R | None) -> None:
         old = self._objects.get(key)
@@ -152,11 +195,6 @@ class Mirror(Generic[R]):
 
     def _key_of(self, obj: R) -> str:
         return self._key(obj.metadata.namespace, obj.metadata.name)
-
-    def _delay_s(self) -> float:
-        """Doubling from 50 ms to 2 s, each between half and the whole of that."""
-        longest = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(self._failures, 10))
-        return float(longest * self._rng.uniform(0.5, 1.0))
 
 
 def _version(obj: Resource | None) -> str | None:

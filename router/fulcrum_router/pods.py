@@ -7,24 +7,18 @@ while the API server is away.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
-import structlog
-
 from fulcrum_cluster.objects import POD, Object, ObjectApi
+from fulcrum_cluster.watching import Following
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_core.errors import Gone, StoreError, StoreUnavailable
 from fulcrum_core.ports import EventType
 
-log = structlog.get_logger()
-
-_RETRY_S = 0.5
 _ENDED = frozenset({"Failed", "Succeeded"})
 
 
-class PodWatch:
+class PodWatch(Following[tuple[EventType, Object]]):
     """The engine pods of one service. What is known stands while the API server is away.
 
     Args:
@@ -46,51 +40,34 @@ class PodWatch:
         rng: random.Random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self.synced = asyncio.Event()
+        super().__init__(POD.kind, rng=rng, sleep=sleep)
         self._objects, self._namespace = objects, namespace
         self._labels = f"{SERVICE_LABEL}={service}"
-        self._on_change, self._rng, self._sleep = on_change, rng, sleep
+        self._on_change = on_change
         self._staying: dict[str, str | None] = {}
         """Pods that nobody ends, with their address."""
-        self._since: str | None = None
-        self._told = ""
 
     def takes_work(self, name: str, host: str) -> bool:
         """Whether the pod of that name stays and has that address; True as long as no pod could be listed."""
         return not self.synced.is_set() or (name in self._staying and self._staying[name] in (None, host))
 
-    async def run(self) -> None:
-        """Follow the pods until cancelled."""
-        while True:
-            wait_s = 0.0
-            try:
-                await self._follow()
-            except Gone:
-                self._since = None
-            except StoreUnavailable as error:
-                wait_s = error.retry_after_s or 0.0
-            except StoreError as error:
-                self._tell_once(error)
-            await self._sleep(max(wait_s, _RETRY_S * self._rng.uniform(0.5, 1.0)))
-
-    async def _follow(self) -> None:
-        since = self._since or await self._relist()
-        stream = self._objects.watch(POD, namespace=self._namespace, since=since, labels=self._labels)
-        async with aclosing(stream) as events:
-            async for event, pod in events:
-                self._since = pod["metadata"]["resourceVersion"]
-                if event is not EventType.BOOKMARK:
-                    self._take(pod, gone=event is EventType.DELETED)
+    def _changes(self, since: str) -> AsyncGenerator[tuple[EventType, Object], None]:
+        return self._objects.watch(POD, namespace=self._namespace, since=since, labels=self._labels)
 
     async def _relist(self) -> str:
         pods, version = await self._objects.list(POD, namespace=self._namespace, labels=self._labels)
-        self._since, self._told = version, ""
         self._staying = {_name(pod): _address(pod) for pod in pods if _stays(pod)}
         self.synced.set()
         self._on_change()
         return version
 
-    def _take(self, pod: Object, *, gone: bool) -> None:
+    def _take(self, event: tuple[EventType, Object]) -> str:
+        change, pod = event
+        if change is not EventType.BOOKMARK:
+            self._put(pod, gone=change is EventType.DELETED)
+        return str(pod["metadata"]["resourceVersion"])
+
+    def _put(self, pod: Object, *, gone: bool) -> None:
         name, before = _name(pod), dict(self._staying)
         if gone or not _stays(pod):
             self._staying.pop(name, None)
@@ -98,11 +75,6 @@ class PodWatch:
             self._staying[name] = _address(pod)
         if self._staying != before:
             self._on_change()
-
-    def _tell_once(self, error: StoreError) -> None:
-        if self._told != str(error):
-            self._told = str(error)
-            log.warning("watch refused", kind=POD.kind, error=self._told)
 
 
 def _name(pod: Mapping[str, Any]) -> str:
