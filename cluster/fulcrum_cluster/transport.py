@@ -119,7 +119,7 @@ class Http:
                     await answer.aread()
                     self._json(answer, None)
                 yield _lines(answer)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._unavailable(error) from error
 
     async def _begun(
@@ -147,7 +147,7 @@ class Http:
         headers = {**headers, **await self._credentials()}
         try:
             return await call(headers=headers)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._unavailable(error) from error
 
     async def _credentials(self) -> dict[str, str]:
@@ -190,7 +190,7 @@ class Http:
             )
         return StoreUnavailable(message, retry_after_s=_retry_after_s(answer))
 
-    def _unavailable(self, error: httpx.TransportError) -> StoreUnavailable:
+    def _unavailable(self, error: httpx.RequestError) -> StoreUnavailable:
         return StoreUnavailable(f"{self._access.words} does not answer: {error or type(error).__name__}")
 
 

@@ -85,10 +85,19 @@ class Failover:
         router.active = False
 
     async def run(self) -> None:
-        """Stand for election, and direct the traffic here while elected, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._elector.run())
-            tasks.create_task(self._keep_slice())
+        """Stand for election, and direct the traffic here while elected, until cancelled.
+
+        What the store answers is dealt with below. After a fault of our own it begins anew: a router that
+        went on serving without standing for election would be one too many, and nobody would know.
+        """
+        while True:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._elector.run())
+                    tasks.create_task(self._keep_slice())
+            except Exception:
+                log.exception("election begins anew after a fault of the router")
+            await asyncio.sleep(RETRY_S)
 
     async def hand_over(self) -> None:
         """After `run`: let another one take over, serving on until clients are directed there.

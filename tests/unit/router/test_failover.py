@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -160,6 +161,22 @@ async def test_a_slice_that_could_not_be_written_is_written_later(seed: int) -> 
         world.objects.put("EndpointSlice", NAME, addressType="IPv4", endpoints=[], ports=[])
         await asyncio.sleep(1)
         assert await world.directed_to() == ["10.0.0.1"]
+
+
+async def test_a_fault_of_its_own_ends_no_candidature(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with routers(seed) as world:
+        faults = iter([RuntimeError("a fault")])
+        find = world.objects.get
+
+        async def get(*args: Any, **named: Any) -> Any:
+            for fault in faults:
+                raise fault
+            return await find(*args, **named)
+
+        monkeypatch.setattr(world.objects, "get", get)
+        await world.start("a")
+        await asyncio.sleep(5)
+        assert (world.active, await world.directed_to()) == (["a"], ["10.0.0.1"])
 
 
 async def test_a_slice_that_somebody_emptied_is_filled_again(seed: int) -> None:
