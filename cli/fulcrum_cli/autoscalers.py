@@ -17,12 +17,28 @@ PORT = "http"
 async def cluster_decisions(
     objects: "ObjectApi", service: str, *, namespace: str, limit: int
 ) -> Sequence[dict[str, Any]]:
-    """The autoscaler's last decisions on one service, newest last.
+    """The last decisions on one service, newest last, of the autoscaler that decides on it.
+
+    A cluster may have several, each for some namespaces: who looks after a service has something to tell.
 
     Raises:
-        Unreachable: if there is no autoscaler, or it does not answer with a list.
+        Unreachable: if there is none, or one that may be the one does not answer with a list.
     """
-    where = decisions_path(await _find(objects, namespace), service, namespace=namespace, limit=limit)
+    away: Unreachable | None = None
+    for found in await _autoscalers(objects, namespace):
+        try:
+            told = await _ask(objects, decisions_path(found, service, namespace=namespace, limit=limit))
+        except Unreachable as error:
+            away = away or error
+            continue
+        if told:
+            return told
+    if away is not None:
+        raise away
+    return ()
+
+
+async def _ask(objects: "ObjectApi", where: str) -> Sequence[dict[str, Any]]:
     try:
         listed = await objects.get_path(where)
     except StoreError as error:
@@ -41,17 +57,21 @@ def decisions_path(found: Mapping[str, Any], service: str, *, namespace: str, li
     return f"/api/v1/namespaces/{meta['namespace']}/services/{meta['name']}:{port}/proxy/decisions?{query}"
 
 
-async def _find(objects: "ObjectApi", namespace: str) -> Mapping[str, Any]:
-    """The autoscaler's Service, wherever it may be seen; one in the same namespace goes first."""
+async def _autoscalers(objects: "ObjectApi", namespace: str) -> Sequence[Mapping[str, Any]]:
+    """The Services of all autoscalers that may be seen; those in the same namespace go first."""
     from fulcrum_cluster.objects import SERVICE
 
     refusal = ""
-    for where in (namespace, ""):
+    for where in ("", namespace):
         try:
             found, _ = await objects.list(SERVICE, namespace=where, labels=LABELS)
         except StoreError as error:
             refusal = f": {error}"
             continue
         if found:
-            return min(found, key=lambda body: (body["metadata"]["namespace"], body["metadata"]["name"]))
+            return sorted(found, key=lambda body: _nearest(body["metadata"], namespace))
     raise Unreachable(f"no Service with the labels {LABELS} was found{refusal}")
+
+
+def _nearest(meta: Mapping[str, Any], namespace: str) -> tuple[bool, str, str]:
+    return meta["namespace"] != namespace, meta["namespace"], meta["name"]
