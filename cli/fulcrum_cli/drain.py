@@ -8,12 +8,10 @@ from fulcrum_cli.flipping import Written, cordon, cordon_reason, cordoner
 from fulcrum_cli.program import program_name
 from fulcrum_cli.target import Asked, choose_target
 from fulcrum_cli.waiting import Sight, check_stands, look, look_until, phase_words
+from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
-
-DRAINED = "drained"
-"""How the message of a cordoned instance ends, once the router has nothing open on it any more."""
 
 SETTLE_S = 10.0
 """Grace on top of the drain's own time: for the operator to say so."""

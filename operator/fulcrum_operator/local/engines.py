@@ -27,7 +27,7 @@ from fulcrum_operator.local.environment import engine_environment, local_model
 from fulcrum_operator.local.life import Life
 from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.observed import EngineFacts
-from fulcrum_operator.plan.pools import desired_pools
+from fulcrum_operator.plan.pools import desired_pools, pool_role
 
 PATIENCE_S = 300.0
 """A real engine may take so long to start: it imports for 20 s where it is alone, and many times that on a
@@ -101,9 +101,8 @@ def startup_s(service: PDService) -> float:
 
 
 def _instance_request(instance: PDInstance, service: PDService) -> EngineRequest:
-    pools = {pool.metadata.name: pool.spec.role for pool in desired_pools(service, ())}
     role = Role(instance.spec.role) if instance.spec.role is not None else None
-    return _request(instance.spec, pools.get(instance.spec.pool, "Flexible"), service, role)
+    return _request(instance.spec, pool_role(instance, service), service, role)
 
 
 def _request(

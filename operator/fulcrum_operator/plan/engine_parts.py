@@ -1,10 +1,9 @@
 """What the engine's type decides of a pod: the program, its environment, ports and volumes."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulcrum_core.api import PDInstance, PDService, PoolRole
+from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.values import Role
@@ -13,7 +12,7 @@ from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.plan.labels import HTTP_PORT, SIDE_CHANNEL_PORT, from_field
-from fulcrum_operator.plan.pools import pool_name
+from fulcrum_operator.plan.pools import pool_role
 
 _HOME = {"HOME": "/tmp", "USER": "engine"}
 """The user of a pod has no home: what engines cache for themselves goes where they may write."""
@@ -80,7 +79,7 @@ def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
     The model's config.json is not read: what follows from it is left to the engine.
     """
     role = Role(instance.spec.role) if instance.spec.role is not None else None
-    return engine_request(service, instance.spec, pool_role=_pool_role(instance, service), role=role)
+    return engine_request(service, instance.spec, pool_role=pool_role(instance, service), role=role)
 
 
 def _default_image(request: EngineRequest) -> str:
@@ -102,13 +101,6 @@ def _of(launch: EngineLaunch, image: str) -> EngineParts:
         volumes=[{"name": volume.name, **_source(volume)} for volume in launch.volumes],
         startup_s=launch.startup_s,
     )
-
-
-def _pool_role(instance: PDInstance, service: PDService) -> PoolRole:
-    name = service.metadata.name
-    pools = service.spec.resolved_pools()
-    roles: Iterator[PoolRole] = (p.role for p in pools if pool_name(name, p.name) == instance.spec.pool)
-    return next(roles, "Flexible")
 
 
 def _port(name: str, number: int) -> dict[str, Any]:

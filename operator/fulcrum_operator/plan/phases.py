@@ -15,11 +15,9 @@ is ended before the phase says that it switches, so a running engine in Switchin
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase, Role
-
-DRAINED = "drained"
-"""How the message of a cordoned instance ends, once the router has nothing open on it any more."""
 
 DELETED = "its engine was told to end by somebody else"
 

@@ -8,7 +8,17 @@ its instances by a roll-out.
 
 from typing import Any
 
-from fulcrum_core.api import Condition, ObjectMeta, PDPool, PDPoolSpec, PDService, PoolSpec, StartSpec
+from fulcrum_core.api import (
+    Condition,
+    ObjectMeta,
+    PDInstance,
+    PDPool,
+    PDPoolSpec,
+    PDService,
+    PoolRole,
+    PoolSpec,
+    StartSpec,
+)
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
@@ -17,6 +27,13 @@ from fulcrum_core.api.labels import SERVICE_LABEL
 def pool_name(service: str, pool: str) -> str:
     """The PDPool of a service's pool."""
     return f"{service}-{pool}"
+
+
+def pool_role(instance: PDInstance, service: PDService) -> PoolRole:
+    """The role of an instance's pool; of one that the spec no longer names it is not known: any."""
+    name = service.metadata.name
+    roles = (p.role for p in service.spec.resolved_pools() if pool_name(name, p.name) == instance.spec.pool)
+    return next(roles, "Flexible")
 
 
 def desired_pools(service: PDService, existing: tuple[PDPool, ...]) -> tuple[PDPool, ...]:
