@@ -7,7 +7,7 @@ from pydantic import Field
 from fulcrum_core.api.meta import Model, Printer, Resource, Time
 from fulcrum_core.api.pdassignment import AssignedRole
 from fulcrum_core.api.pdpool import StartSpec
-from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Identity, Phase, Role
+from fulcrum_core.values import FlipStrategy, Identity, Phase, Role
 
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once nothing is on it any more."""
