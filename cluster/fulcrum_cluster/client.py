@@ -234,9 +234,9 @@ class RestStore:
         )
         return _read(kind, body)
 
-    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
+    async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """Delete the object, and later all that only it owned; `NotFound` if there is none."""
-        await self._objects.delete(kind_of_resource(kind), name, namespace=namespace)
+        await self._objects.delete(kind_of_resource(kind), name, namespace=namespace, uid=uid)
 
 
 class Cluster:

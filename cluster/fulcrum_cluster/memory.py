@@ -164,9 +164,11 @@ class MemoryStore:
         new = parse_as(kind, {**entry.document, "status": status})
         return self._update(entry, new, new.dump(), entry.managers)
 
-    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
+    async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """Delete the object and all that only it owned; `NotFound` if there is none."""
-        self._entry(kind, name, namespace)
+        found = self._entry(kind, name, namespace).obj.metadata.uid
+        if uid is not None and uid != found:
+            raise Conflict(f'{kind.kind_name()} "{name}" has the uid {found} by now, not {uid}')
         self._remove((kind, namespace, name))
         self._collect_garbage()
 

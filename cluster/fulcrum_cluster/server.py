@@ -130,7 +130,9 @@ class _Api:
         return _object(changed)
 
     async def delete(self, request: web.Request) -> web.Response:
-        await self._store.delete(_kind(request), _name(request), namespace=_namespace(request))
+        options = await _body(request) if request.can_read_body else {}
+        uid = options.get("preconditions", {}).get("uid")
+        await self._store.delete(_kind(request), _name(request), namespace=_namespace(request), uid=uid)
         return web.json_response({"apiVersion": "v1", "kind": "Status", "status": "Success"})
 
     async def _apply(self, request: web.Request, body: Mapping[str, Any]) -> web.Response:

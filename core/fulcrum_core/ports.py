@@ -109,8 +109,11 @@ class Store(Protocol):
         """JSON merge patch of status (`patch` is the status itself)."""
         ...
 
-    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
-        """Delete the object, and later all that it owns (owner references); `NotFound` if there is none."""
+    async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
+        """Delete the object, and later all that it owns (owner references); `NotFound` if there is none.
+
+        `Conflict` if `uid` is given and the object of that name is another one by now.
+        """
         ...
 
 

@@ -281,7 +281,8 @@ def _part(obj: Resource, name: str) -> dict[str, Any]:
 
 async def _delete(obj: Resource, store: Store) -> None:
     try:
-        await store.delete(type(obj), obj.metadata.name, namespace=obj.metadata.namespace)
+        meta = obj.metadata  # what was made anew under its name is not what this pass has judged
+        await store.delete(type(obj), meta.name, namespace=meta.namespace, uid=meta.uid or None)
     except NotFound:
         return
     _log.info("object deleted", kind=obj.kind, name=obj.metadata.name)

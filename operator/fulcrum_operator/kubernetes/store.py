@@ -96,10 +96,14 @@ class CachedStore:
         change = partial(self._store.patch_status, kind, name, patch, resource_version=resource_version)
         return await self._changed(kind, namespace, name, change)
 
-    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
+    async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """See `Store`."""
         check_leading(self._leads)
-        await self._store.delete(kind, name, namespace=namespace)
+        try:
+            await self._store.delete(kind, name, namespace=namespace, uid=uid)
+        except (Conflict, NotFound):
+            await self._catch_up(kind, namespace, name)
+            raise
         await self._catch_up(kind, namespace, name)
 
     async def _changed(

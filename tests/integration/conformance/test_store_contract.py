@@ -391,6 +391,14 @@ class TestDeleting:
         with pytest.raises(NotFound):
             await store.delete(QoSTier, "gold", namespace=namespace)
 
+    async def test_another_one_under_its_name_stays(self, store: Store, namespace: str) -> None:
+        former = await store.create(tier(namespace))
+        await store.delete(QoSTier, "gold", namespace=namespace, uid=former.metadata.uid)
+        await store.create(tier(namespace))
+        with pytest.raises(Conflict):
+            await store.delete(QoSTier, "gold", namespace=namespace, uid=former.metadata.uid)
+        assert await names(store, QoSTier, namespace) == ["gold"]
+
     async def test_what_an_object_owns_goes_with_it_and_what_that_owns(
         self, store: Store, namespace: str
     ) -> None:

@@ -81,9 +81,8 @@ class TakingTurns:
         await self._turn()
         return await self._store.patch_status(kind, name, patch, **where)
 
-    async def delete(self, kind: type[R], name: str, *, namespace: str) -> None:
-        await self._turn()
-        await self._store.delete(kind, name, namespace=namespace)
+    async def delete(self, kind: type[R], name: str, **where: Any) -> None:
+        await (await self._turn()).delete(kind, name, **where)
 
 
 class Engines:

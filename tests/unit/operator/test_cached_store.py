@@ -77,6 +77,24 @@ async def test_what_it_deleted_is_gone_at_once(world: World) -> None:
     assert (await world.store.list(PDService, namespace="default")).items == ()
 
 
+async def test_another_one_under_the_name_is_not_deleted_and_known_then(world: World) -> None:
+    former = await world.store.create(service())
+    await world.behind.delete(PDService, "chat", namespace="default")
+    await world.behind.create(service(model="theirs"))
+    with pytest.raises(Conflict):
+        await world.store.delete(PDService, "chat", namespace="default", uid=former.metadata.uid)
+    assert await world.model() == "theirs"
+
+
+async def test_what_was_deleted_meanwhile_is_gone_then(world: World) -> None:
+    made = await world.store.create(service())
+    await world.behind.delete(PDService, "chat", namespace="default")
+    with pytest.raises(NotFound):
+        await world.store.delete(PDService, "chat", namespace="default", uid=made.metadata.uid)
+    with pytest.raises(NotFound):
+        await world.model()
+
+
 async def test_who_does_not_lead_writes_nothing(world: World) -> None:
     await world.store.create(service())
     world.leads = False
