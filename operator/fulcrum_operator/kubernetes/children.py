@@ -1,7 +1,8 @@
 """What stands around a service's engines, brought to what `children_of` says and kept there.
 
-A child is applied when it is not there, or when what it was last applied from, by hash, is not what it shall
-be now. Those that are made once belong to somebody else afterwards and are only looked for.
+A child is applied when it is not there, when what it was last applied from, by hash, is not what it shall
+be now, and when somebody else has changed what was applied. Those that are made once belong to somebody else
+afterwards and are only looked for.
 """
 
 import hashlib
@@ -26,12 +27,12 @@ from fulcrum_cluster.objects import (
 )
 from fulcrum_core.api import PDService
 from fulcrum_core.errors import NotFound
-from fulcrum_operator.kubernetes.cache import Cache
+from fulcrum_operator.kubernetes.cache import OWNED, Cache
+from fulcrum_operator.kubernetes.ownership import MANAGER, owns_all
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan.children import MADE_ONCE, children_of
 from fulcrum_operator.plan.labels import ClusterSettings
 
-MANAGER = "fulcrum-operator"
 APPLIED = "fulcrum.dev/applied"
 """Annotation: the hash of what the object was last applied from."""
 
@@ -60,6 +61,8 @@ class Children:
         self._objects, self._cache, self._settings, self._leads = objects, cache, settings, leads
         self._met: dict[tuple[ObjectKind, str, str], str] = {}
         """Children of kinds that are not watched, as last looked for, with their owner's identity."""
+        self._sound: dict[tuple[ObjectKind, str, str], str] = {}
+        """The version in which a child was last found, or made, as it shall be."""
 
     async def tend(self, service: PDService, *, wanted: int) -> None:
         """Make and change what differs; nothing differs: nothing is written. Owners' ends delete them."""
@@ -71,21 +74,38 @@ class Children:
     def look_again(self) -> None:
         """Have the next pass of each service see whether what is not watched is still there."""
         self._met.clear()
+        self._sound.clear()
 
     async def _keep(self, child: Object, service: PDService) -> None:
         kind, meta = kind_of_body(child), child["metadata"]
         if child["kind"] in MADE_ONCE:
             await self._make_once(kind, child, service)
             return
-        wanted = fingerprint(child)
-        held = self._cache.object(kind, meta["namespace"], meta["name"])
-        if held is not None and held["metadata"].get("annotations", {}).get(APPLIED) == wanted:
+        annotations = {**meta.get("annotations", {}), APPLIED: fingerprint(child)}
+        body = {**child, "metadata": {**meta, "annotations": annotations}}
+        key = kind, meta["namespace"], meta["name"]
+        if self._stands(key, body):
             return
         check_leading(self._leads)
-        annotations = {**meta.get("annotations", {}), APPLIED: wanted}
-        body = {**child, "metadata": {**meta, "annotations": annotations}}
-        self._cache.take(kind, await self._objects.apply(body, manager=MANAGER, force=True))
+        answer = await self._objects.apply(body, manager=MANAGER, force=True)
+        self._cache.take(kind, answer)
+        # What is not ours in the answer never will be: the server drops the field, or a webhook sets it.
+        self._sound[key] = answer["metadata"].get("resourceVersion", "")
         _log.info("child applied", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
+
+    def _stands(self, key: tuple[ObjectKind, str, str], body: Object) -> bool:
+        """Whether the child is as it was applied, and was applied from this."""
+        held = self._cache.object(*key)
+        if held is None:
+            return False
+        meta = held["metadata"]
+        if meta.get("annotations", {}).get(APPLIED) != body["metadata"]["annotations"][APPLIED]:
+            return False
+        version, owned = meta.get("resourceVersion", ""), held.get(OWNED)
+        if self._sound.get(key) != version and owned is not None and not owns_all(owned, body):
+            return False
+        self._sound[key] = version
+        return True
 
     async def _make_once(self, kind: ObjectKind, child: Object, service: PDService) -> None:
         meta = child["metadata"]

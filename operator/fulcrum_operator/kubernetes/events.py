@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import structlog
 
 from fulcrum_cluster.objects import EVENT, Object, ObjectApi
-from fulcrum_core.api import PDInstance, PDPool, PDService
+from fulcrum_core.api import ObjectMeta, PDInstance, PDPool, PDService
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
 from fulcrum_core.ports import Clock, EngineObservation, EngineState
 from fulcrum_core.values import Actor, Phase
-from fulcrum_operator.kubernetes.children import MANAGER
+from fulcrum_operator.kubernetes.ownership import MANAGER
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.pools import wanted_replicas
@@ -34,17 +34,21 @@ _REASONS = {
     words.TIER_NOT_FOUND: ("TierMissing", WARNING),
     words.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
     words.ROLLED_BACK: ("RolledBack", WARNING),
+    words.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
+    **dict.fromkeys(
+        (words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, words.TOO_FEW_REPLICAS), ("ScalingLimited", WARNING)
+    ),
 }
 """Reasons of a service's conditions that are worth an Event when they come."""
-
-_log = structlog.get_logger()
-
-
 _WHEN_FALSE = {
     words.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
     words.MODEL_FITS: "ModelDoesNotFit",
 }
 """Conditions that are told whenever they are False for another reason than before."""
+
+_log = structlog.get_logger()
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One thing that happened to a service. Two of one `key` are the same thing again."""
@@ -102,6 +106,11 @@ def child_refused(why: str) -> Event:
     """The API server refuses something that the service needs: by a quota, a webhook, for want of a right."""
     message = f"what stands around the engines cannot be made: {why}; tried again every few seconds"
     return Event("ChildRefused", WARNING, message, why)
+
+
+def object_unreadable(words: str) -> Event:
+    """An object of the service is not as this version knows it; the words name it and the field."""
+    return Event("ObjectUnreadable", WARNING, words, words)
 
 
 def events_of(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
@@ -217,11 +226,11 @@ class Recorder:
         self._counts: dict[str, int] = {}
         self._budgets: dict[str, tuple[float, float]] = {}
 
-    async def tell(self, service: PDService, events: Iterable[Event]) -> None:
-        """Write them. What cannot be written is logged and lost: nothing depends on it."""
+    async def tell(self, service: ObjectMeta, events: Iterable[Event]) -> None:
+        """Write them about that PDService. What cannot be written is logged and lost: nobody needs it."""
         for event in events:
-            _log.info("event", service=service.metadata.name, reason=event.reason, message=event.message)
-            if not self._may(service.metadata.uid):
+            _log.info("event", service=service.name, reason=event.reason, message=event.message)
+            if not self._may(service.uid):
                 continue
             try:
                 check_leading(self._leads)
@@ -239,7 +248,7 @@ class Recorder:
         self._budgets[service] = (left - 1 if left >= 1 else left, now_s)
         return left >= 1
 
-    async def _write(self, service: PDService, event: Event) -> None:
+    async def _write(self, service: ObjectMeta, event: Event) -> None:
         name = event_name(service, event)
         now = format_time(self._clock.now_s())
         count = self._counts.get(name)
@@ -251,8 +260,8 @@ class Recorder:
             self._counts.pop(next(iter(self._counts)))
         self._counts[name] = count
 
-    async def _create(self, service: PDService, name: str, event: Event, now: str) -> int:
-        namespace = service.metadata.namespace
+    async def _create(self, service: ObjectMeta, name: str, event: Event, now: str) -> int:
+        namespace = service.namespace
         try:
             await self._objects.create(EVENT, _body(service, name, event, now), namespace=namespace)
         except AlreadyExists:
@@ -260,36 +269,33 @@ class Recorder:
             return await self._again(service, name, event, now, told.get("count", 1))
         return 1
 
-    async def _again(self, service: PDService, name: str, event: Event, now: str, count: int) -> int:
+    async def _again(self, service: ObjectMeta, name: str, event: Event, now: str, count: int) -> int:
         patch = {"count": count + 1, "lastTimestamp": _seconds(now), "message": event.message[:_LONGEST]}
         try:
-            await self._objects.patch(EVENT, name, patch, namespace=service.metadata.namespace)
+            await self._objects.patch(EVENT, name, patch, namespace=service.namespace)
         except NotFound:  # events live for an hour
-            await self._objects.create(
-                EVENT, _body(service, name, event, now), namespace=service.metadata.namespace
-            )
+            await self._objects.create(EVENT, _body(service, name, event, now), namespace=service.namespace)
             return 1
         return count + 1
 
 
-def event_name(service: PDService, event: Event) -> str:
+def event_name(service: ObjectMeta, event: Event) -> str:
     """The same for the same thing, whichever operator tells it."""
-    text = f"{service.metadata.uid}/{event.reason}/{event.key}"
-    return f"{service.metadata.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    text = f"{service.uid}/{event.reason}/{event.key}"
+    return f"{service.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _body(service: PDService, name: str, event: Event, now: str) -> Object:
-    meta = service.metadata
+def _body(service: ObjectMeta, name: str, event: Event, now: str) -> Object:
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
-        "metadata": {"name": name, "namespace": meta.namespace},
+        "metadata": {"name": name, "namespace": service.namespace},
         "involvedObject": {
             "apiVersion": API_VERSION,
-            "kind": service.kind,
-            "name": meta.name,
-            "namespace": meta.namespace,
-            "uid": meta.uid,
+            "kind": PDService.kind_name(),
+            "name": service.name,
+            "namespace": service.namespace,
+            "uid": service.uid,
         },
         "reason": event.reason,
         "type": event.type,

@@ -1,0 +1,106 @@
+"""What stands around a service's engines is as the operator wants it, whatever hands change there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kubernetes.control_plane.operators import Space, operators, until
+from tools.kubernetes.cluster import Cluster
+
+DEPLOYMENTS, POLICIES = "apps/v1/deployments", "networking.k8s.io/v1/networkpolicies"
+ROLES, BUDGETS = "rbac.authorization.k8s.io/v1/roles", "policy/v1/poddisruptionbudgets"
+ANYTHING = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
+
+
+@pytest.fixture(scope="module")
+def log(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The log of an operator of all namespaces."""
+    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
+        process = start("op-c", "--lease-namespace", "default", "--account", "children")
+        until(process.leads, "the operator to lead")
+        yield process.log
+
+
+@pytest.fixture
+def space(control_plane: Cluster, namespace: str, log: Path) -> Space:
+    """A namespace with a service that has everything around it."""
+    made = Space(control_plane, namespace)
+    made.service(instances=2)
+    until(lambda: "chat-router" in made.names(DEPLOYMENTS), f"the children: {log}")
+    return made
+
+
+def applied(log: Path, space: Space) -> int:
+    """How often a child was applied."""
+    lines = log.read_text().splitlines()
+    return sum("child applied" in line and space.name in line for line in lines)
+
+
+def spec(space: Space, kind: str, name: str) -> Any:
+    found = space.get(kind, name)
+    return found.get("spec", found.get("rules"))
+
+
+def another_argument(found: Any) -> dict[str, Any]:
+    (container,) = found["template"]["spec"]["containers"]
+    changed = {**container, "args": [*container["args"], "--evil"]}
+    return {"spec": {"template": {"spec": {"containers": [changed]}}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "edit"),
+    [
+        pytest.param(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 0}}, id="replicas of the router"),
+        pytest.param(DEPLOYMENTS, "chat-router", another_argument, id="arguments of the router"),
+        pytest.param("services", "chat", {"spec": {"type": "NodePort"}}, id="type of the Service"),
+        pytest.param(POLICIES, "chat-engines", {"spec": {"ingress": [{}]}}, id="who may reach the engines"),
+        pytest.param(ROLES, "chat-router", {"rules": ANYTHING}, id="what the router may do"),
+        pytest.param(BUDGETS, "chat-engines", {"spec": {"minAvailable": 0}}, id="how many may be evicted"),
+    ],
+)
+def test_an_edit_by_hand_is_taken_back_once(space: Space, log: Path, kind: str, name: str, edit: Any) -> None:
+    before, counted = spec(space, kind, name), applied(log, space)
+    space.patch(kind, name, edit(before) if callable(edit) else edit)
+    until(lambda: spec(space, kind, name) == before, "the edit to be taken back")
+    assert applied(log, space) - counted <= 1
+
+
+def test_what_others_add_stays(space: Space, log: Path) -> None:
+    """A restart that somebody asks for, a label of somebody's inventory."""
+    counted = applied(log, space)
+    mine = {"metadata": {"labels": {"example.com/owner": "me"}}}
+    template = {
+        "spec": {"template": {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}}
+    }
+    space.patch(DEPLOYMENTS, "chat-router", {**mine, **template})
+    space.patch("services", "chat", mine)
+    space.patch(
+        ROLES, "chat-router", {"rules": ANYTHING}
+    )  # told after them, so what is done of it is done later
+    until(lambda: spec(space, ROLES, "chat-router") != ANYTHING, "the edit to be taken back")
+    kept = space.get(DEPLOYMENTS, "chat-router")
+    assert kept["metadata"]["labels"]["example.com/owner"] == "me"
+    assert kept["spec"]["template"]["metadata"]["annotations"]["kubectl.kubernetes.io/restartedAt"] == "now"
+    assert applied(log, space) - counted == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("services", "chat"),
+        (DEPLOYMENTS, "chat-router"),
+        ("discovery.k8s.io/v1/endpointslices", "chat-router"),
+        ("serviceaccounts", "chat-engine"),
+    ],
+)
+def test_a_child_that_somebody_deletes_is_made_again(space: Space, kind: str, name: str) -> None:
+    before = space.get(kind, name)["metadata"]["uid"]
+    space.delete(kind, name)
+    until(lambda: _uid(space, kind, name) not in (None, before), "it to be made again")
+
+
+def _uid(space: Space, kind: str, name: str) -> str | None:
+    found = [item["metadata"] for item in space.list(kind) if item["metadata"]["name"] == name]
+    return found[0]["uid"] if found else None
