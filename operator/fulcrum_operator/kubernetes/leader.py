@@ -33,6 +33,7 @@ from fulcrum_operator.kubernetes.probe import Probes, probe
 from fulcrum_operator.kubernetes.router import STATE_URL, ClusterRouter
 from fulcrum_operator.kubernetes.runtime import PodRuntime
 from fulcrum_operator.kubernetes.store import CachedStore
+from fulcrum_operator.kubernetes.unread import Unread
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.engine_parts import real_request
 from fulcrum_operator.plan.labels import ClusterSettings
@@ -98,6 +99,7 @@ class Leader:
         objects, settings, clock = connection.objects, options.settings, SystemClock()
         self._children = Children(objects, self._cache, settings, leads=leads)
         self._recorder = Recorder(objects, clock, leads=leads)
+        self._unread = Unread(self._cache, self._recorder.tell)
         self._runtime = PodRuntime(
             objects, self._cache, self._probes, settings, leads=leads, on_change=self._wake
         )
@@ -167,6 +169,9 @@ class Leader:
         began_s, outcome = time.perf_counter(), "error"
         self._meters.depth.set(self._queue.depth)
         try:
+            if await self._unread.hides(key):
+                outcome = "unreadable"
+                return None
             wanted_s = await reconcile(key, self._cluster)
             outcome = "ok"
             if wanted_s == math.inf:
@@ -188,7 +193,7 @@ class Leader:
         await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await side_by_side(self._runtime.show_role(instance) for instance in instances)
-        await self._recorder.tell(service, events_of(seen, plan, self._last.get(key, {})))
+        await self._recorder.tell(service.metadata, events_of(seen, plan, self._last.get(key, {})))
         self._last[key] = dict(seen.engines)
 
     async def _tend_children(self, key: ServiceKey, service: PDService, wanted: int) -> None:
@@ -197,7 +202,7 @@ class Leader:
         except (Forbidden, InvalidInput) as error:
             if self._refused.get(key) != str(error):
                 self._refused[key] = str(error)
-                await self._recorder.tell(service, [child_refused(str(error))])
+                await self._recorder.tell(service.metadata, [child_refused(str(error))])
             raise
         self._refused.pop(key, None)
 

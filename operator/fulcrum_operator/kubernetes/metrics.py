@@ -16,7 +16,7 @@ class Meters:
         self.registry = CollectorRegistry()
         self.passes = Counter(
             "fulcrum_operator_reconciles",
-            "Passes over a service, by outcome: ok, conflict, error.",
+            "Passes over a service, by outcome: ok, conflict, unreadable, error.",
             ["outcome"],
             registry=self.registry,
         )

@@ -143,3 +143,55 @@ def test_what_a_newer_writer_wrote_stays_as_it_was_last_read(heard: Heard) -> No
     meta = {"name": "chat", "namespace": "default", "resourceVersion": "11"}
     heard.cache.take(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": 7}})
     assert heard.model() == "read"
+
+
+def unreadable(version: int, kind: type[Resource] = PDService, name: str = "chat") -> Any:
+    labels = {"fulcrum.dev/service": "chat"}
+    meta = {
+        "name": name,
+        "namespace": "default",
+        "uid": "u",
+        "resourceVersion": str(version),
+        "labels": labels,
+    }
+    return kind_of_resource(kind), {"metadata": meta, "kind": kind.kind_name(), "spec": {"model": 7}}
+
+
+def words(heard: Heard) -> list[str]:
+    return [each.words for each in heard.cache.unreadable(CHAT)]
+
+
+def test_what_cannot_be_read_is_known_by_name_and_field_and_wakes_its_service_once(heard: Heard) -> None:
+    heard.cache.take(*unreadable(11))
+    heard.cache.take(*unreadable(12))
+    assert words(heard) == ["PDService chat cannot be read: spec.model: Input should be a valid string"]
+    assert (heard.woken, heard.cache.services(), heard.model()) == ([CHAT], (CHAT,), None)
+
+
+def test_what_can_be_read_again_or_is_gone_is_not_held_against_anybody(heard: Heard) -> None:
+    heard.cache.take(*unreadable(11))
+    heard.service(12)
+    assert (words(heard), heard.model()) == ([], "m")
+    heard.cache.take(*unreadable(13, PDInstance, "chat-0"))
+    heard.cache.drop(INSTANCE, "default", "chat-0", version="14")
+    heard.cache.take(*unreadable(13, PDInstance, "chat-0"))
+    assert words(heard) == []
+    heard.cache.take(*unreadable(15, PDInstance, "chat-0"))
+    assert len(words(heard)) == 1
+    heard.cache.relisted(INSTANCE, "", [], "16")
+    assert (words(heard), heard.woken[-1]) == ([], CHAT)
+
+
+def test_a_state_that_is_older_than_what_was_read_is_no_trouble(heard: Heard) -> None:
+    heard.service(12)
+    heard.cache.take(*unreadable(11))
+    assert words(heard) == []
+
+
+def test_a_tier_that_cannot_be_read_is_told_to_every_service_of_its_namespace(heard: Heard) -> None:
+    heard.service(1)
+    heard.service(1, name="other")
+    heard.woken.clear()
+    kind, body = unreadable(7, QoSTier, "gold")
+    heard.cache.take(kind, {**body, "spec": {"priority": "high"}})
+    assert (len(words(heard)), heard.woken) == (1, [CHAT, ServiceKey("default", "other")])

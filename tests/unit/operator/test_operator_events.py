@@ -138,6 +138,11 @@ CONDITIONS = [
     (words.DEGRADED, words.ALL_WELL, words.ROLLED_BACK, "RolledBack"),
     (words.DEGRADED, words.ROLLED_BACK, words.ROLLED_BACK, None),
     (words.READY, words.TOO_FEW_INSTANCES, words.INSTANCES_SERVING, None),
+    (words.READY, words.INSTANCES_SERVING, words.FLOORS_TOO_HIGH, "FloorsTooHigh"),
+    (words.SCALING_LIMITED, words.WITHIN_BOUNDS, words.FLOORS_HOLD, "ScalingLimited"),
+    (words.SCALING_LIMITED, words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, "ScalingLimited"),
+    (words.SCALING_LIMITED, words.TOO_MANY_REPLICAS, words.TOO_MANY_REPLICAS, None),
+    (words.SCALING_LIMITED, words.TOO_FEW_REPLICAS, words.WITHIN_BOUNDS, None),
 ]
 
 
@@ -147,11 +152,6 @@ def test_some_changes_of_conditions_are_told(kind: str, before: str, now: str, r
     assert told(seen, after(judged(kind, now))) == ([(reason, "why")] if reason else [])
 
 
-@dataclass
-class Clock:
-    at_s: float = NOW_S
-
-    def now_s(self) -> float:
 @pytest.mark.parametrize(
     ("before", "now", "told_of"),
     [
@@ -171,6 +171,11 @@ def test_a_model_that_does_not_fit_is_told_once_for_each_reason(
     assert told(seen, plan) == ([("ModelDoesNotFit", "why")] if told_of else [])
 
 
+@dataclass
+class Clock:
+    at_s: float = NOW_S
+
+    def now_s(self) -> float:
         return self.at_s
 
     def monotonic_s(self) -> float:
@@ -230,21 +235,21 @@ UP = scaled("chat-flex", 2, 4)
 
 
 async def test_the_same_thing_again_is_one_event_whose_count_grows(world: World) -> None:
-    await world.recorder.tell(SEEN.service, [UP, UP])
-    await world.another().tell(SEEN.service, [UP])  # an operator that was started since
+    await world.recorder.tell(SEEN.service.metadata, [UP, UP])
+    await world.another().tell(SEEN.service.metadata, [UP])  # an operator that was started since
     assert world.counts() == [("ScaledUp", 3)]
 
 
 async def test_an_event_that_is_forgotten_begins_anew(world: World) -> None:
-    await world.recorder.tell(SEEN.service, [UP])
+    await world.recorder.tell(SEEN.service.metadata, [UP])
     world.objects.events.clear()
-    await world.recorder.tell(SEEN.service, [UP])
+    await world.recorder.tell(SEEN.service.metadata, [UP])
     assert world.counts() == [("ScaledUp", 1)]
 
 
 async def test_an_event_is_about_the_service(world: World) -> None:
-    await world.recorder.tell(SEEN.service, [UP])
-    event = world.objects.events[event_name(SEEN.service, UP)]
+    await world.recorder.tell(SEEN.service.metadata, [UP])
+    event = world.objects.events[event_name(SEEN.service.metadata, UP)]
     about = event["involvedObject"]
     assert (about["kind"], about["name"], about["uid"], event["message"]) == (
         "PDService",
@@ -256,16 +261,16 @@ async def test_an_event_is_about_the_service(world: World) -> None:
 
 async def test_a_service_that_has_much_to_tell_is_told_of_slowly(world: World) -> None:
     many = [Event("RoleFlipped", "Normal", f"{number}", f"{number}") for number in range(100)]
-    await world.recorder.tell(SEEN.service, many)
+    await world.recorder.tell(SEEN.service.metadata, many)
     before = len(world.objects.events)
     world.clock.at_s += 10.0
-    await world.recorder.tell(SEEN.service, many[50:])
+    await world.recorder.tell(SEEN.service.metadata, many[50:])
     assert (before, len(world.objects.events)) == (25, 27)
 
 
 async def test_what_cannot_be_told_is_no_failure(world: World) -> None:
     world.objects.away = True
-    await world.recorder.tell(SEEN.service, [UP])
+    await world.recorder.tell(SEEN.service.metadata, [UP])
     world.objects.away, world.leads = False, False
-    await world.recorder.tell(SEEN.service, [UP])
+    await world.recorder.tell(SEEN.service.metadata, [UP])
     assert world.objects.events == {}
