@@ -82,7 +82,8 @@ class TakingTurns:
         return await self._store.patch_status(kind, name, patch, **where)
 
     async def delete(self, kind: type[R], name: str, **where: Any) -> None:
-        await (await self._turn()).delete(kind, name, **where)
+        await self._turn()
+        await self._store.delete(kind, name, **where)
 
 
 class Engines:
