@@ -15,6 +15,7 @@ from fulcrum_cli.output import Output, render
 from fulcrum_core.api import PDPool, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models import (
+    KvPrecision,
     ModelFacts,
     gib,
     kv_bytes,
@@ -25,12 +26,13 @@ from fulcrum_core.models import (
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Role
 from fulcrum_operator.engines.kinds import engine_request
-from fulcrum_operator.engines.launch import EnginePlan
+from fulcrum_operator.engines.launch import EnginePlan, Volume
 from fulcrum_operator.engines.vllm import POD, plan_engine
 from fulcrum_operator.local.environment import local_model
 from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.pools import desired_pools
 
+_CLUSTER = "a cluster's operator does not read this file: there the engine chooses what is not in settings"
 _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
 
 
@@ -157,6 +159,8 @@ class _Report:
     def lines(self) -> Iterator[str]:
         yield f"service {self.service.metadata.name}, model {self.service.spec.model}"
         yield f"  {self.source}"
+        if self.facts is not None:
+            yield f"  {_CLUSTER}"
         yield from (f"  {name}: {value}" for name, value in self.sizes().items())
         for planned in self.planned:
             yield from _pool_lines(planned)
@@ -175,7 +179,7 @@ class _Report:
             "parameters": _parameters(facts),
             "weights": f"{gib(weight_bytes(facts))}, {facts.quantization or facts.dtype}",
             "KV": f"{per_token:,} bytes a token, {gib(kv_bytes(facts, tokens))} for {tokens:,} tokens",
-            "transfer buffer": f"{gib(transfer_buffer_bytes(facts, tokens))}, where a connector has one",
+            "transfer buffer": _buffers(facts, tokens),
         }
 
     def document(self) -> dict[str, Any]:
@@ -188,6 +192,15 @@ class _Report:
             "pools": [_pool_document(planned) for planned in self.planned],
             "pairs": [asdict(pair) for pair in pairs(self.planned)],
         }
+
+
+def _buffers(facts: ModelFacts, tokens: int) -> str:
+    sizes = {
+        facts.dtype if kv is KvPrecision.AUTO else kv.value: gib(transfer_buffer_bytes(facts, tokens, kv))
+        for kv in KvPrecision
+    }
+    told = ", ".join(f"{size} in {kv}" for kv, size in sizes.items())
+    return f"{told}, in pieces of 256 MiB, where a connector has one"
 
 
 def _yes(allowed: bool) -> str:
@@ -227,6 +240,15 @@ def _pool_lines(planned: Planned) -> Iterator[str]:
         yield from _titled("  command", (" ".join(_quoted(part) for part in plan.launch.command),))
         variables = (f"{v.name}={v.value or _from(v.field, v.secret)}" for v in plan.launch.env)
         yield from _titled("  environment", tuple(variables))
+        yield f"  ports: {', '.join(f'{port.name} {port.number}' for port in plan.launch.ports)}"
+        yield f"  volumes: {', '.join(_volume(volume) for volume in plan.launch.volumes)}"
+
+
+def _volume(volume: Volume) -> str:
+    """What a pod is given, as `shared-memory at /dev/shm (memory, 8.0 GiB)`."""
+    size = "" if volume.size_bytes is None else f", {gib(volume.size_bytes)}"
+    source = f" {volume.source}" if volume.source else ""
+    return f"{volume.name} at {volume.mount} ({volume.kind}{source}{size})"
 
 
 def _from(field: str, secret: str) -> str:
@@ -268,6 +290,8 @@ def _pool_document(planned: Planned) -> dict[str, Any]:
         "refusals": list(plan.refusals),
         "command": list(launch.command) if launch else None,
         "env": {v.name: v.value or _from(v.field, v.secret) for v in launch.env} if launch else None,
+        "ports": {port.name: port.number for port in launch.ports} if launch else None,
+        "volumes": [asdict(volume) for volume in launch.volumes] if launch else None,
         "identity": launch.identity.dump() if launch else None,
         "strategy": launch.strategy.value if launch else None,
     }

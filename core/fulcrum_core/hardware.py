@@ -133,14 +133,21 @@ _SPELLINGS = {
     "A100-SXM": "A100-80GB",
     "A100-SXM4-80GB": "A100-80GB",
     "A100-SXM4-40GB": "A100-40GB",
+    "A100-80GB-PCIE": "A100-80GB",
+    "A100-PCIE-80GB": "A100-80GB",
+    "A100-PCIE-40GB": "A100-40GB",
     "H100-PCIE": "H100-PCIe",
     "TESLA-A100": "A100-40GB",
+    "INSTINCT-MI300X": "MI300X",
+    "INSTINCT-MI300X-OAM": "MI300X",
+    "INSTINCT-MI325X": "MI325X",
+    "INSTINCT-MI325X-OAM": "MI325X",
 }
 
 
 def find_hardware(name: str) -> HardwareFacts | None:
     """The device of that name, also as nodes are labelled (`NVIDIA-H100-80GB-HBM3`); None: unknown."""
-    plain = name.upper().removeprefix("NVIDIA-").removeprefix("AMD-")
+    plain = name.upper().replace("_", "-").removeprefix("NVIDIA-").removeprefix("AMD-")
     return _TABLE.get(name) or _TABLE.get(_SPELLINGS.get(plain, plain))
 
 

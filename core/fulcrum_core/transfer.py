@@ -25,25 +25,40 @@ def can_transfer(prefill: Identity, decode: Identity) -> Verdict:
     """Whether `decode` can read the KV blocks that `prefill` wrote.
 
     Engines refuse a handshake unless model spelling, version, data types, attention back end and block size
-    agree; the model's revision they do not compare, so it is compared here. The tensor-parallel size may
-    differ in one direction only: decode's must not be the smaller one, except under latent attention, where
-    every rank holds all. Decode reads into one pipeline stage.
+    agree; the model's revision they do not compare, so it is compared here. Decode reads into one pipeline
+    stage.
     """
     for name, words in _EQUAL.items():
         ours, theirs = getattr(prefill, name), getattr(decode, name)
         if ours != theirs:
             return Verdict(False, f"{words} differs: prefill has {_said(ours)}, decode has {_said(theirs)}")
-    if decode.tensor_parallel < prefill.tensor_parallel and not decode.latent:
-        return Verdict(
-            False,
-            f"decode's tensor-parallel size ({decode.tensor_parallel}) is smaller than "
-            f"prefill's ({prefill.tensor_parallel})",
-        )
+    if (refusal := _split_refusal(prefill, decode)) is not None:
+        return Verdict(False, refusal)
     if decode.pipeline_parallel > 1:
         return Verdict(
             False, f"decode has {decode.pipeline_parallel} pipeline stages and reads KV into one only"
         )
     return Verdict(True, "same model, engine, KV data type and block size")
+
+
+def _split_refusal(prefill: Identity, decode: Identity) -> str | None:
+    """Why KV that is split over prefill's tensor-parallel ranks cannot be split over decode's; None: it can.
+
+    A rank of decode reads its heads from one rank of prefill or from several. It cannot where prefill has
+    more ranks than there are KV heads, so that some hold copies; under latent attention all do, and one is
+    read. A rank of LMCache's knows the rank of its own number only.
+    """
+    ours, theirs = prefill.tensor_parallel, decode.tensor_parallel
+    sizes = f"prefill has {ours} tensor-parallel ranks, decode has {theirs}"
+    if ours == theirs:
+        return None
+    if decode.connector == "LMCache":
+        return f"{sizes}: LMCache hands over from rank to rank"
+    if max(ours, theirs) % min(ours, theirs):
+        return f"{sizes}: neither divides the other"
+    if ours > theirs and not decode.latent and 0 < prefill.kv_heads < ours:
+        return f"{sizes}: of {prefill.kv_heads} KV heads prefill holds copies, which fewer ranks cannot read"
+    return None
 
 
 def _said(value: object) -> object:

@@ -88,7 +88,8 @@ class Identity:
     """What must agree between two engines that exchange KV blocks.
 
     `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
-    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it.
+    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_heads` are
+    the model's; 0: not known, and not held against it.
     """
 
     model: str
@@ -102,3 +103,4 @@ class Identity:
     attention: str = ""
     connector: str = ""
     latent: bool = False
+    kv_heads: int = 0

@@ -96,7 +96,7 @@ class ParallelismSpec(Model):
     data: StrictInt = Field(default=1, ge=1, le=256, description="Data-parallel ranks (default 1).")
     expert: StrictBool = Field(
         default=False,
-        description="Whether tensor- and data-parallel ranks share the experts (default false).",
+        description="Whether each rank holds whole experts, not a slice of every one (default false).",
     )
 
 

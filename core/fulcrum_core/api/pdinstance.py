@@ -40,6 +40,7 @@ class IdentitySpec(Model):
     attention: str = Field(default="", description="Attention back end, which lays KV out.")
     connector: str = Field(default="", description="How KV is handed over.")
     latent: bool = Field(default=False, description="Whether KV is one latent vector a token.")
+    kv_heads: int = Field(default=0, description="KV heads of the model; 0: not known.")
 
     def value(self) -> Identity:
         """The value that `can_transfer` compares."""

@@ -64,7 +64,6 @@ def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
         tensor=layout.tensor,
         pipeline=layout.pipeline,
         data=layout.data,
-        expert=layout.expert,
         weights=layout.weights,
     )
     if not hardware.known:
@@ -144,6 +143,9 @@ def _shape_refusal(facts: ModelFacts | None, layout: Layout) -> Fit | None:
         return None
     if facts.attention_heads % layout.tensor:
         message = f"{facts.attention_heads} attention heads do not divide over {layout.tensor} ranks"
+        return Fit(verdict="False", reason="HeadsDoNotDivide", message=message)
+    if not facts.latent and facts.kv_heads % layout.tensor and layout.tensor % facts.kv_heads:
+        message = f"{facts.kv_heads} KV heads and {layout.tensor} ranks: neither divides the other"
         return Fit(verdict="False", reason="HeadsDoNotDivide", message=message)
     if layout.pipeline > facts.layers:
         message = f"{facts.layers} layers do not divide over {layout.pipeline} pipeline stages"

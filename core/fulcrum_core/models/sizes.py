@@ -54,29 +54,30 @@ def transfer_buffer_bytes(
 
 def weight_bytes(facts: ModelFacts, weights: WeightPrecision = WeightPrecision.AUTO) -> int:
     """Weights of one copy of the model. Embedding and output head stay as they are."""
-    linear = facts.linear_params * _bits(facts, weights) / 8
+    linear = facts.linear_params * linear_bits(facts, weights) / 8
     return math.ceil(facts.embedding_params * _DTYPE_BYTES[facts.dtype] + linear)
 
 
 def rank_weight_bytes(
-    facts: ModelFacts, *, tensor: int, pipeline: int, data: int, expert: bool, weights: WeightPrecision
+    facts: ModelFacts, *, tensor: int, pipeline: int, data: int, weights: WeightPrecision
 ) -> float:
     """Weights on one device.
 
-    Tensor and pipeline ranks share them, data-parallel ranks hold copies; under expert parallelism these
-    share the experts, and only those.
+    Tensor and pipeline ranks share them. Data-parallel ranks hold copies of all but the experts, which they
+    share: whole ones under expert parallelism, else a slice of each.
     """
-    experts = facts.expert_params * _bits(facts, weights) / 8
+    experts = facts.expert_params * linear_bits(facts, weights) / 8
     rest = weight_bytes(facts, weights) - experts
-    return (rest + experts / (data if expert else 1)) / (tensor * pipeline)
+    return (rest + experts / data) / (tensor * pipeline)
+
+
+def linear_bits(facts: ModelFacts, weights: WeightPrecision) -> float:
+    """Bits of a linear weight as it is served."""
+    return facts.weight_bits if weights is WeightPrecision.AUTO else _WEIGHT_BITS[weights]
 
 
 def _rank_share(facts: ModelFacts, tensor: int) -> float:
     return 1.0 if facts.latent else max(1, math.ceil(facts.kv_heads / tensor)) / facts.kv_heads
-
-
-def _bits(facts: ModelFacts, weights: WeightPrecision) -> float:
-    return facts.weight_bits if weights is WeightPrecision.AUTO else _WEIGHT_BITS[weights]
 
 
 def _layer_bytes(facts: ModelFacts, kv: KvPrecision) -> float:

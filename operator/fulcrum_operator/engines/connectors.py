@@ -6,6 +6,7 @@ cannot be loaded is computed again where it was to go, because instances are fli
 
 import math
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
 from fulcrum_core.api.engine import Connector, KvCacheSpec
@@ -94,7 +95,20 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
         by = f"a rank's share of a prompt of {request.longest_tokens or 0:,} tokens, in pieces of 256 MiB"
         written = request.kv_transfer.buffer_size is not None
         rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "as written" if written else by))
-    return tuple(rows)
+    return (*rows, *_tier_choices(request))
+
+
+def _tier_choices(request: EngineRequest) -> Iterator[Choice]:
+    spec, name = request.kv_cache, "tiers"
+    if spec.empty:
+        return
+    tiers = ", ".join(tier for tier in ("cpu", "disk", "remote") if getattr(spec, tier) is not None)
+    if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
+        yield Choice(name, tiers, "LMCache's server beside the engine keeps them")
+    elif request.prefills_only:
+        yield Choice(name, tiers, f"each of {request.tensor} ranks has its share")
+    else:
+        yield Choice(name, "none", "a receiver of LMCache reads only what it is handed")
 
 
 def leaves(request: EngineRequest, place: Place) -> tuple[str, ...]:
@@ -186,8 +200,7 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
         "pd_buffer_size": request.buffer_bytes,
         "pd_buffer_device": "cuda",
         "save_unfull_chunk": True,
-        **(_sender_keys(request) if sender else _receiver_keys(request, place)),
-        **_in_process_tiers(request.kv_cache, place),
+        **(_sender_keys(request, place) if sender else _receiver_keys(request, place)),
     }
     return {
         "kv_connector": "LMCacheConnectorV1",
@@ -197,8 +210,12 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
     }
 
 
-def _sender_keys(request: EngineRequest) -> dict[str, Any]:
-    return {"pd_proxy_host": request.proxy_host, "pd_proxy_port": _PROXY_PORT}
+def _sender_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
+    return {
+        "pd_proxy_host": request.proxy_host,
+        "pd_proxy_port": _PROXY_PORT,
+        **_in_process_tiers(request.kv_cache, place, ranks=request.tensor),
+    }
 
 
 def _receiver_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
@@ -207,16 +224,18 @@ def _receiver_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
         "pd_peer_host": place.host,
         "pd_peer_init_port": introduced,
         "pd_peer_alloc_port": asked,
-        "retrieve_locations": ["PDBackend"],
+        "retrieve_locations": ["PDBackend"],  # it may have no other, so tiers would be written for nobody
+        "local_cpu": False,
     }
 
 
-def _in_process_tiers(spec: KvCacheSpec, place: Place) -> dict[str, Any]:
+def _in_process_tiers(spec: KvCacheSpec, place: Place, *, ranks: int) -> dict[str, Any]:
+    """The tiers of a sender: each of its ranks has its own."""
     keys: dict[str, Any] = {"local_cpu": spec.cpu is not None}
     if spec.cpu is not None:
-        keys["max_local_cpu_size"] = spec.cpu / GIB
+        keys["max_local_cpu_size"] = spec.cpu / GIB / ranks
     if spec.disk is not None:
-        keys |= {"local_disk": f"file://{place.cache_folder}", "max_local_disk_size": spec.disk / GIB}
+        keys |= {"local_disk": f"file://{place.cache_folder}", "max_local_disk_size": spec.disk / GIB / ranks}
     if spec.remote is not None:
         keys["remote_url"] = spec.remote
     return keys

@@ -28,6 +28,9 @@ def _transfer(request: EngineRequest) -> Iterator[str]:
         yield "the connector LMCache fixes the role at start, and none is given"
     if request.buffer_bytes is None:
         yield "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read"
+    tiers = request.kv_cache
+    if tiers.cpu is None and not tiers.empty:
+        yield "kvCache without cpu: LMCache fills disk and remote from memory"
 
 
 def _layout(request: EngineRequest) -> Iterator[str]:
@@ -36,8 +39,20 @@ def _layout(request: EngineRequest) -> Iterator[str]:
         yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages, decode reads KV into none"
     if layout.data > 1 and facts is not None and not facts.mixture:
         yield f"data {layout.data}: a model without experts gains nothing; use more instances instead"
-    if layout.data > 1 and request.kv_transfer.connector is Connector.LMCACHE:
+    if request.kv_transfer.connector is Connector.LMCACHE:
+        yield from _lmcache_layout(request)
+    elif layout.pipeline > 1 and facts is not None and facts.window_layers + facts.state_layers:
+        yield f"pipeline {layout.pipeline}: NIXL hands over from stages only where all layers keep all KV"
+
+
+def _lmcache_layout(request: EngineRequest) -> Iterator[str]:
+    layout, facts = request.layout, request.facts
+    if layout.data > 1:
         yield f"data {layout.data} with LMCache: its ranks would share one receiver's ports"
+    if layout.pipeline > 1:
+        yield f"pipeline {layout.pipeline} with LMCache: it hands over from rank to rank, stages have none"
+    if facts is not None and facts.state_layers:
+        yield f"the connector LMCache: {facts.state_layers} layers keep a state, which it does not hand over"
 
 
 def _quantization(request: EngineRequest) -> Iterator[str]:
@@ -48,7 +63,8 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
         yield f"weights {weights}: CPUs run the checkpoint's own data type"
     if cpu and kv is not KvPrecision.AUTO:
         yield f"kvCache {kv}: CPUs keep KV in the model's data type"
-    if kv is KvPrecision.FP4 and not cpu and not hardware.fp4:
+    known = hardware.capability or hardware.vendor is Vendor.AMD
+    if kv is KvPrecision.FP4 and known and not hardware.fp4:
         yield f"kvCache fp4 needs Blackwell, {hardware.name} is not"
     if kv is KvPrecision.FP4 and facts is not None and facts.latent:
         yield "kvCache fp4: no kernel reads a latent vector in FP4"
@@ -61,6 +77,9 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
 
 
 def _kernels(request: EngineRequest, settings: Settings) -> Iterator[str]:
+    if settings.batched_tokens is not None and settings.sequences > settings.batched_tokens:
+        steps = f"of {settings.batched_tokens} tokens"
+        yield f"maxSequences {settings.sequences}: each needs a token in a step {steps} (maxBatchedTokens)"
     if settings.micro_batching and not (settings.all2all or "").startswith("deepep"):
         yield "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper"
     facts = request.facts

@@ -3,10 +3,21 @@
 Each comes with its reason.
 """
 
+import math
 from dataclasses import dataclass
 
 from fulcrum_core.hardware import HardwareFacts, Vendor
-from fulcrum_core.models import Fit, KvPrecision, Layout, ModelFacts, WeightPrecision, weight_bytes
+from fulcrum_core.models import (
+    Fit,
+    KvPrecision,
+    Layout,
+    ModelFacts,
+    WeightPrecision,
+    gib,
+    kv_bytes_per_token,
+    linear_bits,
+    rank_weight_bytes,
+)
 from fulcrum_operator.engines.launch import Choice
 from fulcrum_operator.engines.request import EngineRequest
 
@@ -18,6 +29,10 @@ _LEAST_TOKENS, _MOST_TOKENS, _STEP_TOKENS = 256, 8192, 128
 _SEQUENCES, _CPU_SEQUENCES = 256, 16
 _SEQUENCE_TOKENS = 1024
 """A request is taken to hold at least so many tokens when the number of them is sized."""
+
+_CPU_KV_LEAST, _CPU_KV_MOST = 64 * 2**20, 4 * 2**30
+_CPU_KV_TOKENS = 4096
+"""A length that a CPU can be asked for."""
 
 PREFILL_EFFICIENCY = 0.45
 """Share of the peak that prefill reaches (H100 and A100, fitted to public runs)."""
@@ -37,6 +52,7 @@ class Settings:
     sleep_mode: bool
     all2all: str | None
     micro_batching: bool
+    kv_bytes: int | None
 
 
 def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[Choice, ...]]:
@@ -48,6 +64,7 @@ def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[C
     sequences = _sequences(request, fit, tokens)
     all2all = _all2all(request)
     halves = _micro_batching(request, all2all)
+    kv = _kv_bytes(request, sequences=int(sequences.value), block=int(block.value))
     settings = Settings(
         attention=attention.value if attention.value != LEFT else None,
         block_size=int(block.value),
@@ -57,8 +74,11 @@ def choose_settings(request: EngineRequest, fit: Fit) -> tuple[Settings, tuple[C
         sleep_mode=request.settings.sleep_mode,
         all2all=all2all.value if all2all else None,
         micro_batching=halves is not None and halves.value == "true",
+        kv_bytes=kv,
     )
-    rows = (attention, block, scheduling, tokens, sequences, all2all, halves)
+    priority = Choice("schedulingPolicy", "priority", "each request carries its tier's")
+    room = None if kv is None else Choice("kvMemory", gib(kv), _KV_BYTES_WHY)
+    rows = (attention, block, scheduling, tokens, sequences, priority, all2all, halves, room, _sleep(request))
     return settings, tuple(row for row in rows if row is not None)
 
 
@@ -81,6 +101,14 @@ _BACKENDS = {
 LATENT_BACKENDS = frozenset(
     {"FLASHMLA", "CUTLASS_MLA", "TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "ROCM_AITER_MLA"}
 )
+_LATENT_SIZES = (320, 512, 576)
+_HEAD_SIZES = {
+    "FLASHINFER": (64, 128, 256, 512),
+    "FLASH_ATTN": tuple(range(8, 257, 8)),
+    "FLASHMLA": _LATENT_SIZES,
+    "CUTLASS_MLA": _LATENT_SIZES,
+}
+"""Values a head that a kernel is made for. An engine that is told to use one that is not does not start."""
 
 
 def _attention(request: EngineRequest) -> Choice:
@@ -90,12 +118,28 @@ def _attention(request: EngineRequest) -> Choice:
     hardware, facts = request.hardware, request.facts
     if hardware.vendor is not Vendor.NVIDIA:
         return Choice(name, LEFT, f"it knows the kernels for {hardware.name}")
-    if facts is None or not hardware.known:
+    if facts is None or not hardware.capability:
         return Choice(name, LEFT, "model or device are not known")
+    if (why := _unusual(facts, hardware)) is not None:
+        return Choice(name, LEFT, why)
+    backend, why = (
+        _latent_backend(hardware) if facts.latent else _backend(hardware, request.quantization.kv_cache)
+    )
+    size = facts.latent_size or facts.head_size
+    if size not in _HEAD_SIZES.get(backend, (size,)):
+        return Choice(name, LEFT, f"{backend} has no kernel for {size} values a head")
+    return Choice(name, backend, why)
+
+
+def _unusual(facts: ModelFacts, hardware: HardwareFacts) -> str | None:
+    """Why the usual kernel of this device is none for the model; None if it is."""
+    if facts.index_bytes:
+        return "sparse attention has kernels of its own"
+    if facts.dtype == "float32":
+        return "few kernels compute in float32"
     if facts.window_layers and hardware.capability < 90:
-        return Choice(name, LEFT, "before Hopper not every kernel knows this model's windows")
-    kv = request.quantization.kv_cache
-    return Choice(name, *(_latent_backend(hardware) if facts.latent else _backend(hardware, kv)))
+        return "before Hopper not every kernel knows this model's windows"
+    return None
 
 
 def _latent_backend(hardware: HardwareFacts) -> tuple[str, str]:
@@ -143,26 +187,24 @@ def _batched_tokens(request: EngineRequest) -> Choice:
         return Choice(name, str(request.settings.max_batched_tokens), _WRITTEN)
     if request.hardware.vendor is Vendor.CPU:
         return Choice(name, LEFT, "its default for CPUs is small")
-    if request.pool_role == "Prefill":
-        return Choice(name, str(_PREFILL_TOKENS), "no decoding request waits for these steps")
+    least = max(_LEAST_TOKENS, request.settings.max_sequences or 0)  # each request has a token in a step
+    if request.prefills_only:
+        return Choice(name, str(max(least, _PREFILL_TOKENS)), "no decoding request waits for these steps")
     if request.facts is None or not request.hardware.known or not request.hardware.flops:
         return Choice(name, LEFT, "model or device are not known")
-    return Choice(name, *_tokens_within(request.facts, request.hardware, request.layout, request.slo.tpot_s))
+    costs = step_costs(request.facts, request.hardware, request.layout)
+    return Choice(name, *_tokens_within(costs, request.slo.tpot_s, least=least))
 
 
-def _tokens_within(
-    facts: ModelFacts, hardware: HardwareFacts, layout: Layout, tpot_s: float
-) -> tuple[str, str]:
-    """The largest step that still takes no longer than one output token may."""
-    fixed_s, token_s = step_costs(facts, hardware, layout)
+def _tokens_within(costs: tuple[float, float], tpot_s: float, *, least: int) -> tuple[str, str]:
+    """The largest step that still takes no longer than one output token may, and never less than `least`."""
+    fixed_s, token_s = costs
     free = int((tpot_s - fixed_s) / token_s) // _STEP_TOKENS * _STEP_TOKENS
-    tokens = max(_LEAST_TOKENS, min(_MOST_TOKENS, free))
-    costs = f"a step takes {fixed_s * 1e3:.1f} ms and {token_s * 1e6:.0f} µs a prefill token"
-    if free < _LEAST_TOKENS:
-        return str(
-            tokens
-        ), f"{costs}: the least that makes sense, more than a TPOT of {tpot_s * 1e3:g} ms allows"
-    return str(tokens), f"{costs}, within a TPOT of {tpot_s * 1e3:g} ms"
+    told = f"a step takes {fixed_s * 1e3:.1f} ms and {token_s * 1e6:.0f} µs a prefill token"
+    tpot = f"a TPOT of {tpot_s * 1e3:g} ms"
+    if free < least:
+        return str(least), f"{told}: the least that makes sense, more than {tpot} allows"
+    return str(max(least, min(_MOST_TOKENS, free))), f"{told}, within {tpot}"
 
 
 def step_costs(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> tuple[float, float]:
@@ -171,11 +213,22 @@ def step_costs(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> tu
     The weights are read once a step; a token costs 2 FLOP for each parameter that it goes through.
     Tensor-parallel ranks share both; pipeline stages follow one another and share nothing of a step's time.
     """
-    fast = facts.weight_bits <= 8 or layout.weights is not WeightPrecision.AUTO
-    flops = hardware.flops * (2 if fast and hardware.fp8 else 1) * PREFILL_EFFICIENCY
-    read = weight_bytes(facts, layout.weights) / (layout.data if layout.expert else 1)
-    fixed_s = read / (layout.tensor * hardware.bandwidth_bytes_s * READ_EFFICIENCY)
+    flops = hardware.flops * (2 if _multiplies_fast(facts, hardware, layout) else 1) * PREFILL_EFFICIENCY
+    read = rank_weight_bytes(
+        facts, tensor=layout.tensor, pipeline=1, data=layout.data, weights=layout.weights
+    )
+    fixed_s = read / (hardware.bandwidth_bytes_s * READ_EFFICIENCY)
     return fixed_s, 2 * facts.active_params / (layout.tensor * flops)
+
+
+def _multiplies_fast(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> bool:
+    """Whether the device multiplies in the weights' own precision, at twice its rate of 16 bits or more.
+
+    Weights of 4 bits are mostly a matter of memory: AWQ, GPTQ and MXFP4 are multiplied in 16 bits.
+    """
+    if layout.weights is WeightPrecision.FP4:
+        return hardware.fp4
+    return hardware.fp8 and linear_bits(facts, layout.weights) == 8
 
 
 def _sequences(request: EngineRequest, fit: Fit, tokens: Choice) -> Choice:
@@ -191,6 +244,32 @@ def _sequences(request: EngineRequest, fit: Fit, tokens: Choice) -> Choice:
     if room < most:
         return Choice(name, str(max(1, room)), f"KV for so many requests of {_SEQUENCE_TOKENS:,} tokens")
     return Choice(name, str(most), f"there is KV for {room:,} requests of {_SEQUENCE_TOKENS:,} tokens")
+
+
+def _kv_bytes(request: EngineRequest, *, sequences: int, block: int) -> int | None:
+    """KV cache of a CPU, whose memory is not the engine's alone: what running requests need, within bounds.
+
+    One request of the longest context has room beyond the bounds: an engine without that does not start.
+    """
+    if request.hardware.vendor is not Vendor.CPU:
+        return None
+    if request.facts is None:
+        return _CPU_KV_MOST
+    longest = request.longest_tokens or _CPU_KV_TOKENS
+    token_bytes = kv_bytes_per_token(request.facts, request.quantization.kv_cache)
+    wanted = sequences * min(_CPU_KV_TOKENS, longest) * token_bytes
+    blocks = math.ceil(longest / block) + 1  # the engine keeps one for itself
+    return max(_CPU_KV_LEAST, min(_CPU_KV_MOST, wanted), blocks * block * token_bytes)
+
+
+_KV_BYTES_WHY = "for the requests that run, at least for one of the longest context"
+
+
+def _sleep(request: EngineRequest) -> Choice | None:
+    if not request.settings.sleep_mode:
+        return None
+    opened = "/sleep and /wake_up come with vLLM's other development endpoints, open to all who reach the pod"
+    return Choice("sleepMode", "true", f"as written; {opened}")
 
 
 def _micro_batching(request: EngineRequest, all2all: Choice | None) -> Choice | None:
@@ -210,11 +289,10 @@ def _all2all(request: EngineRequest) -> Choice | None:
     layout, name = request.layout, "all2allBackend"
     if not layout.expert or layout.data == 1:
         return None
-    if request.hardware.capability < 90 or request.pool_role == "Flexible":
-        why = (
-            "serves both phases: the instances flip" if request.pool_role == "Flexible" else "needs no DeepEP"
-        )
-        return Choice(name, "allgather_reducescatter", why)
+    if request.pool_role == "Flexible":
+        return Choice(name, "allgather_reducescatter", "serves both phases: the instances flip")
+    if request.hardware.capability < 90:
+        return Choice(name, "allgather_reducescatter", "DeepEP's kernels need Hopper")
     if request.pool_role == "Prefill":
         return Choice(name, "deepep_high_throughput", "many tokens a step")
     return Choice(name, "deepep_low_latency", "few tokens a step, each of them awaited")

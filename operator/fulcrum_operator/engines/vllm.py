@@ -19,7 +19,6 @@ from fulcrum_core.models import (
 from fulcrum_operator.engines import connectors
 from fulcrum_operator.engines.fabric import ucx_environment
 from fulcrum_operator.engines.launch import (
-    Choice,
     EngineLaunch,
     EnginePlan,
     EnvVar,
@@ -28,6 +27,7 @@ from fulcrum_operator.engines.launch import (
     Volume,
     compact_json,
 )
+from fulcrum_operator.engines.reasons import layout_choices, precision_choices
 from fulcrum_operator.engines.refusals import refusals
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.engines.settings import Settings, choose_settings
@@ -46,8 +46,6 @@ _STARTUP_S = 60.0
 """Imports, graphs and compilation."""
 _UNKNOWN_STARTUP_S = 180.0
 """The same, with weights of a model that is not known."""
-_CPU_KV_LEAST, _CPU_KV_MOST = 64 * 2**20, 4 * 2**30
-_CPU_KV_TOKENS = 4096
 _SHARED_MEMORY = 8 * 2**30
 _KV_DTYPES = {KvPrecision.FP8: "fp8", KvPrecision.FP4: "nvfp4"}
 
@@ -74,7 +72,12 @@ def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
     return EnginePlan(
         launch=launch,
         fit=fit,
-        choices=(*_layout_choices(request), *choices, *connectors.transfer_choices(request)),
+        choices=(
+            *layout_choices(request),
+            *precision_choices(request),
+            *choices,
+            *connectors.transfer_choices(request),
+        ),
         refusals=against,
     )
 
@@ -100,6 +103,7 @@ def _identity(request: EngineRequest, place: Place, settings: Settings) -> Ident
         attention=settings.attention or f"auto on {request.hardware.name}",
         connector=request.kv_transfer.connector.value,
         latent=bool(facts and facts.latent),
+        kv_heads=facts.kv_heads if facts else 0,
     )
 
 
@@ -152,8 +156,8 @@ def _size_arguments(request: EngineRequest, settings: Settings) -> Iterator[str]
     yield from ("--max-num-seqs", str(settings.sequences))
     if settings.batched_tokens is not None:
         yield from ("--max-num-batched-tokens", str(settings.batched_tokens))
-    if request.hardware.vendor is Vendor.CPU:
-        yield from ("--kv-cache-memory-bytes", str(_cpu_kv_bytes(request, settings)))
+    if settings.kv_bytes is not None:
+        yield from ("--kv-cache-memory-bytes", str(settings.kv_bytes))
     else:
         yield from ("--gpu-memory-utilization", f"{_utilization(request):.2f}")
 
@@ -163,15 +167,6 @@ def _utilization(request: EngineRequest) -> float:
     if not request.hardware.known:
         return GPU_UTILIZATION
     return max(0.0, GPU_UTILIZATION - request.layout.buffer_bytes / request.hardware.memory_bytes)
-
-
-def _cpu_kv_bytes(request: EngineRequest, settings: Settings) -> int:
-    """Room for every request that may run, at a length that a CPU can be asked for, within bounds."""
-    if request.facts is None:
-        return _CPU_KV_MOST
-    tokens = settings.sequences * min(_CPU_KV_TOKENS, request.longest_tokens or _CPU_KV_TOKENS)
-    wanted = tokens * kv_bytes_per_token(request.facts, request.quantization.kv_cache)
-    return max(_CPU_KV_LEAST, min(_CPU_KV_MOST, wanted))
 
 
 def _layout_arguments(request: EngineRequest, settings: Settings) -> Iterator[str]:
@@ -225,6 +220,8 @@ def _environment(request: EngineRequest, place: Place) -> Iterator[EnvVar]:
         made += [EnvVar(name, value) for name, value in _CPU_ENV.items()]
     if request.facts is not None and request.facts.state_layers:
         made.append(EnvVar("VLLM_SSM_CONV_STATE_LAYOUT", "DS"))  # what NIXL can hand over
+    if request.settings.sleep_mode:
+        made.append(EnvVar("VLLM_SERVER_DEV_MODE", "1"))  # /sleep and /wake_up are served nowhere else
     if request.source.token_secret is not None:
         made.append(EnvVar("HF_TOKEN", secret=request.source.token_secret))
     elif _model(request, place) != request.model:
@@ -263,11 +260,3 @@ def _startup_s(request: EngineRequest) -> float:
     if request.facts is None:
         return _UNKNOWN_STARTUP_S
     return _STARTUP_S + math.ceil(weight_bytes(request.facts, request.quantization.weights) / _LOAD_BYTES_S)
-
-
-def _layout_choices(request: EngineRequest) -> Iterator[Choice]:
-    layout, written = request.layout, request.parallelism.tensor
-    why = "as written" if written else "every device of the instance shares each layer"
-    yield Choice("tensor", str(layout.tensor), why)
-    if layout.pipeline * layout.data > 1:
-        yield Choice("pipeline × data", f"{layout.pipeline} × {layout.data}", "as written")

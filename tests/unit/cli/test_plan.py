@@ -52,7 +52,14 @@ def test_facts_sizes_settings_and_the_command_are_said_with_their_reasons(plan: 
         "  KV: 327,680 bytes a token, 10.0 GiB for 32,768 tokens",
         "  fits: True, Fits: 32.9 GiB of weights and 33.3 GiB of KV cache a device, 435,865 tokens: "
         "13.3 requests of 32,768 tokens",
+        "  transfer buffer: 10.0 GiB in bfloat16, 5.0 GiB in fp8, 3.0 GiB in fp4, in pieces of 256 MiB, "
+        "where a connector has one",
+        "  a cluster's operator does not read this file: there the engine chooses what is not in settings",
+        "  weights bfloat16             as the checkpoint has them: 131.4 GiB",
+        "  kvCache bfloat16             what the model computes in: 327,680 bytes a token",
         "  maxSequences 256             there is KV for 425 requests of 1,024 tokens",
+        "  ports: http 8000, kv-0 5600",
+        "  volumes: shared-memory at /dev/shm (memory, 8.0 GiB)",
         "  pool chat-flex → pool chat-flex: yes, same model, engine, KV data type and block size",
     ):
         assert line in said.splitlines()
@@ -79,8 +86,8 @@ def test_without_a_config_it_says_so_in_one_line_and_what_does_not_depend_on_it(
             id="does not fit",
         ),
         pytest.param(
-            service(pool("p", "Prefill", 8), pool("d", "Decode", 4)),
-            "  pool chat-p → pool chat-d: no, decode's tensor-parallel size (4) is smaller than",
+            service(pool("p", "Prefill", 16), pool("d", "Decode", 4)),
+            "  pool chat-p → pool chat-d: no, prefill has 16 tensor-parallel ranks, decode has 4: of 8 KV",
             id="nobody to hand KV to",
         ),
         pytest.param(
@@ -94,6 +101,13 @@ def test_a_service_that_cannot_work_is_exit_code_1(plan: Plan, spec: str, said: 
     code, text = plan(spec, *LLAMA)
     assert code == 1
     assert any(line.startswith(said) for line in text.splitlines())
+
+
+def test_prefill_may_be_split_over_more_devices_than_decode(plan: Plan) -> None:
+    code, said = plan(service(pool("p", "Prefill", 8), pool("d", "Decode", 2)), *LLAMA)
+    assert code == 1  # 70 billion parameters do not fit two devices
+    allowed = "  pool chat-p → pool chat-d: yes, same model, engine, KV data type and block size"
+    assert allowed in said.splitlines()
 
 
 def test_an_engine_whose_role_is_fixed_at_start_is_planned_in_both(plan: Plan) -> None:
@@ -118,6 +132,8 @@ def test_programs_get_the_same_as_json(plan: Plan) -> None:
     assert document["facts"]["kv_bytes_per_token"] == 327_680
     assert (found["fit"]["reason"], found["fit"]["kv_capacity_tokens"]) == ("Fits", 435_865)
     assert found["env"]["POD_IP"] == "<status.podIP>"
+    assert found["ports"] == {"http": 8000, "kv-0": 5600}
+    assert [volume["mount"] for volume in found["volumes"]] == ["/dev/shm"]
     assert document["pairs"][0]["allowed"] is True
 
 

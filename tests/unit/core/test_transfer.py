@@ -27,9 +27,9 @@ ONE = Identity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, te
             {"block_size": 32}, "block size differs: prefill has 16, decode has 32", id="block size"
         ),
         pytest.param(
-            {"tensor_parallel": 1},
-            "decode's tensor-parallel size (1) is smaller than prefill's (2)",
-            id="decode split over fewer",
+            {"tensor_parallel": 3},
+            "prefill has 2 tensor-parallel ranks, decode has 3: neither divides the other",
+            id="splits that do not meet",
         ),
     ],
 )
@@ -38,7 +38,12 @@ def test_no_transfer_where(changes: dict[str, object], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensor_parallel", [pytest.param(2, id="the same split"), pytest.param(4, id="decode split over more")]
+    "tensor_parallel",
+    [
+        pytest.param(2, id="the same split"),
+        pytest.param(4, id="decode split over more"),
+        pytest.param(1, id="decode split over fewer"),
+    ],
 )
 def test_transfer_where(tensor_parallel: int) -> None:
     verdict = can_transfer(ONE, replace(ONE, tensor_parallel=tensor_parallel))
@@ -73,6 +78,11 @@ def test_transfer_where(tensor_parallel: int) -> None:
             "decode has 2 pipeline stages and reads KV into one only",
             id="stages of decode",
         ),
+        pytest.param(
+            {"latent": True},
+            "latent attention differs: prefill has False, decode has True",
+            id="one latent vector and heads",
+        ),
     ],
 )
 def test_real_engines_do_not_pair_where(changes: dict[str, object], reason: str) -> None:
@@ -84,6 +94,25 @@ def test_prefill_may_have_stages() -> None:
     assert can_transfer(replace(ONE, pipeline_parallel=4), ONE).allowed
 
 
-def test_under_latent_attention_decode_may_be_split_over_fewer() -> None:
-    latent = replace(ONE, latent=True)
+def test_decode_may_be_split_over_fewer_until_prefills_ranks_hold_copies() -> None:
+    """Eight KV heads over 8 ranks are put together on 2, over 16 they are not; a latent vector always is."""
+    eight = replace(ONE, tensor_parallel=8, kv_heads=8)
+    assert can_transfer(eight, replace(eight, tensor_parallel=2)).allowed
+    sixteen = replace(eight, tensor_parallel=16)
+    assert can_transfer(sixteen, eight) == Verdict(
+        False,
+        "prefill has 16 tensor-parallel ranks, decode has 8: of 8 KV heads prefill holds copies, which fewer "
+        "ranks cannot read",
+    )
+    assert can_transfer(eight, sixteen).allowed
+    latent = replace(sixteen, latent=True, kv_heads=1)
     assert can_transfer(latent, replace(latent, tensor_parallel=1)).allowed
+
+
+def test_lmcache_hands_over_from_rank_to_rank() -> None:
+    one = replace(ONE, connector="LMCache")
+    assert can_transfer(one, one).allowed
+    assert can_transfer(one, replace(one, tensor_parallel=4)) == Verdict(
+        False,
+        "prefill has 2 tensor-parallel ranks, decode has 4: LMCache hands over from rank to rank",
+    )

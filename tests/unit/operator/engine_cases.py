@@ -1,17 +1,18 @@
 """Services of every shape that the vLLM adapter knows: read by eye as golden files, and by vLLM itself."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec
+from fulcrum_core.hardware import hardware_of
 from fulcrum_core.models import ModelFacts, parse_model_config
-from fulcrum_core.values import Role
+from fulcrum_core.values import Role, Slo
 from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.request import EngineRequest
-from fulcrum_operator.engines.vllm import POD, plan_engine
+from fulcrum_operator.engines.vllm import POD, VERSION, plan_engine
 from fulcrum_operator.plan.pools import desired_pools
 
 MODELS = Path(__file__).parents[2] / "fixtures" / "models"
@@ -169,6 +170,23 @@ CASES = (
             "drain": {"timeout": "90s"},
         },
     ),
+    Case(
+        "gqa-70b-awq-b200-prefill",
+        "llama-3.1-70b-awq",
+        {"role": "Prefill", "hardware": gpus(1, "B200", fabric="RoCE")},
+        {"modelSource": {"maxLength": 32768}},
+    ),
+    Case(
+        "mla-sparse-h200-tp8",
+        "deepseek-v3.2",
+        {"hardware": gpus(8, "H200-SXM", fabric="InfiniBand"), "quantization": {"kvCache": "fp8"}},
+    ),
+    Case(
+        "moe-slices-h100-dp2",
+        "mixtral-8x7b",
+        {"hardware": gpus(2, "H100-SXM"), "parallelism": {"tensor": 1, "data": 2}},
+    ),
+    Case("cpu-long-context", "llama-3.1-8b", {"hardware": {**CPU, "memory": "64Gi"}}),
     Case("tiny-cpu-nixl", "tiny-llama", {"hardware": CPU, "settings": {"blockSize": 32}}),
     Case(
         "tiny-cpu-tiers",
@@ -203,3 +221,33 @@ def request_of(case: Case) -> EngineRequest:
 
 def plan_of(case: Case) -> EnginePlan:
     return plan_engine(request_of(case), POD)
+
+
+def request(
+    model: str = "llama-3.1-8b", device: str = "H100-SXM", facts: ModelFacts | None = None, **changes: Any
+) -> EngineRequest:
+    """An instance of a flexible pool on one device, but for what is changed."""
+    made = EngineRequest(
+        model=model,
+        pool_role="Flexible",
+        slo=Slo(ttft_s=1.0, tpot_s=0.05),
+        proxy_host="chat.default.svc",
+        drain_s=120.0,
+        facts=facts or facts_of(model),
+        hardware=hardware_of(device),
+        devices=None if device == "CPU" else 1,
+        version=VERSION,
+    )
+    return replace(made, **changes)
+
+
+def plan(asked: EngineRequest) -> EnginePlan:
+    return plan_engine(asked, POD)
+
+
+def chosen(asked: EngineRequest, name: str) -> str | None:
+    """The value of one choice."""
+    return next((choice.value for choice in plan(asked).choices if choice.name == name), None)
+
+
+LEFT = "left to the engine"

@@ -95,6 +95,7 @@ def test_a_window_bounds_the_kv_of_a_long_prompt() -> None:
         pytest.param("llama-3.1-8b", 2_049, KvPrecision.AUTO, 512, id="a token more takes the next 256 MiB"),
         pytest.param("llama-3.1-70b", 32_768, KvPrecision.AUTO, 10_240, id="32k of 70B"),
         pytest.param("llama-3.1-70b", 32_768, KvPrecision.FP8, 5_120, id="half of it in FP8"),
+        pytest.param("llama-3.1-70b", 32_768, KvPrecision.FP4, 3_072, id="2,880 MiB in FP4 with its scales"),
         pytest.param("deepseek-v3", 32_768, KvPrecision.AUTO, 2_304, id="latent attention is small"),
         pytest.param("tiny-llama", 1, KvPrecision.AUTO, 256, id="never less than one piece"),
     ],

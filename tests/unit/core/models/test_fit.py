@@ -15,6 +15,7 @@ from fulcrum_core.models import (
     WeightPrecision,
     judge_fit,
     parse_model_config,
+    weight_bytes,
 )
 
 FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
@@ -107,6 +108,13 @@ def test_what_does_not_fit_is_refused_with_what_would(
     assert (fit.verdict, fit.reason, fit.message) == ("False", reason, message)
 
 
+def test_kv_heads_are_shared_or_copied_evenly() -> None:
+    qwen = replace(facts("llama-3.1-8b"), attention_heads=28, kv_heads=4)
+    fits = {n: judge_fit(qwen, hardware_of("H100-SXM"), Layout(tensor=n)) for n in (2, 7, 28)}
+    assert {n: fit.verdict for n, fit in fits.items()} == {2: "True", 7: "False", 28: "True"}
+    assert fits[7].message == "4 KV heads and 7 ranks: neither divides the other"
+
+
 def test_what_cannot_be_known_is_neither_yes_nor_no() -> None:
     llama = facts("llama-3.1-8b")
     assert judge_fit(None, hardware_of("H100-SXM"), Layout()).reason == "ModelUnknown"
@@ -132,15 +140,31 @@ def test_smaller_values_and_more_devices_leave_more_kv(better: Layout) -> None:
     assert (after.kv_capacity_tokens or 0) > (before.kv_capacity_tokens or 0)
 
 
-def test_expert_parallelism_shares_experts_over_data_parallel_ranks() -> None:
+@pytest.mark.parametrize("expert", [pytest.param(False, id="slices"), pytest.param(True, id="whole ones")])
+def test_data_parallel_ranks_share_the_experts_and_hold_copies_of_the_rest(expert: bool) -> None:
     deepseek, hardware = facts("deepseek-v3"), hardware_of("H200-SXM")
-    assert judge_fit(deepseek, hardware, Layout(data=8)).reason == "WeightsTooLarge"
-    assert judge_fit(deepseek, hardware, Layout(data=8, expert=True)).verdict == "True"
+    assert judge_fit(deepseek, hardware, Layout()).reason == "WeightsTooLarge"
+    fit = judge_fit(deepseek, hardware, Layout(data=8, expert=expert))
+    rest = weight_bytes(deepseek) - deepseek.expert_params
+    assert (fit.verdict, fit.device_weight_bytes) == ("True", round(rest + deepseek.expert_params / 8))
 
 
-@pytest.mark.parametrize("name", ["H100-SXM", "H100", "NVIDIA-H100-80GB-HBM3", "nvidia-h100-80gb"])
-def test_a_device_is_found_under_its_usual_names(name: str) -> None:
-    assert hardware_of(name) == find_hardware("H100-SXM")
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("H100", "H100-SXM"),
+        ("NVIDIA-H100-80GB-HBM3", "H100-SXM"),
+        ("nvidia-h100-80gb", "H100-SXM"),
+        ("NVIDIA-H100-PCIe", "H100-PCIe"),
+        ("NVIDIA-A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA-A100-80GB-PCIe", "A100-80GB"),
+        ("NVIDIA-A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA-L40S", "L40S"),
+        ("AMD_Instinct_MI300X_OAM", "MI300X"),
+    ],
+)
+def test_a_device_is_found_under_its_usual_names(name: str, device: str) -> None:
+    assert hardware_of(name) == find_hardware(device)
 
 
 def test_a_manifest_stands_over_the_table() -> None:
