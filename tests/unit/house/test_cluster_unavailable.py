@@ -1,0 +1,105 @@
+"""Where no test cluster can run, levels that need one are left out by name and with the reason, or fail."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import pytest_terminal_summary
+from tests.kubernetes import clusters
+from tools.kubernetes import program
+from tools.kubernetes.program import Unavailable, check_machine
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def able(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lacks nothing, whatever machine this is."""
+    built = tmp_path / "k8s"
+    built.touch()
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(program, "TOOLS", ())
+    monkeypatch.setattr(program, "CNI_PLUGINS", (tmp_path,))
+    monkeypatch.setattr(program, "CGROUPS", tmp_path)
+    monkeypatch.setattr(program, "cached", lambda: built)
+
+
+@pytest.mark.usefixtures("able")
+def test_a_machine_that_lacks_nothing_is_taken() -> None:
+    check_machine()
+
+
+def no_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "cached", lambda: Path("/nowhere"))
+    monkeypatch.setattr(program, "go", lambda: None)
+
+
+LACKING = [
+    pytest.param(lambda patch: patch.setattr(sys, "platform", "darwin"), "Linux and root", id="not Linux"),
+    pytest.param(lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "Linux and root", id="not root"),
+    pytest.param(lambda patch: patch.setattr(program, "TOOLS", ("x-tool",)), "x-tool", id="a program"),
+    pytest.param(lambda patch: patch.setattr(program, "CNI_PLUGINS", ()), "CNI plugins", id="CNI plugins"),
+    pytest.param(lambda patch: patch.setattr(program, "CGROUPS", Path("/no")), "cgroup v1", id="cgroups"),
+    pytest.param(no_go, "needs Go", id="no Go, and nothing built"),
+]
+
+
+@pytest.mark.usefixtures("able")
+@pytest.mark.parametrize(("without", "told"), LACKING)
+def test_what_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch, without: Break, told: str) -> None:
+    without(monkeypatch)
+    with pytest.raises(Unavailable, match=told):
+        check_machine()
+
+
+@pytest.mark.usefixtures("able")
+@pytest.mark.parametrize(
+    ("required", "how"),
+    [
+        pytest.param("", pytest.skip.Exception, id="left out with the reason"),
+        pytest.param("required", Unavailable, id="required: failed"),
+    ],
+)
+def test_levels_that_cannot_run_are_left_out_unless_required(
+    monkeypatch: pytest.MonkeyPatch, required: str, how: type[BaseException]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("KUBERNETES_TESTS", required)
+    with pytest.raises(how, match="a test cluster needs Linux and root"):
+        clusters.require_kubernetes()
+
+
+class Reporter:
+    """As much of pytest's reporter as a summary needs."""
+
+    def __init__(self, *skipped: tuple[str, str]) -> None:
+        reports = [
+            SimpleNamespace(nodeid=name, longrepr=("file", 1, f"Skipped: {why}")) for name, why in skipped
+        ]
+        self.stats, self.lines = {"skipped": reports}, list[str]()
+
+    def section(self, *_: object, **__: object) -> None:
+        """The heading."""
+
+    def line(self, text: str, **_: object) -> None:
+        """One line of it."""
+        self.lines.append(text)
+
+
+def test_a_run_names_each_test_that_it_left_out_with_the_reason() -> None:
+    reporter: Any = Reporter(("test_a.py::test_b", "no Kubernetes"), ("test_a.py::test_a", "no Kubernetes"))
+    config: Any = SimpleNamespace(args=["one_file.py"], option=SimpleNamespace(seed=7))
+    config.invocation_params = SimpleNamespace(dir=Path("/nowhere"))
+    pytest_terminal_summary(reporter, config)
+    assert reporter.lines == [
+        "LEFT OUT test_a.py::test_a: no Kubernetes",
+        "LEFT OUT test_a.py::test_b: no Kubernetes",
+        "seed: repeat this run with --seed 7",
+    ]
