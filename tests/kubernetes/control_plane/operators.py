@@ -53,6 +53,11 @@ class Space:
         """Delete, whatever becomes of what it owns."""
         self._asked("DELETE", self.path(kind, name), options or {}, "application/json")
 
+    def evict(self, name: str) -> None:
+        """As `kubectl drain` does; LookupError with the status if a budget is against it."""
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
+        self._asked("POST", f"{self.path('pods', name)}/eviction", body, "application/json")
+
     def get(self, kind: str, name: str) -> Json:
         """The object; LookupError if there is none."""
         return dict(self.cluster.read(self.path(kind, name)))
@@ -89,13 +94,18 @@ class Space:
         return dict(found[0])
 
     def events(self) -> dict[str, str]:
-        """Of PDServices: the last message by reason."""
+        """Of PDServices: a message by reason; where there are several, any of them."""
         found = self.list("events")
         return {
             event["reason"]: event["message"]
             for event in found
             if event["involvedObject"]["kind"] == "PDService"
         }
+
+    def told(self, reason: str) -> dict[str, int]:
+        """The messages of all Events of a reason, and how often each was told."""
+        found = self.list("events")
+        return {event["message"]: event.get("count", 1) for event in found if event["reason"] == reason}
 
     def _asked(self, method: str, path: str, body: Json, kind: str) -> Json:
         status, answer = self.cluster.request(method, path, json.dumps(body).encode(), kind=kind)
