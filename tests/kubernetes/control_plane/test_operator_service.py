@@ -44,7 +44,7 @@ class World:
     def up(self, count: int = 4, **spec: Any) -> None:
         """A service all of whose instances serve."""
         names = [f"chat-{number}" for number in range(count)]
-        self.space.service(**({} if "pools" in spec else {"instances": count}), **spec)
+        self.space.service(**(spec if "pools" in spec else {"instances": count, **spec}))
         until(lambda: set(names) <= set(self.space.names("pods")), "the pods")
         self.kubelet.ready(*names)
         until(lambda: self.space.phases() == dict.fromkeys(names, "Serving"), "all to serve")
