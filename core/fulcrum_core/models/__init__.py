@@ -1,6 +1,7 @@
 """What a model is, from its own config.json, and what that costs in memory. Pure."""
 
 from fulcrum_core.models.config import parse_model_config
+from fulcrum_core.models.excerpt import excerpt
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
 from fulcrum_core.models.fit import GPU_UTILIZATION, Fit, Layout, gib, judge_fit
 from fulcrum_core.models.sizes import (
@@ -22,6 +23,7 @@ __all__ = [
     "Layout",
     "ModelFacts",
     "WeightPrecision",
+    "excerpt",
     "gib",
     "judge_fit",
     "kv_bytes",

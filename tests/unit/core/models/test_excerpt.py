@@ -1,0 +1,64 @@
+"""The excerpt of a config.json has the facts of the whole and fits where it has to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_core.models import excerpt, parse_model_config
+
+FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
+LEAST = {
+    "architectures": ["SomeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "max_position_embeddings": 128,
+}
+MODELS = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+
+
+def config(model: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / model / "config.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_excerpt_has_the_facts_of_the_whole(model: str) -> None:
+    assert parse_model_config(excerpt(config(model))) == parse_model_config(config(model))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_excerpt_fits_into_the_last_words_of_a_container(model: str) -> None:
+    assert len(json.dumps(excerpt(config(model)))) <= 3072
+
+
+def test_an_excerpt_of_an_excerpt_is_the_same() -> None:
+    once = excerpt(config("gemma-3-27b"))
+    assert excerpt(once) == once
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        pytest.param({"_name_or_path": "x", "pad_token_id": 0}, {}, id="what no fact follows from"),
+        pytest.param({"head_dim": None}, {}, id="null"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"] * 500}},
+            {"quantization_config": {"quant_method": "fp8"}},
+            id="layers that are not quantised",
+        ),
+        pytest.param(
+            {
+                "quantization_config": {
+                    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+                }
+            },
+            {"quantization_config": {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}},
+            id="groups of weights",
+        ),
+    ],
+)
+def test_what_is_left_out(said: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert excerpt({**LEAST, **said}) == {**LEAST, **kept}
