@@ -40,9 +40,8 @@ def kv_transfer(seen: Observed, wanted: int) -> Condition:
     serving = tuple(i for i in seen.staying if i.status.phase is Phase.SERVING)
     if wanted <= 1:
         return _condition(seen, "Unknown", words.NOT_APPLICABLE, "a single instance hands nothing over")
-    if len(serving) > 1 and _apart(serving):
-        told = "no instance can read what another one computes: see status.identity of the instances"
-        return _condition(seen, "False", words.NOT_COMPATIBLE, told)
+    if len(serving) > 1 and (apart := _apart(serving)):
+        return _condition(seen, "False", words.NOT_COMPATIBLE, apart)
     if seen.router is not None:
         found = _judged(seen, pairs_of(seen.router.pairs, {i.metadata.name for i in serving}))
         if found is not None:
@@ -54,16 +53,29 @@ def _judged(seen: Observed, pairs: tuple[PairState, ...]) -> Condition | None:
     """What the pairs say; None if they say nothing yet."""
     bad = sorted((pair for pair in pairs if pair.last_reason in BAD), key=_rank)
     if bad:
-        named = ", ".join(f"{pair.prefill} → {pair.decode}: {pair.last_reason}" for pair in bad[:TOLD])
-        more = f" and {len(bad) - TOLD} more" if len(bad) > TOLD else ""
-        return _condition(seen, "False", bad[0].last_reason, f"{named}{more}")
-    proven = names_in(pair for pair in pairs if pair.last_reason == words.PROVEN)
-    if proven:
-        return _condition(seen, "True", words.VERIFIED, f"{len(proven)} instances hand KV over")
-    if any(pair.last_reason == words.CANNOT_TELL for pair in pairs):
-        told = "the engines do not say what they computed: is --enable-prompt-tokens-details given?"
-        return _condition(seen, "Unknown", words.CANNOT_TELL, told)
+        told = _first([f"{_way(pair.prefill, pair.decode)}: {pair.last_reason}" for pair in bad])
+        return _condition(seen, "False", bad[0].last_reason, told)
+    if proven := _with(pairs, words.PROVEN):
+        return _condition(seen, "True", words.VERIFIED, f"seen to hand KV over: {_first(proven)}")
+    if silent := _with(pairs, words.CANNOT_TELL):
+        told = "decode does not say what it computed: is --enable-prompt-tokens-details given?"
+        return _condition(seen, "Unknown", words.CANNOT_TELL, f"{_first(silent)}: {told}")
     return None
+
+
+def _with(pairs: tuple[PairState, ...], reason: str) -> list[str]:
+    found = ((pair.prefill, pair.decode) for pair in pairs if pair.last_reason == reason)
+    return [_way(*names) for names in sorted(found, key=lambda names: tuple(map(by_number, names)))]
+
+
+def _way(prefill: str, decode: str) -> str:
+    return f"{prefill} → {decode}"
+
+
+def _first(told: list[str]) -> str:
+    """The first ones, and how many more there are."""
+    more = f" and {len(told) - TOLD} more" if len(told) > TOLD else ""
+    return f"{', '.join(told[:TOLD])}{more}"
 
 
 def _as_before(seen: Observed) -> Condition:
@@ -91,20 +103,20 @@ def pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairSt
     return tuple(pair for pair in pairs if pair.prefill in names and pair.decode in names)
 
 
-def names_in(pairs: Iterable[PairState]) -> set[str]:
-    """The instances of these pairs."""
-    return {name for pair in pairs for name in (pair.prefill, pair.decode)}
-
-
 def _rank(pair: PairState) -> tuple[int, tuple[int, str], tuple[int, str]]:
     return (BAD.index(pair.last_reason), by_number(pair.prefill), by_number(pair.decode))
 
 
-def _apart(serving: tuple[PDInstance, ...]) -> bool:
-    known = [i.status.identity.value() for i in serving if i.status.identity is not None]
-    if len(known) < len(serving) or len(set(known)) == 1:
-        return False
-    return not any(can_transfer(one, other).allowed for one, other in permutations(known, 2))
+def _apart(serving: tuple[PDInstance, ...]) -> str:
+    """Why no instance can read what another one computes; empty if one can, or may."""
+    known = {i.metadata.name: i.status.identity.value() for i in serving if i.status.identity is not None}
+    if len(known) < len(serving) or len(set(known.values())) == 1:
+        return ""
+    pairs = permutations(sorted(known, key=by_number), 2)
+    verdicts = {_way(*names): can_transfer(*(known[name] for name in names)) for names in pairs}
+    if any(verdict.allowed for verdict in verdicts.values()):
+        return ""
+    return _first([f"{way}: {verdict.reason}" for way, verdict in verdicts.items()])
 
 
 def _condition(seen: Observed, status: Standing, reason: str, message: str) -> Condition:

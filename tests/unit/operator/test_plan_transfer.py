@@ -66,18 +66,19 @@ GOOD = pair("chat-0", "chat-2")
             (
                 "Unknown",
                 "CannotTell",
-                "the engines do not say what they computed: is --enable-prompt-tokens-details given?",
+                "chat-0 → chat-2: decode does not say what it computed: "
+                "is --enable-prompt-tokens-details given?",
             ),
             id="engines that do not say",
         ),
         pytest.param(
             told(GOOD, pair("chat-1", "chat-3", "NoTrafficYet")),
-            ("True", "Verified", "2 instances hand KV over"),
+            ("True", "Verified", "seen to hand KV over: chat-0 → chat-2"),
             id="one pair proven",
         ),
         pytest.param(
             told(GOOD, pair("chat-1", "chat-9", "HandshakeFailed")),
-            ("True", "Verified", "2 instances hand KV over"),
+            ("True", "Verified", "seen to hand KV over: chat-0 → chat-2"),
             id="an instance that is gone counts no more",
         ),
         *(
@@ -113,6 +114,25 @@ def test_the_findings_of_the_router_become_one_condition(
     seen: Observed, expected: tuple[str, str, str]
 ) -> None:
     assert verdict(seen) == expected
+
+
+def test_engines_that_cannot_read_one_another_are_named_with_the_reason() -> None:
+    seen = settled({"chat-0": P, "chat-1": D})
+    sizes = {"chat-0": 16, "chat-1": 32}
+    facts = {
+        name: replace(known, identity=known.identity.model_copy(update={"block_size": sizes[name]}))
+        for name, known in seen.facts.items()
+    }
+    apart = tuple(
+        i.replace(status=i.status.model_copy(update={"identity": facts[i.metadata.name].identity}))
+        for i in seen.instances
+    )
+    assert verdict(replace(seen, instances=apart, facts=facts)) == (
+        "False",
+        "NotCompatible",
+        "chat-0 → chat-1: block size differs: prefill has 16, decode has 32, "
+        "chat-1 → chat-0: block size differs: prefill has 32, decode has 16",
+    )
 
 
 def test_what_was_known_stands_while_nobody_says_anything_new() -> None:
