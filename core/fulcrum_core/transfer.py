@@ -5,9 +5,6 @@ from collections.abc import Mapping
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Identity
 
-KV_LEASE_S = 30.0
-"""For how long an engine keeps the blocks of a hand-off that nobody fetches (vLLM's kv_lease_duration)."""
-
 _EQUAL = {
     "model": "model",
     "revision": "model revision",

@@ -83,13 +83,18 @@ class Slo:
         return ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
 
 
+KV_LEASE_S = 30.0
+"""For how long an engine that was told nothing else keeps a hand-off that nobody fetches (vLLM)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must agree between two engines that exchange KV blocks.
+    """What an engine is to those that it exchanges KV blocks with.
 
     `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
-    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_heads` are
-    the model's; 0: not known, and not held against it.
+    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_lease_s`
+    is for how long it keeps the blocks of a hand-off that nobody fetches: that alone need not agree.
+    `kv_heads` are the model's; 0: not known, and not held against it.
     """
 
     model: str
@@ -104,3 +109,4 @@ class Identity:
     connector: str = ""
     latent: bool = False
     kv_heads: int = 0
+    kv_lease_s: float = KV_LEASE_S

@@ -19,7 +19,7 @@ from fulcrum_router.fleet import Instance, pool_of
 from fulcrum_router.flow import from_task
 from fulcrum_router.policy import PairKey, Proof
 from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, SAMPLE_TOKENS
-from fulcrum_router.proof import Handed, prove
+from fulcrum_router.proof import Handed, in_time_s, missed, prove
 from fulcrum_router.router import Router
 from fulcrum_router.upstream import LegFailed, ask
 
@@ -145,6 +145,8 @@ class Canaries:
         elif status != 200:
             why = words.HANDSHAKE_FAILED if took_s > 0.9 * HANDSHAKE_TIMEOUT_S else words.RECOMPUTED
             pair.record(Proof.RECOMPUTED, now_s=time.monotonic(), why=why)
+        elif handed.late:
+            missed(router.pairs, giver, taker, words.LEASE_EXPIRED)  # nobody knows whose KV it was
         else:
             handed.usage = read_usage(content)
             await self._learn_to_tell(taker, request, handed)
@@ -164,8 +166,6 @@ class Canaries:
         taker.tells_cached = again is not None and again.cached_tokens is not None
 
     def _handed(self, giver: Instance, taker: Instance, tokens: int, stamp_s: float) -> Handed:
-        settings = self._router.settings
-        assert settings is not None
         pair = self._router.pairs[PairKey(giver.name, taker.name)]
         return Handed(
             source=giver,
@@ -173,7 +173,7 @@ class Canaries:
             tokens=tokens,
             cold=pair.warm_until_s <= time.monotonic(),
             alone=not taker.ledger.legs,
-            deadline_s=stamp_s + settings.kv_lease_s,
+            deadline_s=stamp_s + in_time_s(giver.kv_lease_s),
             hides_usage=False,
             expired_before=None,
             on_doubt=lambda: None,

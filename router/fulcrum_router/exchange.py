@@ -41,7 +41,7 @@ from fulcrum_router.policy import (
 )
 from fulcrum_router.policy.dispatch import NO_FLIPS
 from fulcrum_router.policy.ledger import HandoffEntry, PrefillEntry
-from fulcrum_router.proof import HALF, IN_TIME, Handed, missed, prove
+from fulcrum_router.proof import HALF, Handed, in_time_s, missed, prove
 from fulcrum_router.relay import Broken, DecodeLeg, settle
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Settings
@@ -305,7 +305,7 @@ class Exchange:
         self._router.books.dispatched[DECODE, decision.reason] += 1
         if decision.reason is _PREFILLED_HERE:
             self._close_handoff()  # its blocks are this engine's own prefix cache
-        elif self._handoff is not None and self._age_s() > HALF * self._settings.kv_lease_s:
+        elif self._handoff is not None and self._is_stale():
             self._close_handoff()
             self._local = "stale_handoff"
             self._missed(self._router.fleet[decision.instance], words.LEASE_EXPIRED)
@@ -315,9 +315,10 @@ class Exchange:
         if self._source is not None:
             missed(self._router.pairs, self._source, instance, why)
 
-    def _age_s(self) -> float:
-        """How old the hand-off is at most."""
-        return time.monotonic() - self._handoff_at_s
+    def _is_stale(self) -> bool:
+        """Whether the hand-off may be too old to be fetched in time."""
+        source = self._source
+        return source is not None and time.monotonic() - self._handoff_at_s > HALF * source.kv_lease_s
 
     def _choose_decode(self, rules: FlipRules) -> Decision:
         source = self._source
@@ -392,7 +393,7 @@ class Exchange:
             tokens=self._tokens,
             cold=pair.warm_until_s <= time.monotonic(),
             alone=not instance.ledger.legs,
-            deadline_s=self._handoff_at_s + IN_TIME * self._settings.kv_lease_s,
+            deadline_s=self._handoff_at_s + in_time_s(source.kv_lease_s),
             hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
             expired_before=self._expired_before,
             on_doubt=self._doubt,

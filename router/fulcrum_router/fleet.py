@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import Identity, Role
+from fulcrum_core.values import KV_LEASE_S, Identity, Role
 from fulcrum_router.health import Health
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
@@ -34,6 +34,7 @@ class Instance:
         "identity",
         "itl_s",
         "kv_expired",
+        "kv_lease_s",
         "kv_usage",
         "ledger",
         "missed_probes",
@@ -61,6 +62,8 @@ class Instance:
         self.assigned = False
         self.serving = False
         self.identity: Identity | None = None
+        self.kv_lease_s = KV_LEASE_S
+        """For how long it keeps a hand-off that nobody fetches: what its engine was started with."""
         self.ledger = Ledger()
         self.health = Health()
         self.pool: EnginePool | None = None
@@ -70,13 +73,13 @@ class Instance:
         self.kv_usage: float | None = None
         self.kv_expired: float | None = None
         """Hand-offs that it let expire, as last read."""
-        self.salt = ""
-        """Goes into every prompt's salt: what the engine has cached under another one is not used."""
-        self.tells_cached = False
         self.engine_requests: int | None = None
         """Requests in it by its own count, whoever sent them; None: it does not say."""
         self.engine_read_s = 0.0
         """Unix time at which it was asked for that."""
+        self.salt = ""
+        """Goes into every prompt's salt: what the engine has cached under another one is not used."""
+        self.tells_cached = False
         """Whether it was seen to say how many tokens of a prompt it did not compute."""
         self.missed_probes = 0
         self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
@@ -98,10 +101,10 @@ class Instance:
     def leave(self) -> None:
         """It is not there any more: keep no connection; what is busy may end."""
         pool, self.pool = self.pool, None
+        self.engine_requests = None
         if pool is not None:
             pool.close()
             self.former.append(pool)
-        self.engine_requests = None
 
     def check(self, now_s: float) -> None:
         """Fail the legs that waited too long, and move on those that wait in vain."""

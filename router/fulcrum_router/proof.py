@@ -16,14 +16,16 @@ from fulcrum_router.bodies import Usage, read_usage
 from fulcrum_router.fleet import Instance
 from fulcrum_router.http1 import chunk, chunk_spans
 from fulcrum_router.policy import PairKey, PairMap, Proof, judge
-from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S
+from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, Pair
 
 log = structlog.get_logger()
 
 HALF = 1 / 2
 """Of its lease: a hand-off that is older is not used. The decode instance's queue counts against it, too."""
-IN_TIME = 5 / 6
+_IN_TIME = 5 / 6
 """Of its lease: what a decode leg answers until then was fetched while the blocks were held."""
+_UNDER_WAY_S = 1.0
+"""For so long an answer of the giver, whose clock begins with it, may have been on its way."""
 NO_CHOICES = b'"choices":[]'
 """What the event with the usage has, and no other."""
 
@@ -68,6 +70,11 @@ class Handed:
         return without_usage(framed) if self.hides_usage and chunked else framed
 
 
+def in_time_s(lease_s: float) -> float:
+    """How old a hand-off may be when decode answers, for it to have been fetched within its lease."""
+    return min(_IN_TIME * lease_s, lease_s - _UNDER_WAY_S)
+
+
 def without_usage(framed: bytes) -> bytes:
     """The chunks without the event that has no choices; the others as they are.
 
@@ -105,13 +112,20 @@ def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
     if first_s is not None and handed.alone and proof is Proof.PROVEN:
         recompute_s = decode.prefill_model.ttft_s(handed.tokens)
         pair.timed(first_s, tokens=handed.tokens, recompute_s=recompute_s, cold=handed.cold)
-    waited = first_s is not None and handed.cold and first_s > HANDSHAKE_TIMEOUT_S * 0.9
-    why = words.HANDSHAKE_FAILED if waited else ""
-    pair.record(proof, now_s=time.monotonic(), why=why)
+    pair.record(proof, now_s=time.monotonic(), why=_why(pair, handed, first_s))
     if proof is Proof.RECOMPUTED:
         log.warning(
             "hand-off recomputed", prefill=handed.source.name, decode=decode.name, cached_tokens=cached
         )
+
+
+def _why(pair: Pair, handed: Handed, first_s: float | None) -> str:
+    """What a miss would come from, as far as can be told: engines that refuse each other do so at once."""
+    if first_s is None or not handed.cold:
+        return ""
+    if first_s > HANDSHAKE_TIMEOUT_S * 0.9:
+        return words.HANDSHAKE_FAILED
+    return "" if pair.met else words.NOT_COMPATIBLE
 
 
 def missed(pairs: PairMap, source: Instance, decode: Instance, why: str) -> None:

@@ -6,7 +6,6 @@ from typing import Self
 
 from fulcrum_core.api.pdservice import PDService, TimeoutsSpec
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.transfer import KV_LEASE_S
 from fulcrum_core.values import AutoscalingMode, Slo
 
 DEFAULT_TIER = "default"
@@ -51,8 +50,6 @@ class Settings:
     cooldown_s: float = 0.0
     drain_s: float = 0.0
     """How long requests in flight get where something ends."""
-    kv_lease_s: float = KV_LEASE_S
-    """For how long a prefill engine keeps the blocks of a hand-off, at least."""
 
     def tier(self, name: str | None) -> Tier:
         """The tier a request names; the service's own where it names none that the service has."""

@@ -153,6 +153,7 @@ class Watches:
             if seen.status.identity is not None:
                 known = (i.identity for i in fleet.all if i.identity is not None)
                 instance.identity = interned(known, seen.status.identity.value())
+                instance.kv_lease_s = instance.identity.kv_lease_s
 
     def _judge(self) -> None:
         """Apply the assignment if it may be, and draw the roles from the last good one either way."""

@@ -151,7 +151,7 @@ async def test_a_side_channel_that_cannot_be_reached_is_found_and_gone_round(
 
 
 @pytest.mark.parametrize(
-    ("again", "expected"), [(256, "Recomputed"), (None, "CannotTell")], ids=["it does", "it never does"]
+    ("again", "expected"), [(256, "NotCompatible"), (None, "CannotTell")], ids=["it does", "it never does"]
 )
 async def test_an_engine_that_does_not_say_is_asked_whether_it_ever_does(
     again: int | None, expected: str

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -444,8 +443,8 @@ async def test_an_instance_that_refuses_is_ejected_and_comes_back(client: aiohtt
 
 
 async def test_a_stale_hand_off_is_dropped(client: aiohttp.ClientSession) -> None:
-    no_lease = replace(quick_settings(), kv_lease_s=0.0)
-    async with running(FakeEngine("p1"), FakeEngine("d1"), settings=no_lease) as world:
+    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
+        world.router.fleet["p1"].kv_lease_s = 0.0
         answer = await ask(client, world)
         ours = {
             "x-fulcrum-prefill": "p1",

@@ -4,10 +4,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fulcrum_core.api.meta import Model, Printer, Resource, Time
+from fulcrum_core.api.meta import Duration, Model, Printer, Resource, Time
 from fulcrum_core.api.pdassignment import AssignedRole
 from fulcrum_core.api.pdpool import StartSpec
-from fulcrum_core.values import FlipStrategy, Identity, Phase, Role
+from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Identity, Phase, Role
 
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once nothing is on it any more."""
@@ -27,7 +27,7 @@ class PDInstanceSpec(StartSpec):
 
 
 class IdentitySpec(Model):
-    """What must agree between two engines that exchange KV blocks."""
+    """What an engine is to those that it exchanges KV blocks with; all but its lease must agree."""
 
     model: str = Field(description="Model, spelled as on the engine's command line.")
     engine: str = Field(description="Engine and its version.")
@@ -41,10 +41,13 @@ class IdentitySpec(Model):
     connector: str = Field(default="", description="How KV is handed over.")
     latent: bool = Field(default=False, description="Whether KV is one latent vector a token.")
     kv_heads: int = Field(default=0, description="KV heads of the model; 0: not known.")
+    kv_lease: Duration = Field(
+        default=KV_LEASE_S, description="For how long it keeps the KV of a hand-off that nobody fetches."
+    )
 
     def value(self) -> Identity:
         """The value that `can_transfer` compares."""
-        return Identity(**self.model_dump())
+        return Identity(**self.model_dump(exclude={"kv_lease"}), kv_lease_s=self.kv_lease)
 
 
 class PDInstanceStatus(Model):

@@ -12,10 +12,10 @@ from typing import Any
 from fulcrum_core.api.engine import Connector, KvCacheSpec
 from fulcrum_core.hardware import Fabric, Vendor
 from fulcrum_core.models import kv_bytes
-from fulcrum_core.transfer import KV_LEASE_S
-from fulcrum_core.values import FlipStrategy, Role
+from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role
 from fulcrum_operator.engines.launch import Choice, Place, compact_json
 from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.written import lease_written_s
 
 GIB = 2**30
 _CHUNK_BLOCKS = 2
@@ -50,12 +50,17 @@ def kv_transfer_config(request: EngineRequest, place: Place, *, block_size: int)
     }
 
 
-def lease_s(request: EngineRequest) -> int:
+def lease_s(request: EngineRequest) -> float:
     """For how long prefill keeps the blocks of a hand-off that nobody fetched.
 
     The router gives a hand-off up at half the lease. Until then it has to choose decode, which may take as
     long as the first token may, and decode has to start fetching; from there on heartbeats prolong it.
     """
+    written = lease_written_s(request.args)
+    return _lease_chosen_s(request) if written is None else written
+
+
+def _lease_chosen_s(request: EngineRequest) -> int:
     return math.ceil(max(KV_LEASE_S, 2 * (request.slo.ttft_s + longest_transfer_s(request))))
 
 
@@ -88,8 +93,9 @@ def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
     }
     rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
-        reason = f"twice TTFT and transfer, at least 30 s; {_transfer_told(request)}"
-        rows.append(Choice("lease", f"{lease_s(request)}s", reason))
+        chosen = f"twice TTFT and transfer, at least 30 s; {_transfer_told(request)}"
+        reason = chosen if lease_written_s(request.args) is None else "as written in args"
+        rows.append(Choice("lease", f"{lease_s(request):g}s", reason))
         rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
     elif (size := request.buffer_bytes) is not None:
         by = f"a rank's share of a prompt of {request.longest_tokens or 0:,} tokens, in pieces of 256 MiB"
@@ -134,7 +140,7 @@ def _nixl(request: EngineRequest) -> dict[str, Any]:
         # Not enforced by NIXL; only "both" keeps the guards that a decoding instance needs.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": lease_s(request)},
+        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": _lease_chosen_s(request)},
     }
 
 

@@ -92,7 +92,7 @@ class EngineLaunch:
             down: no sign of readiness.
         startup_s: How long a start takes, all going well; a runtime allows a multiple of it.
         shutdown_s: From SIGTERM to its end: running requests may finish.
-        identity: What its peers must agree with.
+        identity: What it is to its peers.
         strategy: How it changes its role.
         leaves: Files that outlive it where it does not run in a container of its own.
     """

@@ -31,6 +31,7 @@ from fulcrum_operator.engines.reasons import layout_choices, precision_choices
 from fulcrum_operator.engines.refusals import refusals
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.engines.settings import Settings, choose_settings
+from fulcrum_operator.engines.written import identity_written
 
 VERSION = "0.32.0"
 """What the flags are written for; an image with another version is a matter of `args`."""
@@ -89,9 +90,9 @@ def known_of(request: EngineRequest, place: Place) -> tuple[IdentitySpec, float]
 
 
 def _identity(request: EngineRequest, place: Place, settings: Settings) -> IdentitySpec:
-    """What its peers must agree with. What is left to the engine is the same on the same device."""
+    """What it is to its peers. What is left to the engine is the same on the same device."""
     facts = request.facts
-    return IdentitySpec(
+    made = IdentitySpec(
         model=_model(request, place),
         engine=f"vllm {request.version}",
         kv_dtype=_KV_DTYPES.get(request.quantization.kv_cache, "auto"),
@@ -104,7 +105,9 @@ def _identity(request: EngineRequest, place: Place, settings: Settings) -> Ident
         connector=request.kv_transfer.connector.value,
         latent=bool(facts and facts.latent),
         kv_heads=facts.kv_heads if facts else 0,
+        kv_lease=connectors.lease_s(request),
     )
+    return made.model_copy(update=identity_written(request.args))
 
 
 def _launch(request: EngineRequest, place: Place, settings: Settings) -> EngineLaunch:

@@ -17,8 +17,7 @@ from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_core.assignment import AssignmentRules, effective_roles, groups_of, restarts_of, rules_of
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import InstanceState
-from fulcrum_core.transfer import KV_LEASE_S
-from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Phase, Role
 from fulcrum_operator.plan.assignment import Assigned, Member, plan_assignment, refused
 from fulcrum_operator.plan.instances import departures, new_instances
 from fulcrum_operator.plan.observed import Observed, by_number, number_of, played_role
@@ -29,9 +28,9 @@ from fulcrum_operator.plan.status import pool_state, service_status
 from fulcrum_operator.plan.transfer import verified_at
 
 DRAIN_LOOK_S = 0.2
+"""How often the router is asked whether a drain is done."""
 SETTLE_S = 1.0
 """An engine's own count is believed once a drain is so old: no router can have missed the cordon by then."""
-"""How often the router is asked whether a drain is done."""
 
 _ASKS_ROUTER = (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING)
 _WITH_ENDPOINT = (Phase.SERVING, Phase.DRAINING, Phase.VERIFYING)
@@ -195,7 +194,12 @@ def _leases_known(seen: Observed, drain_since_s: float | None) -> bool:
     """
     if seen.router is None or drain_since_s is None:
         return False
-    return seen.router.since_s <= drain_since_s or seen.now_s >= seen.router.since_s + KV_LEASE_S
+    return seen.router.since_s <= drain_since_s or seen.now_s >= seen.router.since_s + _longest_lease_s(seen)
+
+
+def _longest_lease_s(seen: Observed) -> float:
+    known = (i.status.identity for i in seen.instances)
+    return max((identity.kv_lease for identity in known if identity is not None), default=KV_LEASE_S)
 
 
 def _rolled_back(

@@ -47,6 +47,8 @@ BAD = frozenset(
     }
 )
 """Reasons that tell of a pair that does not do what it is there for."""
+CUT_OFF = frozenset({words.HANDSHAKE_FAILED, words.NOT_COMPATIBLE})
+"""Reasons for which nothing gets through, however often it is tried."""
 
 
 class Proof(StrEnum):
@@ -63,12 +65,12 @@ class Proof(StrEnum):
 def judge(*, prompt_tokens: int, cached_tokens: int | None, block_tokens: int) -> Proof:
     """Whether an engine that computed all but `cached_tokens` of a prompt was given the rest.
 
-    Whole blocks count, and the last one is let go: the engine computes the last token anew where it had
-    all, and some round down first. Its own prefix cache counts as given: see the salt of a canary.
+    Whole blocks count. The last token does not: the engine computes it anew where it had all, and some round
+    down then. Its own prefix cache counts as given: see the salt of a canary.
     """
     if cached_tokens is None:
         return Proof.UNKNOWN
-    needed = max(1, (prompt_tokens // block_tokens - 1) * block_tokens)
+    needed = max(1, (prompt_tokens - 1) // block_tokens * block_tokens)
     return Proof.PROVEN if cached_tokens >= needed else Proof.RECOMPUTED
 
 
@@ -83,12 +85,14 @@ class Pair:
     """The record of one directed pair. Times are seconds of the caller's clock."""
 
     __slots__ = (
+        "_cause",
         "_misses",
         "_slow",
         "counts",
         "handshake_s",
         "last_proven_s",
         "last_used_s",
+        "met",
         "reason",
         "seconds_per_1k_tokens",
         "warm_until_s",
@@ -103,6 +107,9 @@ class Pair:
         """How long the decode engine took for the first hand-off."""
         self.seconds_per_1k_tokens: float | None = None
         self.warm_until_s = -math.inf
+        self.met = False
+        """Whether anything is known to have got from the one engine to the other."""
+        self._cause = ""
         self._misses = self._slow = 0
 
     @property
@@ -114,6 +121,7 @@ class Pair:
         """One of its engines is another process now: what was found says nothing of the new one."""
         self.warm_until_s = self.last_used_s = -math.inf
         self.reason = words.NO_TRAFFIC_YET
+        self.met, self._cause = False, ""
         self._misses = self._slow = 0
 
     def record(self, proof: Proof, *, now_s: float, why: str = "") -> None:
@@ -121,8 +129,9 @@ class Pair:
         self.counts[proof] += 1
         self.last_used_s = now_s
         if proof is Proof.RECOMPUTED:
-            self._miss(why or words.RECOMPUTED)
+            self._miss(why)
             return
+        self.met, self._cause = True, ""
         self._misses = 0
         self.warm_until_s = now_s + WARM_S
         if proof is Proof.PROVEN:
@@ -132,10 +141,12 @@ class Pair:
             self.reason = words.CANNOT_TELL
 
     def _miss(self, why: str) -> None:
+        """One of which the cause is not known is taken to have that of the one before."""
         self._misses += 1
+        self._cause = why or self._cause
         self.warm_until_s = -math.inf
         if self._misses >= BAD_AFTER:
-            self.reason = why
+            self.reason = self._cause or words.RECOMPUTED
 
     def timed(self, seconds: float, *, tokens: int, recompute_s: float, cold: bool) -> None:
         """How long the decode engine took for a hand-off that it had to itself, until its first token.
@@ -217,7 +228,7 @@ class PairMap:
 
     def _is_broken(self, giver: InstanceView, takers: Iterable[InstanceView]) -> bool:
         found = [self.pairs.get(PairKey(giver.name, taker.name)) for taker in takers]
-        return bool(found) and all(pair and pair.reason == words.HANDSHAKE_FAILED for pair in found)
+        return bool(found) and all(pair and pair.reason in CUT_OFF for pair in found)
 
     def due(self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float) -> list[PairKey]:
         """The pairs that a canary should try now, the most urgent ones first.

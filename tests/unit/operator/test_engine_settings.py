@@ -1,5 +1,6 @@
 """What is chosen for an engine follows from model, hardware and role; what cannot be is refused in words."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,21 +9,21 @@ import pytest
 from fulcrum_core.api.engine import (
     KvCacheSpec,
     KvTransferSpec,
+    ModelSourceSpec,
     ParallelismSpec,
     QuantizationSpec,
     SettingsSpec,
 )
 from fulcrum_core.hardware import Fabric, HardwareFacts, hardware_of
-from fulcrum_core.models import ModelFacts
-from fulcrum_core.transfer import KV_LEASE_S, can_transfer
-from fulcrum_core.values import FlipStrategy, Role, Slo
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role, Slo
 from fulcrum_operator.engines.connectors import lease_s, longest_transfer_s
 from fulcrum_operator.engines.fabric import ucx_environment
-from fulcrum_operator.engines.launch import EnginePlan, Place
+from fulcrum_operator.engines.launch import Place
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.engines.settings import step_costs
-from fulcrum_operator.engines.vllm import POD, VERSION, plan_engine
-from tests.unit.operator.engine_cases import facts_of
+from fulcrum_operator.engines.vllm import POD, plan_engine
+from tests.unit.operator.engine_cases import LEFT, chosen, facts_of, plan, request
 
 LOCAL = Place(
     host="127.0.0.1",
@@ -36,34 +37,7 @@ LOCAL = Place(
 )
 
 
-def request(
-    model: str = "llama-3.1-8b", device: str = "H100-SXM", facts: ModelFacts | None = None, **changes: Any
-) -> EngineRequest:
-    """An instance of a flexible pool on one device, but for what is changed."""
-    made = EngineRequest(
-        model=model,
-        pool_role="Flexible",
-        slo=Slo(ttft_s=1.0, tpot_s=0.05),
-        proxy_host="chat.default.svc",
-        drain_s=120.0,
-        facts=facts or facts_of(model),
-        hardware=hardware_of(device),
-        devices=None if device == "CPU" else 1,
-        version=VERSION,
-    )
-    return replace(made, **changes)
-
-
-def plan(asked: EngineRequest) -> EnginePlan:
-    return plan_engine(asked, POD)
-
-
-def chosen(asked: EngineRequest, name: str) -> str | None:
-    """The value of one choice."""
-    return next((choice.value for choice in plan(asked).choices if choice.name == name), None)
-
-
-LEFT = "left to the engine"
+LMCACHE = KvTransferSpec.model_validate({"connector": "LMCache"})
 
 
 @pytest.mark.parametrize(
@@ -117,6 +91,82 @@ def test_a_prefill_pool_takes_large_steps_and_a_decode_pool_those_of_the_slo() -
     assert sizes == {"Prefill": "8192", "Decode": "1280"}
 
 
+def test_an_engine_that_is_started_to_prefill_takes_large_steps_until_it_is_started_again() -> None:
+    asked = request(kv_transfer=LMCACHE)
+    sizes = [chosen(replace(asked, role=role), "maxBatchedTokens") for role in (Role.PREFILL, Role.DECODE)]
+    assert sizes == ["8192", "1280"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "device", "twice"),
+    [
+        pytest.param("fp8", "H100-SXM", True, id="FP8 on Hopper"),
+        pytest.param("fp8", "A100-80GB", False, id="FP8 on Ampere is unpacked first"),
+        pytest.param("awq", "H100-SXM", False, id="four bits are unpacked first"),
+        pytest.param("", "H100-SXM", False, id="16 bits"),
+    ],
+)
+def test_a_token_costs_half_where_the_device_multiplies_in_eight_bits(
+    quantization: str, device: str, twice: bool
+) -> None:
+    bits = {"fp8": 8.0, "awq": 4.5, "": 16.0}[quantization]
+    llama, asked = facts_of("llama-3.1-8b"), request(device=device)
+    kept = replace(llama, quantization=quantization, weight_bits=bits)
+    _, plain_s = step_costs(llama, asked.hardware, asked.layout)
+    _, token_s = step_costs(kept, asked.hardware, asked.layout)
+    assert token_s == plain_s / (2 if twice else 1)
+
+
+def test_a_step_reads_the_weights_that_fit_says_a_device_holds() -> None:
+    spread = ParallelismSpec(tensor=1, data=8, expert=True)
+    asked = request("deepseek-v3", "H200-SXM", parallelism=spread, devices=8)
+    fixed_s, _ = step_costs(facts_of("deepseek-v3"), asked.hardware, asked.layout)
+    assert fixed_s * 4.8e12 * 0.7 == pytest.approx(plan(asked).fit.device_weight_bytes or 0)
+
+
+def test_a_step_has_a_token_for_each_request_that_is_asked_for() -> None:
+    many = request(device="L4", settings=SettingsSpec(max_sequences=512))
+    assert (chosen(many, "maxBatchedTokens"), chosen(many, "maxSequences")) == ("512", "512")
+
+
+def test_a_cpu_has_room_for_one_request_of_the_longest_context() -> None:
+    short, long = request("llama-3.1-8b", "CPU"), request("tiny-llama", "CPU")
+    assert chosen(short, "kvMemory") == "16.0 GiB"  # 131,072 tokens of 128 KiB, and a block
+    assert chosen(long, "kvMemory") == "64 MiB"
+    limited = replace(short, source=ModelSourceSpec(max_length=8192))
+    assert chosen(limited, "kvMemory") == "4.0 GiB"
+    assert chosen(request(), "kvMemory") is None
+
+
+def test_the_doors_of_sleep_mode_are_opened_with_it() -> None:
+    asleep = request(kv_transfer=LMCACHE, role=Role.DECODE, settings=SettingsSpec(sleep_mode=True))
+    launch = plan(asleep).launch
+    assert launch is not None
+    assert "--enable-sleep-mode" in launch.command
+    assert ("VLLM_SERVER_DEV_MODE", "1") in [(v.name, v.value) for v in launch.env]
+    awake = plan(request()).launch
+    assert awake is not None
+    assert "VLLM_SERVER_DEV_MODE" not in [v.name for v in awake.env]
+
+
+def lmcache_keys(asked: EngineRequest) -> dict[str, Any]:
+    """What LMCache in the engine is told."""
+    launch = plan(asked).launch
+    assert launch is not None
+    config: dict[str, Any] = json.loads(launch.command[-1])["kv_connector_extra_config"]
+    return config
+
+
+def test_tiers_of_lmcache_in_the_engine_are_a_senders_and_each_rank_has_its_share() -> None:
+    tiers = KvCacheSpec.model_validate({"cpu": "32Gi", "disk": "100Gi"})
+    asked = request("llama-3.1-70b", devices=4, kv_transfer=LMCACHE, kv_cache=tiers)
+    sender = lmcache_keys(replace(asked, role=Role.PREFILL))
+    assert (sender["lmcache.max_local_cpu_size"], sender["lmcache.max_local_disk_size"]) == (8.0, 25.0)
+    receiver = lmcache_keys(replace(asked, role=Role.DECODE))
+    assert receiver["lmcache.local_cpu"] is False
+    assert not {"lmcache.max_local_cpu_size", "lmcache.local_disk"} & set(receiver)
+
+
 def test_there_are_never_more_requests_than_tokens_in_a_step_or_room_for_kv() -> None:
     assert chosen(request(settings=SettingsSpec(max_batched_tokens=128)), "maxSequences") == "128"
     assert chosen(request(device="L4"), "maxSequences") == "26"
@@ -163,88 +213,6 @@ def test_the_buffer_of_a_rank_is_its_share_and_comes_off_the_engines_memory() ->
     assert launch is not None
     assert launch.command[launch.command.index("--gpu-memory-utilization") + 1] == "0.77"
     assert launch.strategy is FlipStrategy.RESTART
-
-
-LMCACHE = KvTransferSpec.model_validate({"connector": "LMCache"})
-TIERS = KvCacheSpec.model_validate({"cpu": "8Gi"})
-REFUSED = [
-    pytest.param(
-        request(kv_cache=TIERS),
-        "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
-        id="tiers nobody keeps",
-    ),
-    pytest.param(
-        request(settings=SettingsSpec(sleep_mode=True)),
-        "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again",
-        id="sleep under NIXL",
-    ),
-    pytest.param(
-        request("tiny-llama", "CPU", kv_transfer=LMCACHE, role=Role.PREFILL),
-        "the connector LMCache needs a GPU: its in-process mode has no kernels for CPUs",
-        id="LMCache in process on a CPU",
-    ),
-    pytest.param(
-        request(kv_transfer=LMCACHE),
-        "the connector LMCache fixes the role at start, and none is given",
-        id="no role at start",
-    ),
-    pytest.param(
-        replace(request(kv_transfer=LMCACHE, role=Role.DECODE), facts=None),
-        "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read",
-        id="a buffer of unknown size",
-    ),
-    pytest.param(
-        request(devices=2, parallelism=ParallelismSpec(pipeline=2)),
-        "pipeline 2: only a Prefill pool may have stages, decode reads KV into none",
-        id="stages that decode",
-    ),
-    pytest.param(
-        request(devices=2, parallelism=ParallelismSpec(data=2)),
-        "data 2: a model without experts gains nothing; use more instances instead",
-        id="data parallel without experts",
-    ),
-    pytest.param(
-        request("tiny-llama", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
-        "kvCache fp8: CPUs keep KV in the model's data type",
-        id="FP8 KV on a CPU",
-    ),
-    pytest.param(
-        request(quantization=QuantizationSpec.model_validate({"kvCache": "fp4"})),
-        "kvCache fp4 needs Blackwell, H100-SXM is not",
-        id="FP4 KV on Hopper",
-    ),
-    pytest.param(
-        request(device="B200", quantization=QuantizationSpec.model_validate({"weights": "fp4"})),
-        "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated",
-        id="FP4 of a plain checkpoint",
-    ),
-    pytest.param(
-        request("gpt-oss-20b", quantization=QuantizationSpec.model_validate({"weights": "fp8"})),
-        "weights fp8: the checkpoint is quantised as mxfp4 already",
-        id="quantised twice",
-    ),
-    pytest.param(
-        request(settings=SettingsSpec(attention_backend="FlashMLA")),
-        "attentionBackend FLASHMLA: the model has no latent attention",
-        id="latent kernels without a latent vector",
-    ),
-    pytest.param(
-        request("deepseek-v3", "H200-SXM", settings=SettingsSpec(attention_backend="FlashAttention")),
-        "attentionBackend FLASH_ATTN: the model has latent attention",
-        id="plain kernels for a latent vector",
-    ),
-    pytest.param(
-        request(settings=SettingsSpec(micro_batching=True)),
-        "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper",
-        id="micro-batches without experts",
-    ),
-]
-
-
-@pytest.mark.parametrize(("asked", "reason"), REFUSED)
-def test_nothing_is_started_where(asked: EngineRequest, reason: str) -> None:
-    made = plan(asked)
-    assert (made.launch, reason in made.refusals) == (None, True)
 
 
 @pytest.mark.parametrize("fabric", Fabric)

@@ -15,8 +15,12 @@ KEY = PairKey("p1", "d1")
     [
         pytest.param(300, 300, 32, Proof.PROVEN, id="all of it"),
         pytest.param(300, 288, 32, Proof.PROVEN, id="whole blocks"),
-        pytest.param(300, 256, 32, Proof.PROVEN, id="whole blocks but the last"),
-        pytest.param(300, 255, 32, Proof.RECOMPUTED, id="less than that"),
+        pytest.param(
+            300, 256, 32, Proof.RECOMPUTED, id="all whole blocks but one: its own cache may do that"
+        ),
+        pytest.param(288, 256, 32, Proof.PROVEN, id="all, and the last token's block anew"),
+        pytest.param(288, 255, 32, Proof.RECOMPUTED, id="less than that"),
+        pytest.param(1, 1, 32, Proof.PROVEN, id="a single token"),
         pytest.param(300, 0, 32, Proof.RECOMPUTED, id="nothing"),
         pytest.param(20, 19, 32, Proof.PROVEN, id="a prompt shorter than a block"),
         pytest.param(20, 0, 32, Proof.RECOMPUTED, id="nothing of a short prompt"),
@@ -46,6 +50,11 @@ def test_one_miss_makes_no_bad_pair_and_one_success_mends_it() -> None:
         *("Recomputed", "Recomputed", "Proven"),
     ]
     assert reasons(NO, NO, why="LeaseExpired") == ["NoTrafficYet", "LeaseExpired"]
+    known, unknown = Pair(), Pair()
+    for pair, causes in ((known, ("NotCompatible", "", "")), (unknown, ("", ""))):
+        for why in causes:
+            pair.record(NO, now_s=0.0, why=why)
+    assert (known.reason, unknown.reason) == ("NotCompatible", "Recomputed")
     assert reasons(MUTE, NO, MUTE) == ["CannotTell", "CannotTell", "CannotTell"]
 
 

@@ -1,0 +1,71 @@
+"""What the user's own arguments make of an engine: they stand after ours, and the last one counts.
+
+What peers and router hold an engine for has to follow them. A value that is not understood is left to the
+engine, which refuses to start with it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fulcrum_core.values import KV_LEASE_S
+
+_IDENTITY = {
+    "--block-size": "block_size",
+    "--kv-cache-dtype": "kv_dtype",
+    "--dtype": "dtype",
+    "--attention-backend": "attention",
+    "--revision": "revision",
+    "--tensor-parallel-size": "tensor_parallel",
+    "-tp": "tensor_parallel",
+    "--pipeline-parallel-size": "pipeline_parallel",
+    "-pp": "pipeline_parallel",
+}
+_NUMBERS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
+
+
+def options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each option with its value, as vLLM spells it: `--a_b=c` is `--a-b c`."""
+    for number, arg in enumerate(args):
+        name, given, value = arg.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if given:
+            yield name, value
+        elif name.startswith("-") and number + 1 < len(args):
+            yield name, args[number + 1]
+
+
+def identity_written(args: Sequence[str]) -> dict[str, str | int]:
+    """Those fields of an identity that the arguments set."""
+    found: dict[str, str | int] = {}
+    for option, value in options(args):
+        field = _IDENTITY.get(option)
+        if field in _NUMBERS and value.isdecimal():
+            found[field] = int(value)
+        elif field is not None and field not in _NUMBERS:
+            found[field] = value
+    return found
+
+
+def lease_written_s(args: Sequence[str]) -> float | None:
+    """The lease of a hand-off, where the arguments configure the transfer; None: they do not."""
+    written = [value for option, value in options(args) if option == "--kv-transfer-config"]
+    if not written:
+        return None
+    try:
+        found = list(_leases(json.loads(written[-1])))
+    except ValueError:
+        return None
+    return min(found, default=KV_LEASE_S)
+
+
+def _leases(config: Any) -> Iterator[float]:
+    extra = config.get("kv_connector_extra_config") if isinstance(config, dict) else None
+    if not isinstance(extra, dict):
+        return
+    if isinstance(lease := extra.get("kv_lease_duration"), int | float):
+        yield float(lease)
+    children = extra.get("connectors")
+    for child in children if isinstance(children, list) else ():
+        yield from _leases(child)

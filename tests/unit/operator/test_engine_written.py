@@ -1,0 +1,75 @@
+"""What the user's own arguments make of an engine, and that peers and router are told so."""
+
+from dataclasses import replace
+
+import pytest
+
+from fulcrum_core.hardware import hardware_of
+from fulcrum_core.transfer import can_transfer
+from fulcrum_core.values import KV_LEASE_S, Identity, Slo
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.vllm import POD, VERSION, known_of
+from tests.unit.operator.engine_cases import facts_of
+
+ASKED = EngineRequest(
+    model="llama-3.1-70b",
+    pool_role="Flexible",
+    slo=Slo(ttft_s=10.0, tpot_s=0.05),
+    proxy_host="chat.default.svc",
+    drain_s=120.0,
+    facts=facts_of("llama-3.1-70b"),
+    hardware=hardware_of("H100-SXM"),
+    version=VERSION,
+)
+
+
+def identity_of(*args: str) -> Identity:
+    """Of an engine with these arguments."""
+    return known_of(replace(ASKED, args=args), POD)[0].value()
+
+
+WRITTEN = [
+    pytest.param((), {}, id="nothing"),
+    pytest.param(("--enable-lora", "--seed", "3"), {}, id="what is nobody's business"),
+    pytest.param(("--block-size", "64", "--block-size", "32"), {"block_size": 32}, id="the last one counts"),
+    pytest.param(("--block_size=64",), {"block_size": 64}, id="as one word, underlined"),
+    pytest.param(("-tp", "2", "-pp", "3"), {"tensor_parallel": 2, "pipeline_parallel": 3}, id="short forms"),
+    pytest.param(("--block-size", "many"), {}, id="the engine will refuse it"),
+    pytest.param(("--dtype", "half", "--revision=abc"), {"dtype": "half", "revision": "abc"}, id="words"),
+    pytest.param(("--block-size",), {}, id="without its value"),
+]
+
+
+@pytest.mark.parametrize(("args", "expected"), WRITTEN)
+def test_what_an_engine_is_follows_the_users_own_arguments(
+    args: tuple[str, ...], expected: dict[str, object]
+) -> None:
+    assert identity_of(*args) == replace(identity_of(), **expected)  # type: ignore[arg-type]
+
+
+TIERED = (
+    '{"kv_connector_extra_config":{"connectors":[{"kv_connector_extra_config":{"kv_lease_duration":2}},{}]}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected_s"),
+    [
+        pytest.param('{"kv_connector_extra_config":{"kv_lease_duration":2}}', 2.0, id="written"),
+        pytest.param(TIERED, 2.0, id="of one connector among several"),
+        pytest.param('{"kv_connector":"NixlConnector"}', KV_LEASE_S, id="left to the engine"),
+        pytest.param('{"kv_connector_extra_config":7}', KV_LEASE_S, id="no configuration"),
+        pytest.param("{", 55.0, id="the engine will refuse it"),
+    ],
+)
+def test_the_lease_that_is_told_is_the_one_that_the_engine_is_started_with(
+    config: str, expected_s: float
+) -> None:
+    """Without a word it is chosen by objective and model: 55 s."""
+    assert identity_of("--kv-transfer-config", config).kv_lease_s == expected_s
+    assert identity_of().kv_lease_s == 55.0
+
+
+def test_an_engine_whose_arguments_change_its_blocks_is_paired_with_none_that_has_others() -> None:
+    verdict = can_transfer(identity_of(), identity_of("--seed", "1", "--block_size=64"))
+    assert (verdict.allowed, verdict.reason) == (False, "block size differs: prefill has 128, decode has 64")
