@@ -164,3 +164,8 @@ def test_no_kernel_is_named_that_would_keep_the_engine_from_starting(
 ) -> None:
     found = next(choice for choice in plan(asked).choices if choice.name == "attentionBackend")
     assert (found.value, found.reason) == (LEFT, reason)
+
+
+def test_what_is_not_known_of_a_device_refuses_nothing() -> None:
+    fp4 = QuantizationSpec.model_validate({"kvCache": "fp4"})
+    assert plan(replace(request(quantization=fp4), hardware=hardware_of("B300"))).refusals == ()
