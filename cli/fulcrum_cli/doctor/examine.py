@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fulcrum_cli.doctor import placement, programs, rights, routing, schemas, services
+from fulcrum_cli.doctor import placement, programs, rights, routing, schemas, services, transfer
 from fulcrum_cli.doctor.causes import folded
 from fulcrum_cli.doctor.facts import Bodies, ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.findings import Finding, ok, warning
@@ -127,4 +127,6 @@ def _router(facts: Facts, cluster: ClusterFacts, name: str) -> Iterator[Finding]
 def _in_run(local: LocalFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
     yield routing.check_router_answers(name, local.state)
+    if (found := transfer.check_transfer(name, local.state)) is not None:
+        yield found
     yield routing.check_autoscaler_answers(name, local.autoscaler_refusal)

@@ -325,7 +325,7 @@ def facts(**changes: Any) -> Facts:
 def test_a_local_run_that_is_well_has_nothing_but_ok() -> None:
     findings = examine(facts(local=LocalFacts(state=state(), autoscaler_refusal="")))
     assert worst(findings) is OK
-    assert tell(findings)[-1] == "11 ok, 0 warnings, 0 problems"
+    assert tell(findings)[-1] == "12 ok, 0 warnings, 0 problems"
 
 
 def test_a_namespace_without_a_service_is_well() -> None:
