@@ -1,4 +1,4 @@
-"""What handing KV over costs between the instances of a local run, pair by pair, as the router measures it."""
+"""What handing KV over costs between the instances of a local run, pair by pair: its router measures it."""
 
 from collections.abc import Iterable
 
