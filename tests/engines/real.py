@@ -31,6 +31,8 @@ START_S = 420.0
 """Engines on a machine that is busy with other things."""
 DEADLINE_S = 60.0
 MODEL = "tiny-model"
+KV_BYTES = 16 * 2**20
+"""16,384 tokens, twice the longest prompt: soon overwritten."""
 NAMESPACE = "default"
 P, D = Role.PREFILL, Role.DECODE
 
@@ -55,7 +57,11 @@ def manifest(**spec: Any) -> dict[str, Any]:
     """Two engines that flip when a test says so, and never by themselves."""
     made = {
         "model": MODEL,
-        "engine": {"type": "vLLM", "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}]},
+        "engine": {
+            "type": "vLLM",
+            "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}],
+            "args": ["--kv-cache-memory-bytes", str(KV_BYTES)],
+        },
         "instances": 2,
         "autoscaling": {"mode": "Off", "flip": {"prefillToDecodeCooldown": "0s"}},
         "drain": {"timeout": "20s"},
