@@ -16,6 +16,8 @@ TRANSFER_ALIGN_BYTES = 256 * MIB
 _DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 _KV_BYTES = {KvPrecision.FP8: 1.0, KvPrecision.FP4: 0.5 + 1 / 16}
 """FP4 comes with an 8-bit scale for each 16 values."""
+_SPARSE_FP8_BYTES = 80
+"""Sparse attention reads the 64 rotary values of a latent vector in 16 bits, the others with 4 scales."""
 _WEIGHT_BITS = {WeightPrecision.FP8: 8.0, WeightPrecision.FP4: 4.5}
 
 
@@ -82,4 +84,5 @@ def _rank_share(facts: ModelFacts, tensor: int) -> float:
 
 def _layer_bytes(facts: ModelFacts, kv: KvPrecision) -> float:
     values = facts.latent_size or 2 * facts.kv_heads * facts.head_size
-    return values * value_bytes(facts, kv) + facts.index_bytes
+    sparse = _SPARSE_FP8_BYTES if facts.index_bytes and kv is KvPrecision.FP8 else 0
+    return values * value_bytes(facts, kv) + facts.index_bytes + sparse

@@ -81,6 +81,14 @@ def test_quantised_kv_takes_a_half_and_two_sevenths_and_the_index_nothing_less()
     assert [kv_bytes_per_token(llama, kv) for kv in KvPrecision] == [131_072, 65_536, 36_864]
 
 
+def test_sparse_attention_keeps_an_index_and_packs_fp8_in_its_own_way() -> None:
+    sparse = facts("deepseek-v3.2")
+    assert [kv_bytes_per_token(sparse, kv) for kv in (KvPrecision.AUTO, KvPrecision.FP8)] == [
+        61 * (576 * 2 + 132),
+        61 * (656 + 132),
+    ]
+
+
 def test_a_window_bounds_the_kv_of_a_long_prompt() -> None:
     gemma = facts("gemma-3-27b")
     layer = 2 * 16 * 128 * 2
