@@ -30,6 +30,9 @@ rules:
   users: ["system:apiserver", "system:kube-controller-manager", "system:kube-scheduler", "system:kube-proxy"]
 - level: None
   userGroups: ["system:nodes", "system:serviceaccounts:kube-system"]
+- level: None # tests look all the time
+  users: ["admin"]
+  verbs: ["get", "list", "watch"]
 - level: Metadata
 """
 
@@ -46,14 +49,14 @@ def started(
     cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
     try:
         begin = time.monotonic()
-        cluster.start(nodes)
+        cluster.start(nodes, manifests=CRDS if crds else None)
         TIMES_S[f"{nodes} nodes"] = time.monotonic() - begin
         for archive in archives:
             begin = time.monotonic()
             cluster.load_image(archive)
             TIMES_S[archive.stem] = time.monotonic() - begin
         if crds:
-            apply_crds(cluster)
+            _wait_for_kinds(cluster)
     except BaseException:
         cluster.stop()
         raise
@@ -75,6 +78,10 @@ def require_kubernetes() -> None:
 def apply_crds(cluster: Cluster) -> None:
     """Our kinds as they lie in `crds/`, and the moment they are served."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
+    _wait_for_kinds(cluster)
+
+
+def _wait_for_kinds(cluster: Cluster) -> None:
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
     wait_for(lambda: b"pdservices" in cluster.get("/apis/fulcrum.dev/v1alpha1")[1], "our kinds", timeout_s=30)
 
@@ -91,3 +98,10 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
         yield name
     finally:
         cluster.request("DELETE", f"/api/v1/namespaces/{name}")
+
+
+def enforce_restricted(cluster: Cluster, namespace: str) -> None:
+    """From now on the namespace takes no pod that is not restricted."""
+    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    path = f"/api/v1/namespaces/{namespace}"
+    cluster.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")

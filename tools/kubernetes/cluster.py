@@ -7,14 +7,11 @@ process, mount and interface of the cluster; only the cluster's folder (certific
 are left, and `stop` removes the latter.
 """
 
-import contextlib
 import hashlib
-import http.client
 import json
 import os
 import signal
 import socket
-import ssl
 import string
 import subprocess
 import sys
@@ -25,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.kubernetes import cgroups, control_plane, images, pki
+from tools.kubernetes.api import Api
 from tools.kubernetes.control_plane import API, PODS
 from tools.kubernetes.machine import Machine, innermost, parent
 from tools.kubernetes.program import CNI_PLUGINS, HERE, check_machine, environment, program
@@ -52,6 +50,7 @@ class Cluster:
         self._flags, self._audit = dict(api_server or {}), audit
         self._parts: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._api = Api(folder)
         if (folder / "state.json").exists():
             state = json.loads((folder / "state.json").read_text())
             self._hub = Machine("hub", state["hub"])
@@ -65,11 +64,19 @@ class Cluster:
             raise RuntimeError(f"no cluster is up in {self.folder}")
         return self._hub
 
-    def start(self, nodes: int, *, archives: tuple[Path, ...] = (), bound: bool = True) -> None:
+    def start(
+        self,
+        nodes: int,
+        *,
+        archives: tuple[Path, ...] = (),
+        manifests: Path | None = None,
+        bound: bool = True,
+    ) -> None:
         """Start a control plane and `nodes` nodes n1, n2, …; with none it is a control plane alone.
 
-        `archives`: images that every node loads. `bound`: the cluster ends when the calling thread ends.
-        Raises Unavailable where no cluster can run.
+        `archives`: images that every node loads. `manifests`: a file or folder that is applied before there
+        are controllers, which look for new kinds every half a minute only. `bound`: the cluster ends when the
+        calling thread ends. Raises Unavailable where no cluster can run.
         """
         check_machine()
         program()
@@ -84,7 +91,7 @@ class Cluster:
             self._write_state()
             self._write_certificates(port)
             images.pause(self.folder / "pause.tar")
-            self._start_control_plane()
+            self._start_control_plane(manifests)
             self._start_dns()
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda i: self.add_node(f"n{i}", archives=archives), range(1, nodes + 1)))
@@ -96,6 +103,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the cluster; nothing is left but its folder. Harmless if it is not up."""
+        self._api.close()
         for machine in filter(None, (self._hub, *self.nodes.values())):
             machine.kill()
         self._hub = None
@@ -217,14 +225,7 @@ class Cluster:
         self, method: str, path: str, body: bytes = b"", *, kind: str = "application/json"
     ) -> tuple[int, bytes]:
         """Any request to the API as its administrator; `kind` is the body's content type."""
-        context = ssl.create_default_context(cafile=self.folder / "pki/ca.crt")
-        context.load_cert_chain(self.folder / "pki/admin.crt", self.folder / "pki/admin.key")
-        port = int((self.folder / "port").read_text())
-        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=5)
-        with contextlib.closing(connection):
-            connection.request(method, path, body or None, {"Content-Type": kind})
-            response = connection.getresponse()
-            return response.status, response.read()
+        return self._api.request(method, path, body, kind=kind)
 
     def read(self, path: str) -> Any:
         """An object or a list as it stands; LookupError if the API says anything but 200."""
@@ -274,13 +275,16 @@ class Cluster:
             return {}
         policy = self.folder / "audit.yaml"
         policy.write_text(self._audit)
-        return {"audit-policy-file": str(policy), "audit-log-path": str(self.audit_log)}
+        whole = {"audit-log-maxsize": "10000"}  # MB; above 100 by default it would go on in another file
+        return {"audit-policy-file": str(policy), "audit-log-path": str(self.audit_log), **whole}
 
-    def _start_control_plane(self) -> None:
+    def _start_control_plane(self, manifests: Path | None) -> None:
         self._parts.clear()
         self.hub.run("ip", "addr", "add", f"{API}/32", "dev", "lo")
         self._start_part("etcd", self._flags_of("etcd"))
         self.start_part(API_SERVER)
+        if manifests is not None:
+            self.kubectl("apply", "--server-side", "-f", str(manifests))
         self.start_part("kube-scheduler")
         self.start_part("kube-controller-manager")
 

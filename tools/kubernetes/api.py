@@ -1,0 +1,72 @@
+"""The API of a test cluster as its administrator: requests over connections that are kept.
+
+Tests look many times a second. A connection of its own for each look would cost both sides a TLS handshake,
+which is most of what such a request costs.
+"""
+
+import contextlib
+import http.client
+import ssl
+from pathlib import Path
+
+ANSWER_S = 5.0
+_CLOSED = (
+    http.client.RemoteDisconnected,
+    http.client.CannotSendRequest,
+    BrokenPipeError,
+    ConnectionResetError,
+)
+
+
+class Api:
+    """The API server of the cluster in a folder. Any thread may ask."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle: list[http.client.HTTPSConnection] = []
+
+    def request(self, method: str, path: str, body: bytes, *, kind: str) -> tuple[int, bytes]:
+        """The status and the body of the answer; OSError or HTTPException if there is none.
+
+        Connections are kept for what changes nothing: where one turns out to be closed, it is asked again.
+        """
+        looks = method == "GET"
+        while looks and self._idle:
+            with contextlib.suppress(IndexError, *_CLOSED):  # another thread may have taken it
+                return self._ask(self._idle.pop(), method, path, body, kind, keep=True)
+        return self._ask(self._dialled(), method, path, body, kind, keep=looks)
+
+    def close(self) -> None:
+        """Close what is kept; a later request dials again."""
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                self._idle.pop().close()
+
+    def _ask(
+        self,
+        connection: http.client.HTTPSConnection,
+        method: str,
+        path: str,
+        body: bytes,
+        kind: str,
+        *,
+        keep: bool,
+    ) -> tuple[int, bytes]:
+        try:
+            connection.request(method, path, body or None, {"Content-Type": kind})
+            response = connection.getresponse()
+            answer = response.status, response.read()
+        except BaseException:
+            connection.close()
+            raise
+        if keep and not response.will_close:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        return answer
+
+    def _dialled(self) -> http.client.HTTPSConnection:
+        context = ssl.create_default_context(cafile=self._folder / "pki/ca.crt")
+        context.load_cert_chain(self._folder / "pki/admin.crt", self._folder / "pki/admin.key")
+        port = int((self._folder / "port").read_text())
+        return http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=ANSWER_S)
