@@ -1,9 +1,10 @@
 """Every rule is enforced twice: what a model accepts an API server accepts, and nothing else."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,8 @@ from tests.kubernetes.control_plane.documents import bent_once, documents
 from tools.kubernetes.cluster import Cluster as RealCluster
 
 AT_ONCE = 16
+CONNECTIONS = 8
+"""No program of ours asks more than 100 times a second over one."""
 ASKED = 600
 EXAMPLES, IN_EXAMPLE = 20, 10
 
@@ -35,9 +38,10 @@ def by_model(document: Object) -> str:
 class Server:
     """What the API server says of documents of one kind, without storing them."""
 
-    def __init__(self, kind: type[Resource], cluster: Cluster, runner: asyncio.Runner) -> None:
+    def __init__(self, kind: type[Resource], clusters: Sequence[Cluster], runner: asyncio.Runner) -> None:
         self.said: Counter[str] = Counter()
-        self._kind, self._cluster, self._runner = kind_of_resource(kind), cluster, runner
+        self._kind, self._runner = kind_of_resource(kind), runner
+        self._clusters = itertools.cycle(clusters)
 
     def differences(self, made: Iterable[Object]) -> list[tuple[Object, str, str]]:
         """Documents of which model and server do not think the same, with what each says."""
@@ -60,7 +64,7 @@ class Server:
     async def _ask(self, document: Object) -> str:
         said = "accepted"
         try:
-            await self._cluster.objects.create(self._kind, document, namespace="default", dry_run=True)
+            await next(self._clusters).objects.create(self._kind, document, namespace="default", dry_run=True)
         except InvalidInput as refused:
             said = f"refused: {refused}"
         self.said[said.partition(":")[0]] += 1
@@ -75,9 +79,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture
 def server(kind: type[Resource], control_plane: RealCluster, runner: asyncio.Runner) -> Iterator[Server]:
-    cluster = open_cluster(f"kubeconfig:{control_plane.kubeconfig}")
-    yield Server(kind, cluster, runner)
-    runner.run(cluster.aclose())
+    clusters = [open_cluster(f"kubeconfig:{control_plane.kubeconfig}") for _ in range(CONNECTIONS)]
+    yield Server(kind, clusters, runner)
+    for cluster in clusters:
+        runner.run(cluster.aclose())
 
 
 @every_kind

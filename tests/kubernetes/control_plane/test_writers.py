@@ -1,7 +1,7 @@
 """Everybody writes one PDAssignment at once, on a real API server: 1,000 random interleavings.
 
 The writers are the product's own: the autoscaler's answer to "flip wanted", a person's flips and cordons, and
-the operator, which follows scales and roll-outs with cordons, drains and new instances. Each has a connection
+the operator, which follows scales and roll-outs with cordons, drains and new instances. Each has connections
 of its own, and before each of their calls the others may go first. What was written is then read back from
 the API server's own history, and nothing that the writers believe is taken for granted.
 """
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ from tests.unit.operator.builders import engine
 from tools.kubernetes.cluster import Cluster
 
 INTERLEAVINGS = 1000
+CONNECTIONS = 8
+"""Of each writer: no program of ours asks more than 100 times a second over one."""
 FLOORS = {Role.PREFILL: 2, Role.DECODE: 1}
 LEAST, MOST = 4, 7
 FOLLOWED: tuple[type[Resource], ...] = (PDAssignment, PDInstance)
@@ -44,46 +46,40 @@ FOLLOWED: tuple[type[Resource], ...] = (PDAssignment, PDInstance)
 class TakingTurns:
     """A store before each of whose calls the others may go first; it keeps count of what was written."""
 
-    def __init__(self, store: RestStore, rng: random.Random, wrote: Counter[int]) -> None:
-        self._store, self._rng, self._wrote = store, rng, wrote
+    def __init__(self, stores: Sequence[RestStore], rng: random.Random, wrote: Counter[int]) -> None:
+        self._stores, self._rng, self._wrote = stores, rng, wrote
 
-    async def _turn(self) -> None:
+    async def _turn(self) -> RestStore:
         for _ in range(self._rng.randrange(4)):
             await asyncio.sleep(0)
+        return self._rng.choice(self._stores)
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
-        await self._turn()
-        return await self._store.get(kind, name, namespace=namespace)
+        return await (await self._turn()).get(kind, name, namespace=namespace)
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        await self._turn()
-        return await self._store.list(kind, namespace=namespace)
+        return await (await self._turn()).list(kind, namespace=namespace)
 
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
-        return self._store.watch(kind, namespace=namespace, since=since)
+        return self._stores[0].watch(kind, namespace=namespace, since=since)
 
     async def create(self, obj: R) -> R:
-        await self._turn()
-        return await self._store.create(obj)
+        return await (await self._turn()).create(obj)
 
     async def apply(self, obj: R, *, manager: str) -> R:
-        await self._turn()
-        return await self._store.apply(obj, manager=manager)
+        return await (await self._turn()).apply(obj, manager=manager)
 
     async def patch(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
-        await self._turn()
-        answer = await self._store.patch(kind, name, patch, **where)
+        answer = await (await self._turn()).patch(kind, name, patch, **where)
         if isinstance(answer, PDAssignment):
             self._wrote[answer.metadata.generation] += 1
         return answer
 
     async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
-        await self._turn()
-        return await self._store.patch_status(kind, name, patch, **where)
+        return await (await self._turn()).patch_status(kind, name, patch, **where)
 
     async def delete(self, kind: type[R], name: str, **where: Any) -> None:
-        await self._turn()
-        await self._store.delete(kind, name, **where)
+        await (await self._turn()).delete(kind, name, **where)
 
 
 class Engines:
@@ -335,9 +331,11 @@ async def writers(
     address: str, namespace: str, rng: random.Random
 ) -> AsyncIterator[tuple[Writers, Counter[int]]]:
     wrote: Counter[int] = Counter()
-    async with open_store(address) as one, open_store(address) as two, open_store(address) as three:
-        named = dict(zip(("operator", "autoscaler", "person"), (one, two, three), strict=True))
-        turns = {name: TakingTurns(store, rng, wrote) for name, store in named.items()}
+    async with contextlib.AsyncExitStack() as opened:
+        turns: dict[str, TakingTurns] = {}
+        for name in ("operator", "autoscaler", "person"):
+            stores = [await opened.enter_async_context(open_store(address)) for _ in range(CONNECTIONS)]
+            turns[name] = TakingTurns(stores, rng, wrote)
         yield Writers(turns, namespace, rng), wrote
 
 
