@@ -61,9 +61,9 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
     cpu = hardware.vendor is Vendor.CPU
     if cpu and weights is not WeightPrecision.AUTO:
         yield f"weights {weights}: CPUs run the checkpoint's own data type"
-    if cpu and kv is not KvPrecision.AUTO:
-        yield f"kvCache {kv}: CPUs keep KV in the model's data type"
-    known = hardware.capability or hardware.vendor is Vendor.AMD
+    if cpu and kv is KvPrecision.FP8 and facts is not None and facts.latent:
+        yield f"kvCache {kv}: CPUs keep a latent vector in the model's data type"
+    known = hardware.capability or hardware.vendor is not Vendor.NVIDIA
     if kv is KvPrecision.FP4 and known and not hardware.fp4:
         yield f"kvCache fp4 needs Blackwell, {hardware.name} is not"
     if kv is KvPrecision.FP4 and facts is not None and facts.latent:

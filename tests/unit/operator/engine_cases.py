@@ -188,6 +188,7 @@ CASES = (
     ),
     Case("cpu-long-context", "llama-3.1-8b", {"hardware": {**CPU, "memory": "64Gi"}}),
     Case("tiny-cpu-nixl", "tiny-llama", {"hardware": CPU, "settings": {"blockSize": 32}}),
+    Case("tiny-cpu-fp8-kv", "tiny-llama", {"hardware": CPU, "quantization": {"kvCache": "fp8"}}),
     Case(
         "tiny-cpu-tiers",
         "tiny-llama",

@@ -86,9 +86,14 @@ REFUSED = [
         id="data parallel without experts",
     ),
     pytest.param(
-        request("tiny-llama", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
-        "kvCache fp8: CPUs keep KV in the model's data type",
-        id="FP8 KV on a CPU",
+        request("deepseek-v3", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
+        "kvCache fp8: CPUs keep a latent vector in the model's data type",
+        id="latent FP8 KV on a CPU",
+    ),
+    pytest.param(
+        request("tiny-llama", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp4"})),
+        "kvCache fp4 needs Blackwell, CPU is not",
+        id="FP4 KV on a CPU",
     ),
     pytest.param(
         request(quantization=QuantizationSpec.model_validate({"kvCache": "fp4"})),
