@@ -6,6 +6,7 @@ latencies are the router's own. Dispatch reads an instance through `policy.Insta
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, Identity, Role
@@ -25,6 +26,7 @@ class Instance:
         "_decode",
         "_prefill",
         "assigned",
+        "block_size",
         "decode_field",
         "decode_model",
         "engine_read_s",
@@ -62,6 +64,8 @@ class Instance:
         self.assigned = False
         self.serving = False
         self.identity: Identity | None = None
+        self.block_size: int | None = None
+        """Tokens in its KV blocks by the engine's own word; None: it has not said."""
         self.kv_lease_s = KV_LEASE_S
         """For how long it keeps a hand-off that nobody fetches: what its engine was started with."""
         self.ledger = Ledger()
@@ -95,8 +99,18 @@ class Instance:
         self.health = Health()
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.kv_expired = None
-        self.tells_cached, self.salt = False, ""
+        self.tells_cached, self.salt, self.block_size = False, "", None
         self.refresh()
+
+    def know(self, identity: Identity) -> None:
+        """Who it is by its PDInstance; of its block size the engine's own word counts.
+
+        vLLM does not compare them when engines shake hands: what decode makes of smaller blocks than its own
+        is status 200 and wrong tokens, and its usage says that it was given all.
+        """
+        if self.block_size not in (None, identity.block_size):
+            identity = replace(identity, block_size=self.block_size)
+        self.identity, self.kv_lease_s = identity, identity.kv_lease_s
 
     def leave(self) -> None:
         """It is not there any more: keep no connection; what is busy may end."""

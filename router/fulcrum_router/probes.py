@@ -7,6 +7,7 @@ instance and runs beside the requests.
 
 import asyncio
 import math
+import re
 import time
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ _ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
 _ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
 _KV_USAGE = b"vllm:kv_cache_usage_perc"
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+_CACHE = b"\nvllm:cache_config_info{"
+_BLOCK_SIZE = re.compile(rb'\bblock_size="(\d+)"')
 _KV_EXPIRED = b"vllm:nixl_num_kv_expired_reqs_total"
 
 
@@ -130,6 +133,7 @@ class Prober:
         instance.engine_requests, instance.engine_read_s = requests_in(text), asked_s
         instance.kv_usage = read_sample(text, _KV_USAGE)
         instance.kv_expired = read_sample(text, _KV_EXPIRED)
+        _learn_blocks(instance, text)
         seconds, count = read_sample(text, _ITL_SUM), read_sample(text, _ITL_COUNT)
         if seconds is None or count is None:
             instance.itl_s = None
@@ -179,6 +183,24 @@ def requests_in(text: bytes) -> int | None:
     """How many requests run or wait in an engine, by its exposition; None if it does not say."""
     running, waiting = read_sample(text, _RUNNING), read_sample(text, _WAITING)
     return None if running is None or waiting is None else int(running + waiting)
+
+
+def block_size_in(text: bytes) -> int | None:
+    """The engine's own word on the size of its KV blocks, in tokens; None: it does not say."""
+    start = text.find(_CACHE) + 1
+    found = _BLOCK_SIZE.search(text, start, text.find(b"\n", start)) if start else None
+    return int(found[1]) if found else None
+
+
+def _learn_blocks(instance: Instance, text: bytes) -> None:
+    size, identity = block_size_in(text), instance.identity
+    if size is None or size == instance.block_size:
+        return
+    instance.block_size = size
+    if identity is not None and identity.block_size != size:
+        said = identity.block_size
+        log.warning("engine has other blocks than is said", instance=instance.name, has=size, said=said)
+        instance.know(identity)
 
 
 async def expired_handoffs(instance: Instance) -> float | None:

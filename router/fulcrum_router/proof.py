@@ -97,6 +97,8 @@ def without_usage(framed: bytes) -> bytes:
 def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
     """Count a hand-off whose answer is whole; `first_s`: what its first event took, of a stream."""
     decode, usage = handed.decode, handed.usage
+    if usage is not None and usage.prompt_tokens == 1:
+        return  # the last token is always computed: of this prompt nothing was to be fetched
     cached = usage.cached_tokens if usage else None
     if cached is not None:
         decode.tells_cached = True

@@ -152,8 +152,7 @@ class Watches:
                     log.warning("endpoint not understood", instance=name, reason=str(error))
             if seen.status.identity is not None:
                 known = (i.identity for i in fleet.all if i.identity is not None)
-                instance.identity = interned(known, seen.status.identity.value())
-                instance.kv_lease_s = instance.identity.kv_lease_s
+                instance.know(interned(known, seen.status.identity.value()))
 
     def _judge(self) -> None:
         """Apply the assignment if it may be, and draw the roles from the last good one either way."""

@@ -167,6 +167,14 @@ async def test_an_engine_that_leaves_a_zero_out_is_understood_once_it_told_more(
         assert counts(world)[:3] == (1, 1, 0)
 
 
+async def test_a_prompt_of_one_token_proves_nothing(client: aiohttp.ClientSession) -> None:
+    """Its only token is the last one, which is always computed."""
+    usage = {**usage_of(0), "prompt_tokens": 1}
+    async with running(FakeEngine("p1"), FakeEngine("d1", decode=words_then(usage))) as world:
+        await raw_answer(client, world)
+        assert counts(world) == (0, 0, 0, "NoTrafficYet")
+
+
 async def test_nothing_is_asked_of_decode_where_nothing_is_handed_over(client: aiohttp.ClientSession) -> None:
     async with running(FakeEngine("d1")) as world:
         await raw_answer(client, world, stream=True)

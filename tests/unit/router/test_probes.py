@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_router.probes import LatencySums, read_sample, requests_in
+from fulcrum_router.probes import LatencySums, block_size_in, read_sample, requests_in
 
 NAME = b"vllm:x_sum"
 
@@ -56,3 +56,23 @@ def test_requests_in_an_engine(text: bytes, count: int | None) -> None:
 )
 def test_means(before: LatencySums | None, now: LatencySums, mean: float | None) -> None:
     assert now.mean_since(before) == (None if mean is None else pytest.approx(mean))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        pytest.param(
+            b"# TYPE vllm:cache_config_info gauge\n"
+            b'vllm:cache_config_info{_block_size_resolved="True",block_size="64",engine="0"} 1.0\nx 1\n',
+            64,
+            id="as vLLM says it",
+        ),
+        pytest.param(
+            b'\nvllm:cache_config_info{engine="0"} 1.0\nx{block_size="3"} 1\n', None, id="of another"
+        ),
+        pytest.param(b'\nvllm:cache_config_info{block_size="None"} 1.0\n', None, id="no number"),
+        pytest.param(b"x 1\n", None, id="nothing"),
+    ],
+)
+def test_the_size_of_an_engines_blocks(text: bytes, size: int | None) -> None:
+    assert block_size_in(text) == size

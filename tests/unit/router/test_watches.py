@@ -16,6 +16,7 @@ from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.values import AutoscalingMode, Role, Slo
+from fulcrum_router.fleet import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from fulcrum_router.watches import Watches
@@ -207,6 +208,28 @@ async def test_another_endpoint_is_another_process(cluster: Cluster) -> None:
     await cluster.serve("s-0")
     await eventually(cluster, START)
     assert instance.health.ejected is False
+
+
+async def leased(instance: Instance, lease_s: float) -> None:
+    """Returns once the router goes by it."""
+    async with asyncio.timeout(DEADLINE_S):
+        while instance.kv_lease_s != lease_s:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engines_lease_is_what_it_was_started_with_and_its_blocks_what_it_says_itself(
+    cluster: Cluster,
+) -> None:
+    instance = cluster.router.fleet["s-0"]
+    assert instance.kv_lease_s == 30.0  # engines that were told nothing
+    instance.block_size = 32
+    await cluster.serve("s-0", endpoint="127.0.0.1:9001", identity={**IDENTITY, "kvLease": "2s"})
+    await leased(instance, 2.0)
+    assert instance.identity is not None
+    assert (instance.identity.block_size, instance.identity.kv_lease_s) == (32, 2.0)
+    await cluster.serve("s-0", identity={**IDENTITY, "kvLease": "55s"})  # another process: it has not said
+    await leased(instance, 55.0)
+    assert instance.identity.block_size == 16
 
 
 async def test_other_services_are_none_of_its_business(cluster: Cluster) -> None:
