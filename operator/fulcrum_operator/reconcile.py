@@ -26,7 +26,7 @@ from fulcrum_operator.plan import (
     plan_removal,
     plan_service,
 )
-from fulcrum_operator.plan.observed import EngineFacts, believed
+from fulcrum_operator.plan.observed import EngineFacts, Reading, believed
 from fulcrum_operator.side_by_side import side_by_side
 
 STATUS_INTERVAL_S = 10.0
@@ -63,6 +63,14 @@ class RouterView(Protocol):
         ...
 
 
+class ModelReader(Protocol):
+    """Who reads the models of real engines, where the operator cannot."""
+
+    def reading(self, key: ServiceKey) -> Reading | None:
+        """What came of it so far; None if nobody was told to."""
+        ...
+
+
 @dataclass(slots=True)
 class Memory:
     """What a pass leaves for the next one. Lost with the process, and rebuilt from the objects."""
@@ -85,6 +93,7 @@ class Cluster:
     engine_facts: Callable[[PDInstance], EngineFacts]
     """What the instance's engine is known to be."""
     router: RouterView | None = None
+    models: ModelReader | None = None
     tend: Callable[[Observed, Plan], Awaitable[None]] | None = None
     """Looks after what stands around the engines, once a plan is carried out."""
     status_interval_s: float = STATUS_INTERVAL_S
@@ -134,6 +143,8 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
         engines=engines,
         facts={i.metadata.name: cluster.engine_facts(i) for i in instances},
         endpoint=cluster.router.endpoint(key) if cluster.router else None,
+        reads_models=cluster.models is not None,
+        reading=cluster.models.reading(key) if cluster.models else None,
         accepted=memory.accepted,
         now_s=cluster.clock.now_s(),
     )
@@ -256,13 +267,14 @@ def _tell_phase(obj: Resource, before: Resource) -> None:
 async def _write_service(
     service: PDService, before: PDService, cluster: Cluster, memory: Memory
 ) -> float | None:
-    """Write the status, or say when that is due: counts alone may wait, a condition may not."""
+    """Write the status, or say when that is due: counts alone may wait, a verdict may not."""
     status = merge_diff(_part(before, "status"), _part(service, "status"))
     if not status:
         return None
     now_s, last_s = cluster.clock.now_s(), memory.status_written_s
     due_s = now_s if last_s is None else last_s + cluster.status_interval_s
-    if due_s > now_s and _verdicts(service) == _verdicts(before):
+    same = _verdicts(service) == _verdicts(before) and service.status.model == before.status.model
+    if due_s > now_s and same:
         return due_s - now_s
     name, namespace = service.metadata.name, service.metadata.namespace
     await cluster.store.patch_status(PDService, name, status, namespace=namespace)

@@ -1,11 +1,11 @@
 """Labels that operator, router and command line find each other's objects by."""
 
 SERVICE_LABEL = "fulcrum.dev/service"
-"""On pools, instances and engine pods, with the name of the service."""
+"""On pools, instances, engine pods and the pod that reads their model, with the name of the service."""
 POOL_LABEL = "fulcrum.dev/pool"
 INSTANCE_LABEL = "fulcrum.dev/instance"
 REVISION_LABEL = "fulcrum.dev/revision"
 ROLE_LABEL = "fulcrum.dev/role"
 """The effective role; patched on a flip, and in no selector: a flip must never take a pod out of anything."""
 ROUTER_LABEL = "fulcrum.dev/router"
-"""On router pods, with the name of the service: they carry no `SERVICE_LABEL`, which is for engines."""
+"""On router pods, with the name of the service: they carry no `SERVICE_LABEL`."""

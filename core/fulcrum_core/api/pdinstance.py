@@ -1,6 +1,6 @@
 """PDInstance: one engine replica. Its status holds facts only; wishes stand in the PDAssignment."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,15 @@ from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Identity, Phase, Role
 
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once nothing is on it any more."""
+
+
+ConfigExcerpt = Annotated[
+    dict[str, Any],
+    Field(
+        description="The part of the model's config.json that sizes and settings follow from.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
 
 
 class PDInstanceSpec(StartSpec):
@@ -24,6 +33,7 @@ class PDInstanceSpec(StartSpec):
     role: AssignedRole | None = Field(
         default=None, description="The role that its engine is started for, where that is a start-up option."
     )
+    model_facts: ConfigExcerpt | None = None
 
 
 class IdentitySpec(Model):

@@ -13,6 +13,7 @@ from fulcrum_core.api.engine import (
 )
 from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
 from fulcrum_core.api.pdassignment import Floors
+from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole, ShapeSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.values import AutoscalingMode, Role
@@ -318,6 +319,16 @@ class LastDecision(Model):
     reason: str = Field(description="Why, with the numbers.")
 
 
+class ModelStatus(Model):
+    """What was read of the model that new instances serve."""
+
+    key: str = Field(description="Hash of the model and of where it is: another model is read anew.")
+    facts: ConfigExcerpt | None = None
+    error: str | None = Field(default=None, max_length=1024, description="Why it could not be read.")
+    attempts: int = Field(description="How often that was tried.")
+    at: Time = Field(description="When it was last tried.")
+
+
 class PDServiceStatus(Model):
     """What is seen of a service."""
 
@@ -334,6 +345,9 @@ class PDServiceStatus(Model):
     flips: int = Field(default=0, description="Flips so far.")
     last_decision: LastDecision | None = Field(default=None, description="The last flip, in words.")
     endpoint: str | None = Field(default=None, description="Where clients send requests.")
+    model: ModelStatus | None = Field(
+        default=None, description="What was read of the model; of real engines in a cluster only."
+    )
     observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
 
     def role(self, role: Role) -> RoleStatus:

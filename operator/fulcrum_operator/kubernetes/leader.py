@@ -28,6 +28,7 @@ from fulcrum_operator.kubernetes.children import Children
 from fulcrum_operator.kubernetes.events import Recorder, child_refused, events_of
 from fulcrum_operator.kubernetes.feed import FOLLOWED, Feed, selector
 from fulcrum_operator.kubernetes.metrics import Meters
+from fulcrum_operator.kubernetes.models import ModelPods
 from fulcrum_operator.kubernetes.pods import digest_of
 from fulcrum_operator.kubernetes.probe import Probes, probe
 from fulcrum_operator.kubernetes.router import STATE_URL, ClusterRouter
@@ -35,7 +36,7 @@ from fulcrum_operator.kubernetes.runtime import PodRuntime
 from fulcrum_operator.kubernetes.store import CachedStore
 from fulcrum_operator.kubernetes.unread import Unread
 from fulcrum_operator.plan import Observed, Plan
-from fulcrum_operator.plan.engine_parts import real_request
+from fulcrum_operator.plan.engine_parts import fit_of, real_request
 from fulcrum_operator.plan.labels import ClusterSettings
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.plan.pools import wanted_replicas
@@ -106,12 +107,14 @@ class Leader:
         self._router = ClusterRouter(
             self._cache, token_file=options.token_file, state_url=options.router_state
         )
+        self._models = ModelPods(objects, self._cache, settings, clock, leads=leads, on_change=self._wake)
         self._cluster = Cluster(
             store=CachedStore(connection.store, self._cache, leads),
             runtime=self._runtime,
             clock=clock,
             engine_facts=self._facts,
             router=self._router,
+            models=self._models,
             tend=self._tend,
         )
 
@@ -177,6 +180,7 @@ class Leader:
             if wanted_s == math.inf:
                 self._last.pop(key, None)
                 self._refused.pop(key, None)
+                self._models.forget(key)
             return wanted_s
         except Conflict:
             outcome = "conflict"
@@ -191,6 +195,7 @@ class Leader:
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
         await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
+        await self._models.tend(service, plan.read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await side_by_side(self._runtime.show_role(instance) for instance in instances)
         await self._recorder.tell(service.metadata, events_of(seen, plan, self._last.get(key, {})))
@@ -223,7 +228,7 @@ class Leader:
         if service is None:
             raise NotFound(f"PDService {instance.spec.service} is gone")
         request = real_request(instance, service)
-        return *vllm.known_of(request, vllm.POD), request.fit
+        return *vllm.known_of(request, vllm.POD), fit_of(request, instance, service)
 
     async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
         return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))

@@ -87,7 +87,7 @@ def _judged(pod: Pod, *, ending: bool) -> tuple[EngineState, str, str | None]:
         return EngineState.RUNNING, "its readiness probe fails", since
     return (
         EngineState.STARTING,
-        _hindrance(pod),
+        hindrance_of(pod),
         status.get("startTime") or pod["metadata"].get("creationTimestamp"),
     )
 
@@ -125,7 +125,7 @@ def _was_ready(ready: dict[str, Any], state: dict[str, Any]) -> bool:
     return bool(started and changed and parse_time(changed) > parse_time(started))
 
 
-def _hindrance(pod: Pod) -> str:
+def hindrance_of(pod: Pod) -> str:
     """What keeps a pod from starting; nothing in an ordinary start."""
     scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":

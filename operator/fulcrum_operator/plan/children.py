@@ -20,6 +20,7 @@ from fulcrum_operator.plan.labels import (
     container_security,
     engine_selector,
     from_field,
+    image_pull_secrets,
     owned_by,
     pod_security,
     router_selector,
@@ -226,7 +227,6 @@ def _deployment(service: PDService, settings: ClusterSettings) -> dict[str, Any]
 
 def _router_pod(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
     """The one pod with a token for the API: it watches."""
-    secrets = [{"name": name} for name in settings.image_pull_secrets]
     apart = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": router_selector(service)},
@@ -238,7 +238,7 @@ def _router_pod(service: PDService, settings: ClusterSettings) -> dict[str, Any]
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": HAND_OVER_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S,
         "securityContext": pod_security(),
-        **({"imagePullSecrets": secrets} if secrets else {}),
+        **image_pull_secrets(settings),
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
         "containers": [_router_container(service, settings)],
         "volumes": [{"name": "tmp", "emptyDir": {}}],

@@ -1,17 +1,19 @@
 """What the engine's type decides of a pod: the program, its environment, ports and volumes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
+from fulcrum_core.models import Fit
 from fulcrum_core.values import Role
 from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.plan.labels import HTTP_PORT, SIDE_CHANNEL_PORT, from_field
+from fulcrum_operator.plan.model import facts_of, model_key
 from fulcrum_operator.plan.pools import pool_role
 
 _HOME = {"HOME": "/tmp", "USER": "engine"}
@@ -76,10 +78,23 @@ def _vllm(instance: PDInstance, service: PDService) -> EngineParts:
 def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
     """What is asked for an instance of a real engine in a pod.
 
-    The model's config.json is not read: what follows from it is left to the engine.
+    Where the model was not read before it was made, what follows from the model is left to the engine.
     """
-    role = Role(instance.spec.role) if instance.spec.role is not None else None
-    return engine_request(service, instance.spec, pool_role=pool_role(instance, service), role=role)
+    return engine_request(
+        service,
+        instance.spec,
+        pool_role=pool_role(instance, service),
+        role=Role(instance.spec.role) if instance.spec.role is not None else None,
+        facts=facts_of(instance.spec.model_facts),
+    )
+
+
+def fit_of(request: EngineRequest, instance: PDInstance, service: PDService) -> Fit:
+    """Whether its hardware holds the model, by what was read of it whenever that was."""
+    known = service.status.model
+    if request.facts is None and known is not None and known.key == model_key(instance.spec):
+        return replace(request, facts=facts_of(known.facts)).fit
+    return request.fit
 
 
 def _default_image(request: EngineRequest) -> str:
@@ -97,8 +112,8 @@ def _of(launch: EngineLaunch, image: str) -> EngineParts:
         args=list(launch.command[2:]),
         env=[*home, *(_variable(variable) for variable in launch.env)],
         ports=[_port(port.name, port.number) for port in launch.ports],
-        mounts=[_mount(volume) for volume in launch.volumes],
-        volumes=[{"name": volume.name, **_source(volume)} for volume in launch.volumes],
+        mounts=[mount_of(volume) for volume in launch.volumes],
+        volumes=[volume_of(volume) for volume in launch.volumes],
         startup_s=launch.startup_s,
     )
 
@@ -116,9 +131,15 @@ def _variable(variable: EnvVar) -> dict[str, Any]:
     return {"name": variable.name, "value": variable.value}
 
 
-def _mount(volume: Volume) -> dict[str, Any]:
+def mount_of(volume: Volume) -> dict[str, Any]:
+    """Where a container finds the volume."""
     mount = {"name": volume.name, "mountPath": volume.mount}
     return {**mount, "readOnly": True} if volume.read_only else mount
+
+
+def volume_of(volume: Volume) -> dict[str, Any]:
+    """The volume of a pod."""
+    return {"name": volume.name, **_source(volume)}
 
 
 def _source(volume: Volume) -> dict[str, Any]:

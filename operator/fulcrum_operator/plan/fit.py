@@ -8,8 +8,10 @@ the same.
 
 from fulcrum_core.api import Condition, PDInstance, StartSpec
 from fulcrum_core.api import conditions as words
+from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.models import Fit
 from fulcrum_operator.plan.condition import condition
+from fulcrum_operator.plan.model import model_key
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.rollout import PoolView, revision_of
 
@@ -42,11 +44,33 @@ def _fit(seen: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit
     if killed is not None:
         return Fit(verdict="False", reason=words.OUT_OF_MEMORY, message=killed)
     if judged is None:
-        return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message="no instance was started yet")
+        return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message=_awaited(seen, view))
     if judged.reason != "ModelUnknown":
         return judged
-    unread = f"{judged.message}: {_place(view.target)}; fulcrum plan --model-config can judge it"
+    unread = f"{judged.message}: {_why_unread(seen, view.target)}"
     return Fit(verdict="Unknown", reason=judged.reason, message=unread)
+
+
+def _awaited(seen: Observed, view: PoolView) -> str:
+    """What the first instance of a pool waits for."""
+    known = _read_of(seen, view.target)
+    if seen.reads_models and known is None:
+        return "the model's config.json is being read"
+    if known is not None and known.error is not None:
+        return f"the model's config.json was not read: {known.error}"
+    return "no instance was started yet"
+
+
+def _why_unread(seen: Observed, start: StartSpec) -> str:
+    known = _read_of(seen, start)
+    if known is not None and known.error is not None:
+        return known.error
+    return f"{_place(start)}; fulcrum plan --model-config can judge it"
+
+
+def _read_of(seen: Observed, start: StartSpec) -> ModelStatus | None:
+    known = seen.service.status.model
+    return known if known is not None and known.key == model_key(start) else None
 
 
 def _judged(seen: Observed, instance: PDInstance) -> Fit | None:

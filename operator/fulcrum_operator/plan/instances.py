@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any
 
 from fulcrum_core.api import ObjectMeta, PDInstance, PDInstanceSpec, PDService
 from fulcrum_core.api.labels import POOL_LABEL, SERVICE_LABEL
 from fulcrum_core.values import Phase
+from fulcrum_operator.plan.model import awaits_model, facts_for
 from fulcrum_operator.plan.observed import Observed, by_number, number_of
 from fulcrum_operator.plan.rollout import PoolView, members_of, revision_of
 
@@ -31,8 +33,9 @@ def new_instances(seen: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstan
     names = _free_names(seen)
     surge = seen.service.spec.rollout.max_surge
     return tuple(
-        _instance(seen.service, view, name)
+        _instance(seen.service, view, name, facts_for(seen, views, view))
         for view in views
+        if not awaits_model(seen, views, view)
         for name in islice(names, view.births(surge=surge))
     )
 
@@ -112,7 +115,7 @@ def _free_names(seen: Observed) -> Iterator[str]:
     return (f"{service}-{number}" for number in count() if number not in taken)
 
 
-def _instance(service: PDService, view: PoolView, name: str) -> PDInstance:
+def _instance(service: PDService, view: PoolView, name: str, facts: dict[str, Any] | None) -> PDInstance:
     meta = ObjectMeta(
         name=name,
         namespace=service.metadata.namespace,
@@ -120,5 +123,7 @@ def _instance(service: PDService, view: PoolView, name: str) -> PDInstance:
         owner_references=(view.pool.owner_reference(),),
     )
     start = {name: getattr(view.target, name) for name in view.target.model_fields_set}
+    if facts is not None:
+        start["model_facts"] = facts
     spec = PDInstanceSpec(service=service.metadata.name, pool=view.name, revision=view.revision, **start)
     return PDInstance(metadata=meta, spec=spec)

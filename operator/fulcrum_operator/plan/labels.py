@@ -76,6 +76,12 @@ def owned_by(owner: Resource) -> list[dict[str, Any]]:
     return [reference.dump()]
 
 
+def image_pull_secrets(settings: ClusterSettings) -> dict[str, Any]:
+    """What a pod of one of our images asks its registry with; nothing where none is needed."""
+    names = settings.image_pull_secrets
+    return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
+
+
 def pod_security() -> dict[str, Any]:
     """The pod's half of what the `restricted` Pod Security Standard asks for."""
     return {

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fulcrum_core.api import IdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
+from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
@@ -21,6 +23,27 @@ class EngineFacts:
     """From its start to serving."""
     fit: Fit | None = None
     """Whether its hardware holds the model; None for an engine that holds none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is seen of a try to read the model.
+
+    Args:
+        key: Of which model.
+        attempt: The how-manieth try it is.
+        born_s: When it began, unix seconds.
+        facts: What was read.
+        error: Why nothing was, or will be.
+        hindrance: What keeps it from beginning.
+    """
+
+    key: str
+    attempt: int
+    born_s: float
+    facts: dict[str, Any] | None = None
+    error: str | None = None
+    hindrance: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +66,11 @@ class Observed:
     """Where clients reach the router; None until it serves."""
     accepted: PDAssignmentSpec | None = None
     """The last wish that was judged and found right; None after a restart of the operator."""
+
+    reads_models: bool = False
+    """Whether somebody can be told to read a model; a local run reads it itself."""
+    reading: Reading | None = None
+    """What came of that so far."""
 
     doubted: bool = False
     """Whether a node is said to be lost whose engine the router reaches: it has to be asked again soon."""
@@ -81,6 +109,13 @@ class Observed:
     def counted(self) -> frozenset[str]:
         """Names of the instances that count."""
         return frozenset(i.metadata.name for i in self.staying)
+
+    def with_model(self, known: ModelStatus | None) -> "Observed":
+        """The same, with what is known of the model by now."""
+        status = self.service.status
+        if status.model == known:
+            return self
+        return replace(self, service=self.service.replace(status=status.model_copy(update={"model": known})))
 
     def startup_s(self, instance: PDInstance) -> float:
         """How long its engine needs from its start to serving, as far as that is known."""

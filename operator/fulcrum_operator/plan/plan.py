@@ -20,6 +20,7 @@ from fulcrum_core.state import InstanceState
 from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Phase, Role
 from fulcrum_operator.plan.assignment import Assigned, Member, plan_assignment, refused
 from fulcrum_operator.plan.instances import departures, new_instances
+from fulcrum_operator.plan.model import Outlook, Read, model_outlook
 from fulcrum_operator.plan.observed import Observed, by_number, number_of, played_role
 from fulcrum_operator.plan.phases import EngineAction, Facts, Step, advance
 from fulcrum_operator.plan.pools import desired_pools
@@ -46,6 +47,8 @@ class Plan:
     stop: tuple[str, ...] = ()
     accepted: PDAssignmentSpec | None = None
     """The assignment as judged, to be remembered once it is written."""
+    read: Read | None = None
+    """The model that somebody shall read; None: nobody need."""
     wake_after_s: float | None = None
     """When to look again even if nothing happens; None: no need."""
 
@@ -80,6 +83,8 @@ def plan_service(seen: Observed) -> Plan:
     if any(pool.metadata.name not in known for pool in pools):
         return Plan(objects=pools, accepted=seen.accepted, wake_after_s=0.0)
     views = tuple(view_of(seen, pool) for pool in pools)
+    model = model_outlook(seen, views)
+    seen = seen.with_model(model.status)
     born = new_instances(seen, views)
     rules = rules_of(seen.service.spec, pools, (*seen.instances, *born))
     members = tuple(_member(i, rules) for i in by_name((*seen.staying, *born)))
@@ -93,7 +98,13 @@ def plan_service(seen: Observed) -> Plan:
         for name in (i.metadata.name,)
     }
     wish = _rolled_back(assigned.spec, instances, steps, now_s=seen.now_s)
-    return _assembled(seen, views, instances, replace(assigned, spec=wish), steps)
+    plan = _assembled(seen, views, instances, replace(assigned, spec=wish), steps)
+    return replace(plan, read=model.read, wake_after_s=_sooner_s(plan, model, now_s=seen.now_s))
+
+
+def _sooner_s(plan: Plan, model: Outlook, *, now_s: float) -> float | None:
+    waits = (plan.wake_after_s, None if model.deadline_s is None else max(0.0, model.deadline_s - now_s))
+    return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
 
 def _assembled(

@@ -16,6 +16,7 @@ from fulcrum_operator.plan.labels import (
     ClusterSettings,
     container_security,
     engine_selector,
+    image_pull_secrets,
     owned_by,
     pod_security,
     usual_labels,
@@ -108,16 +109,11 @@ def _spec(
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": grace_period_s(service),
         "securityContext": pod_security(),
-        **_image_pull_secrets(settings),
+        **image_pull_secrets(settings),
         "topologySpreadConstraints": [_spread(service)],
         "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
         "volumes": [{"name": "tmp", "emptyDir": {}}, *engine.volumes],
     }
-
-
-def _image_pull_secrets(settings: ClusterSettings) -> dict[str, Any]:
-    names = settings.image_pull_secrets
-    return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
 
 
 def _spread(service: PDService) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def service_status(
         flips=wish.flips,
         last_decision=last_decision(roles, refused_for_s=REFUSED_FOR_S),
         endpoint=seen.endpoint,
+        model=seen.service.status.model,
         observed_generation=service.metadata.generation,
     )
 
