@@ -71,7 +71,7 @@ def test_an_edit_by_hand_is_taken_back_once(space: Space, log: Path, kind: str, 
 
 
 def test_what_others_add_stays_and_is_no_reason_to_write(space: Space, log: Path) -> None:
-    """A label of somebody's inventory, a restart that somebody asked for; also where an edit is taken back."""
+    """A label of an inventory, a restart that was asked for: they outlive an edit that is taken back."""
     counted = applied(log, space)
     label = {"metadata": {"labels": {"example.com/owner": "me"}}}
     restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}
