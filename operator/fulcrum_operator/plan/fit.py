@@ -44,21 +44,22 @@ def _fit(seen: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit
     if killed is not None:
         return Fit(verdict="False", reason=words.OUT_OF_MEMORY, message=killed)
     if judged is None:
-        return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message=_awaited(seen, view))
+        return _before_any(seen, view)
     if judged.reason != "ModelUnknown":
         return judged
     unread = f"{judged.message}: {_why_unread(seen, view.target)}"
     return Fit(verdict="Unknown", reason=judged.reason, message=unread)
 
 
-def _awaited(seen: Observed, view: PoolView) -> str:
-    """What the first instance of a pool waits for."""
+def _before_any(seen: Observed, view: PoolView) -> Fit:
+    """Of a pool without an instance."""
     known = _read_of(seen, view.target)
-    if seen.reads_models and known is None:
-        return "the model's config.json is being read"
     if known is not None and known.error is not None:
-        return f"the model's config.json was not read: {known.error}"
-    return "no instance was started yet"
+        unread = f"the model's config.json was not read: {known.error}"
+        return Fit(verdict="Unknown", reason="ModelUnknown", message=unread)
+    reading = seen.reads_models and known is None
+    message = "the model's config.json is being read" if reading else "no instance was started yet"
+    return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message=message)
 
 
 def _why_unread(seen: Observed, start: StartSpec) -> str:

@@ -244,7 +244,7 @@ def test_an_engine_that_cannot_be_started_without_waits_for_the_facts_as_long_as
     assert born(plan, seen) == []
     assert model_fits(plan) == (
         "Unknown",
-        "NoInstanceYet",
+        "ModelUnknown",
         "pool chat-flex: the model's config.json was not read: no such file",
     )
     written: dict[str, Any] = {"kvTransfer": {"connector": "LMCache", "bufferSize": "2Gi"}}
