@@ -176,7 +176,6 @@ class Canaries:
             deadline_s=stamp_s + in_time_s(giver.kv_lease_s),
             hides_usage=False,
             expired_before=None,
-            on_doubt=lambda: None,
         )
 
     def _request(self, giver: Instance) -> Request:

@@ -342,10 +342,11 @@ class Exchange:
         """
         ledger, timeouts = instance.ledger, self._settings.timeouts
         pool = pool_of(instance)
-        handed = self._handed_to(instance)
+        handed, salt = self._handed_to(instance), instance.salt
         asks = handed is not None and handed.hides_usage
-        body = decode_body(self._request, self._handoff, ask_usage=asks, salt=instance.salt)
-        head = self._leg_head(pool, len(body))
+        body = decode_body(self._request, self._handoff, ask_usage=asks, salt=salt)
+        head, fields = self._leg_head(pool, len(body)), self._fulcrum_fields(instance)
+        asked = instance, salt
         entry = ledger.open_decode(tokens=self._tokens)
         if self._source is None or self._local is not None:
             seconds = instance.prefill_model.ttft_s(self._tokens)
@@ -356,7 +357,7 @@ class Exchange:
                 connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
-                    connection, self._client, entry, self._fulcrum_fields(instance), self._first, handed
+                    connection, self._client, entry, fields, asked, self._first, self._doubt, handed
                 )
                 connection.send(leg, head, body, first_byte_s=timeouts.first_byte, idle_s=timeouts.idle)
                 try:
@@ -375,8 +376,10 @@ class Exchange:
             self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
-            if handed is not None and self._first_s is None and handed.may_be_late:
-                self._router.distrust(instance)
+            if handed is not None:
+                instance.awaited.discard(handed)
+                if self._first_s is None and handed.may_be_late:
+                    self._router.distrust(instance, salt)
             entry.release()
             if self._local_entry is not None:
                 self._local_entry.release()
@@ -387,7 +390,7 @@ class Exchange:
         if self._handoff is None or source is None:
             return None
         pair = router.pairs[PairKey(source.name, instance.name)]
-        return Handed(
+        handed = Handed(
             source=source,
             decode=instance,
             tokens=self._tokens,
@@ -396,11 +399,12 @@ class Exchange:
             deadline_s=self._handoff_at_s + in_time_s(source.kv_lease_s),
             hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
             expired_before=self._expired_before,
-            on_doubt=self._doubt,
         )
+        instance.awaited.add(handed)
+        return handed
 
     def _doubt(self) -> None:
-        """An answer came late: ask the giver whether it let anything expire meanwhile."""
+        """An answer may come of KV that was fetched too late: ask the givers what they let expire."""
         if self._leg is not None:
             self._settling = asyncio.get_running_loop().create_task(settle(self._leg))
 
@@ -442,9 +446,11 @@ class Exchange:
     def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
         self._router.leg_failed(instance, DECODE, error)
         self._router.books.retries[DECODE, error.failure] += 1
-        self._leg = None
-        if error.failure is Failure.LEASE:
-            self._missed(instance, words.LEASE_EXPIRED)
+        leg, self._leg = self._leg, None
+        if error.failure is Failure.LEASE and leg is not None:
+            self._router.distrust(instance, leg.salt)
+            if leg.handed is not None and leg.handed.late:
+                self._missed(instance, words.LEASE_EXPIRED)
             self._close_handoff()
             self._source, self._local, self._recompute = None, "lease_expired", True
             return

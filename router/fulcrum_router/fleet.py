@@ -7,13 +7,18 @@ latencies are the router's own. Dispatch reads an instance through `policy.Insta
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, Identity, Role
+from fulcrum_router.awaited import Awaited
 from fulcrum_router.health import Health
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.upstream import EnginePool, Failure, LegFailed
+
+if TYPE_CHECKING:
+    from fulcrum_router.proof import Handed
 
 HANGING_STREAM_S = 10.0
 """A stream of an instance that hangs ends if nothing of it comes for so long."""
@@ -26,6 +31,7 @@ class Instance:
         "_decode",
         "_prefill",
         "assigned",
+        "awaited",
         "block_size",
         "decode_field",
         "decode_model",
@@ -68,6 +74,7 @@ class Instance:
         """Tokens in its KV blocks by the engine's own word; None: it has not said."""
         self.kv_lease_s = KV_LEASE_S
         """For how long it keeps a hand-off that nobody fetches: what its engine was started with."""
+        self.awaited: Awaited[Handed] = Awaited()
         self.ledger = Ledger()
         self.health = Health()
         self.pool: EnginePool | None = None
@@ -100,6 +107,7 @@ class Instance:
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.kv_expired = None
         self.tells_cached, self.salt, self.block_size = False, "", None
+        self.awaited = Awaited()
         self.refresh()
 
     def know(self, identity: Identity) -> None:

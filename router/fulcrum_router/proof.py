@@ -6,8 +6,7 @@ fetched, the decode engine's usage tells; where the client did not ask for that,
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -30,7 +29,7 @@ NO_CHOICES = b'"choices":[]'
 """What the event with the usage has, and no other."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Handed:
     """A hand-off that a decode leg was given."""
 
@@ -46,9 +45,13 @@ class Handed:
     hides_usage: bool
     expired_before: float | None
     """Hand-offs that the giver had let expire when this one began; None: it was not asked."""
-    on_doubt: Callable[[], None]
-    """Called when an answer has come later than the deadline."""
     usage: Usage | None = None
+    sent_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def lease_s(self) -> float:
+        """Its giver's."""
+        return self.source.kv_lease_s
 
     @property
     def late(self) -> bool:

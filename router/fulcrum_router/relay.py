@@ -15,6 +15,7 @@ import structlog
 
 from fulcrum_router.answers import error_event
 from fulcrum_router.bodies import read_usage
+from fulcrum_router.fleet import Instance
 from fulcrum_router.flow import Completion
 from fulcrum_router.http1 import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk
 from fulcrum_router.policy.ledger import DecodeEntry
@@ -69,8 +70,11 @@ class DecodeLeg(Completion[None]):
         "first_s",
         "handed",
         "head",
+        "instance",
+        "on_doubt",
         "on_first",
         "released",
+        "salt",
         "sent_s",
         "sink",
         "streaming",
@@ -82,7 +86,9 @@ class DecodeLeg(Completion[None]):
         sink: Sink,
         entry: DecodeEntry,
         extra: bytes,
+        sent_to: tuple[Instance, str],
         on_first: Callable[[float], None],
+        on_doubt: Callable[[], None],
         handed: Handed | None = None,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
@@ -90,6 +96,10 @@ class DecodeLeg(Completion[None]):
         self.extra = extra
         """Header lines put in front of the engine's own."""
         self.on_first = on_first
+        self.instance, self.salt = sent_to
+        """Who was asked, and what its prompts' salt was then."""
+        self.on_doubt = on_doubt
+        """Called when it has to be settled whether the answer is sound."""
         self.handed = handed
         """The hand-off that it was given."""
         self.released = False
@@ -100,7 +110,7 @@ class DecodeLeg(Completion[None]):
         self.first_s = 0.0
         self.events = 0
         self._committed = False
-        self._cleared = handed is None
+        self._cleared = False
         self._doubted: list[bytes] | None = None
         """What came while it was in doubt whether the lease was kept."""
         self._torn = False
@@ -192,6 +202,11 @@ class DecodeLeg(Completion[None]):
     def _commit(self) -> None:
         self._committed = True
         self.first_s = time.monotonic()
+        awaited, head = self.instance.awaited, self.head
+        if self.handed is not None:
+            awaited.discard(self.handed)
+        if head is not None and head.status == 200:
+            awaited.answered(sent_s=self.sent_s, now_s=self.first_s)
         self.on_first(self.first_s)
         if self.sink.paused:
             self.connection.pause()
@@ -199,22 +214,23 @@ class DecodeLeg(Completion[None]):
     # --- doubt ---------------------------------------------------------------------------------
 
     def _is_late(self) -> bool:
-        """Whether it is in doubt, for the first time, that the hand-off was fetched in time."""
-        handed, head = self.handed, self.head
-        return (
-            not self._cleared
-            and handed is not None
-            and handed.late
-            and head is not None
-            and head.status < 400
-        )
+        """Whether it is in doubt, for the first time, that all KV it comes of was fetched in time."""
+        if self._cleared or self.head is None or self.head.status >= 400:
+            return False
+        return bool(self.salt != self.instance.salt or self.doubts())
+
+    def doubts(self) -> list[Handed]:
+        """Hand-offs that may have been fetched too late, of what it may come of: its own, and others'."""
+        found, handed = self.instance.awaited.overdue(time.monotonic()), self.handed
+        if handed is not None and handed.late and handed not in found:
+            found.append(handed)
+        return found
 
     def _ask(self, *, pausing: bool) -> None:
         """Hold everything until `settle` is called."""
-        assert self.handed is not None
         if pausing:
             self.connection.pause()
-        self.handed.on_doubt()
+        self.on_doubt()
 
     def settle(self, *, sound: bool) -> None:
         """It is known now whether what was held may be passed on."""
@@ -252,13 +268,12 @@ class DecodeLeg(Completion[None]):
         self.set_result(None)
 
     def on_whole(self, head: AnswerHead, content: bytes) -> None:
-        handed = self.handed
-        if head.event_stream or head.status >= 500 or b'"abort"' in content or (handed and handed.late):
+        handed, self.head = self.handed, head
+        if head.event_stream or head.status >= 500 or b'"abort"' in content or self._is_late():
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
             return
-        self.head = head
         if handed is not None:
             handed.usage = read_usage(content)
         self._commit()
@@ -304,11 +319,14 @@ class DecodeLeg(Completion[None]):
 
 
 async def settle(leg: DecodeLeg) -> None:
-    """Pass on an answer that came late, if the giver of its hand-off let nothing expire meanwhile."""
-    handed = leg.handed
-    assert handed is not None
-    before, now = handed.expired_before, await expired_handoffs(handed.source)
-    sound = now is not None and now == before
-    names = {"prefill": handed.source.name, "decode": handed.decode.name}
-    log.warning("answer later than the lease", **names, sound=sound, expired=now, expired_before=before)
+    """Pass on an answer that is in doubt, if none of the givers let anything expire meanwhile."""
+    sound, expired = leg.salt == leg.instance.salt, dict[str, float | None]()
+    for handed in leg.doubts():
+        giver, before = handed.source, handed.expired_before
+        if giver.name not in expired:
+            expired[giver.name] = await expired_handoffs(giver)
+        now = expired[giver.name]
+        sound = sound and now is not None and now == before
+        names = {"prefill": giver.name, "decode": leg.instance.name}
+        log.warning("answer later than the lease", **names, sound=sound, expired=now, expired_before=before)
     leg.settle(sound=sound)

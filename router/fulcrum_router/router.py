@@ -99,9 +99,12 @@ class Router:
         if instance.health.failed(time.monotonic(), at_once=at_once, hangs=hangs):
             self.ejected(instance, failed.failure)
 
-    def distrust(self, instance: Instance) -> None:
-        """It may have fetched another prompt's KV and keep that in its prefix cache: use nothing of that."""
+    def distrust(self, instance: Instance, salt: str) -> None:
+        """It may have fetched another prompt's KV and keep that under `salt`: use nothing of it any more."""
+        if instance.salt != salt:
+            return
         instance.salt = os.urandom(6).hex()
+        instance.awaited.clear()
         self.books.caches_left += 1
         log.warning("prefix cache not used any more", instance=instance.name)
 

@@ -235,6 +235,41 @@ async def test_what_comes_after_the_lease_is_passed_on_only_if_nothing_expired(
         assert world.ledgers_are_empty()
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("sound", [True, False], ids=["nothing expired", "something expired"])
+async def test_what_decode_says_while_a_hand_off_there_is_overdue_may_come_of_what_that_has_fetched(
+    client: aiohttp.ClientSession, *, stream: bool, sound: bool
+) -> None:
+    """Its wrong blocks are in decode's prefix cache before its own answer tells."""
+    go = asyncio.Event()
+    says = words_then(usage_of(100))
+
+    async def script(answering: Answering) -> None:
+        if answering.asked.body["prompt"] == "first":
+            await go.wait()
+        await says(answering)
+
+    prefill = FakeEngine("p1", metrics=expired(2))
+    async with running(prefill, FakeEngine("d1", decode=script), settings=quick_settings()) as world:
+        decode = world.router.fleet["d1"]
+        world.router.fleet["p1"].kv_lease_s = 1.5
+        await until(lambda: world.router.fleet["p1"].kv_expired == 2, "its metrics are read")
+        first = asyncio.ensure_future(raw_answer(client, world, prompt="first"))
+        await until(lambda: bool(world["d1"].decodes), "the decode leg waits")
+        await asyncio.sleep(0.6)  # an answer in time comes before half a second
+        prefill.metrics = expired(2 if sound else 3)
+        got = await raw_answer(client, world, stream=stream)
+        assert got.endswith(plain("[DONE]")) if stream else b"a b c" in got
+        second = world["d1"].decodes[1:]
+        handed = [("kv_transfer_params" in body, body.get("cache_salt")) for body in second]
+        assert handed == ([(True, None)] if sound else [(True, None), (False, decode.salt)])
+        go.set()
+        assert b"a b c" in await first
+        assert dict(world.router.books.local) == ({} if sound else {"lease_expired": 2})
+        assert (world.router.books.caches_left, decode.health.failures) == (0 if sound else 1, 0)
+        assert world.ledgers_are_empty()
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     """Two engine servers with few blocks and a lease of a second."""
