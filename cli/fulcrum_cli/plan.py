@@ -32,7 +32,6 @@ from fulcrum_operator.local.environment import local_model
 from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.pools import desired_pools
 
-_CLUSTER = "a cluster's operator does not read this file: there the engine chooses what is not in settings"
 _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
 
 
@@ -159,8 +158,6 @@ class _Report:
     def lines(self) -> Iterator[str]:
         yield f"service {self.service.metadata.name}, model {self.service.spec.model}"
         yield f"  {self.source}"
-        if self.facts is not None:
-            yield f"  {_CLUSTER}"
         yield from (f"  {name}: {value}" for name, value in self.sizes().items())
         for planned in self.planned:
             yield from _pool_lines(planned)

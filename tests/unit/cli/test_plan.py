@@ -54,7 +54,6 @@ def test_facts_sizes_settings_and_the_command_are_said_with_their_reasons(plan: 
         "13.3 requests of 32,768 tokens",
         "  transfer buffer: 10.0 GiB in bfloat16, 5.0 GiB in fp8, 3.0 GiB in fp4, in pieces of 256 MiB, "
         "where a connector has one",
-        "  a cluster's operator does not read this file: there the engine chooses what is not in settings",
         "  weights bfloat16             as the checkpoint has them: 131.4 GiB",
         "  kvCache bfloat16             what the model computes in: 327,680 bytes a token",
         "  maxSequences 256             there is KV for 425 requests of 1,024 tokens",
