@@ -88,12 +88,13 @@ def read_folder(folder: Path) -> bytes:
 
 
 def _beside(folder: Path) -> str:
-    """What is there instead: the usual mistake is a folder too high or too low."""
+    """What is there instead: the usual mistake is a folder too high, too low or misspelled."""
+    there = folder if folder.is_dir() else folder.parent
     try:
-        names = sorted(entry.name for entry in folder.iterdir())[:5]
+        names = sorted(entry.name for entry in there.iterdir())[:5]
     except OSError:
         return ""
-    return f"; the folder holds {', '.join(names)}" if names else "; the folder is empty"
+    return f"; {there} holds {', '.join(names)}" if names else f"; {there} is empty"
 
 
 def read_hub(

@@ -14,7 +14,9 @@ from fulcrum_core.api.labels import ROLE_LABEL
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.plan.children import children_of
 from fulcrum_operator.plan.labels import Account, ClusterSettings
+from fulcrum_operator.plan.model import Read, model_key
 from fulcrum_operator.plan.pod import PRE_STOP_S, TEARDOWN_S, pod_of
+from fulcrum_operator.plan.reader_pod import reader_pod
 from fulcrum_operator.plan.template import laid_over
 from tests.unit.operator.builders import service
 
@@ -78,6 +80,8 @@ def pod_specs() -> Iterable[dict[str, Any]]:
     yield pod()["spec"]
     yield pod(CHANGED)["spec"]
     yield children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    start = instance(**PLAIN, modelSource={"pvc": "models"}).spec.start
+    yield reader_pod(Read(start, model_key(start), 1), service(), SETTINGS)["spec"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_every_pod_is_restricted() -> None:
             )
         )
 
-    assert [is_restricted(spec) for spec in pod_specs()] == [True, True, True]
+    assert [is_restricted(spec) for spec in pod_specs()] == [True, True, True, True]
 
 
 def test_only_routers_get_a_token() -> None:
@@ -166,7 +170,7 @@ def test_only_routers_get_a_token() -> None:
         for (kind, _), child in children().items()
         if kind == "ServiceAccount"
     ]
-    assert (tokens, accounts) == ([False, False, True], [False, False])
+    assert (tokens, accounts) == ([False, False, True, False], [False, False])
 
 
 def test_no_selector_knows_a_role() -> None:

@@ -132,11 +132,19 @@ def test_a_file_that_cannot_be_one_is_not_read_to_its_end(hub: Hub) -> None:
         ask(hub)
 
 
-def test_a_folder_without_one_is_told_with_what_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "beside"),
+    [("", " holds llama"), ("lama", " holds llama"), ("llama", "/llama is empty"), ("a/b", None)],
+    ids=["a folder too high", "a misspelled folder", "an empty folder", "no folder near it"],
+)
+def test_a_folder_without_one_is_told_with_what_is_there(
+    tmp_path: Path, path: str, beside: str | None
+) -> None:
     (tmp_path / "llama").mkdir()
     with pytest.raises(Unreadable) as refused:
-        read_folder(tmp_path)
-    assert str(refused.value) == f"{tmp_path}/config.json: No such file or directory; the folder holds llama"
+        read_folder(tmp_path / path)
+    missing = f"{tmp_path / path}/config.json: No such file or directory"
+    assert str(refused.value) == (missing if beside is None else f"{missing}; {tmp_path}{beside}")
 
 
 @pytest.mark.parametrize(
