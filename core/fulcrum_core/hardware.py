@@ -26,6 +26,15 @@ class Fabric(StrEnum):
         """
         return _FABRIC_BYTES_S[self]
 
+    @property
+    def least_bytes_s(self) -> float:
+        """Below this rate it is not what carries the KV; 0: nothing is slower than it.
+
+        A quarter of what can be counted on, as blocks are small and a card is shared; of NVLink a fifteenth,
+        which they do not fill. TCP gives half of the least of these.
+        """
+        return _LEAST_BYTES_S.get(self, 0.0)
+
 
 _FABRIC_BYTES_S = {
     Fabric.INFINIBAND: 40e9,
@@ -34,6 +43,7 @@ _FABRIC_BYTES_S = {
     Fabric.TCP: 2.5e9,
     Fabric.AUTO: 2.5e9,
 }
+_LEAST_BYTES_S = {Fabric.INFINIBAND: 10e9, Fabric.ROCE: 5e9, Fabric.NVLINK: 40e9}
 
 
 class Vendor(StrEnum):

@@ -93,8 +93,9 @@ class Identity:
 
     `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
     back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_lease_s`
-    is for how long it keeps the blocks of a hand-off that nobody fetches: that alone need not agree.
-    `kv_heads` are the model's; 0: not known, and not held against it.
+    is for how long it keeps the blocks of a hand-off that nobody fetches, `kv_wire_s` the longest that its
+    declared fabric takes for the KV of 1,000 tokens (0: not known): those two need not agree. `kv_heads` are
+    the model's; 0: not known, and not held against it.
     """
 
     model: str
@@ -110,3 +111,4 @@ class Identity:
     latent: bool = False
     kv_heads: int = 0
     kv_lease_s: float = KV_LEASE_S
+    kv_wire_s: float = 0.0

@@ -226,8 +226,9 @@ class Exchange:
         return None
 
     def _choose_prefill(self, rules: FlipRules) -> Decision:
-        avoid = self._avoid_prefill + self._router.pairs.broken
-        return choose_prefill(self._router.fleet.all, self._tokens, self._tier.slo, rules=rules, avoid=avoid)
+        fleet, pairs = self._router.fleet.all, self._router.pairs
+        avoid, delays, slo = self._avoid_prefill + pairs.broken, pairs.giver_delays, self._tier.slo
+        return choose_prefill(fleet, self._tokens, slo, rules=rules, avoid=avoid, delays=delays)
 
     async def _prefill_on(self, instance: Instance) -> None:
         ledger, timeouts = instance.ledger, self._settings.timeouts
@@ -330,7 +331,7 @@ class Exchange:
             rules=rules,
             now_s=time.time(),
             avoid=self._avoid_decode,
-            cold=self._router.pairs.cold.get(source.name) if source is not None else None,
+            delays=self._router.pairs.delays.get(source.name) if source is not None else None,
         )
 
     async def _decode(self, instance: Instance) -> tuple[Outcome, float | None]:

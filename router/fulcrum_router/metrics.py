@@ -3,6 +3,7 @@
 Per-instance series are drawn from the fleet of the moment, so those of an instance that is gone vanish.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 from fulcrum_core.values import Role
 from fulcrum_router.accounting import Books, Histogram
 from fulcrum_router.fleet import Instance
-from fulcrum_router.policy import PairMap
+from fulcrum_router.policy import Pair, PairMap
 from fulcrum_router.router import Router
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
@@ -42,6 +43,21 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
 )
 
 
+_PAIR_GAUGES: tuple[tuple[str, str, Callable[[Pair, float], float | None]], ...] = (
+    ("handshake_seconds", "What the last first hand-off took decode.", lambda p, _: p.handshake_s),
+    (
+        "seconds_per_1k_tokens",
+        "What hand-offs take decode, by 1,000 tokens of prompt.",
+        lambda p, _: p.seconds_per_1k_tokens,
+    ),
+    (
+        "proven_age_seconds",
+        "Since the last hand-off that was proven.",
+        lambda p, now_s: None if p.last_proven_s is None else now_s - p.last_proven_s,
+    ),
+)
+
+
 class RouterCollector(Collector):
     """One router's families."""
 
@@ -58,6 +74,7 @@ class RouterCollector(Collector):
         yield from _counts(self._router.books)
         yield from _instances(self._router.fleet.all)
         yield _handoffs(self._router.pairs)
+        yield from _pairs(self._router.pairs, now_s=time.monotonic())
         yield from _gauges(self._router)
 
 
@@ -158,6 +175,17 @@ def _handoffs(pairs: PairMap) -> Metric:
         for outcome, count in pair.counts.items():
             family.add_metric([*key, outcome], count)
     return family
+
+
+def _pairs(pairs: PairMap, *, now_s: float) -> Iterator[Metric]:
+    """What is known of pairs, and only of those worth telling of: many instances have very many."""
+    told = pairs.told()
+    for name, text, value in _PAIR_GAUGES:
+        family = GaugeMetricFamily(f"fulcrum_router_kv_pair_{name}", text, labels=["prefill", "decode"])
+        for key, pair in told:
+            if (known := value(pair, now_s)) is not None:
+                family.add_metric(list(key), known)
+        yield family
 
 
 def _gauges(router: Router) -> Iterator[Metric]:

@@ -115,13 +115,26 @@ def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
     )
     pair = pairs[PairKey(handed.source.name, decode.name)]
     if first_s is not None and handed.alone and proof is Proof.PROVEN:
-        recompute_s = decode.prefill_model.ttft_s(handed.tokens)
-        pair.timed(first_s, tokens=handed.tokens, recompute_s=recompute_s, cold=handed.cold)
+        pair.timed(
+            first_s,
+            tokens=handed.tokens,
+            recompute_s=decode.prefill_model.ttft_s(handed.tokens),
+            cold=handed.cold,
+            step_s=decode.decode_model.itl_s(handed.tokens),
+            wire_s=_wire_s(handed),
+        )
     pair.record(proof, now_s=time.monotonic(), why=_why(pair, handed, first_s))
     if proof is Proof.RECOMPUTED:
         log.warning(
             "hand-off recomputed", prefill=handed.source.name, decode=decode.name, cached_tokens=cached
         )
+
+
+def _wire_s(handed: Handed) -> float:
+    """The longest that its KV takes over the slower of the two fabrics; 0: one is not known."""
+    sides = handed.source.identity, handed.decode.identity
+    known = [side.kv_wire_s for side in sides if side is not None and side.kv_wire_s]
+    return handed.tokens / 1_000 * max(known) if len(known) == len(sides) else 0.0
 
 
 def _why(pair: Pair, handed: Handed, first_s: float | None) -> str:

@@ -68,7 +68,7 @@ async def test_both_directions_are_proven_before_anybody_asks() -> None:
     engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261))]
     async with running(*engines) as world, watched(world):
         await until(lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Proven"), "both pairs are proven")
-        await until(lambda: not world.router.pairs.cold, "and warm")
+        await until(lambda: not world.router.pairs.delays, "and warm")
         assert world.ledgers_are_empty()
         assert world.router.books.tiers == {}
         sent = bodies(world)

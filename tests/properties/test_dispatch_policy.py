@@ -12,6 +12,7 @@ from fulcrum_core.values import Role
 from fulcrum_router.policy import (
     Decision,
     DecodeEntry,
+    Delay,
     Dispatch,
     FlipRules,
     FlipWanted,
@@ -157,3 +158,28 @@ def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens:
         return decision.cost[1]
 
     assert cost(tokens) <= cost(tokens + more)
+
+
+DELAYS = st.builds(Delay, st.floats(0, 1e4), st.floats(0, 10))
+
+
+@given(fleets(), TOKENS, DELAYS)
+def test_where_all_hand_offs_take_alike_nobody_else_is_chosen(
+    fleet: list[View], tokens: int, delay: Delay
+) -> None:
+    delays = {view.name: delay for view in fleet}
+    alike = choose_decode(fleet, tokens, SLO, delays=delays)
+    assert chosen(alike) == chosen(choose_decode(fleet, tokens, SLO))
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), TOKENS, DELAYS, st.booleans())
+def test_of_two_that_are_equal_the_one_without_delay_is_chosen(
+    prefilling: int, decoding: int, tokens: int, delay: Delay, decodes: bool
+) -> None:
+    role = Role.DECODE if decodes else Role.PREFILL
+    pair = [instance(n, role=role, prefilling=prefilling, decoding=decoding) for n in ("a", "b")]
+    reader = instance("r", role=Role.DECODE if not decodes else Role.PREFILL)
+    choose = choose_decode if decodes else choose_prefill
+    decision = choose([*pair, reader], tokens, SLO, delays={"a": delay})
+    changes = delay.fixed + delay.per_token * tokens > 1e-6
+    assert chosen(decision) in (("b",) if changes else ("a", "b"))

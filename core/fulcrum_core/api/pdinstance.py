@@ -37,7 +37,7 @@ class PDInstanceSpec(StartSpec):
 
 
 class IdentitySpec(Model):
-    """What an engine is to those that it exchanges KV blocks with; all but its lease must agree."""
+    """What an engine is to those that it exchanges KV blocks with; all but lease and wire must agree."""
 
     model: str = Field(description="Model, spelled as on the engine's command line.")
     engine: str = Field(description="Engine and its version.")
@@ -55,9 +55,15 @@ class IdentitySpec(Model):
         default=KV_LEASE_S, description="For how long it keeps the KV of a hand-off that nobody fetches."
     )
 
+    kv_wire: Duration = Field(
+        default=0.0,
+        description="Longest that the declared fabric takes for the KV of 1,000 tokens; 0: not known.",
+    )
+
     def value(self) -> Identity:
         """The value that `can_transfer` compares."""
-        return Identity(**self.model_dump(exclude={"kv_lease"}), kv_lease_s=self.kv_lease)
+        plain = self.model_dump(exclude={"kv_lease", "kv_wire"})
+        return Identity(**plain, kv_lease_s=self.kv_lease, kv_wire_s=self.kv_wire)
 
 
 class PDInstanceStatus(Model):

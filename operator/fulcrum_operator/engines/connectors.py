@@ -72,6 +72,19 @@ def longest_transfer_s(request: EngineRequest) -> float:
     return size / request.hardware.fabric.bytes_s
 
 
+def wire_s(request: EngineRequest) -> float:
+    """The longest that the KV of 1,000 tokens takes over the fabric that is declared.
+
+    0 where the model is not known, or none is declared that is faster than TCP. Of latent attention each
+    rank reads all.
+    """
+    rate, facts = request.hardware.fabric.least_bytes_s, request.facts
+    if facts is None or not rate:
+        return 0.0
+    copies = request.layout.tensor if facts.latent else 1
+    return copies * kv_bytes(facts, 1_000, request.quantization.kv_cache) / rate
+
+
 def _transfer_told(request: EngineRequest) -> str:
     """How long the longest prompt is on the wire, in words."""
     longest_s, fabric = longest_transfer_s(request), request.hardware.fabric

@@ -106,6 +106,7 @@ def _identity(request: EngineRequest, place: Place, settings: Settings) -> Ident
         latent=bool(facts and facts.latent),
         kv_heads=facts.kv_heads if facts else 0,
         kv_lease=connectors.lease_s(request),
+        kv_wire=connectors.wire_s(request),
     )
     return made.model_copy(update=identity_written(request.args))
 

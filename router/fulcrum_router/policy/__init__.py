@@ -2,6 +2,7 @@
 
 from fulcrum_router.policy.dispatch import (
     Decision,
+    Delay,
     Dispatch,
     FlipRules,
     FlipWanted,
@@ -26,6 +27,7 @@ __all__ = [
     "Decision",
     "DecodeEntry",
     "DecodePredictor",
+    "Delay",
     "Dispatch",
     "FlipRules",
     "FlipWanted",

@@ -6,8 +6,9 @@
 An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first
 part, work of the other phase, prefers clean instances to half-flipped ones. Of those that pass, the
 cheapest takes the request; if none passes, a flip is wanted and the cheapest of all is the fall-back.
-A decode instance that would have to shake hands with the prefill instance first waits for it as for a
-prefill of its own: the tokens that it could compute meanwhile count in the first part.
+What a hand-off takes longer than another one counts, too: a prefill instance whose KV every decode instance
+gets late is late by that, and of a decode instance the tokens that it could compute meanwhile count in
+the first part, as if it had a prefill of its own.
 Equal costs go to the instance with fewer requests, then to the first by name.
 """
 
@@ -60,6 +61,13 @@ class InstanceView(Protocol):
 
 
 V = TypeVar("V", bound=InstanceView)
+
+
+class Delay(NamedTuple):
+    """What the hand-offs of a pair take longer than those of others: each, and for each prompt token."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
 
 
 class Reason(StrEnum):
@@ -129,11 +137,13 @@ def choose_prefill(
     *,
     rules: FlipRules = NO_FLIPS,
     avoid: Collection[str] = (),
+    delays: Mapping[str, Delay] | None = None,
 ) -> Decision:
     """Who computes a prompt of `tokens` tokens that the router does not believe to be cached.
 
     Only serving instances whose KV some serving decode instance can read, and none of `avoid`. With
     no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
+    `delays` are seconds by prefill instance.
     """
     readers = [i for i in instances if i.serving and i.role is not _PREFILL]
     costs = [
@@ -146,6 +156,8 @@ def choose_prefill(
     ]
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
+    if delays:
+        costs = [_late(cost, delays, tokens) for cost in costs]
     chosen = _within(costs, slo.ttft_s)
     if chosen:
         return chosen
@@ -167,13 +179,12 @@ def choose_decode(
     rules: FlipRules = NO_FLIPS,
     now_s: float = 0.0,
     avoid: Collection[str] = (),
-    cold: Mapping[str, float] | None = None,
+    delays: Mapping[str, Delay] | None = None,
 ) -> Decision:
     """Who answers a prompt of `tokens` tokens whose KV lies on `prefilled_on` (None: nowhere).
 
-    `cold` names the instances that would have to shake hands with it, and the prompt tokens that each
-    could compute meanwhile. If no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every
-    engine does both.
+    `delays` are those of instances that get it late, in prompt tokens that each could compute meanwhile. If
+    no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
     """
     if prefilled_on is not None and prefilled_on.role is not _PREFILL and _serves(prefilled_on, avoid):
         cost = _decode_cost(prefilled_on, tokens, slo)
@@ -182,8 +193,8 @@ def choose_decode(
     costs = _decode_costs(instances, tokens, slo, _PREFILL, source, avoid)
     if not costs:
         return _other_role(instances, tokens, slo, source, avoid)
-    if cold:
-        costs = [_after_handshake(cost, cold) for cost in costs]
+    if delays:
+        costs = [_held_up(cost, delays, tokens) for cost in costs]
     chosen = _within(costs, 0.0)
     if chosen:
         return chosen
@@ -288,9 +299,20 @@ def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
     return (ledger.prefill_tokens, over, ledger.decode_requests, instance.name)
 
 
-def _after_handshake(cost: Cost, cold: Mapping[str, float]) -> Cost:
+def _late(cost: Cost, delays: Mapping[str, Delay], tokens: int) -> Cost:
+    delay = delays.get(cost[3])
+    if delay is None:
+        return cost
     first, second, requests, name = cost
-    return (first + cold.get(name, 0.0), second, requests, name)
+    return (first, second + delay[0] + delay[1] * tokens, requests, name)
+
+
+def _held_up(cost: Cost, delays: Mapping[str, Delay], tokens: int) -> Cost:
+    delay = delays.get(cost[3])
+    if delay is None:
+        return cost
+    first, second, requests, name = cost
+    return (first + delay[0] + delay[1] * tokens, second, requests, name)
 
 
 def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fulcrum_core.api import conditions as words
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Role
-from fulcrum_router.policy.dispatch import InstanceView
+from fulcrum_router.policy.dispatch import Delay, InstanceView
 
 WARM_S = 3_300.0
 """Engines forget a peer that they have not read from for 3,600 s (vLLM's engine_ttl)."""
@@ -34,7 +34,11 @@ SAMPLE_TOKENS = 256
 BAD_AFTER = 2
 RETRY_S = 10.0
 """A suspect or bad pair is tried again after so long."""
-_SLOW_FACTOR, _SLOW_FLOOR_S, _SLOW_AFTER = 3.0, 0.1, 3
+_SLOW_FACTOR, _SLOW_AFTER = 3.0, 3
+_OWN_S, _OWN_STEPS = 0.1, 3
+"""What a hand-off takes an engine whatever the wire does: three of its steps, and at least so long."""
+_ALIKE = 2.0
+"""Pairs that take up to so many times as long as the quickest count as quick as that."""
 _WEIGHT = 0.3
 
 BAD = frozenset(
@@ -88,13 +92,16 @@ class Pair:
         "_cause",
         "_misses",
         "_slow",
+        "_slow_s_per_token",
         "counts",
         "handshake_s",
+        "lag_per_1k_tokens_s",
         "last_proven_s",
         "last_used_s",
         "met",
         "reason",
         "seconds_per_1k_tokens",
+        "slow_tokens",
         "warm_until_s",
     )
 
@@ -106,11 +113,16 @@ class Pair:
         self.handshake_s: float | None = None
         """How long the decode engine took for the first hand-off."""
         self.seconds_per_1k_tokens: float | None = None
+        self.lag_per_1k_tokens_s: float | None = None
+        """The same without what is the engine's own: 0 of a pair whose wire nobody notices."""
+        self.slow_tokens = 0
+        """The prompt of the last slow hand-off: one of its size tells whether the pair still is."""
         self.warm_until_s = -math.inf
         self.met = False
         """Whether anything is known to have got from the one engine to the other."""
         self._cause = ""
         self._misses = self._slow = 0
+        self._slow_s_per_token = 0.0
 
     @property
     def suspect(self) -> bool:
@@ -123,6 +135,7 @@ class Pair:
         self.reason = words.NO_TRAFFIC_YET
         self.met, self._cause = False, ""
         self._misses = self._slow = 0
+        self.seconds_per_1k_tokens = self.lag_per_1k_tokens_s = None
 
     def record(self, proof: Proof, *, now_s: float, why: str = "") -> None:
         """One hand-off more; `why` is a reason that is known better than by the proof."""
@@ -148,19 +161,48 @@ class Pair:
         if self._misses >= BAD_AFTER:
             self.reason = self._cause or words.RECOMPUTED
 
-    def timed(self, seconds: float, *, tokens: int, recompute_s: float, cold: bool) -> None:
+    def timed(
+        self,
+        seconds: float,
+        *,
+        tokens: int,
+        recompute_s: float,
+        cold: bool,
+        step_s: float = 0.0,
+        wire_s: float = 0.0,
+    ) -> None:
         """How long the decode engine took for a hand-off that it had to itself, until its first token.
 
-        A pair is slow if it takes several times as long, time after time, as computing the prompt would.
+        A pair is slow if it takes, time after time, longer than the declared fabric would.
+
+        Args:
+            seconds: That time.
+            tokens: Of the prompt.
+            recompute_s: What computing it there would take. Where no fabric is declared, a pair is slow that
+                takes several times as long.
+            cold: Whether the engines had to shake hands.
+            step_s: A step of the decode engine.
+            wire_s: The longest that the declared fabric takes; 0: none is.
         """
         if cold:
             self.handshake_s = seconds
             return
         if tokens < SAMPLE_TOKENS:
             return
-        sample, known = 1_000 * seconds / tokens, self.seconds_per_1k_tokens
-        self.seconds_per_1k_tokens = sample if known is None else known + _WEIGHT * (sample - known)
-        self._slow = self._slow + 1 if seconds > _SLOW_FACTOR * max(recompute_s, _SLOW_FLOOR_S) else 0
+        own_s = max(_OWN_S, _OWN_STEPS * step_s)
+        lag_s = max(0.0, seconds - own_s)
+        self.seconds_per_1k_tokens = _mean(self.seconds_per_1k_tokens, 1_000 * seconds / tokens)
+        self.lag_per_1k_tokens_s = _mean(self.lag_per_1k_tokens_s, 1_000 * lag_s / tokens)
+        limit_s = own_s + wire_s if wire_s else _SLOW_FACTOR * max(recompute_s, _OWN_S)
+        if seconds > limit_s:
+            self._slow += 1
+            self.slow_tokens, self._slow_s_per_token = tokens, seconds / tokens
+        elif tokens * self._slow_s_per_token > limit_s:  # a shorter one is quick over any wire
+            self._slow = 0
+
+
+def _mean(known: float | None, sample: float) -> float:
+    return sample if known is None else known + _WEIGHT * (sample - known)
 
 
 class PairMap:
@@ -168,9 +210,11 @@ class PairMap:
 
     def __init__(self) -> None:
         self.pairs: dict[PairKey, Pair] = {}
-        self.cold: dict[str, Mapping[str, float]] = {}
-        """By prefill instance: the decode instances that would wait for a handshake, and the prompt tokens
-        that they would compute meanwhile."""
+        self.delays: dict[str, Mapping[str, Delay]] = {}
+        """By prefill instance: the decode instances that get its KV late, in prompt tokens that they would
+        compute meanwhile."""
+        self.giver_delays: Mapping[str, Delay] = {}
+        """Seconds by prefill instance: of those whose KV every decode instance gets later than another's."""
         self.broken: tuple[str, ...] = ()
         """Prefill instances whose KV no decode instance gets: handing off costs time and brings nothing."""
 
@@ -190,16 +234,15 @@ class PairMap:
                 pair.cool()
 
     def refresh(self, instances: Sequence[InstanceView], *, now_s: float) -> None:
-        """Forget pairs of instances that are gone, and see what is cold and what is broken."""
+        """Forget pairs of instances that are gone, and see what is cold, slow or broken."""
         known = {instance.name for instance in instances}
         for key in [key for key in self.pairs if not known.issuperset(key)]:
             del self.pairs[key]
         givers = [i for i in instances if i.serving and i.role is not Role.DECODE]
         takers = [i for i in instances if i.serving and i.role is not Role.PREFILL]
-        estimate_s = self.handshake_s
-        self.cold = {
-            giver.name: cold for giver in givers if (cold := self._cold_of(giver, takers, estimate_s, now_s))
-        }
+        late = self._late(givers, takers, now_s)
+        self.delays = {name: told for name, found in late.items() if (told := _in_tokens(found, takers))}
+        self.giver_delays = _beyond_least({name: _least(found.values()) for name, found in late.items()})
         self.broken = tuple(giver.name for giver in givers if self._is_broken(giver, takers))
 
     @property
@@ -208,23 +251,21 @@ class PairMap:
         measured = [pair.handshake_s for pair in self.pairs.values() if pair.handshake_s is not None]
         return fmean(measured) if measured else HANDSHAKE_S
 
-    def _cold_of(
-        self, giver: InstanceView, takers: Iterable[InstanceView], estimate_s: float, now_s: float
-    ) -> dict[str, float]:
-        cold: dict[str, float] = {}
-        for taker in takers:
-            pair = self.pairs.get(PairKey(giver.name, taker.name))
-            if pair is None:
-                wait_s = estimate_s
-            elif pair.reason == words.HANDSHAKE_FAILED:
-                wait_s = HANDSHAKE_TIMEOUT_S
-            elif pair.warm_until_s <= now_s:
-                wait_s = pair.handshake_s or estimate_s
-            else:
-                continue
-            if taker is not giver:
-                cold[taker.name] = 1_000 * wait_s / max(taker.prefill_model.ttft_s(1_000), 1e-6)
-        return cold
+    def _late(
+        self, givers: Iterable[InstanceView], takers: Sequence[InstanceView], now_s: float
+    ) -> dict[str, dict[str, Delay]]:
+        """What each hand-off would take longer than by a warm and quick pair, in seconds."""
+        cold = Delay(self.handshake_s)
+        lags = [p.lag_per_1k_tokens_s for p in self.pairs.values() if p.lag_per_1k_tokens_s is not None]
+        usual_s = _ALIKE * min(lags, default=0.0)
+        return {
+            giver.name: {
+                taker.name: _delay(self.pairs.get(PairKey(giver.name, taker.name)), cold, usual_s, now_s)
+                for taker in takers
+                if taker is not giver
+            }
+            for giver in givers
+        }
 
     def _is_broken(self, giver: InstanceView, takers: Iterable[InstanceView]) -> bool:
         found = [self.pairs.get(PairKey(giver.name, taker.name)) for taker in takers]
@@ -253,7 +294,8 @@ class PairMap:
         if pair is None or pair.last_used_s == -math.inf:
             return 1
         idle_s = now_s - pair.last_used_s
-        if pair.suspect and idle_s >= (RETRY_S if pair.reason in BAD else 0.0):
+        suspect = pair.suspect and pair.reason != words.SLOW_TRANSPORT  # a slow one works
+        if suspect and idle_s >= (RETRY_S if pair.reason in BAD else 0.0):
             return 2
         return 3 if idle_s >= interval_s else 0
 
@@ -263,6 +305,49 @@ class PairMap:
             return sorted(self.pairs.items())
         ranked = sorted(self.pairs.items(), key=lambda kv: (not kv[1].suspect, -kv[1].last_used_s, kv[0]))
         return sorted(ranked[:TOLD_PAIRS])
+
+
+_PROMPT = Delay()
+
+
+def _delay(pair: Pair | None, cold: Delay, usual_s: float, now_s: float) -> Delay:
+    if pair is None:
+        return cold
+    lag_s = max(0.0, (pair.lag_per_1k_tokens_s or 0.0) - usual_s)
+    if pair.reason == words.HANDSHAKE_FAILED:
+        wait_s = HANDSHAKE_TIMEOUT_S
+    elif pair.warm_until_s <= now_s:
+        wait_s = pair.handshake_s or cold.fixed
+    elif lag_s:
+        wait_s = 0.0
+    else:
+        return _PROMPT
+    return Delay(wait_s, lag_s / 1_000)
+
+
+def _in_tokens(late: Mapping[str, Delay], takers: Iterable[InstanceView]) -> dict[str, Delay]:
+    """What each could compute meanwhile, of those that get anything late."""
+    found = {}
+    for taker in takers:
+        delay = late.get(taker.name)
+        if delay is not None and delay is not _PROMPT:
+            tokens_s = 1_000 / max(taker.prefill_model.ttft_s(1_000), 1e-6)
+            found[taker.name] = Delay(*(part * tokens_s for part in delay))
+    return found
+
+
+def _least(delays: Iterable[Delay]) -> Delay:
+    return Delay(*map(min, zip(*delays, strict=True))) if (delays := tuple(delays)) else Delay()
+
+
+def _beyond_least(delays: Mapping[str, Delay]) -> dict[str, Delay]:
+    """Where all are late, nobody is: only what one takes longer than another tells who is chosen."""
+    least = _least(delays.values())
+    beyond = {
+        name: Delay(*(one - other for one, other in zip(delay, least, strict=True)))
+        for name, delay in delays.items()
+    }
+    return {name: delay for name, delay in beyond.items() if any(delay)}
 
 
 def _mesh(instances: Sequence[InstanceView]) -> Iterable[tuple[InstanceView, InstanceView]]:

@@ -1,5 +1,8 @@
 """What Prometheus reads."""
 
+import time
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fulcrum_core.values import Role, Slo
@@ -101,3 +104,22 @@ def test_hand_offs_by_pair_and_those_of_an_instance_that_is_gone_are_gone() -> N
     router.fleet.keep_only(["p1"])
     router.pairs.refresh(router.fleet.all, now_s=0.0)
     assert handoffs() == {}
+
+
+def test_what_is_known_of_a_pair_and_nothing_of_what_is_not() -> None:
+    router = Router()
+    pair, unknown = (router.pairs[PairKey("p1", name)] for name in ("d1", "d2"))
+    pair.timed(0.25, tokens=1000, recompute_s=1.0, cold=True)
+    pair.timed(0.04, tokens=2000, recompute_s=1.0, cold=False)
+    pair.record(Proof.PROVEN, now_s=time.monotonic() - 60.0)
+    unknown.record(Proof.UNKNOWN, now_s=0.0)
+    told = {
+        (name.removeprefix("fulcrum_router_kv_pair_"), dict(labels)["decode"]): value
+        for (name, labels), value in samples(router).items()
+        if name.startswith("fulcrum_router_kv_pair_")
+    }
+    assert told == {
+        ("handshake_seconds", "d1"): 0.25,
+        ("seconds_per_1k_tokens", "d1"): pytest.approx(0.02),
+        ("proven_age_seconds", "d1"): pytest.approx(60.0, abs=5.0),
+    }
