@@ -40,6 +40,17 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+Figure = Callable[[str], None]
+
+_FIGURES: list[str] = []
+
+
+@pytest.fixture
+def figure() -> Figure:
+    """`figure("what: so much")` is printed at the end of the run."""
+    return _FIGURES.append
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(path, text)` fails unless the file `path` below tests/golden/ holds this very text."""
@@ -63,7 +74,11 @@ def own_logging() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Names what this run did not show, and the seed that repeats it."""
+    """Tells what was measured, names what this run did not show, and the seed that repeats it."""
+    if _FIGURES:
+        terminalreporter.section("measured")
+        for line in _FIGURES:
+            terminalreporter.line(line)
     terminalreporter.section("left out", yellow=True, bold=True)
     left_out = [
         *_skips(terminalreporter.stats.get("skipped", [])),

@@ -1,16 +1,14 @@
 """Level 5: real engines, one pair of them for the whole run."""
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Figure as Figure
 from tests.engines.real import RealService, Up, manifest, require_engines, up, up_already
-
-Figure = Callable[[str], None]
-
-_FIGURES: list[str] = []
+from tests.engines.short import SHORT
 
 
 @pytest.fixture(scope="session")
@@ -28,22 +26,23 @@ def pair_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield made
 
 
+@pytest.fixture(scope="session")
+def short_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Two engines, configured by hand as `SHORT` says: another lease, another block size, little memory."""
+    require_engines()
+    with up(tmp_path_factory.mktemp("short"), manifest(**SHORT)) as made:
+        yield made
+
+
+@pytest.fixture
+async def short(short_up: Up) -> AsyncIterator[RealService]:
+    """Those, at rest before each test."""
+    async with short_up.opened() as service:
+        yield service
+
+
 @pytest.fixture
 async def pair(pair_up: Up) -> AsyncIterator[RealService]:
     """The pair, at rest before each test."""
     async with pair_up.opened() as service:
         yield service
-
-
-@pytest.fixture
-def figure() -> Figure:
-    """`figure("what: so much")` is printed at the end of the run."""
-    return _FIGURES.append
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was measured on real engines."""
-    if _FIGURES:
-        terminalreporter.section("real engines")
-        for line in _FIGURES:
-            terminalreporter.line(line)

@@ -1,25 +1,29 @@
 """Container images without a registry, a daemon or a build tool: tar files in the format of `docker save`.
 
-`pause` is what a node needs; `python` packs the interpreter that runs this module, or a virtual environment,
-at the paths it has here, with the shared libraries that it loads. Import with `ctr -n k8s.io images import`.
+`pause` is what a node needs; `system` is what stands beneath a virtual environment that is mounted. Import
+with `ctr -n k8s.io images import`.
 """
 
-import fnmatch
 import hashlib
 import io
 import json
-import os
 import platform
 import re
 import shutil
 import subprocess
-import sys
 import tarfile
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Parts of an installed Python that no workload loads: two thirds of its size.
-NOT_NEEDED = {"__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3"}
+OF_WHEELS = frozenset(
+    f"lib{name}"
+    for name in (
+        *("c.so.6", "m.so.6", "mvec.so.1", "dl.so.2", "rt.so.1", "pthread.so.0", "util.so.1", "resolv.so.2"),
+        *("gcc_s.so.1", "stdc++.so.6", "atomic.so.1", "z.so.1", "expat.so.1"),
+        "numa.so.1",  # vLLM for CPUs alone
+    )
+)
+"""What manylinux allows packages to take from the system, but for windows and graphics."""
 APPLETS = (
     "sh",
     "cat",
@@ -45,16 +49,30 @@ def pause(target: Path) -> None:
     image(target, names, [layer(_busybox())], {"Entrypoint": ["/bin/sh", "-c", LOOP]})
 
 
-def python(target: Path, name: str, *, environment: Path | None = None, user: str = "65532:65532") -> None:
-    """An image with this interpreter and, if given, a virtual environment made with it."""
-    base = Path(sys.base_prefix)
-    interpreter = (environment or base) / "bin/python3"
-    standard = [*_tree(base / "bin", only="python3*"), *_tree(base / "lib", without={"site-packages"})]
-    layers = [layer([*_busybox(), *_with_libraries(standard)])]
-    if environment:
-        layers.append(layer(_with_libraries(list(_tree(environment)))))
-    variables = [f"PATH={interpreter.parent}:/bin", "PYTHONDONTWRITEBYTECODE=1"]
-    image(target, [name], layers, {"Env": variables, "User": user, "Cmd": [str(interpreter)]})
+def system(target: Path, name: str, environment: Path) -> None:
+    """What a virtual environment and its interpreter need of the system beneath them, and a shell.
+
+    Both are mounted, at the paths that they have here: nodes keep their images in memory, which has no place
+    for gigabytes.
+    """
+    base = interpreter_of(environment)
+    lookup = target.with_suffix(".nsswitch.conf")
+    lookup.write_text("hosts: files dns\n")  # a pod's own name stands in its hosts file alone
+    lscpu = Path(shutil.which("lscpu") or "/usr/bin/lscpu")
+    entries: list[Entry] = [
+        *_busybox(),
+        *_with_libraries([("bin/lscpu", lscpu)]),
+        *_libraries([base / "bin/python3", *base.glob("lib/python3.*/lib-dynload/*.so")]),
+        *_libraries_of_wheels(),
+        ("etc/nsswitch.conf", lookup),
+    ]
+    settings: dict[str, object] = {"Env": [f"PATH={environment}/bin:/bin"], "User": "65532:65532"}
+    image(target, [name], [layer(entries)], settings)
+
+
+def interpreter_of(environment: Path) -> Path:
+    """The folder of the interpreter that a virtual environment was made with."""
+    return (environment / "bin/python").resolve().parents[1]
 
 
 Entry = tuple[str, Path | str]  # name in the image; a file here, or where a link points to
@@ -111,24 +129,25 @@ def _busybox() -> Iterator[Entry]:
         yield f"bin/{applet}", "busybox"
 
 
-def _tree(root: Path, *, only: str = "*", without: Set[str] = frozenset()) -> Iterator[Entry]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_NEEDED | without]
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        for path in (Path(folder, name) for name in fnmatch.filter([*files, *links], only)):
-            if path.is_symlink():
-                yield str(path), str(path.readlink())
-            elif path.suffix not in {".a", ".pyc"}:
-                yield str(path), path
-
-
 def _with_libraries(entries: list[Entry]) -> Iterator[Entry]:
-    """The entries, every shared library that a program or an extension among them loads, and the loader."""
+    """The entries, and what the programs among them load."""
     yield from entries
-    binaries = [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
+    yield from _libraries([source for _, source in entries if isinstance(source, Path) and _is_elf(source)])
+
+
+def _libraries(binaries: list[Path]) -> Iterator[Entry]:
+    """Every shared library that one of the programs or extensions loads, and the loader."""
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     for found in sorted(set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(", listing, re.M))):
         yield found, Path(found)
+
+
+def _libraries_of_wheels() -> Iterator[Entry]:
+    """Those that packages expect to find, as far as this machine has them."""
+    listing = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    for name, path in re.findall(r"^\s+(\S+) \(libc6,.*\) => (/\S+)$", listing, re.M):
+        if name in OF_WHEELS:
+            yield path, Path(path)
 
 
 def _is_elf(path: Path) -> bool:

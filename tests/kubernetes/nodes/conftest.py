@@ -22,6 +22,7 @@ ORDER = (
     "test_flips",
     "test_rollout",
     "test_scale",
+    "test_real_engines",
     "test_kills",
     "test_api_server",
     "test_nodes",

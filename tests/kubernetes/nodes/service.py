@@ -28,6 +28,8 @@ spec:
 
 Object = dict[str, Any]
 
+_OTHER = {"Prefill": "Decode", "Decode": "Prefill"}
+
 
 class Service:
     """A PDService of the cluster, read as its administrator."""
@@ -91,11 +93,24 @@ class Service:
         roles = {name: entry["role"] for name, entry in self.roles().items()}
         most = max(("Decode", "Prefill"), key=list(roles.values()).count)
         name = min(name for name, role in roles.items() if role == most)
-        other = "Decode" if most == "Prefill" else "Prefill"
+        self._flip(name)
+        return name, _OTHER[most]
+
+    def swap(self) -> float:
+        """A person's flip of all instances in one write: of a pair, floors allow no other.
+
+        Returns when it was written, in seconds of the monotonic clock.
+        """
+        return self._flip(*self.roles())
+
+    def _flip(self, *names: str) -> float:
+        roles = self.roles()
         since = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat().replace("+00:00", "Z")
-        entry = {"role": other, "since": since, "by": "Person", "reason": "a scenario"}
-        self.patch("pdassignments", {"spec": {"roles": {name: entry}}})
-        return name, other
+        word = {"since": since, "by": "Person", "reason": "a scenario"}
+        entries = {name: {"role": _OTHER[roles[name]["role"]], **word} for name in names}
+        began_s = time.monotonic()
+        self.patch("pdassignments", {"spec": {"roles": entries}})
+        return began_s
 
     def phases(self) -> Counter[str]:
         """How many instances are in each phase."""

@@ -1,11 +1,10 @@
 """The chart in one namespace that refuses every pod that is not restricted, with Roles alone."""
 
-import json
 from collections.abc import Iterator
 
 import pytest
 
-from tests.kubernetes.clusters import CRDS, apply_crds
+from tests.kubernetes.clusters import CRDS, apply_crds, enforce_restricted
 from tests.kubernetes.nodes.installation import Helm, values
 from tests.kubernetes.nodes.rights import refused
 from tests.kubernetes.nodes.service import Service
@@ -27,9 +26,7 @@ def installed(cluster: Cluster, namespace: str) -> Iterator[Helm]:
     kinds_there = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # from that release, and still its own
     if not kinds_there:
         apply_crds(cluster)
-    label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-    path = f"/api/v1/namespaces/{namespace}"
-    cluster.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")
+    enforce_restricted(cluster, namespace)
     helm = Helm(cluster, namespace)
     helm.install(values(watchNamespace=namespace, crds={"enabled": False}))
     yield helm
