@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from fulcrum_cluster.objects import EVENT, Object, ObjectApi
-from fulcrum_core.api import ObjectMeta, PDInstance, PDPool, PDService
+from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDService
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
@@ -45,6 +45,8 @@ _WHEN_FALSE = {
     words.MODEL_FITS: "ModelDoesNotFit",
 }
 """Conditions that are told whenever they are False for another reason than before."""
+_WHEN_TRUE_AGAIN = {words.KV_TRANSFER_VERIFIED: "KVTransferVerified"}
+"""Those of them that are told, too, when they are True after they were False."""
 
 _log = structlog.get_logger()
 
@@ -195,13 +197,20 @@ def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
             for condition in service.status.conditions:
                 known = stood.get(condition.type)
                 if condition.type in _WHEN_FALSE:
-                    if condition.status == "False" and (known is None or known.reason != condition.reason):
-                        reason = _WHEN_FALSE[condition.type]
-                        yield Event(reason, WARNING, condition.message, condition.type)
+                    yield from _of_finding(known, condition)
                     continue
                 told = _told(known.reason if known else "", condition.reason)
                 if told is not None and not (back and told == _COMPLETED):
                     yield Event(told[0], told[1], condition.message, condition.type)
+
+
+def _of_finding(before: Condition | None, now: Condition) -> Iterator[Event]:
+    """What is wrong, and that it is right again."""
+    if now.status == "False" and (before is None or before.reason != now.reason):
+        yield Event(_WHEN_FALSE[now.type], WARNING, now.message, now.type)
+    if now.status == "True" and before is not None and before.status == "False":
+        if (reason := _WHEN_TRUE_AGAIN.get(now.type)) is not None:
+            yield Event(reason, NORMAL, now.message, now.type)
 
 
 def _told(before: str, now: str) -> tuple[str, str] | None:

@@ -171,6 +171,34 @@ def test_a_model_that_does_not_fit_is_told_once_for_each_reason(
     assert told(seen, plan) == ([("ModelDoesNotFit", "why")] if told_of else [])
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        pytest.param(
+            ("True", "Verified"),
+            ("False", "HandshakeFailed"),
+            [("KVTransferNotVerified", "Warning")],
+            id="it breaks",
+        ),
+        pytest.param(
+            ("False", "HandshakeFailed"),
+            ("True", "Verified"),
+            [("KVTransferVerified", "Normal")],
+            id="and heals",
+        ),
+        pytest.param(("True", "Verified"), ("True", "Verified"), [], id="it goes on"),
+        pytest.param(("Unknown", "NoTrafficYet"), ("True", "Verified"), [], id="a service begins"),
+    ],
+)
+def test_that_kv_is_handed_over_again_is_told(
+    before: tuple[str, str], now: tuple[str, str], expected: list[tuple[str, str]]
+) -> None:
+    kind = words.KV_TRANSFER_VERIFIED
+    seen = replace(SEEN, service=judged(kind, before[1], before[0]))
+    events = events_of(seen, after(judged(kind, now[1], now[0])), dict(SEEN.engines))
+    assert [(event.reason, event.type) for event in events] == expected
+
+
 @dataclass
 class Clock:
     at_s: float = NOW_S
