@@ -208,9 +208,9 @@ def _of_finding(before: Condition | None, now: Condition) -> Iterator[Event]:
     """What is wrong, and that it is right again."""
     if now.status == "False" and (before is None or before.reason != now.reason):
         yield Event(_WHEN_FALSE[now.type], WARNING, now.message, now.type)
-    if now.status == "True" and before is not None and before.status == "False":
-        if (reason := _WHEN_TRUE_AGAIN.get(now.type)) is not None:
-            yield Event(reason, NORMAL, now.message, now.type)
+    again = now.status == "True" and before is not None and before.status == "False"
+    if again and now.type in _WHEN_TRUE_AGAIN:
+        yield Event(_WHEN_TRUE_AGAIN[now.type], NORMAL, now.message, now.type)
 
 
 def _told(before: str, now: str) -> tuple[str, str] | None:
