@@ -21,7 +21,7 @@ from fulcrum_core.values import Slo
 from fulcrum_simulator.client import Ending, LoadGenerator, Outcome, Target
 from fulcrum_simulator.workload import WorkloadRequest
 
-LAST_ANSWER_S = 30.0
+LAST_ANSWER_S = 15.0
 """How long a window waits for the last answers; what is left then counts as unfinished."""
 SHOWN = 200
 """Requests without a right answer that are told one by one."""

@@ -6,6 +6,7 @@ import http.client
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from tests.kubernetes.nodes.pods import Pod, list_pods
@@ -64,9 +65,9 @@ class Service:
         return answer
 
     def reset(self) -> None:
-        """Gives it the spec of the manifest again, whatever a scenario has made of it."""
+        """Gives it the spec of the manifest again but for the image, whatever a scenario has made of it."""
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
-        spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"image": None, "args": []}}
+        spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
         self.patch("pdservices", {"spec": spec})
 
     def roles(self) -> dict[str, Object]:
@@ -121,11 +122,13 @@ class Service:
         conditions = self.read("pdservices").get("status", {}).get("conditions", [])
         return next((c for c in conditions if c["type"] == kind), {})
 
-    def events(self) -> Counter[str]:
-        """How often each reason was told of the service."""
-        items = self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]
-        ours = [e for e in items if e["involvedObject"]["name"] == self._name]
-        return Counter({e["reason"]: 0 for e in ours}) + Counter(e["reason"] for e in ours)
+    def messages(self) -> dict[str, str]:
+        """What was told of the service, in all Events of a reason together."""
+        told: dict[str, str] = {}
+        for event in self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]:
+            if event["involvedObject"]["name"] == self._name:
+                told[event["reason"]] = f"{told.get(event['reason'], '')} {event['message']}"
+        return told
 
     # -- pods --
 
@@ -170,7 +173,13 @@ class Service:
 
     def first_token(self, node: str) -> bool:
         """Whether a streamed completion through the Service's address begins."""
-        body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": 4, "stream": True})
+        with self.stream(node, tokens=4) as answer:
+            return answer.readline().startswith(b"data: {")
+
+    @contextlib.contextmanager
+    def stream(self, node: str, *, tokens: int) -> Iterator[http.client.HTTPResponse]:
+        """A streamed completion through the Service's address; LookupError if it is refused."""
+        body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "stream": True})
         address = self.address()
         with self._cluster.nodes[node].network():
             connection = http.client.HTTPConnection(address, 80, timeout=5)
@@ -178,7 +187,9 @@ class Service:
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            return answer.status == 200 and answer.readline().startswith(b"data: {")
+            if answer.status != 200:
+                raise LookupError(f"{answer.status} {answer.read()[:200]!r}")
+            yield answer
 
     # -- being whole --
 

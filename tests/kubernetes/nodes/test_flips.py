@@ -1,10 +1,12 @@
 """Flips under a steady load: no request fails or gets a wrong text, and the router hears of them at once."""
 
 import asyncio
+import contextlib
 import itertools
 import random
-import time
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,13 +14,18 @@ from fulcrum_cli.flipping import Written, flip
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
 from fulcrum_simulator.client import percentile
+from tests.kubernetes.control_plane.commands import CommandLine
+from tests.kubernetes.nodes.components import is_back, leader
 from tests.kubernetes.nodes.load import Load
+from tests.kubernetes.nodes.pods import signal_pod
 from tests.kubernetes.nodes.router_state import StatePort, state_port
 from tests.kubernetes.nodes.service import Service
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 RELABELS, RESTARTS = 300, 4
+STORES = 4
+"""No program of ours asks more than 100 times a second over one."""
 ACKNOWLEDGED_P99_S = 0.1
 """What is promised. Whether a machine shared with others keeps it is measured, not asserted."""
 SOON_S = 2.0
@@ -61,8 +68,10 @@ async def test_300_relabels_are_acknowledged_at_once_and_nobody_notices(
 async def _flip_all(cluster: Cluster, state: StatePort, wished: list[tuple[str, Role]]) -> list[float]:
     """Flips one after the other; seconds from each decision to the router's word."""
     delays_s: list[float] = []
-    async with open_store(f"kubeconfig:{cluster.kubeconfig}") as store:
-        for instance, role in wished:
+    async with contextlib.AsyncExitStack() as opened:
+        address = f"kubeconfig:{cluster.kubeconfig}"
+        stores = [await opened.enter_async_context(open_store(address)) for _ in range(STORES)]
+        for store, (instance, role) in zip(itertools.cycle(stores), wished, strict=False):
             written = await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
             delays_s.append(await asyncio.to_thread(_acknowledged_after_s, state, written))
     return delays_s
@@ -82,19 +91,56 @@ async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
         by_hand.patch("pdservices", {"spec": {"autoscaling": {"flip": {"strategy": "Restart"}}}})
         wait_for(lambda: _all_flip_by(by_hand, "Restart"), "engines that restart", timeout_s=120)
         by_hand.wait_whole(timeout_s=60)
-    with load.window(f"{RESTARTS} flips, Restart") as seen:
-        async with open_store(f"kubeconfig:{cluster.kubeconfig}") as store:
-            for instance, role in itertools.islice(flips(by_hand, random.Random(seed)), RESTARTS):
-                begin = time.monotonic()
+    wished = flips(by_hand, random.Random(seed))
+    async with open_store(f"kubeconfig:{cluster.kubeconfig}") as store:
+        with load.window(f"{RESTARTS} flips, Restart") as seen:
+            for instance, role in itertools.islice(wished, RESTARTS):
                 await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
                 await asyncio.to_thread(_wait_for_role, by_hand, instance, role)
-                await asyncio.to_thread(by_hand.wait_whole)
-                print(f"{instance} serves {role} after {time.monotonic() - begin:.1f} s")
-    assert (changed.all_right(), seen.all_right()) == (True, True)
+        with load.window("operator killed while an engine starts for its other role") as killed:
+            instance, role = next(wished)
+            await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
+            await asyncio.to_thread(_kill_while_it_switches, cluster, by_hand, instance)
+            await asyncio.to_thread(_wait_for_role, by_hand, instance, role)
+    assert (changed.all_right(), seen.all_right(), killed.all_right()) == (True, True, True)
 
 
 def _wait_for_role(service: Service, instance: str, role: Role) -> None:
-    wait_for(lambda: service.plays(instance, role), f"{instance} as {role}", timeout_s=60)
+    took_s = wait_for(lambda: service.plays(instance, role), f"{instance} as {role}", timeout_s=60)
+    service.wait_whole()
+    print(f"{instance} serves {role} after {took_s:.1f} s")
+
+
+def _kill_while_it_switches(cluster: Cluster, service: Service, instance: str) -> None:
+    """Its engine has ended, and nobody has seen the next one serve."""
+    victim = leader(cluster)
+    wait_for(lambda: service.instances()[instance]["phase"] == "Switching", "the switch", timeout_s=60)
+    signal_pod(cluster, victim, signal.SIGKILL)
+    assert service.instances()[instance]["phase"] in ("Switching", "Verifying")
+    wait_for(lambda: is_back(cluster, victim), "the operator to be back", timeout_s=60)
+
+
+@pytest.mark.timeout(480)
+def test_commands_are_through_when_operator_and_router_have_followed_and_fail_no_request(
+    cluster: Cluster, by_hand: Service, load: Load, tmp_path: Path
+) -> None:
+    fulcrum = CommandLine(cluster.kubeconfig, tmp_path, "default")
+    name = min(name for name, entry in by_hand.roles().items() if entry["role"] == "Prefill")
+    with load.window("flipped, drained and taken back by commands") as seen:
+        done = [
+            fulcrum("flip", name, "--to", "decode", "--pin", "5s", "--wait"),
+            fulcrum("drain", name, "--wait"),
+            fulcrum("drain", name, "--undo"),
+        ]
+        wait_for(lambda: by_hand.plays(name, "Decode"), "it to serve again", timeout_s=30)
+    assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 3
+    told = [
+        f"{name} → Decode, pinned for 5s: plays it ",
+        "; drained, no request is left on it",
+        "takes new work",
+    ]
+    assert [words in one.stdout for words, one in zip(told, done, strict=True)] == [True] * 3, done
+    assert seen.all_right()
 
 
 def _all_flip_by(service: Service, strategy: str) -> bool:

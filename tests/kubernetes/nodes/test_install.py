@@ -9,11 +9,11 @@ from tests.kubernetes.nodes.service import MANIFEST, Service
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
-FIRST_TOKEN_S = 45.0
+ALL_READY_S = 45.0
 
 
 @pytest.mark.timeout(480)
-def test_chart_and_a_six_line_manifest_give_a_first_token_within_45_seconds(
+def test_chart_and_a_six_line_manifest_give_a_first_token_and_are_all_ready_within_45_seconds(
     cluster: Cluster, helm: Helm
 ) -> None:
     begin = time.monotonic()
@@ -26,4 +26,4 @@ def test_chart_and_a_six_line_manifest_give_a_first_token_within_45_seconds(
     chat.wait_whole(timeout_s=60)
     whole_s = time.monotonic() - begin
     print(f"\nhelm install {installed_s:.1f} s, first token {first_token_s:.1f} s, all Ready {whole_s:.1f} s")
-    assert first_token_s <= FIRST_TOKEN_S
+    assert first_token_s <= whole_s <= ALL_READY_S
