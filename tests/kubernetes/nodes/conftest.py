@@ -22,6 +22,7 @@ ORDER = (
     "test_flips",
     "test_scale",
     "test_rollout",  # for half a minute new routers hold nobody for drained: their predecessors' leases run
+    "test_model_reader",
     "test_real_engines",
     "test_bad_input",
     "test_kills",
