@@ -154,7 +154,7 @@ def instance_key(instance: PDInstance) -> InstanceKey:
 
 @dataclass(frozen=True, slots=True)
 class EngineObservation:
-    """One engine as the runtime sees it. `endpoint` is `host:port`, known once it runs."""
+    """One engine as the runtime sees it. `endpoint` is `host:port`, known once it answers."""
 
     name: str
     state: EngineState

@@ -2,7 +2,8 @@
 
 A canary is a prompt that nobody has asked before, a few blocks long, prefilled here and decoded there for a
 single token. It stands in no books: neither load nor latencies nor flips know of it. It waits until both
-instances have nothing to prefill and next to nothing to decode.
+instances have nothing to prefill and next to nothing to decode. With an instance that gets no work yet nobody
+waits: its pairs are to be warm when it does.
 """
 
 import asyncio
@@ -14,14 +15,15 @@ import orjson
 import structlog
 
 from fulcrum_core.api import conditions as words
+from fulcrum_core.values import Role
 from fulcrum_router.bodies import Request, decode_body, prefill_body, read_prefill_answer, read_usage
 from fulcrum_router.fleet import Instance, pool_of
 from fulcrum_router.flow import from_task
-from fulcrum_router.policy import PairKey, Proof
+from fulcrum_router.policy import Pair, PairKey, Proof
 from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, SAMPLE_TOKENS
 from fulcrum_router.proof import Handed, in_time_s, missed, prove
 from fulcrum_router.router import Router
-from fulcrum_router.upstream import LegFailed, ask
+from fulcrum_router.upstream import EnginePool, LegFailed, ask
 
 log = structlog.get_logger()
 
@@ -38,6 +40,8 @@ LOW_PRIORITY = 1_000_000
 """As engines read it: later than anybody else."""
 QUIET_DECODES = 1
 """Decode legs beside which an instance still counts as quiet."""
+LONGEST_TOKENS = 4_096
+"""Of a canary that is to tell whether a slow pair still is."""
 _REFUSED = frozenset({400, 422})
 
 
@@ -55,7 +59,8 @@ class Canaries:
         self._flying: dict[PairKey, asyncio.Task[None]] = {}
         self._refused: dict[PairKey, tuple[float, object]] = {}
         """Until when a pair is left alone, and the roles that its instances had."""
-        self._pools: dict[str, object] = {}
+        self._known: dict[str, tuple[EnginePool | None, Role, bool, bool]] = {}
+        """Of each instance its engine, and whether work or canaries go there."""
         self._refreshed_s = 0.0
 
     async def run(self) -> None:
@@ -69,32 +74,34 @@ class Canaries:
                 task.cancel()
 
     def _look(self, now_s: float) -> None:
-        self._follow()
-        if now_s - self._refreshed_s >= REFRESH_S:
+        if self._follow() or now_s - self._refreshed_s >= REFRESH_S:
             self._refreshed_s = now_s
             self._router.pairs.refresh(self._router.fleet.all, now_s=now_s)
             self._send(now_s)
 
-    def _follow(self) -> None:
-        """An endpoint that has changed is another engine."""
-        pools = {instance.name: instance.pool for instance in self._router.fleet.all}
-        for name, pool in pools.items():
-            if name in self._pools and self._pools[name] is not pool:
+    def _follow(self) -> bool:
+        """Whether there is another fleet than before. An endpoint that has changed is another engine."""
+        known = {i.name: (i.pool, i.role, i.serving, i.warms_up) for i in self._router.fleet.all}
+        for name, (pool, *_) in known.items():
+            if name in self._known and self._known[name][0] is not pool:
                 self._router.pairs.cool(name)
-        self._pools = dict(pools)
+        before, self._known = self._known, known
+        return known != before
 
     def _send(self, now_s: float) -> None:
         router = self._router
         if not router.active or router.stopping or router.settings is None:
             return
         fleet, busy = router.fleet, {name for key in self._flying for name in key}
-        for key in router.pairs.due(fleet.all, now_s=now_s, interval_s=self._interval_s):
+        there = [i for i in fleet.all if i.serving or i.warms_up]
+        for key in router.pairs.due(there, now_s=now_s, interval_s=self._interval_s):
             if len(self._flying) >= AT_ONCE:
                 return
             giver, taker = fleet.get(key.prefill), fleet.get(key.decode)
             if giver is None or taker is None or not busy.isdisjoint(key) or not self._may(key, now_s):
                 continue
-            if is_quiet(giver) and is_quiet(taker):
+            new = giver.warms_up or taker.warms_up
+            if new or (is_quiet(giver) and is_quiet(taker)):
                 busy.update(key)
                 self._flying[key] = asyncio.create_task(self._fly(key, giver, taker))
 
@@ -125,7 +132,7 @@ class Canaries:
         """One canary from end to end."""
         router, pair = self._router, self._router.pairs[key]
         pair.last_used_s = time.monotonic()  # tried: another one has its turn
-        request = self._request(giver)
+        request = self._request(giver, pair)
         host = pool_of(giver).host
         status, content = await self._ask(giver, prefill_body(request))
         if status != 200:
@@ -178,10 +185,12 @@ class Canaries:
             expired_before=None,
         )
 
-    def _request(self, giver: Instance) -> Request:
+    def _request(self, giver: Instance, pair: Pair) -> Request:
         """A prompt of some blocks, in ids that every model has, for the engine's own model, salted."""
         block = giver.identity.block_size if giver.identity else DEFAULT_BLOCK_TOKENS
         length = max(2 * block + 5, SAMPLE_TOKENS + 5)
+        if pair.reason == words.SLOW_TRANSPORT:
+            length = max(length, min(pair.slow_tokens, LONGEST_TOKENS))
         fields = {
             "prompt": [self._rng.randrange(32, 128) for _ in range(length)],
             "max_tokens": 1,

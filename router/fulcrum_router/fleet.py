@@ -53,6 +53,7 @@ class Instance:
         "role",
         "salt",
         "serving",
+        "starting",
         "tells_cached",
     )
 
@@ -69,6 +70,8 @@ class Instance:
         self.role = Role.DECODE
         self.assigned = False
         self.serving = False
+        self.starting = False
+        """Whether it will serve soon: its engine runs and is looked at."""
         self.identity: Identity | None = None
         self.block_size: int | None = None
         """Tokens in its KV blocks by the engine's own word; None: it has not said."""
@@ -151,6 +154,11 @@ class Instance:
     def refresh(self) -> None:
         """Draw the conclusion whether new work may be sent."""
         self.serving = self.assigned and self.pool is not None and not self.health.ejected
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether it gets no work yet, and its engine answers: canaries may."""
+        return self.starting and self.engine_requests is not None and not self.health.ejected
 
     def learn_prefill(self, *, tokens: int, seconds: float) -> None:
         """A prompt that had the instance to itself took this long."""

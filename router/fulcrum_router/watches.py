@@ -55,6 +55,14 @@ def takes_work(instance: PDInstance) -> bool:
     return status.phase is Phase.SERVING or relabelled
 
 
+def will_take_work(instance: PDInstance) -> bool:
+    """Whether its engine runs and it only waits to be let in."""
+    status = instance.status
+    if status.endpoint is None or instance.metadata.deletion_timestamp is not None:
+        return False
+    return status.phase in (Phase.STARTING, Phase.VERIFYING)
+
+
 class Watches:
     """Keeps one router's fleet and settings as the store says.
 
@@ -165,9 +173,10 @@ class Watches:
         self._assign(ready)
 
     def _takes_work(self, instance: PDInstance) -> bool:
-        endpoint = instance.status.endpoint
-        if endpoint is None or not takes_work(instance):
-            return False
+        return takes_work(instance) and self._stays(instance)
+
+    def _stays(self, instance: PDInstance) -> bool:
+        endpoint = instance.status.endpoint or ""
         return self._pods is None or self._pods.takes_work(
             instance.metadata.name, endpoint.rpartition(":")[0].strip("[]")
         )
@@ -192,13 +201,16 @@ class Watches:
 
     def _assign(self, ready: frozenset[str]) -> None:
         roles = self._last_good.roles if self._last_good else {}
-        mine = self._mine().values()
+        found = self._mine()
+        mine = found.values()
         leaving = {i.metadata.name for i in mine if _leaves_its_role(i, roles)}
         playing = effective_roles(roles, ready - leaving, groups_of(mine), restarts=restarts_of(mine))
         for instance in self._router.fleet.all:
             entry = roles.get(instance.name)
             role = None if entry is None or entry.cordoned else playing.get(instance.name)
             instance.assign(role)
+            seen = found.get(instance.name)
+            instance.starting = seen is not None and will_take_work(seen) and self._stays(seen)
             if role is None and entry is not None:
                 instance.role = Role(entry.role)
 

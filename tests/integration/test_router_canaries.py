@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from itertools import permutations
 from typing import Any
 
 import aiohttp
@@ -11,7 +13,8 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.canaries import Canaries
-from fulcrum_router.policy import PairKey
+from fulcrum_router.policy import PairKey, Proof
+from fulcrum_router.probes import Prober
 from fulcrum_router.state_port import picture
 from tests.integration.router_engines import (
     Answering,
@@ -19,6 +22,7 @@ from tests.integration.router_engines import (
     Script,
     World,
     answer_status,
+    handoff,
     running,
     until,
 )
@@ -103,7 +107,16 @@ async def _is_alone(world: World) -> None:
     world.router.fleet["p1"].assign(None)
 
 
-@pytest.mark.parametrize("state", [_stands_by, _is_busy, _is_alone], ids=["standby", "busy", "alone"])
+async def _waits_for_an_engine(world: World) -> None:
+    await _is_alone(world)
+    world.router.fleet["p1"].starting = True
+
+
+@pytest.mark.parametrize(
+    "state",
+    [_stands_by, _is_busy, _is_alone, _waits_for_an_engine],
+    ids=["standby", "busy", "alone", "waits for an engine that does not answer"],
+)
 async def test_no_canary_flies_from_a_router_that(state: Any) -> None:
     async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
         await state(world)
@@ -170,3 +183,50 @@ async def test_a_new_engine_process_is_tried_at_once() -> None:
         instance.place("127.0.0.1", world["d1"].port)
         counts = [world.router.pairs[key].counts for key in BOTH_WAYS]
         await until(lambda: [sum(c.values()) for c in counts] == [2, 2], "proven once more")
+
+
+REQUESTS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+
+
+async def test_the_pairs_of_an_instance_that_does_not_serve_yet_are_warmed_though_the_others_are_busy() -> (
+    None
+):
+    new = FakeEngine("d2", decode=says(261), metrics=REQUESTS)
+    engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261)), new]
+    ways = [PairKey(*pair) for pair in permutations(("d1", "d2", "p1"), 2) if "d2" in pair]
+    async with running(*engines) as world:
+        instance = world.router.fleet["d2"]
+        instance.assign(None)
+        for other in ("p1", "d1"):
+            world.router.fleet[other].ledger.open_prefill(tokens=1, seconds=0.1)
+        async with watched(world):
+            instance.starting = True
+            probing = asyncio.ensure_future(Prober(world.router).run())
+            await until(lambda: reasons(world) == dict.fromkeys(sorted(ways), "Proven"), "all four pairs")
+            probing.cancel()
+            await asyncio.gather(probing, return_exceptions=True)
+        world.router.pairs.refresh(world.router.fleet.all, now_s=time.monotonic())
+        assert world.router.pairs.broken == ()
+        assert set(world.router.pairs.delays) == {"p1"}, "of those that serve the one pair is cold"
+
+
+async def give_long_handoff(answering: Answering) -> None:
+    tokens = len(answering.asked.body["prompt"])
+    params = handoff(answering.engine)
+    await answering.json(
+        200, {"choices": [{}], "usage": {"prompt_tokens": tokens}, "kv_transfer_params": params}
+    )
+
+
+async def test_a_slow_pair_is_tried_with_a_prompt_that_tells() -> None:
+    giver = FakeEngine("p1", prefill=give_long_handoff, decode=says(3000))
+    engines = [giver, FakeEngine("d1", decode=says(3000))]
+    async with running(*engines) as world:
+        pair = world.router.pairs[PairKey("p1", "d1")]
+        for _ in range(3):
+            pair.timed(9.0, tokens=3000, recompute_s=0.1, cold=False)
+        pair.record(Proof.PROVEN, now_s=time.monotonic() - 400.0)
+        assert pair.reason == "SlowTransport"
+        async with watched(world):
+            await until(lambda: pair.reason == "Proven", "it is quick again")
+        assert {len(body["prompt"]) for body in world["d1"].decodes} == {3000}

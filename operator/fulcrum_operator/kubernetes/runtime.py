@@ -159,7 +159,7 @@ class PodRuntime:
             self._probes.want(
                 _life(pod), seen.endpoint, instance.spec.model, then=lambda: self._on_change(service)
             )
-        return replace(seen, state=EngineState.STARTING, endpoint=None, message=PROBED)
+        return replace(seen, state=EngineState.STARTING, message=PROBED)
 
     def _probed(self, key: InstanceKey, pod: Object) -> bool:
         """Whether the canary was answered in this life, to this operator or to the one before it."""

@@ -247,14 +247,15 @@ def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstance
     engine, facts = seen.engines.get(name), seen.facts.get(name)
     entered = before.phase is not step.phase
     runs = step.phase in _WITH_ENDPOINT and engine is not None and engine.state is EngineState.RUNNING
+    placed = engine is not None and engine.endpoint and (runs or step.phase is Phase.STARTING)
     same = runs and engine is not None and engine.restarts == before.restarts
     probed = facts is not None and facts.strategy is not None
     return before.model_copy(
         update={
             "phase": step.phase,
             "phase_since": seen.now_s if entered else before.phase_since,
-            "endpoint": engine.endpoint if runs and engine else None,
-            "identity": facts.identity if facts and runs else before.identity,
+            "endpoint": engine.endpoint if placed and engine else None,
+            "identity": facts.identity if facts and placed else before.identity,
             "strategy": seen.strategy(instance) if probed and runs else before.strategy,
             "restarts": engine.restarts if engine else before.restarts,
             "kv_verified_at": verified_at(seen, instance, same_engine=same),

@@ -272,14 +272,14 @@ class PairMap:
         return bool(found) and all(pair and pair.reason in CUT_OFF for pair in found)
 
     def due(self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float) -> list[PairKey]:
-        """The pairs that a canary should try now, the most urgent ones first.
+        """The pairs of these instances that a canary should try now, the most urgent ones first.
 
         Those never used, then suspect ones, then those without traffic for `interval_s`; of each the longest
         unused first, and those that hand off by the roles of now.
         """
         ranked = [
             ((urgency, self._used_s(key), not _meet(giver, taker), key), key)
-            for giver, taker in _mesh([i for i in instances if i.serving])
+            for giver, taker in _mesh(instances)
             if (urgency := self._urgency(key := PairKey(giver.name, taker.name), now_s, interval_s))
         ]
         return [key for _, key in sorted(ranked)]

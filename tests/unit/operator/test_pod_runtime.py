@@ -124,6 +124,7 @@ async def test_an_engine_runs_once_it_was_probed(world: World) -> None:
     await world.start()
     world.ready()
     before = world.seen()
+    assert all(engine.endpoint for engine in world.runtime.observe("default")), "routers may look at it, too"
     await asyncio.sleep(1)
     assert (before, world.seen()) == ([(EngineState.STARTING, PROBED)], [(EngineState.RUNNING, "")])
     assert (world.woken[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)

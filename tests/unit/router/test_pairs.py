@@ -319,10 +319,9 @@ def test_a_slow_pair_works_and_is_tried_in_its_turn() -> None:
 
 def test_nobody_is_tried_alone_or_with_an_engine_that_cannot_read_it() -> None:
     other = instance("d2", identity=OTHER_MODEL)
-    stopped = instance("d3", serving=False)
     pairs = PairMap()
     assert pairs.due([instance("d1")], now_s=0.0, interval_s=0.0) == []
-    assert pairs.due([instance("d1"), other, stopped], now_s=0.0, interval_s=0.0) == []
+    assert pairs.due([instance("d1"), other], now_s=0.0, interval_s=0.0) == []
 
 
 def test_every_pair_of_a_few_instances_is_tried_and_a_sample_of_many() -> None:

@@ -154,23 +154,29 @@ async def test_a_refused_wish_is_judged_again_when_readiness_changes(cluster: Cl
 
 
 @pytest.mark.parametrize(
-    ("status", "serving"),
+    ("status", "serving", "starting"),
     [
-        pytest.param({"phase": "Draining"}, False, id="draining"),
-        pytest.param({"phase": "Terminating"}, False, id="terminating"),
-        pytest.param({"phase": "Failed"}, False, id="failed"),
-        pytest.param({"phase": "Verifying", "strategy": "Relabel"}, True, id="verified while it serves"),
-        pytest.param({"phase": "Verifying", "strategy": "Restart"}, False, id="verified before it serves"),
+        pytest.param({"phase": "Draining"}, False, False, id="draining"),
+        pytest.param({"phase": "Terminating"}, False, False, id="terminating"),
+        pytest.param({"phase": "Failed"}, False, False, id="failed"),
+        pytest.param({"phase": "Starting"}, False, True, id="its engine runs and is looked at"),
+        pytest.param(
+            {"phase": "Verifying", "strategy": "Relabel"}, True, True, id="verified while it serves"
+        ),
+        pytest.param(
+            {"phase": "Verifying", "strategy": "Restart"}, False, True, id="verified before it serves"
+        ),
     ],
 )
 async def test_only_phases_that_take_work_get_it(
-    cluster: Cluster, status: dict[str, Any], serving: bool
+    cluster: Cluster, status: dict[str, Any], serving: bool, starting: bool
 ) -> None:
     await cluster.serve("s-0", **status)
     async with asyncio.timeout(DEADLINE_S):
         while (pool := cluster.router.fleet["s-0"].pool) is None or pool.port != 9005:
             await asyncio.sleep(0.001)
     assert cluster.fleet() == {**START, "s-0": (Role.PREFILL, serving)}
+    assert [i.starting for i in cluster.router.fleet.all] == [starting, False, False, False]
 
 
 async def test_a_cordoned_instance_gets_nothing(cluster: Cluster) -> None:
