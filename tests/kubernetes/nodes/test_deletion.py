@@ -5,6 +5,8 @@ import contextlib
 import pytest
 
 from tests.kubernetes.nodes.installation import NAMESPACE, Helm
+from tests.kubernetes.nodes.rights import refused
+from tests.kubernetes.nodes.service import Service
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -12,16 +14,26 @@ EVERYWHERE = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
 """What Kubernetes itself makes in a namespace."""
 
 
+TOKENS = 400
+"""A good eight seconds: longer than a pod that has nothing to do takes to end."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("service")
-def test_deleted_service_and_release_leave_nothing_but_the_crds(cluster: Cluster, helm: Helm) -> None:
-    cluster.kubectl("delete", "pdservice", "chat", "--timeout=120s")
+def test_deleted_service_drains_and_service_and_release_leave_nothing_but_the_crds(
+    cluster: Cluster, service: Service, helm: Helm
+) -> None:
+    with service.stream("n1", tokens=TOKENS) as answer:
+        begun = answer.readline()
+        cluster.kubectl("delete", "pdservice", "chat", "--timeout=120s")
+        streamed = (begun + answer.read()).split(b"\n\n")
+    assert (len(streamed) >= TOKENS, streamed[-2:]) == (True, [b"data: [DONE]", b""])
     gone_s = wait_for(lambda: _things(cluster, "default") == [], "the service's things to go", timeout_s=180)
+    denied = [refused(cluster, NAMESPACE, part) for part in ("fulcrum-operator", "fulcrum-autoscaler")]
     helm.uninstall()
     with contextlib.suppress(TimeoutError):
         wait_for(lambda: _things(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
     print(f"\nthe service was gone after {gone_s:.1f} s")
-    assert _things(cluster, NAMESPACE) == []
+    assert (denied, _things(cluster, NAMESPACE)) == ([set(), set()], [])
     assert _of_the_cluster(cluster) == [
         f"customresourcedefinition.apiextensions.k8s.io/{kind}.fulcrum.dev"
         for kind in ("pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers")
