@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import Figure as Figure
 from tests.engines.real import RealService, Up, manifest, require_engines, up, up_already
+from tests.engines.short import SHORT
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,21 @@ def pair_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         return
     with up(tmp_path_factory.mktemp("engines"), manifest()) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def short_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Two engines, configured by hand as `SHORT` says: another lease, another block size, little memory."""
+    require_engines()
+    with up(tmp_path_factory.mktemp("short"), manifest(**SHORT)) as made:
+        yield made
+
+
+@pytest.fixture
+async def short(short_up: Up) -> AsyncIterator[RealService]:
+    """Those, at rest before each test."""
+    async with short_up.opened() as service:
+        yield service
 
 
 @pytest.fixture

@@ -129,6 +129,16 @@ class RealService:
             with suppress(ProcessLookupError):
                 os.killpg(leader, signal.SIGCONT)
 
+    @asynccontextmanager
+    async def paused(self, name: str) -> AsyncIterator[None]:
+        """The engine is healthy in here, takes requests, and computes nothing."""
+        url = await self.engine_url(name)
+        await self.client.post(f"{url}/pause", params={"mode": "keep"})
+        try:
+            yield
+        finally:
+            await self.client.post(f"{url}/resume")
+
     async def swap(self) -> int:
         """Give both engines the other role, in one write; returns its generation."""
         now = await self.store.get(PDAssignment, "chat", namespace=NAMESPACE)

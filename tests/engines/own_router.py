@@ -1,0 +1,235 @@
+"""A router of a test's own over real engines: it believes of them what the test tells it."""
+
+import asyncio
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.values import Identity, Role, Slo
+from fulcrum_operator.local.engines import free_ports
+from fulcrum_router.canaries import Canaries
+from fulcrum_router.fleet import Instance
+from fulcrum_router.policy import PairKey, Proof
+from fulcrum_router.policy.pairs import Pair
+from fulcrum_router.router import Router
+from fulcrum_router.server import Server, bind
+from fulcrum_router.settings import Settings, Tier, Timeouts
+from tests.engines.asking import Answer, Ask, ask
+from tests.engines.real import DEADLINE_S, MODEL, START_S, D, P, RealService, Up
+
+IDS = range(32, 1000)
+"""Token ids that the tiny model has."""
+
+
+CANARY_TOKENS = 261
+"""Two blocks and a little."""
+
+
+class Recording(random.Random):
+    """Remembers what it gave."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.given: list[int] = []
+
+    def randrange(self, *args: int) -> int:  # type: ignore[override]
+        self.given.append(super().randrange(*args))
+        return self.given[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An engine as the router is told of it."""
+
+    name: str
+    role: Role
+    port: int
+    identity: Identity | None
+
+    @property
+    def url(self) -> str:
+        """Of the engine itself."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRouter:
+    """The router, and where its clients are."""
+
+    router: Router
+    url: str
+    client: httpx.AsyncClient
+
+    def pair(self, prefill: str, decode: str) -> Pair:
+        """What it has found out."""
+        return self.router.pairs[PairKey(prefill, decode)]
+
+    async def counts(self, prefill: str, decode: str, count: int) -> dict[Proof, int]:
+        """What so many hand-offs came to; an answer is counted when its connection has ended it."""
+        found = self.pair(prefill, decode).counts
+        async with asyncio.timeout(DEADLINE_S):
+            while sum(found.values()) < count:
+                await asyncio.sleep(0.01)
+        return dict(found)
+
+    async def ask(self, asked: Ask) -> Answer:
+        """Ask it as a client."""
+        return await ask(self.client, self.url, asked)
+
+    @asynccontextmanager
+    async def canaries(self, rng: random.Random) -> AsyncIterator[None]:
+        """Canaries fly in here."""
+        flying = asyncio.create_task(Canaries(self.router, rng=rng).run())
+        try:
+            yield
+        finally:
+            flying.cancel()
+            await asyncio.gather(flying, return_exceptions=True)
+
+    async def until_known(self, *reasons: str) -> None:
+        """Returns once every pair that was tried has one of these reasons, and there are such."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not self._known(reasons):
+                await asyncio.sleep(0.05)
+
+    def _known(self, reasons: Sequence[str]) -> bool:
+        found = [pair.reason for pair in self.router.pairs.pairs.values()]
+        return len(found) >= 2 and all(reason in reasons for reason in found)
+
+
+@asynccontextmanager
+async def own_router(*members: Member) -> AsyncIterator[OwnRouter]:
+    """A router that serves these engines until the end of the block."""
+    router = Router()
+    tier = Tier("default", Slo(ttft_s=10.0, tpot_s=1.0))
+    settings = Settings(service="own", model=MODEL, timeouts=Timeouts.of(TimeoutsSpec()), default_tier=tier)
+    router.configure(settings, last_to_decode_s=None)
+    for member in members:
+        instance = Instance(member.name)
+        instance.place("127.0.0.1", member.port)
+        if member.identity is not None:
+            instance.know(member.identity)
+        instance.assign(member.role)
+        router.fleet.add(instance)
+    bound = bind("127.0.0.1", 0, "--port")
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    async with (
+        Server(router).listening(bound),
+        httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client,
+    ):
+        yield OwnRouter(router, url, client)
+
+
+async def members_of(service: RealService) -> tuple[Member, Member]:
+    """The service's engines, prefill first, as its own router knows them."""
+    return await _member(service, P), await _member(service, D)
+
+
+async def _member(service: RealService, role: Role) -> Member:
+    name = await service.engine(role)
+    status = (await service.instances())[name].status
+    assert status.endpoint is not None
+    assert status.identity is not None
+    return Member(name, role, int(status.endpoint.rpartition(":")[2]), status.identity.value())
+
+
+def ids(rng: random.Random, length: int) -> list[int]:
+    """A prompt of exactly so many tokens that nobody has seen."""
+    return [rng.choice(IDS) for _ in range(length)]
+
+
+def of_ids(prompt: list[int], tokens: int = 8, *, stream: bool = False) -> Ask:
+    """A completion of these very tokens."""
+    return Ask("", tokens, stream=stream, more={"prompt": prompt})
+
+
+async def handed_by_hand(client: httpx.AsyncClient, prefill: Member, decode: Member, asked: Ask) -> Answer:
+    """What decode answers to a hand-off that no router has judged. Its cache is left clean."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {**replace(asked, tokens=1, stream=False).body(), "kv_transfer_params": params}
+    handoff = (await client.post(prefill.url + asked.path, json=body)).json()["kv_transfer_params"]
+    del handoff["remote_prefill_cached_tokens"]
+    more = {**asked.more, "kv_transfer_params": handoff, "cache_salt": secrets.token_hex(8)}
+    return await ask(client, decode.url, replace(asked, more=more))
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """An engine started like another one, but for what a test has changed."""
+
+    name: str
+    port: int
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    def runs(self) -> bool:
+        """Whether it has not died."""
+        return self.process.poll() is None
+
+
+@contextmanager
+def twins(
+    service: Up, folder: Path, **changed: tuple[Path | None, tuple[str, ...]]
+) -> Iterator[dict[str, Twin]]:
+    """Engines like those of the service, each with a program of its own or more arguments."""
+    children = _text(service.pid, f"task/{service.pid}/children").split()
+    leader = next(pid for pid in map(int, children) if "serve" in _words(pid, "cmdline"))
+    command = _words(leader, "cmdline")
+    started: dict[str, Twin] = {}
+    try:
+        for name, (program, more) in changed.items():
+            port, side_channel = free_ports("127.0.0.1", 2)
+            argv = [*command, *more]
+            argv[argv.index("--port") + 1] = str(port)
+            if program is not None:
+                argv[1] = str(program)
+            environment = dict(word.split("=", 1) for word in _words(leader, "environ") if "=" in word)
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
+            with (folder / f"{name}.log").open("wb") as log:
+                tied = [sys.executable, "-m", "fulcrum_operator.local.tied", *argv]
+                process = subprocess.Popen(
+                    tied, env=environment, stdout=log, stderr=log, start_new_session=True
+                )
+            started[name] = Twin(name, port, process)
+        _await_healthy(started.values(), folder)
+        yield started
+    finally:
+        for twin in started.values():
+            with suppress(ProcessLookupError):
+                os.killpg(twin.process.pid, signal.SIGKILL)
+            twin.process.wait(DEADLINE_S)
+
+
+def _words(process: int, file: str) -> list[str]:
+    return _text(process, file).rstrip("\0").split("\0")
+
+
+def _text(process: int, file: str) -> str:
+    return Path(f"/proc/{process}/{file}").read_text(encoding="utf-8")
+
+
+def _await_healthy(started: Iterable[Twin], folder: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    for twin in started:
+        while not _is_healthy(twin.port):
+            if not twin.runs() or time.monotonic() > deadline_s:
+                pytest.fail(f"the twin did not come up: {(folder / f'{twin.name}.log').read_text()}")
+            time.sleep(0.2)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
