@@ -240,13 +240,17 @@ async def test_what_comes_after_the_lease_is_passed_on_only_if_nothing_expired(
 async def test_what_decode_says_while_a_hand_off_there_is_overdue_may_come_of_what_that_has_fetched(
     client: aiohttp.ClientSession, *, stream: bool, sound: bool
 ) -> None:
-    """Its wrong blocks are in decode's prefix cache before its own answer tells."""
-    go = asyncio.Event()
+    """Its wrong blocks are in decode's prefix cache before its own answer tells.
+
+    The third request is sent before that is found out, and answered afterwards.
+    """
+    go = {"first": asyncio.Event(), "third": asyncio.Event()}
     says = words_then(usage_of(100))
 
     async def script(answering: Answering) -> None:
-        if answering.asked.body["prompt"] == "first":
-            await go.wait()
+        body = answering.asked.body
+        if "kv_transfer_params" in body and body["prompt"] in go:
+            await go[body["prompt"]].wait()
         await says(answering)
 
     prefill = FakeEngine("p1", metrics=expired(2))
@@ -255,17 +259,25 @@ async def test_what_decode_says_while_a_hand_off_there_is_overdue_may_come_of_wh
         world.router.fleet["p1"].kv_lease_s = 1.5
         await until(lambda: world.router.fleet["p1"].kv_expired == 2, "its metrics are read")
         first = asyncio.ensure_future(raw_answer(client, world, prompt="first"))
-        await until(lambda: bool(world["d1"].decodes), "the decode leg waits")
+        await until(lambda: len(world["d1"].decodes) == 1, "the decode leg waits")
         await asyncio.sleep(0.6)  # an answer in time comes before half a second
+        third = asyncio.ensure_future(raw_answer(client, world, prompt="third"))
+        await until(lambda: len(world["d1"].decodes) == 2, "another one waits")
         prefill.metrics = expired(2 if sound else 3)
         got = await raw_answer(client, world, stream=stream)
         assert got.endswith(plain("[DONE]")) if stream else b"a b c" in got
-        second = world["d1"].decodes[1:]
-        handed = [("kv_transfer_params" in body, body.get("cache_salt")) for body in second]
-        assert handed == ([(True, None)] if sound else [(True, None), (False, decode.salt)])
-        go.set()
+        go["third"].set()
+        assert b"a b c" in await third
+        go["first"].set()
         assert b"a b c" in await first
-        assert dict(world.router.books.local) == ({} if sound else {"lease_expired": 2})
+        sent = [
+            (body["prompt"], "kv_transfer_params" in body, body.get("cache_salt"))
+            for body in world["d1"].decodes
+        ]
+        handed = [("first", True, None), ("third", True, None), (PROMPT["prompt"], True, None)]
+        again = [(name, False, decode.salt) for name in (PROMPT["prompt"], "third", "first")]
+        assert sent == (handed if sound else handed + again)
+        assert dict(world.router.books.local) == ({} if sound else {"lease_expired": 3})
         assert (world.router.books.caches_left, decode.health.failures) == (0 if sound else 1, 0)
         assert world.ledgers_are_empty()
 
