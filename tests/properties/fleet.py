@@ -131,16 +131,21 @@ class Fleet:
         return set(serving(spec.roles, ready, role))
 
     def lonely_groups(self) -> list[list[str]]:
-        """Groups of serving instances of which one role is nobody's, while there are several groups."""
+        """Groups of serving instances of which one role is nobody's, while there are several groups.
+
+        Engines that were started to prefill can do nothing else: where the floors need all instances that
+        there are, the last of them may idle until the next of the new revision serves, as long as others
+        serve both roles.
+        """
         up = [i for i in self.instances.values() if i.status.phase is Phase.SERVING]
         group = groups_of(up)
-        found = []
-        for number in set(group.values()):
-            mates = [i for i in up if group[i.metadata.name] == number]
-            played = [i.status.role for i in mates if i.status.role is not None]
-            if not all(any(role.serves(phase) for role in played) for phase in BOTH):
-                found.append(sorted(i.metadata.name for i in mates))
-        return found if len(set(group.values())) > 1 else []
+        numbers = set(group.values())
+        mates = {n: [i for i in up if group[i.metadata.name] == n] for n in numbers}
+        lonely = {n for n in numbers if not _serve_both(mates[n])}
+        idle = {n for n in lonely if all(i.spec.role is Role.PREFILL for i in mates[n])}
+        if lonely == idle and lonely != numbers:
+            return []
+        return [sorted(i.metadata.name for i in mates[n]) for n in lonely] if len(numbers) > 1 else []
 
     def change(self, **spec: Any) -> None:
         """A person edits the service."""
@@ -237,6 +242,11 @@ class Fleet:
             self.pools[name] = _made(obj, self.now_s) if name not in self.pools else obj
         elif isinstance(obj, PDInstance):
             self.instances[name] = _made(obj, self.now_s) if name not in self.instances else obj
+
+
+def _serve_both(instances: list[PDInstance]) -> bool:
+    played = [i.status.role for i in instances if i.status.role is not None]
+    return all(any(role.serves(phase) for role in played) for phase in BOTH)
 
 
 def _made(obj: Any, now_s: float) -> Any:
