@@ -35,6 +35,14 @@ class Standing:
     assignment: PDAssignment | None
     state: RouterState | None = None
 
+    @property
+    def attainment(self) -> float | None:
+        """Requests that met TTFT and TPOT, in per cent: of all where the router tells, else of late."""
+        if self.state is None:
+            told = self.service.status.attainment
+            return None if told is None else float(told)
+        return attained(self.state)
+
     def dump(self) -> dict[str, Any]:
         """For programs: fields as the kinds call them."""
         meta = self.service.metadata
@@ -52,7 +60,7 @@ class Standing:
             "status": self.service.status.dump(),
             "assignment": self.assignment.spec.dump() if self.assignment else None,
             "instances": instances,
-            "attainment": attained(self.state),
+            "attainment": self.attainment,
         }
 
 
@@ -121,7 +129,7 @@ def service_table(*standings: Standing, now_s: float) -> list[str]:
 
 
 def _service(standing: Standing, *, now_s: float) -> tuple[str, ...]:
-    service, share = standing.service, attained(standing.state)
+    service, share = standing.service, standing.attainment
     status, created_s = service.status, service.metadata.creation_timestamp
     return (
         service.metadata.name,

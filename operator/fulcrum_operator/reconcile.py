@@ -22,10 +22,10 @@ from fulcrum_operator.plan import (
     Observed,
     Plan,
     asks_router,
-    hands_over,
     plan_removal,
     plan_service,
 )
+from fulcrum_operator.plan.attainment import Window, seen_again
 from fulcrum_operator.plan.observed import EngineFacts, Reading, believed
 from fulcrum_operator.side_by_side import side_by_side
 
@@ -78,9 +78,11 @@ class Memory:
     accepted: PDAssignmentSpec | None = None
     status_written_s: float | None = None
     looked_s: float = -math.inf
-    """When the router was last asked how hand-offs fare."""
+    """When the router was last asked what it counts."""
     look: asyncio.Task[RouterState | None] | None = None
     """Its answer, if that takes longer than a pass waits."""
+    window: Window = field(default_factory=Window)
+    """What the router has counted of late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +122,7 @@ async def reconcile(key: ServiceKey, cluster: Cluster) -> float | None:
     memory.accepted = plan.accepted
     if cluster.tend:
         await cluster.tend(seen, plan)
-    looks_s = _looks_again_s(seen, cluster, memory)
+    looks_s = _looks_again_s(seen, memory)
     doubt_s = LOOK_AGAIN_S if seen.doubted else None
     waits = [wait_s for wait_s in (plan.wake_after_s, late_s, looks_s, doubt_s) if wait_s is not None]
     return min(waits, default=None)
@@ -150,11 +152,18 @@ async def _observe(key: ServiceKey, cluster: Cluster, memory: Memory) -> Observe
     )
     if cluster.router is None:
         return seen
+    seen = await _with_router(key, seen, cluster.router, memory)
+    memory.window = seen_again(memory.window, seen.router, service, now_s=seen.now_s)
+    return replace(seen, slo=memory.window.told)
+
+
+async def _with_router(key: ServiceKey, seen: Observed, router: RouterView, memory: Memory) -> Observed:
+    """The picture with the router's word, where something waits for that or it is time to look."""
     if asks_router(seen):
-        return believed(replace(seen, router=await cluster.router.ledger(key)))
-    if _looks(seen, cluster) and (memory.look or seen.now_s >= memory.looked_s + KV_LOOK_S):
+        return believed(replace(seen, router=await router.ledger(key)))
+    if _looks(seen) and (memory.look or seen.now_s >= memory.looked_s + KV_LOOK_S):
         memory.looked_s = seen.now_s
-        return replace(seen, router=await _look(key, cluster.router, memory))
+        return replace(seen, router=await _look(key, router, memory))
     return seen
 
 
@@ -172,13 +181,13 @@ async def _ledger(key: ServiceKey, router: RouterView) -> RouterState | None:
     return await router.ledger(key)
 
 
-def _looks(seen: Observed, cluster: Cluster) -> bool:
-    """Whether the router is asked now and then how hand-offs fare."""
-    return cluster.router is not None and seen.endpoint is not None and hands_over(seen)
+def _looks(seen: Observed) -> bool:
+    """Whether the router is asked now and then what it counts: hand-offs, and requests."""
+    return seen.endpoint is not None
 
 
-def _looks_again_s(seen: Observed, cluster: Cluster, memory: Memory) -> float | None:
-    if not _looks(seen, cluster):
+def _looks_again_s(seen: Observed, memory: Memory) -> float | None:
+    if not _looks(seen):
         return None
     return LOOK_AGAIN_S if memory.look else max(0.0, memory.looked_s + KV_LOOK_S - seen.now_s)
 

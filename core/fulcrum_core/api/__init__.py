@@ -24,6 +24,8 @@ from fulcrum_core.api.pdservice import (
     PDServiceStatus,
     PoolSpec,
     RoleStatus,
+    ServiceSloSpec,
+    TierStatus,
 )
 from fulcrum_core.api.qostier import QoSTier, QoSTierSpec, SloSpec
 from fulcrum_core.api.registry import KINDS, kind_of
@@ -63,8 +65,10 @@ __all__ = [
     "Resource",
     "RoleAssignment",
     "RoleStatus",
+    "ServiceSloSpec",
     "SloSpec",
     "StartSpec",
+    "TierStatus",
     "fixed_role",
     "kind_of",
     "load_manifest",

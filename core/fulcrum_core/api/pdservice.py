@@ -47,6 +47,20 @@ NO_KEEPER_OF_TIERS = (
 )
 
 
+class ServiceSloSpec(SloSpec):
+    """Latency objectives of a service, and how many of its requests shall meet them."""
+
+    attainment: StrictFloat = Field(
+        default=99.0,
+        gt=0,
+        le=100,
+        description="Requests of each tier that shall meet TTFT and TPOT, in per cent (default 99).",
+    )
+    window: Duration = Field(
+        default=300.0, ge=60, le=3600, description="Over which time that is judged (default 5m)."
+    )
+
+
 class PoolSpec(ShapeSpec):
     """A group of interchangeable instances."""
 
@@ -244,7 +258,9 @@ class PDServiceSpec(Model):
         description="Short form: one Flexible pool of so many; exclusive with pools (neither: 2 instances).",
     )
     engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
-    slo: SloSpec = Field(default_factory=SloSpec, description="Latency objectives of the service.")
+    slo: ServiceSloSpec = Field(
+        default_factory=ServiceSloSpec, description="Latency objectives of the service."
+    )
     qos_tiers: tuple[str, ...] = Field(
         default=(), max_length=32, description="QoSTiers that requests may name (none: one built-in tier)."
     )
@@ -329,19 +345,40 @@ class ModelStatus(Model):
     at: Time = Field(description="When it was last tried.")
 
 
+class TierStatus(Model):
+    """What became of the requests of one tier, as of when that was last told."""
+
+    name: str = Field(description="Name of the tier.")
+    attainment: str | None = Field(
+        default=None,
+        description="Requests that met TTFT and TPOT in slo.window, in per cent; unset: too few.",
+    )
+    offered: int = Field(description="Requests offered that ended in it, but for those cancelled.")
+
+
 class PDServiceStatus(Model):
     """What is seen of a service."""
 
     conditions: tuple[Condition, ...] = Field(
         default=(),
         description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited, ModelFits, "
-        "KVTransferVerified.",
+        "KVTransferVerified, SLOMet.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")
     prefill: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play prefill.")
     decode: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play decode.")
     ratio: str = Field(default="", description="Serving prefill to serving decode instances, as 5:3.")
+    attainment: str | None = Field(
+        default=None,
+        description="Requests of all tiers that met TTFT and TPOT in slo.window, in per cent, as 98.7; "
+        "unset: too few.",
+    )
+    tiers: tuple[TierStatus, ...] = Field(
+        default=(),
+        description="The same, by tier.",
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
     flips: int = Field(default=0, description="Flips so far.")
     last_decision: LastDecision | None = Field(default=None, description="The last flip, in words.")
     endpoint: str | None = Field(default=None, description="Where clients send requests.")
@@ -371,6 +408,12 @@ class PDService(Resource):
             type="string",
             json_path='.status.conditions[?(@.type=="KVTransferVerified")].reason',
             description="Verified, or why it is not known that KV is handed over.",
+        ),
+        Printer(
+            name="SLO",
+            type="string",
+            json_path=".status.attainment",
+            description="Requests that met TTFT and TPOT of late, in per cent.",
         ),
         Printer(name="Flips", type="integer", json_path=".status.flips"),
         Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),

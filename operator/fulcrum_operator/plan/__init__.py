@@ -3,7 +3,7 @@
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.plan import Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.references import check_references
-from fulcrum_operator.plan.transfer import KV_LOOK_S, hands_over
+from fulcrum_operator.plan.transfer import KV_LOOK_S
 
 __all__ = [
     "KV_LOOK_S",
@@ -11,7 +11,6 @@ __all__ = [
     "Plan",
     "asks_router",
     "check_references",
-    "hands_over",
     "plan_removal",
     "plan_service",
 ]

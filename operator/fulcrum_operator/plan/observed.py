@@ -10,6 +10,7 @@ from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_operator.plan.attainment import Told
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Observed:
     """Whether somebody can be told to read a model; a local run reads it itself."""
     reading: Reading | None = None
     """What came of that so far."""
+
+    slo: Told | None = None
+    """What the router's counts came to; None: nothing new."""
 
     doubted: bool = False
     """Whether a node is said to be lost whose engine the router reaches: it has to be asked again soon."""

@@ -21,6 +21,7 @@ from fulcrum_core.api.labels import POOL_LABEL
 from fulcrum_core.assignment import serving
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from fulcrum_operator.plan.attainment import slo_met
 from fulcrum_operator.plan.condition import condition
 from fulcrum_operator.plan.fit import model_fits
 from fulcrum_operator.plan.observed import Observed
@@ -96,13 +97,17 @@ def service_status(
         _scaling_limited(service, pools),
         model_fits(seen, tuple((state.view, state.members) for state in pools)),
         kv_transfer(seen, wanted),
+        slo_met(service, seen.slo),
     )
+    figures = service.status if seen.slo is None else seen.slo
     return PDServiceStatus(
         conditions=judged(service.status.conditions, conditions, now_s=seen.now_s),
         ready=f"{ready}/{wanted}",
         prefill=prefill,
         decode=decode,
         ratio=f"{prefill.ready}:{decode.ready}",
+        attainment=figures.attainment,
+        tiers=figures.tiers,
         flips=wish.flips,
         last_decision=last_decision(roles, refused_for_s=REFUSED_FOR_S),
         endpoint=seen.endpoint,

@@ -25,14 +25,9 @@ BAD = (
 )
 """The worst first."""
 KV_LOOK_S = 10.0
-"""How often the router is asked what became of the hand-offs."""
+"""How often the router is asked what became of the hand-offs, and of the requests."""
 TOLD = 3
 """Pairs named in a message."""
-
-
-def hands_over(seen: Observed) -> bool:
-    """Whether there is more than one instance to hand KV to."""
-    return sum(i.status.phase is Phase.SERVING for i in seen.staying) > 1
 
 
 def kv_transfer(seen: Observed, wanted: int) -> Condition:

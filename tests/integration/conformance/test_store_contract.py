@@ -21,6 +21,7 @@ from fulcrum_core.api import (
     QoSTier,
     QoSTierSpec,
     Resource,
+    ServiceSloSpec,
     SloSpec,
 )
 from fulcrum_core.api.manifest import parse_as
@@ -134,7 +135,7 @@ class TestCreating:
     async def test_defaults_are_filled_in(self, store: Store, namespace: str) -> None:
         created = await store.create(service(namespace))
         assert created.spec == parse_as(PDService, {**service(namespace).dump()}).spec
-        assert created.spec.slo == SloSpec(ttft=1.0, tpot=0.05)
+        assert created.spec.slo == ServiceSloSpec(ttft=1.0, tpot=0.05)
 
 
 class TestPatching:
@@ -444,7 +445,7 @@ class TestApplying:
         assert (applied.spec, applied.metadata.generation) == (QoSTierSpec(priority=3), 1)
 
     async def test_applying_again_changes_nothing(self, store: Store, namespace: str) -> None:
-        wish = service(namespace, instances=3, slo=SloSpec(ttft=2.0))
+        wish = service(namespace, instances=3, slo=ServiceSloSpec(ttft=2.0))
         first = await store.apply(wish, manager="me")
         assert await store.apply(wish, manager="me") == first
 

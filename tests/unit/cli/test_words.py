@@ -12,7 +12,7 @@ from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
-from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.api.pdservice import PDService, PDServiceStatus
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.state import RouterState, TierState
 from fulcrum_core.values import Actor, Phase, Role
@@ -143,6 +143,13 @@ def test_a_service_is_one_line_like_kubectls() -> None:
     head, line = printed(service_table(standing, now_s=0.0))
     assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
     assert line == ["chat", "m", "–", "0", "0", "–", "–", "–", "0", "–"]
+
+
+def test_in_a_cluster_attainment_is_what_the_operator_tells() -> None:
+    status = PDServiceStatus(attainment="98.7")
+    standing = Standing(service=service().replace(status=status), instances=(), assignment=None)
+    _, line = printed(service_table(standing, now_s=0.0))
+    assert (line[7], standing.dump()["attainment"]) == ("98.7", 98.7)
 
 
 @pytest.mark.parametrize(

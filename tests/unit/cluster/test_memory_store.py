@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from fulcrum_cluster.memory import MemoryStore, applied_document
-from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, SloSpec
+from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, ServiceSloSpec
 from fulcrum_core.errors import Gone, InvalidInput
 
 
@@ -85,7 +85,7 @@ async def test_a_waiting_watch_is_woken_by_a_write() -> None:
 async def test_durations_are_kept_as_they_are_written() -> None:
     """In memory as on the wire: what a store hands out does not depend on the adapter."""
     store = MemoryStore(FakeClock())
-    spec = PDServiceSpec(model="m", slo=SloSpec(ttft=0.1234567891, tpot=0.05))
+    spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=0.1234567891, tpot=0.05))
     created = await store.create(PDService(metadata=ObjectMeta(name="chat"), spec=spec))
     assert created == PDService.model_validate(created.dump())
 
@@ -97,7 +97,7 @@ async def test_an_object_that_was_made_unchecked_is_checked() -> None:
 
 
 def test_what_is_applied_is_what_was_written_down() -> None:
-    spec = PDServiceSpec(model="m", slo=SloSpec(ttft=2.0))
+    spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=2.0))
     assert applied_document(PDService(metadata=ObjectMeta(name="chat"), spec=spec)) == {
         "apiVersion": "fulcrum.dev/v1alpha1",
         "kind": "PDService",

@@ -10,7 +10,7 @@ from fulcrum_core.api import (
     PDServiceSpec,
     PoolSpec,
     QoSTier,
-    SloSpec,
+    ServiceSloSpec,
     load_manifest,
 )
 from fulcrum_core.api.meta import NAME_PATTERN
@@ -50,7 +50,7 @@ def test_pools_and_durations_are_read_as_written() -> None:
     pools = (PoolSpec(name="a", instances=Bounds(min=2)),)
     assert service == PDService(
         metadata=ObjectMeta(name="chat"),
-        spec=PDServiceSpec(model="m", slo=SloSpec(ttft=90.0, tpot=0.0125), pools=pools),
+        spec=PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=90.0, tpot=0.0125), pools=pools),
     )
 
 

@@ -134,6 +134,7 @@ def test_the_status_of_a_settled_service() -> None:
             holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
             holds("ModelFits", "Unknown", "NotApplicable", "simulated engines hold no model"),
             holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
+            holds("SLOMet", "Unknown", "NoTraffic", "no request ended in 5m"),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -158,6 +159,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         "ScalingLimited": NOW_S,
         "ModelFits": NOW_S,
         "KVTransferVerified": NOW_S,
+        "SLOMet": NOW_S,
     }
 
 

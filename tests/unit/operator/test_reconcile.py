@@ -329,10 +329,11 @@ async def test_the_router_is_asked_now_and_then_unless_something_depends_on_it(w
     assert asked == [1, 1, 2]
 
 
-async def test_the_router_of_a_single_instance_is_not_asked_for_hand_offs(world: World) -> None:
+async def test_the_router_of_a_single_instance_is_asked_too_for_it_counts_requests(world: World) -> None:
     await world.up(instances=1)
     world.clock.at_s += 3600
-    assert (await reconcile(KEY, world.cluster), world.router.asked) == (None, 0)
+    asked = world.router.asked
+    assert (await reconcile(KEY, world.cluster), world.router.asked) == (10.0, asked + 1)
 
 
 async def test_counts_alone_wait_for_their_turn_and_are_written_then(world: World) -> None:
