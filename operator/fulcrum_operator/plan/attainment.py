@@ -95,7 +95,8 @@ def seen_again(before: Window, router: RouterState | None, service: PDService, *
     told = _judged(window, service, now_s)
     if told is None or (told.says(before.told) and slo == before.slo):
         return window
-    return replace(window, told=told, told_s=now_s)
+    news = before.told is not None or told.reason != words.NO_TRAFFIC  # of a new service that is known
+    return replace(window, told=told, told_s=now_s if news else before.told_s)
 
 
 def _kept(before: Window, router: RouterState | None, now_s: float, window_s: float) -> tuple[Sample, ...]:
