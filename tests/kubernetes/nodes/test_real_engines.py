@@ -1,7 +1,9 @@
 """Levels 4 and 5 at once: real vLLM in restricted pods on two nodes, which hand KV over by their network."""
 
+import itertools
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -52,10 +54,13 @@ def environment() -> Path:
 
 @pytest.fixture
 def claimed(
-    environment: Path, cluster: Cluster, service: Service, namespace: str, tmp_path: Path
+    environment: Path,
+    cluster: Cluster,
+    service: Service,  # noqa: ARG001 - the product is installed first
+    namespace: str,
+    tmp_path: Path,
 ) -> Iterator[Service]:
     """A service that its user has made all ready for, in a namespace of its own, and not applied yet."""
-    assert service.is_whole()  # the product is installed
     archive = tmp_path / "vllm.tar"
     system(archive, IMAGE, environment)
     cluster.load_image(archive)
@@ -100,7 +105,7 @@ async def client_of(cluster: Cluster, chat: Service) -> AsyncIterator[Client]:
 
 @pytest.mark.timeout(900)
 async def test_real_engines_on_two_nodes_hand_over_flip_and_hand_over(
-    cluster: Cluster, claimed: Service, namespace: str, environment: Path, figure: Figure, seed: int
+    environment: Path, cluster: Cluster, claimed: Service, namespace: str, figure: Figure, seed: int
 ) -> None:
     chat, rng = claimed, random.Random(seed)
     ready_s = ready_after_s(cluster, namespace, manifest(environment))
@@ -150,7 +155,9 @@ def wait(cluster: Cluster, namespace: str, condition: str, timeout_s: float) -> 
 def columns(cluster: Cluster, namespace: str) -> dict[str, str]:
     """What `kubectl get` prints of the service."""
     head, row = cluster.kubectl("get", "pdservice", "chat", f"--namespace={namespace}").splitlines()
-    return dict(zip(head.split(), row.split(), strict=True))
+    begins = [found.start() for found in re.finditer(r"\S+", head)]
+    parts = itertools.pairwise([*begins, len(row)])
+    return {head[begin:end].strip(): row[begin:end].strip() for begin, end in parts}
 
 
 async def handed_over(client: Client, chat: Service, state: StatePort, rng: random.Random) -> Way:
@@ -160,8 +167,12 @@ async def handed_over(client: Client, chat: Service, state: StatePort, rng: rand
     right = [await client.right(engine, one) for one in asked]
     answers = [await client.ask(one) for one in asked]
     assert [(answer.status, answer.tokens) for answer in answers] == [(200, tokens) for tokens in right]
-    assert [(answer.prefill, answer.decode) for answer in answers] == [way] * REQUESTS
-    wait_for(lambda: proven(state)[way] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
+    assert [(answer.prefill, answer.decode, answer.local) for answer in answers] == [(*way, None)] * REQUESTS
+    try:
+        wait_for(lambda: proven(state)[way] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
+    except TimeoutError as error:
+        error.add_note(f"{before} before; {state.read().pairs}, {[answer.usage for answer in answers]}")
+        raise
     return way
 
 
