@@ -360,6 +360,9 @@ class Exchange:
                 leg = self._leg = DecodeLeg(
                     connection, self._client, entry, fields, asked, self._first, self._doubt, handed
                 )
+                if handed is not None:
+                    handed.sent_s = leg.sent_s
+                    instance.awaited.add(handed)
                 connection.send(leg, head, body, first_byte_s=timeouts.first_byte, idle_s=timeouts.idle)
                 try:
                     await leg
@@ -391,7 +394,7 @@ class Exchange:
         if self._handoff is None or source is None:
             return None
         pair = router.pairs[PairKey(source.name, instance.name)]
-        handed = Handed(
+        return Handed(
             source=source,
             decode=instance,
             tokens=self._tokens,
@@ -401,8 +404,6 @@ class Exchange:
             hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
             expired_before=self._expired_before,
         )
-        instance.awaited.add(handed)
-        return handed
 
     def _doubt(self) -> None:
         """An answer may come of KV that was fetched too late: ask the givers what they let expire."""

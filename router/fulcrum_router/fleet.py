@@ -158,7 +158,8 @@ class Instance:
     @property
     def warms_up(self) -> bool:
         """Whether it gets no work yet, and its engine answers: canaries may."""
-        return self.starting and self.engine_requests is not None and not self.health.ejected
+        idle = self.starting and not self.serving
+        return idle and self.engine_requests is not None and not self.health.ejected
 
     def learn_prefill(self, *, tokens: int, seconds: float) -> None:
         """A prompt that had the instance to itself took this long."""

@@ -129,6 +129,8 @@ class Prober:
         if status != 200:
             self._missed(instance, pool, "status")
             return None
+        if instance.pool is not pool:
+            return None  # it has moved meanwhile: this is another engine's word
         instance.missed_probes = 0
         instance.engine_requests, instance.engine_read_s = requests_in(text), asked_s
         instance.kv_usage = read_sample(text, _KV_USAGE)

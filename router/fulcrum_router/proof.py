@@ -6,7 +6,7 @@ fetched, the decode engine's usage tells; where the client did not ask for that,
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
@@ -46,7 +46,8 @@ class Handed:
     expired_before: float | None
     """Hand-offs that the giver had let expire when this one began; None: it was not asked."""
     usage: Usage | None = None
-    sent_s: float = field(default_factory=time.monotonic)
+    sent_s: float = 0.0
+    """When decode was given it, by the last connection that was tried."""
 
     @property
     def lease_s(self) -> float:

@@ -319,14 +319,19 @@ class DecodeLeg(Completion[None]):
 
 
 async def settle(leg: DecodeLeg) -> None:
-    """Pass on an answer that is in doubt, if none of the givers let anything expire meanwhile."""
+    """Pass on an answer that is in doubt, if none of the givers let anything expire meanwhile.
+
+    The first one that did, or does not say, is enough: the request waits while they are asked.
+    """
     sound, expired = leg.salt == leg.instance.salt, dict[str, float | None]()
-    for handed in leg.doubts():
+    for handed in leg.doubts() if sound else ():
         giver, before = handed.source, handed.expired_before
         if giver.name not in expired:
             expired[giver.name] = await expired_handoffs(giver)
         now = expired[giver.name]
-        sound = sound and now is not None and now == before
+        sound = now is not None and now == before
         names = {"prefill": giver.name, "decode": leg.instance.name}
         log.warning("answer later than the lease", **names, sound=sound, expired=now, expired_before=before)
+        if not sound:
+            break
     leg.settle(sound=sound)
