@@ -1,7 +1,8 @@
 """The pods that read models: made when a plan asks for one, deleted as soon as it does no more.
 
-What such a pod says is read off the cache: its last words are the answer. Nothing is remembered but that a
-pod was refused, until the plan has taken that in.
+What such a pod says is read off the cache: its last words are the answer, and so is why there is none. It is
+remembered beyond the pod: a status that does not keep it (of CRDs older than the operator) then asks for one
+pod in ten minutes, not for one after the other.
 """
 
 import json
@@ -23,6 +24,9 @@ from fulcrum_operator.plan.model import Read
 from fulcrum_operator.plan.observed import Reading
 from fulcrum_operator.plan.reader_pod import ATTEMPT, KEY, reader_name, reader_pod
 from fulcrum_operator.reconcile import ServiceKey
+
+REMEMBERED_S = 600.0
+"""For how long an answer stands without the status."""
 
 _log = structlog.get_logger()
 
@@ -51,28 +55,33 @@ class ModelPods:
     ) -> None:
         self._objects, self._cache, self._settings, self._clock = objects, cache, settings, clock
         self._leads, self._on_change = leads, on_change
-        self._refused: dict[ServiceKey, Reading] = {}
+        self._told: dict[ServiceKey, Reading] = {}
+        """What pods said that are gone, or why there was none."""
 
     def reading(self, key: ServiceKey) -> Reading | None:
         """See `ModelReader`."""
         pod = self._pod(key)
-        return self._refused.get(key) if pod is None else reading_of(pod)
+        if pod is not None:
+            return reading_of(pod)
+        told = self._told.get(key)
+        return told if told is not None and self._clock.now_s() < told.born_s + REMEMBERED_S else None
 
     async def tend(self, service: PDService, read: Read | None) -> None:
         """Have the pod that this asks for, and no other."""
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
-        pod, refused = self._pod(key), self._refused.get(key)
-        if refused is not None and not _is_of(refused, read):
-            del self._refused[key]
-            refused = None
-        if pod is not None and not _is_of(reading_of(pod), read):
+        pod, reading = self._pod(key), self.reading(key)
+        if read is not None and reading is not None and _is_of(reading, read):
+            return
+        if pod is not None:
+            if reading is not None and (reading.facts is not None or reading.error is not None):
+                self._told[key] = reading
             await self._delete(key, pod)
-        elif pod is None and refused is None and read is not None:
+        elif read is not None:
             await self._make(key, service, read)
 
     def forget(self, key: ServiceKey) -> None:
         """The service is gone; whom it owned the cluster deletes."""
-        self._refused.pop(key, None)
+        self._told.pop(key, None)
 
     async def _make(self, key: ServiceKey, service: PDService, read: Read) -> None:
         check_leading(self._leads)
@@ -91,9 +100,7 @@ class ModelPods:
             self._refuse(key, read, f"PodRefused: {error}")
 
     def _refuse(self, key: ServiceKey, read: Read, why: str) -> None:
-        self._refused[key] = Reading(
-            key=read.key, attempt=read.attempt, born_s=self._clock.now_s(), error=why
-        )
+        self._told[key] = Reading(key=read.key, attempt=read.attempt, born_s=self._clock.now_s(), error=why)
         _log.warning("model is not read", service=key.name, namespace=key.namespace, why=why)
         self._on_change(key)
 
@@ -154,9 +161,5 @@ def _ended(status: dict[str, Any]) -> dict[str, Any] | None:
     return next((ended for ended in found if ended is not None), None)
 
 
-def _is_of(reading: Reading | None, read: Read | None) -> bool:
-    return (
-        reading is not None
-        and read is not None
-        and (reading.key, reading.attempt) == (read.key, read.attempt)
-    )
+def _is_of(reading: Reading, read: Read) -> bool:
+    return (reading.key, reading.attempt) == (read.key, read.attempt)

@@ -14,7 +14,7 @@ from fulcrum_core.api import PDService
 from fulcrum_core.api.meta import format_time
 from fulcrum_core.errors import AlreadyExists, Forbidden, NotFound
 from fulcrum_operator.kubernetes.cache import Cache
-from fulcrum_operator.kubernetes.models import ModelPods, reading_of
+from fulcrum_operator.kubernetes.models import REMEMBERED_S, ModelPods, reading_of
 from fulcrum_operator.kubernetes.store import NotLeading
 from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.model import Read, model_key
@@ -203,6 +203,7 @@ class World:
 
     def __init__(self) -> None:
         self.objects, self.woken, self.leads = Objects(), list[ServiceKey](), True
+        self.at_s = NOW_S
         self.cache = Cache(lambda _: None)
         self.service = chat()
         api: Any = self.objects
@@ -212,7 +213,7 @@ class World:
         )
 
     def now_s(self) -> float:
-        return NOW_S
+        return self.at_s
 
     async def tend(self, attempt: int | None) -> None:
         await self.models.tend(self.service, None if attempt is None else to_read(self.service, attempt))
@@ -254,9 +255,33 @@ async def test_a_refusal_is_what_came_of_it_until_the_next_try(world: World) -> 
     assert (said.attempt, said.error, world.woken) == (1, "PodRefused: exceeded quota: pods", [KEY])
     world.objects.refusal = None
     await world.tend(None)
-    assert world.models.reading(KEY) is None
     await world.tend(2)
     assert world.objects.log == ["create 2"]
+
+
+@pytest.mark.parametrize(
+    "status", [ended(0, '{"head_dim":64}'), ended(1, "hub: status 404", "Error")], ids=["read", "failed"]
+)
+async def test_an_answer_that_no_status_keeps_is_not_asked_for_again_at_once(
+    world: World, status: Json
+) -> None:
+    await world.tend(1)
+    world.cache.take(POD, world.objects.put(world.objects.pods["chat-model"] | {"status": status}))
+    said = world.models.reading(KEY)
+    await world.tend(None)
+    world.heard_gone()
+    await world.tend(1)
+    assert (world.models.reading(KEY), world.objects.log) == (said, ["create 1", "delete"])
+    world.at_s += REMEMBERED_S
+    await world.tend(1)
+    assert world.objects.log == ["create 1", "delete", "create 1"]
+
+
+async def test_nothing_is_remembered_of_a_service_that_is_gone(world: World) -> None:
+    world.objects.refusal = Forbidden("exceeded quota: pods")
+    await world.tend(1)
+    world.models.forget(KEY)
+    assert world.models.reading(KEY) is None
 
 
 async def test_a_pod_of_somebody_else_under_its_name_is_left_alone(world: World) -> None:
