@@ -22,6 +22,9 @@ _IDENTITY = {
     "-pp": "pipeline_parallel",
 }
 _NUMBERS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
+_DIGITS = 9
+"""Longer numbers are of no engine, and of no field of an object."""
+_LONGEST_LEASE_S = 86_400.0
 
 
 def options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -41,7 +44,7 @@ def identity_written(args: Sequence[str]) -> dict[str, str | int]:
     found: dict[str, str | int] = {}
     for option, value in options(args):
         field = _IDENTITY.get(option)
-        if field in _NUMBERS and value.isdecimal():
+        if field in _NUMBERS and value.isdecimal() and 0 < len(value.lstrip("0")) <= _DIGITS:
             found[field] = int(value)
         elif field is not None and field not in _NUMBERS:
             found[field] = value
@@ -64,7 +67,8 @@ def _leases(config: Any) -> Iterator[float]:
     extra = config.get("kv_connector_extra_config") if isinstance(config, dict) else None
     if not isinstance(extra, dict):
         return
-    if isinstance(lease := extra.get("kv_lease_duration"), int | float):
+    lease = extra.get("kv_lease_duration")
+    if isinstance(lease, int | float) and 0 < lease <= _LONGEST_LEASE_S:
         yield float(lease)
     children = extra.get("connectors")
     for child in children if isinstance(children, list) else ():

@@ -35,6 +35,7 @@ WRITTEN = [
     pytest.param(("--block_size=64",), {"block_size": 64}, id="as one word, underlined"),
     pytest.param(("-tp", "2", "-pp", "3"), {"tensor_parallel": 2, "pipeline_parallel": 3}, id="short forms"),
     pytest.param(("--block-size", "many"), {}, id="the engine will refuse it"),
+    pytest.param(("-tp", "0", "-pp", "9" * 5000), {}, id="numbers that no engine takes"),
     pytest.param(("--dtype", "half", "--revision=abc"), {"dtype": "half", "revision": "abc"}, id="words"),
     pytest.param(("--block-size",), {}, id="without its value"),
 ]
@@ -59,6 +60,14 @@ TIERED = (
         pytest.param(TIERED, 2.0, id="of one connector among several"),
         pytest.param('{"kv_connector":"NixlConnector"}', KV_LEASE_S, id="left to the engine"),
         pytest.param('{"kv_connector_extra_config":7}', KV_LEASE_S, id="no configuration"),
+        *(
+            pytest.param(
+                f'{{"kv_connector_extra_config":{{"kv_lease_duration":{said}}}}}',
+                KV_LEASE_S,
+                id=f"no time: {said}",
+            )
+            for said in ("-5", "0", "NaN", "1e999")
+        ),
         pytest.param("{", 55.0, id="the engine will refuse it"),
     ],
 )
