@@ -182,6 +182,7 @@ _BAD = {
     (words.DEGRADED, "True"),
     (words.TIERS_ACCEPTED, "False"),
     (words.KV_TRANSFER_VERIFIED, "False"),
+    (words.SLO_MET, "False"),
 }
 
 

@@ -252,6 +252,8 @@ def test_what_the_operator_says_is_wrong_is_handed_on() -> None:
         PROBLEM,
         "Degraded is True (R): chat-0: its engine ended",
     )
+    missed = condition("SLOMet", "False", message="93.1 % of 400 requests")
+    assert check_conditions(service(fine, missed)).standing is PROBLEM
     assert check_conditions(service(fine)).standing is OK
     assert check_conditions(service()).standing is WARNING
 
