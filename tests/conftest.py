@@ -12,6 +12,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("fulcrum", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fulcrum")
+"""How long an example takes is the machine's business: other work on it must fail no test."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -248,9 +248,7 @@ class HandOffs(RuleBasedStateMachine):
         assert len(self.p.ends) + len(self.d.ends) == self.count
 
 
-HandOffs.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+HandOffs.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 TestHandOffs = HandOffs.TestCase
@@ -274,6 +272,6 @@ def story(seed: int) -> list[object]:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_same_calls_give_the_same_events(seed: int) -> None:
     assert story(seed) == story(seed)

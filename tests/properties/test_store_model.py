@@ -160,4 +160,4 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
 
 TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase
-TestStoreAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestStoreAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=30)

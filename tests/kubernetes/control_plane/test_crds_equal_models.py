@@ -95,7 +95,7 @@ def test_each_rule_of_each_field_is_held_by_both(kind: type[Resource], server: S
 
 @every_kind
 def test_whatever_is_written_both_say_the_same(kind: type[Resource], server: Server) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(st.lists(documents(kind), min_size=1, max_size=IN_EXAMPLE))
     def alike(made: list[Object]) -> None:
         assert server.differences(made) == []
