@@ -6,6 +6,7 @@ an error that names the key.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fulcrum_core.errors import InvalidInput
@@ -16,6 +17,8 @@ _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "
 _QUANTIZED_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "modelopt_fp4": 4.5, "nvfp4": 4.5}
 _FULL = frozenset({"full_attention", "attention", "global_attention"})
 _WINDOWED = frozenset({"sliding_attention", "sliding_window", "local_attention", "chunked_attention"})
+_MOST = 10**16
+"""No number of a model is larger."""
 _GEMMA = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {**_GEMMA, "vocab_size": 256000},
@@ -58,7 +61,7 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
     dtype = _dtype(outer, text, source)
     quantization, bits = _quantization(outer, text, dtype)
     params = count_params(text, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head=head_size)
-    return ModelFacts(
+    facts = ModelFacts(
         architecture=_architecture(outer, source),
         layers=layers,
         kv_layers=full,
@@ -82,6 +85,19 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
         expert_params=params.expert,
         active_params=params.active,
     )
+    _check_sizes(facts, source)
+    return facts
+
+
+def _check_sizes(facts: ModelFacts, source: str) -> None:
+    """Refuse what no model is: sizes that follow from it would divide by nothing, or know no end."""
+    needed = ("latent_size" if facts.latent else "head_size", "weight_bits", "active_params")
+    for name, value in asdict(facts).items():
+        if isinstance(value, str):
+            continue
+        if not 0 <= value <= _MOST or (not value and name in needed):
+            said = "out of range" if value else 0
+            raise InvalidInput(f"{source}: {name.replace('_', ' ')}", said, "must be that of a model")
 
 
 class _Reader:

@@ -195,6 +195,21 @@ def test_how_a_checkpoint_is_quantised(spec: dict[str, Any], expected: tuple[str
             "config.json (no attention layer) must describe a model with a KV cache",
             id="nothing to hand over",
         ),
+        pytest.param(
+            {"head_dim": 0, "hidden_size": 2},
+            "config.json: head size (0) must be that of a model",
+            id="heads of no size",
+        ),
+        pytest.param(
+            {"max_position_embeddings": 10**400},
+            "config.json: context tokens (out of range) must be that of a model",
+            id="a context without end",
+        ),
+        pytest.param(
+            {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": "nan"}}}}},
+            "config.json: weight bits (out of range) must be that of a model",
+            id="bits that are no number",
+        ),
     ],
 )
 def test_a_file_that_describes_no_decoder_is_refused(change: dict[str, Any], message: str) -> None:
