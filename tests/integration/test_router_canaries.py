@@ -13,6 +13,7 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.canaries import Canaries
+from fulcrum_router.fleet import Instance
 from fulcrum_router.policy import PairKey, Proof
 from fulcrum_router.probes import Prober
 from fulcrum_router.state_port import picture
@@ -208,6 +209,15 @@ async def test_the_pairs_of_an_instance_that_does_not_serve_yet_are_warmed_thoug
         world.router.pairs.refresh(world.router.fleet.all, now_s=time.monotonic())
         assert world.router.pairs.broken == ()
         assert set(world.router.pairs.delays) == {"p1"}, "of those that serve the one pair is cold"
+
+
+def test_canaries_wait_for_nobody_only_while_an_instance_does_not_serve() -> None:
+    instance = Instance("d")
+    instance.place("127.0.0.1", 1)
+    instance.starting, instance.engine_requests = True, 0
+    before = instance.warms_up
+    instance.assign(Role.DECODE)  # relabelled, and looked at while it serves
+    assert (before, instance.serving, instance.warms_up) == (True, True, False)
 
 
 async def give_long_handoff(answering: Answering) -> None:

@@ -217,7 +217,8 @@ async def test_what_comes_after_the_lease_is_passed_on_only_if_nothing_expired(
     go = asyncio.Event()
     prefill = FakeEngine("p1", metrics=before)
     decode = FakeEngine("d1", decode=late(go, words_then(usage_of(100))))
-    async with running(prefill, decode, settings=quick_settings()) as world:
+    settings = quick_settings(first_byte=DEADLINE_S)
+    async with running(prefill, decode, settings=settings) as world:
         world.router.fleet["p1"].kv_lease_s = 1.5
         if before:
             await until(lambda: world.router.fleet["p1"].kv_expired == 2, "its metrics are read")
@@ -254,7 +255,8 @@ async def test_what_decode_says_while_a_hand_off_there_is_overdue_may_come_of_wh
         await says(answering)
 
     prefill = FakeEngine("p1", metrics=expired(2))
-    async with running(prefill, FakeEngine("d1", decode=script), settings=quick_settings()) as world:
+    settings = quick_settings(first_byte=DEADLINE_S)
+    async with running(prefill, FakeEngine("d1", decode=script), settings=settings) as world:
         decode = world.router.fleet["d1"]
         world.router.fleet["p1"].kv_lease_s = 1.5
         await until(lambda: world.router.fleet["p1"].kv_expired == 2, "its metrics are read")
