@@ -44,6 +44,15 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
     Raises:
         InvalidInput: for a file that does not describe a decoder with attention.
     """
+    try:
+        facts = _facts(config, source)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise InvalidInput(source, f"{type(error).__name__}: {error}", "cannot be understood") from error
+    _check_sizes(facts, source)
+    return facts
+
+
+def _facts(config: Mapping[str, Any], source: str) -> ModelFacts:
     outer, text = config, _text_part(config)
     read = _Reader(text, source)
     layers = read.count("num_hidden_layers", "n_layer")
@@ -61,7 +70,7 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
     dtype = _dtype(outer, text, source)
     quantization, bits = _quantization(outer, text, dtype)
     params = count_params(text, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head=head_size)
-    facts = ModelFacts(
+    return ModelFacts(
         architecture=_architecture(outer, source),
         layers=layers,
         kv_layers=full,
@@ -85,8 +94,6 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
         expert_params=params.expert,
         active_params=params.active,
     )
-    _check_sizes(facts, source)
-    return facts
 
 
 def _check_sizes(facts: ModelFacts, source: str) -> None:

@@ -74,7 +74,7 @@ def facts_of(excerpt: Mapping[str, Any] | None) -> ModelFacts | None:
         return None
     try:
         return parse_model_config(excerpt)
-    except (InvalidInput, ArithmeticError, LookupError, TypeError, ValueError):
+    except InvalidInput:
         return None
 
 
@@ -161,6 +161,4 @@ def _no_model(excerpt: Mapping[str, Any]) -> str | None:
         parse_model_config(excerpt)
     except InvalidInput as error:
         return str(error)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        return f"config.json cannot be understood: {type(error).__name__}: {error}"
     return None

@@ -131,7 +131,7 @@ def test_an_engine_is_planned_with_the_facts_it_is_started_with() -> None:
         ),
         pytest.param(
             reading(facts={**LLAMA, "intermediate_size": "wide"}),
-            "config.json cannot be understood: ValueError: invalid literal for int() with base 10: 'wide'",
+            "config.json (ValueError: invalid literal for int() with base 10: 'wide') cannot be understood",
             id="what cannot be understood",
         ),
     ],

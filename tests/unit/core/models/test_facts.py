@@ -201,6 +201,11 @@ def test_how_a_checkpoint_is_quantised(spec: dict[str, Any], expected: tuple[str
             id="heads of no size",
         ),
         pytest.param(
+            {"intermediate_size": "wide"},
+            "config.json (ValueError: invalid literal for int() with base 10: 'wide') cannot be understood",
+            id="what cannot be understood",
+        ),
+        pytest.param(
             {"max_position_embeddings": 10**400},
             "config.json: context tokens (out of range) must be that of a model",
             id="a context without end",
