@@ -390,15 +390,14 @@ class Exchange:
 
     def _handed_to(self, instance: Instance) -> Handed | None:
         """What is to be proven of the hand-off that this instance gets; None if it gets none."""
-        source, router = self._source, self._router
+        source = self._source
         if self._handoff is None or source is None:
             return None
-        pair = router.pairs[PairKey(source.name, instance.name)]
         return Handed(
             source=source,
             decode=instance,
             tokens=self._tokens,
-            cold=pair.warm_until_s <= time.monotonic(),
+            cold=self._router.pairs[PairKey(source.name, instance.name)].warm_until_s <= time.monotonic(),
             alone=not instance.ledger.legs,
             deadline_s=self._handoff_at_s + in_time_s(source.kv_lease_s),
             hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
