@@ -194,7 +194,11 @@ class Leader:
         service = seen.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
-        await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
+        try:
+            await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
+        except (Forbidden, InvalidInput):
+            await self._models.tend(service, plan.read)  # first engines wait for it, and for no other child
+            raise
         await self._models.tend(service, plan.read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await side_by_side(self._runtime.show_role(instance) for instance in instances)

@@ -13,6 +13,8 @@ from fulcrum_operator.kubernetes.leader import RELIST_S, RELIST_SOON_S, Leader, 
 from fulcrum_operator.kubernetes.metrics import Meters
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.labels import Account, ClusterSettings
+from fulcrum_operator.plan.model import Read
+from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import service
 
 pytestmark = pytest.mark.looptime
@@ -26,7 +28,8 @@ class World:
 
     def __init__(self) -> None:
         self.lists, self.failure = 0, list[Exception]()
-        self.refusal, self.events = Forbidden("exceeded quota: services"), list[Object]()
+        self.refusal = Forbidden("exceeded quota: services")
+        self.events, self.made = list[Object](), list[Object]()
         self.store: Any = None
         self.objects: Any = self
         self.stop = asyncio.Event()
@@ -56,14 +59,14 @@ class World:
         raise self.refusal
 
     async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
-        assert (kind, namespace) == (EVENT, "default")
-        self.events.append(body)
-        return body
+        assert namespace == "default"
+        (self.events if kind == EVENT else self.made).append(body)
+        return {**body, "metadata": {"resourceVersion": "1", **body["metadata"]}}
 
-    async def tend(self) -> str:
+    async def tend(self, read: Read | None = None) -> str:
         """What a pass whose plan is carried out says of what it could not make."""
         with pytest.raises(Forbidden) as refused:
-            await self.leader._tend(Observed(service=service(), now_s=0.0), Plan())
+            await self.leader._tend(Observed(service=service(), now_s=0.0), Plan(read=read))
         return str(refused.value)
 
     def start(self) -> asyncio.Task[None]:
@@ -110,6 +113,13 @@ async def test_what_nobody_thought_of_ends_the_process_and_not_only_the_lists() 
     with pytest.raises(KeyError):
         await world.start()
     assert world.stop.is_set()
+    await world.leader.aclose()
+
+
+async def test_a_model_is_read_whichever_child_is_refused() -> None:
+    world = World()
+    await world.tend(Read(desired_pools(service(), ())[0].spec.start, "k", 1))
+    assert [pod["metadata"]["name"] for pod in world.made] == ["chat-model"]
     await world.leader.aclose()
 
 
