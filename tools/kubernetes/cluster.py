@@ -126,7 +126,7 @@ class Cluster:
         node.start(
             log.with_suffix(".containerd.log"), "containerd", "--config=/run/kubernetes/containerd.toml"
         )
-        wait_for(lambda: node.run("ctr", "version"), f"containerd of {name}")
+        wait_for(lambda: bool(node.run("ctr", "version")), f"containerd of {name}")
         for image in (self.folder / "pause.tar", *archives):
             self._load_image(node, image)
         node.start(

@@ -7,9 +7,10 @@ from collections.abc import Callable
 POLL_S = 0.05
 
 
-def wait_for(condition: Callable[[], object], what: str, *, timeout_s: float = 120.0) -> float:
+def wait_for(condition: Callable[[], bool | None], what: str, *, timeout_s: float = 120.0) -> float:
     """Polls until the condition holds and returns the seconds that took; an error in it means not yet.
 
+    None is the answer of what can only fail. Nothing but these is one: an empty list would seem to hold.
     Raises TimeoutError, with the last error as its cause.
     """
     begin = time.monotonic()

@@ -279,6 +279,6 @@ def operators(cluster: Cluster, namespace: str, folder: Path) -> Iterator[Callab
             process.kill()
 
 
-def until(holds: Callable[[], object], what: str, *, timeout_s: float = SOON_S) -> float:
+def until(holds: Callable[[], bool | None], what: str, *, timeout_s: float = SOON_S) -> float:
     """Wait until this holds; returns the seconds that took."""
     return wait_for(holds, what, timeout_s=timeout_s)

@@ -109,7 +109,7 @@ def make_ready(cluster: Cluster, namespace: str, name: str) -> None:
     """Has the Deployment's pod look as a kubelet would make it look."""
     selector = quote(",".join(f"{key}={value}" for key, value in labels_of(name).items()))
     pods = f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}"
-    wait_for(lambda: cluster.read(pods)["items"], f"the pod of {name}", timeout_s=20)
+    wait_for(lambda: bool(cluster.read(pods)["items"]), f"the pod of {name}", timeout_s=20)
     pod = cluster.read(pods)["items"][0]["metadata"]["name"]
     conditions = [{"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")]
     status = {
