@@ -19,7 +19,7 @@ from fulcrum_core.state import RouterState, TierState
 from fulcrum_operator.plan.condition import Standing, condition
 
 SAMPLE_S = 5.0
-"""Least time between two samples: a router that is asked in every pass adds no more."""
+"""Least time between two samples, and between two looks at all of them: passes may come many a second."""
 TELL_S = 30.0
 """Figures change at most once in so long."""
 FEWEST = 20
@@ -77,6 +77,8 @@ class Window:
     told: Told | None = None
     """None: nothing yet; what the status says stands."""
     told_s: float = -math.inf
+    judged_s: float = -math.inf
+    """When it was last worked out what the samples come to."""
     slo: ServiceSloSpec = field(default_factory=ServiceSloSpec)
     """What that was held against."""
 
@@ -90,8 +92,10 @@ def seen_again(before: Window, router: RouterState | None, service: PDService, *
     window = replace(
         before, samples=_kept(before, router, now_s, slo.window), began_s=min(before.began_s, now_s), slo=slo
     )
-    if now_s < before.told_s + TELL_S and slo == before.slo:
+    due_s = max(before.told_s + TELL_S, before.judged_s + SAMPLE_S)
+    if now_s < due_s and slo == before.slo:
         return window
+    window = replace(window, judged_s=now_s)
     told = _judged(window, service, now_s)
     if told is None or (told.says(before.told) and slo == before.slo):
         return window
