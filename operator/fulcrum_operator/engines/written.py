@@ -58,7 +58,7 @@ def lease_written_s(args: Sequence[str]) -> float | None:
         return None
     try:
         found = list(_leases(json.loads(written[-1])))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return min(found, default=KV_LEASE_S)
 

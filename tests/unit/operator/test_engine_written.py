@@ -69,6 +69,7 @@ TIERED = (
             for said in ("-5", "0", "NaN", "1e999")
         ),
         pytest.param("{", 55.0, id="the engine will refuse it"),
+        pytest.param("[" * 100_000, 55.0, id="deeper than anybody reads"),
     ],
 )
 def test_the_lease_that_is_told_is_the_one_that_the_engine_is_started_with(
