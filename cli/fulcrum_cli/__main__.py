@@ -121,7 +121,7 @@ def plan(
     ] = None,
     output: Output = None,
 ) -> None:
-    """Say what a manifest would start, whether the model fits, and why; nothing is applied."""
+    """Say what a manifest would start, and whether the model fits. Nothing is applied."""
     from fulcrum_cli.plan import run
 
     raise typer.Exit(run(file, model_config=model_config, output=output))
@@ -135,7 +135,7 @@ def status(
     context: Context = None,
     namespace: Namespace = None,
 ) -> None:
-    """Show services: roles, phases, conditions; of one service every instance."""
+    """Show services: roles, phases, conditions. Of one service every instance."""
     from fulcrum_cli.status import run
     from fulcrum_cli.target import asked
 
@@ -154,7 +154,7 @@ def flip(
     context: Context = None,
     namespace: Namespace = None,
 ) -> None:
-    """Give an instance the other role, now; the floors of the service stand above it."""
+    """Give an instance the other role, now. The floors of the service stand above it."""
     from fulcrum_cli.flip import run
     from fulcrum_cli.target import asked
 
@@ -173,7 +173,7 @@ def drain(
     context: Context = None,
     namespace: Namespace = None,
 ) -> None:
-    """Give an instance no new work, until that is taken back with --undo."""
+    """Give an instance no new work, until --undo takes that back."""
     from fulcrum_cli.drain import run
     from fulcrum_cli.target import asked
 
@@ -188,7 +188,7 @@ def explain(
     context: Context = None,
     namespace: Namespace = None,
 ) -> None:
-    """Tell the autoscaler's last decisions and why, and what is refused now."""
+    """Tell the last decisions and why, and what is refused now."""
     from fulcrum_cli.explain import run
     from fulcrum_cli.target import asked
 
@@ -202,7 +202,7 @@ def doctor(
     context: Context = None,
     namespace: Namespace = None,
 ) -> None:
-    """Look for the usual troubles and say what to do; exit code 1 if there is a problem."""
+    """Look for the usual troubles and say what to do. Exit code 1 if there is a problem."""
     from fulcrum_cli.doctor.command import run
     from fulcrum_cli.target import asked
 
