@@ -115,8 +115,12 @@ def _in_cluster(wanted: Asked, environment: Mapping[str, str]) -> ClusterTarget:
 def _nothing(wanted: Asked, environment: Mapping[str, str]) -> str:
     named = environment.get("KUBECONFIG")
     without = f"KUBECONFIG ({named}) names no file" if named else f"there is no {DEFAULT}"
-    local = "" if wanted.cluster else "no service runs on this machine and "
-    return f"to speak to: {local}{without}; name a file with --kubeconfig"
+    if wanted.cluster:
+        return f"was found: {without}; --kubeconfig names a file"
+    return (
+        f"was found: no service runs on this machine (fulcrum up -f FILE --local starts one) and {without} "
+        "(--kubeconfig names a file)"
+    )
 
 
 def _need_extra() -> None:

@@ -255,7 +255,8 @@ async def test_a_port_in_use_is_refused_before_anything_starts(runs: Path) -> No
         with pytest.raises(InvalidInput) as refused:
             async with run_local(manifest(), LocalOptions(port=port), commands=STAND_INS):
                 pass
-    rule = f"port ({port}) cannot be listened on at 127.0.0.1: address already in use"
+    taken = "cannot be listened on at 127.0.0.1: address already in use"
+    rule = f"port ({port}) {taken}; --port 0 takes a free one"
     assert (str(refused.value), list(runs.iterdir())) == (rule, [])
 
 

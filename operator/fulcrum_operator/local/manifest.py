@@ -39,4 +39,4 @@ def check_port_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             rule = f"cannot be listened on at {host}: {getattr(error, 'strerror', None) or error}"
-            raise InvalidInput("port", port, rule.lower()) from error
+            raise InvalidInput("port", port, f"{rule.lower()}; --port 0 takes a free one") from error

@@ -11,8 +11,8 @@ from fulcrum_cli.__main__ import main
 Cli = Callable[..., str]
 
 NOTHING = (
-    "target (none) to speak to: no service runs on this machine and KUBECONFIG (nowhere) names no file; "
-    "name a file with --kubeconfig"
+    "target (none) was found: no service runs on this machine (fulcrum up -f FILE --local starts one) and "
+    "KUBECONFIG (nowhere) names no file (--kubeconfig names a file)"
 )
 
 
