@@ -40,7 +40,8 @@ def check_tiers(service: PDService, tiers: Collection[str]) -> Finding:
     if missing:
         advice = f"create it in namespace {service.metadata.namespace}, or take it out of spec.qosTiers"
         return problem("tiers", f"no QoSTier named {', '.join(missing)}", advice, about=name)
-    return ok("tiers", f"all {len(service.spec.qos_tiers)} named tiers are there", about=name)
+    named = len(service.spec.qos_tiers)
+    return ok("tiers", f"all {named} named tiers are there" if named else "none is named", about=name)
 
 
 def check_floors(

@@ -124,6 +124,7 @@ def test_tiers_that_are_missing_are_named() -> None:
     named = service(qosTiers=["gold", "free"])
     assert seen(check_tiers(named, {"gold"})) == (PROBLEM, "no QoSTier named free")
     assert seen(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers are there")
+    assert seen(check_tiers(service(), ())) == (OK, "none is named")
 
 
 THREE = [{"name": "flex", "instances": {"min": 3}}]
