@@ -78,12 +78,21 @@ def _placement(start: StartSpec) -> dict[str, Any]:
     placed = {key: said[key] for key in _PLACEMENT if key in said} if isinstance(said, dict) else {}
     resource = (start.hardware or DEVICE).resource
     device = [{"key": resource, "operator": "Exists"}] if "/" in resource else []
-    tolerated, security = placed.get("tolerations") or [], placed.get("securityContext") or {}
+    tolerated = _joined(device, placed.get("tolerations"))
     return {
         **placed,
-        "securityContext": {**pod_security(), **security},
-        **({"tolerations": [*device, *tolerated]} if device or tolerated else {}),
+        "securityContext": _joined(pod_security(), placed.get("securityContext")),
+        **({"tolerations": tolerated} if tolerated else {}),
     }
+
+
+def _joined(ours: Any, said: Any) -> Any:
+    """Ours and what the template says; what is of another shape is for the API server to refuse."""
+    if isinstance(ours, dict) and isinstance(said, dict):
+        return {**ours, **said}
+    if isinstance(ours, list) and isinstance(said, list):
+        return [*ours, *said]
+    return said or ours
 
 
 def _container(start: StartSpec, volume: Volume | None, settings: ClusterSettings) -> dict[str, Any]:

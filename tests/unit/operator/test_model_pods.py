@@ -104,6 +104,12 @@ def test_it_runs_where_the_pools_engines_run_and_as_whom_they_run() -> None:
     assert spec["containers"][0]["env"] == []
 
 
+def test_a_template_that_is_none_is_left_to_the_api_server_to_refuse() -> None:
+    odd = {"spec": {"tolerations": 5, "securityContext": "none"}}
+    spec = pod(chat({"template": odd}))["spec"]
+    assert (spec["tolerations"], spec["securityContext"]) == (5, "none")
+
+
 def ended(code: int, message: str = "", reason: str = "Completed") -> Json:
     terminated = {"exitCode": code, "message": message, "reason": reason}
     phase = "Failed" if code else "Succeeded"
