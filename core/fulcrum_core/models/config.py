@@ -6,7 +6,7 @@ an error that names the key.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from fulcrum_core.errors import InvalidInput
@@ -99,7 +99,8 @@ def _facts(config: Mapping[str, Any], source: str) -> ModelFacts:
 def _check_sizes(facts: ModelFacts, source: str) -> None:
     """Refuse what no model is: sizes that follow from it would divide by nothing, or know no end."""
     needed = ("latent_size" if facts.latent else "head_size", "weight_bits", "active_params")
-    for name, value in asdict(facts).items():
+    for name in (field.name for field in fields(facts)):
+        value = getattr(facts, name)
         if isinstance(value, str):
             continue
         if not 0 <= value <= _MOST or (not value and name in needed):
