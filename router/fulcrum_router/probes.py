@@ -24,7 +24,7 @@ INTERVAL_S = 1.0
 PROBE_S = 1.0
 MISSED_EJECT = 3
 """Probes without an answer, in a row, that eject an instance: it hangs. One that cannot even connect does."""
-SILENT = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE})
+SILENT = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.REFUSED})
 """Of a probe: whoever waits for the same engine waits in vain."""
 
 _ITL_SUM = b"vllm:inter_token_latency_seconds_sum"

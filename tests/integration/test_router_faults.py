@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from fulcrum_core.values import Role
-from fulcrum_router import fleet
+from fulcrum_router import fleet, probes
 from fulcrum_router.fleet import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
@@ -106,6 +106,32 @@ async def test_what_waits_for_an_instance_that_left_goes_elsewhere(client: aioht
             assert (answer.status, answer.headers["x-fulcrum-decode"]) == (200, "d2")
         assert world.ledgers_are_empty()
         await until(lambda: bool(world["d1"].abandoned), "the engine is rid of it")
+
+
+async def test_what_waits_for_an_engine_that_takes_no_connections_any_more_goes_elsewhere(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM at the end of its shutdown: it listens no more, and who is connected gets no answer."""
+    monkeypatch.setattr(probes, "INTERVAL_S", 0.05)
+    engines = [FakeEngine("p1"), FakeEngine("d1", decode=hang), FakeEngine("d2")]
+    async with running(*engines, settings=quick_settings(first_byte=60.0)) as world:
+        body = {"model": "m", "prompt": "p", "max_tokens": 2}
+        asking = asyncio.ensure_future(client.post(world.url(), json=body))
+        await until(lambda: bool(world["d1"].decodes), "the decode leg waits")
+        world.servers["d1"].close()
+        await until(lambda: close_idle(world, "d1").health.ejected, "no probe gets through")
+        async with await asking as answer:
+            assert (answer.status, answer.headers["x-fulcrum-decode"]) == (200, "d2")
+        assert world.ledgers_are_empty()
+
+
+def close_idle(world: World, name: str) -> Instance:
+    """No idle connection to the engine is left, as if it had closed them."""
+    instance = world.router.fleet[name]
+    assert instance.pool is not None
+    while (idle := instance.pool.kept()) is not None:
+        idle.abort()
+    return instance
 
 
 # --- real engine servers that are stopped ------------------------------------------------------------------
