@@ -128,7 +128,7 @@ async def _streamed(client: httpx.AsyncClient, url: str, asked: Ask) -> Answer:
             return Answer(answer.status_code, (), headers, text=(await answer.aread()).decode())
         async for last in events(answer):
             if last == "[DONE]":
-                break
+                continue  # to the end of the body: who leaves before it has cancelled
             event = json.loads(last)
             if "error" in event:
                 raise Broken(last)
