@@ -18,10 +18,10 @@ from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, InstanceKey, Store
 from fulcrum_core.state import RouterState
 from fulcrum_operator.plan import (
-    KV_LOOK_S,
     Observed,
     Plan,
     asks_router,
+    look_every_s,
     plan_removal,
     plan_service,
 )
@@ -161,7 +161,7 @@ async def _with_router(key: ServiceKey, seen: Observed, router: RouterView, memo
     """The picture with the router's word, where something waits for that or it is time to look."""
     if asks_router(seen):
         return believed(replace(seen, router=await router.ledger(key)))
-    if _looks(seen) and (memory.look or seen.now_s >= memory.looked_s + KV_LOOK_S):
+    if _looks(seen) and (memory.look or seen.now_s >= memory.looked_s + look_every_s(seen)):
         memory.looked_s = seen.now_s
         return replace(seen, router=await _look(key, router, memory))
     return seen
@@ -189,7 +189,7 @@ def _looks(seen: Observed) -> bool:
 def _looks_again_s(seen: Observed, memory: Memory) -> float | None:
     if not _looks(seen):
         return None
-    return LOOK_AGAIN_S if memory.look else max(0.0, memory.looked_s + KV_LOOK_S - seen.now_s)
+    return LOOK_AGAIN_S if memory.look else max(0.0, memory.looked_s + look_every_s(seen) - seen.now_s)
 
 
 def _engines(key: ServiceKey, cluster: Cluster) -> dict[str, EngineObservation]:

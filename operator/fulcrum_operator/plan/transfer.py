@@ -26,8 +26,21 @@ BAD = (
 """The worst first."""
 KV_LOOK_S = 10.0
 """How often the router is asked what became of the hand-offs, and of the requests."""
+FIRST_LOOK_S = 2.0
+"""How often while nobody has seen one yet, and somebody may wait for that: …"""
+FIRST_LOOKS_FOR_S = 60.0
+"""… so long."""
 TOLD = 3
 """Pairs named in a message."""
+
+
+def look_every_s(seen: Observed) -> float:
+    """How long a look at the router's counts is good for."""
+    for known in seen.service.status.conditions:
+        unseen = known.reason == words.NO_TRAFFIC_YET
+        if unseen and seen.now_s < (known.last_transition_time or 0.0) + FIRST_LOOKS_FOR_S:
+            return FIRST_LOOK_S
+    return KV_LOOK_S
 
 
 def kv_transfer(seen: Observed, wanted: int) -> Condition:
