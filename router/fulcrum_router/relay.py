@@ -30,6 +30,7 @@ HELD_WHOLE_BYTES = 1024 * 1024
 HELD_CHUNK_BYTES = 65_536
 """A chunk begun is held up to this size."""
 
+DONE = b"data: [DONE]"
 _ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 
@@ -151,6 +152,12 @@ class DecodeLeg(Completion[None]):
             return
         if self._doubted is not None:
             self._doubted.append(data)
+            return
+        if not self._committed and not self._torn and says_nothing(data):
+            if DONE in data:
+                self._give_up(Failure.ABORTED, "the engine ended the stream before its first token")
+            else:
+                self._held = data + self._held
             return
         handed = self.handed
         if handed is not None and NO_CHOICES in data and not self._torn:
@@ -316,6 +323,14 @@ class DecodeLeg(Completion[None]):
         if head.length == CHUNKED:
             return chunk(event)
         return event if head.length == UNTIL_CLOSE else b""
+
+
+def says_nothing(framed: bytes) -> bool:
+    """Whether what a stream begins with is no answer yet: its end, its usage, a comment.
+
+    vLLM that shuts down sends a new stream's end and nothing else.
+    """
+    return framed.count(b"data:") == framed.count(DONE) + framed.count(NO_CHOICES)
 
 
 async def settle(leg: DecodeLeg) -> None:

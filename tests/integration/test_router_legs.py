@@ -183,6 +183,11 @@ async def test_a_decode_leg_that_fails_before_its_first_byte_is_unseen_by_the_cl
         assert world.ledgers_are_empty()
 
 
+async def only_the_end(answering: Answering) -> None:
+    await answering.event("[DONE]")
+    await answering.raw(b"0\r\n\r\n")
+
+
 async def abort_after_nothing(answering: Answering) -> None:
     await answering.json(200, {"choices": [{"text": "", "finish_reason": "abort"}]})
 
@@ -192,6 +197,21 @@ async def test_an_abort_that_nobody_asked_for_is_a_failure(client: aiohttp.Clien
         status, text, _ = await ask(client, world)
         assert (status, text) == (200, "p1 p1 p1 ")
         assert world.router.books.retries == {("decode", "aborted"): 1}
+
+
+async def end_after_usage(answering: Answering) -> None:
+    await answering.event('{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":0}}')
+    await only_the_end(answering)
+
+
+@pytest.mark.parametrize("script", [only_the_end, end_after_usage], ids=["its end", "usage and end"])
+async def test_a_stream_without_a_token_is_a_failure(client: aiohttp.ClientSession, script: Script) -> None:
+    """What vLLM sends for a new stream while it shuts down."""
+    async with running(*four(d1=stream_then(0, script))) as world:
+        answer = await ask(client, world, stream=True)
+        assert answer == (200, "p1 p1 p1 ", {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"})
+        assert world.router.books.retries == {("decode", "aborted"): 1}
+        assert world.ledgers_are_empty()
 
 
 async def test_an_unfetched_hand_off_serves_another_decode_instance(client: aiohttp.ClientSession) -> None:
