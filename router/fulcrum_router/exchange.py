@@ -43,7 +43,7 @@ from fulcrum_router.policy.dispatch import NO_FLIPS
 from fulcrum_router.policy.ledger import HandoffEntry, PrefillEntry
 from fulcrum_router.proof import HALF, Handed, in_time_s, missed, prove
 from fulcrum_router.relay import Broken, DecodeLeg, settle
-from fulcrum_router.router import Router
+from fulcrum_router.router import Router, new_salt
 from fulcrum_router.settings import Settings
 from fulcrum_router.upstream import EnginePool, Failure, LegFailed, ask
 
@@ -343,11 +343,11 @@ class Exchange:
         """
         ledger, timeouts = instance.ledger, self._settings.timeouts
         pool = pool_of(instance)
-        handed, salt = self._handed_to(instance), instance.salt
+        handed, salt = self._handed_to(instance), None if self._recompute else instance.salt
         asks = handed is not None and handed.hides_usage
-        body = decode_body(self._request, self._handoff, ask_usage=asks, salt=salt)
+        salted = new_salt() if salt is None else salt
+        body = decode_body(self._request, self._handoff, ask_usage=asks, salt=salted)
         head, fields = self._leg_head(pool, len(body)), self._fulcrum_fields(instance)
-        asked = instance, salt
         entry = ledger.open_decode(tokens=self._tokens)
         if self._source is None or self._local is not None:
             seconds = instance.prefill_model.ttft_s(self._tokens)
@@ -358,7 +358,14 @@ class Exchange:
                 connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
-                    connection, self._client, entry, fields, asked, self._first, self._doubt, handed
+                    connection,
+                    self._client,
+                    entry,
+                    fields,
+                    (instance, salt),
+                    self._first,
+                    self._doubt,
+                    handed,
                 )
                 if handed is not None:
                     handed.sent_s = leg.sent_s

@@ -87,7 +87,7 @@ class DecodeLeg(Completion[None]):
         sink: Sink,
         entry: DecodeEntry,
         extra: bytes,
-        sent_to: tuple[Instance, str],
+        sent_to: tuple[Instance, str | None],
         on_first: Callable[[float], None],
         on_doubt: Callable[[], None],
         handed: Handed | None = None,
@@ -98,7 +98,7 @@ class DecodeLeg(Completion[None]):
         """Header lines put in front of the engine's own."""
         self.on_first = on_first
         self.instance, self.salt = sent_to
-        """Who was asked, and what its prompts' salt was then."""
+        """Who was asked, and what its prompts' salt was then; None: one that finds no KV there."""
         self.on_doubt = on_doubt
         """Called when it has to be settled whether the answer is sound."""
         self.handed = handed
@@ -222,7 +222,7 @@ class DecodeLeg(Completion[None]):
 
     def _is_late(self) -> bool:
         """Whether it is in doubt, for the first time, that all KV it comes of was fetched in time."""
-        if self._cleared or self.head is None or self.head.status >= 400:
+        if self._cleared or self.salt is None or self.head is None or self.head.status >= 400:
             return False
         return bool(self.salt != self.instance.salt or self.doubts())
 

@@ -99,11 +99,11 @@ class Router:
         if instance.health.failed(time.monotonic(), at_once=at_once, hangs=hangs):
             self.ejected(instance, failed.failure)
 
-    def distrust(self, instance: Instance, salt: str) -> None:
+    def distrust(self, instance: Instance, salt: str | None) -> None:
         """It may have fetched another prompt's KV and keep that under `salt`: use nothing of it any more."""
         if instance.salt != salt:
             return
-        instance.salt = os.urandom(6).hex()
+        instance.salt = new_salt()
         instance.awaited.clear()
         self.books.caches_left += 1
         log.warning("prefix cache not used any more", instance=instance.name)
@@ -114,3 +114,8 @@ class Router:
         self.pairs.cool(instance.name)
         self.books.ejections[reason] += 1
         log.warning("instance ejected", instance=instance.name, reason=reason)
+
+
+def new_salt() -> str:
+    """Under which no engine holds any KV yet."""
+    return os.urandom(6).hex()

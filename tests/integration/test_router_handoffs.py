@@ -277,10 +277,27 @@ async def test_what_decode_says_while_a_hand_off_there_is_overdue_may_come_of_wh
             for body in world["d1"].decodes
         ]
         handed = [("first", True, None), ("third", True, None), (PROMPT["prompt"], True, None)]
-        again = [(name, False, decode.salt) for name in (PROMPT["prompt"], "third", "first")]
-        assert sent == (handed if sound else handed + again)
+        again = [(name, False) for name in (PROMPT["prompt"], "third", "first")]
+        assert (sent[:3], [asked[:2] for asked in sent[3:]]) == (handed, [] if sound else again)
+        assert len({asked[2] for asked in sent}) == (1 if sound else 4)  # each has a salt of its own
         assert dict(world.router.books.local) == ({} if sound else {"lease_expired": 3})
         assert (world.router.books.caches_left, decode.health.failures) == (0 if sound else 1, 0)
+        assert world.ledgers_are_empty()
+
+
+async def test_what_is_computed_again_is_in_doubt_no_more_whatever_others_fetched_too_late(
+    client: aiohttp.ClientSession,
+) -> None:
+    async def script(answering: Answering) -> None:
+        decode = world.router.fleet["d1"]
+        world.router.distrust(decode, decode.salt)  # as the failure of somebody else's leg does, each time
+        await words_then(usage_of(100))(answering)
+
+    async with running(FakeEngine("p1"), FakeEngine("d1", decode=script)) as world:
+        assert b"a b c" in await raw_answer(client, world)
+        salts = [asked.get("cache_salt", "") for asked in world["d1"].decodes]
+        assert (len(set(salts)), dict(world.router.books.local)) == (2, {"lease_expired": 1})
+        assert not world.router.fleet["d1"].health.failures
         assert world.ledgers_are_empty()
 
 
