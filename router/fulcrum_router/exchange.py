@@ -344,7 +344,7 @@ class Exchange:
         ledger, timeouts = instance.ledger, self._settings.timeouts
         pool = pool_of(instance)
         handed, salt = self._handed_to(instance), None if self._recompute else instance.salt
-        asks = handed is not None and handed.hides_usage
+        asks, asked = handed is not None and handed.hides_usage, (instance, salt)
         salted = new_salt() if salt is None else salt
         body = decode_body(self._request, self._handoff, ask_usage=asks, salt=salted)
         head, fields = self._leg_head(pool, len(body)), self._fulcrum_fields(instance)
@@ -358,14 +358,7 @@ class Exchange:
                 connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
-                    connection,
-                    self._client,
-                    entry,
-                    fields,
-                    (instance, salt),
-                    self._first,
-                    self._doubt,
-                    handed,
+                    connection, self._client, entry, fields, asked, self._first, self._doubt, handed
                 )
                 if handed is not None:
                     handed.sent_s = leg.sent_s

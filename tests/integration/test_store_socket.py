@@ -155,7 +155,8 @@ class TestRest:
             f"{SERVICES}/chat", content=text, headers=APPLY, params={"fieldManager": "me"}
         )
         assert answer.status_code == 200
-        assert answer.json()["spec"]["slo"] == {"ttft": "1s", "tpot": "50ms"}
+        slo = {"ttft": "1s", "tpot": "50ms", "attainment": 99.0, "window": "5m"}
+        assert answer.json()["spec"]["slo"] == slo
 
     async def test_a_bare_time_in_yaml_is_a_time(self, http: httpx.AsyncClient) -> None:
         role = "{role: Decode, since: 2026-01-01T00:00:00Z, by: Person}"
