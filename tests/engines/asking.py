@@ -98,7 +98,7 @@ def prompts(rng: random.Random, count: int, words: tuple[int, int] = (10, 120)) 
 def every_kind(rng: random.Random, count: int) -> list[Ask]:
     """Chat and completions, streaming and not, in turn."""
     return [
-        Ask(prompt, rng.randint(4, 24), chat=number % 2 == 1, stream=number % 4 > 1)
+        Ask(prompt, rng.randint(8, 56), chat=number % 2 == 1, stream=number % 4 > 1)
         for number, prompt in enumerate(prompts(rng, count))
     ]
 

@@ -1,4 +1,4 @@
-"""Level 5: real engines, one pair of them for the whole run."""
+"""Level 5: real engines, few of them for the whole run."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -7,31 +7,44 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Figure as Figure
-from tests.engines.real import RealService, Up, manifest, require_engines, up, up_already
+from tests.engines.real import RealService, Services, Up, manifest, require_engines, up_already
 from tests.engines.short import SHORT
 
 
 @pytest.fixture(scope="session")
-def pair_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """What is brought up with them leaves nothing in shared memory."""
+    require_engines()
+    before = shared_memory()
+    made = Services(tmp_path_factory.mktemp("services"))
+    try:
+        yield made
+    finally:
+        made.end()
+    assert shared_memory() - before == set()
+
+
+def shared_memory() -> set[str]:
+    """LMCache's pools on this machine."""
+    return {name for name in os.listdir("/dev/shm") if "lmcache" in name}
+
+
+@pytest.fixture(scope="session")
+def pair_up(services: Services) -> Up:
     """Two engines with NIXL, up for the whole run.
 
     ENGINE_TESTS_SERVICE names the folder (XDG_RUNTIME_DIR) of such a service that is up and stays up, for
     work on a test.
     """
-    require_engines()
     if folder := os.environ.get("ENGINE_TESTS_SERVICE"):
-        yield up_already(Path(folder))
-        return
-    with up(tmp_path_factory.mktemp("engines"), manifest()) as made:
-        yield made
+        return up_already(Path(folder))
+    return services.up("pair", manifest())
 
 
 @pytest.fixture(scope="session")
-def short_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def short_up(services: Services) -> Up:
     """Two engines, configured by hand as `SHORT` says: another lease, another block size, little memory."""
-    require_engines()
-    with up(tmp_path_factory.mktemp("short"), manifest(**SHORT)) as made:
-        yield made
+    return services.up("short", manifest(**SHORT))
 
 
 @pytest.fixture

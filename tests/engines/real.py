@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,32 +219,50 @@ def up_already(folder: Path) -> Up:
     return Up(info.pid, info)
 
 
-@contextmanager
-def up(folder: Path, body: dict[str, Any]) -> Iterator[Up]:
-    """Brings a manifest up as a person would, and down again; its logs stay in `folder`."""
-    file = folder / "service.yaml"
-    file.write_text(yaml.safe_dump(body), encoding="utf-8")
-    command = (sys.executable, "-m", "fulcrum_cli", "up", "-f", str(file), "--local", "--port", "0")
-    with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
-            start_new_session=True,
-        )
-    try:
+class Services:
+    """Services that come up one after the other and end side by side: each takes 10 s for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._programs: dict[Path, subprocess.Popen[bytes]] = {}
+        """By the folder where their logs stay."""
+        self._ending: list[subprocess.Popen[bytes]] = []
+
+    def up(self, name: str, body: dict[str, Any]) -> Up:
+        """Brings a manifest up as a person would."""
+        folder = self._folder / name
+        folder.mkdir()
+        file = folder / "service.yaml"
+        file.write_text(yaml.safe_dump(body), encoding="utf-8")
+        command = (sys.executable, "-m", "fulcrum_cli", "up", "-f", str(file), "--local", "--port", "0")
+        with (folder / "up.log").open("wb") as log:
+            process = self._programs[folder] = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
+                start_new_session=True,
+            )
         assert process.stdout is not None
         for line in process.stdout:  # ends with the process, which gives up by itself
             if b"instances serve" in line:
-                break
-        else:
-            pytest.fail(f"the service did not come up: {(folder / 'up.log').read_text()}")
-        yield up_already(folder)
-    finally:
+                return up_already(folder)
+        pytest.fail(f"the service did not come up: {(folder / 'up.log').read_text()}")
+
+    def let_go(self, name: str) -> None:
+        """This one is not needed any more; it ends while others are used."""
+        folder = self._folder / name
         for path in folder.glob(f"fulcrum-{os.getuid()}/*/*.log"):
             (folder / path.name).write_bytes(path.read_bytes())
+        process = self._programs.pop(folder)
         process.send_signal(signal.SIGINT)
-        process.wait(DEADLINE_S)
-        assert process.stdout is not None
-        process.stdout.close()
+        self._ending.append(process)
+
+    def end(self) -> None:
+        """Returns when all are gone."""
+        for folder in list(self._programs):
+            self.let_go(folder.name)
+        for process in self._ending:
+            process.wait(DEADLINE_S)
+            assert process.stdout is not None
+            process.stdout.close()

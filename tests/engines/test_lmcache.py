@@ -1,6 +1,5 @@
 """Real engines with LMCache's tiers beside NIXL: what an engine has forgotten comes back from memory."""
 
-import os
 import random
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -11,7 +10,7 @@ import pytest
 
 from tests.engines.asking import Ask, alone, ask, prompts
 from tests.engines.conftest import Figure
-from tests.engines.real import RealService, Up, manifest, require_engines, up
+from tests.engines.real import RealService, Services, Up, manifest
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -20,19 +19,11 @@ HITS = "lmcache_mp_lookup_hit_tokens_total"
 
 
 @pytest.fixture(scope="module")
-def tiers_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """Two engines with a cache server each. What they leave in shared memory is gone afterwards."""
-    require_engines()
-    before = shared_memory()
+def tiers_up(services: Services) -> Iterator[Up]:
+    """Two engines with a cache server each."""
     tiers = manifest(kvTransfer={"connector": "NIXLWithLMCache"}, kvCache={"cpu": "256Mi"})
-    with up(tmp_path_factory.mktemp("lmcache"), tiers) as made:
-        yield made
-    assert shared_memory() - before == set()
-
-
-def shared_memory() -> set[str]:
-    """LMCache's pools on this machine."""
-    return {name for name in os.listdir("/dev/shm") if "lmcache" in name}
+    yield services.up("tiers", tiers)
+    services.let_go("tiers")
 
 
 @pytest.fixture
