@@ -53,8 +53,9 @@ def api_server(certificates: Path, own: Mapping[str, str]) -> Flags:
         "proxy-client-key-file": f"{certs}/front-proxy-client.key",
         # Webhooks and aggregated APIs are called at pod addresses: the hub has no kube-proxy.
         "enable-aggregator-routing": "true",
-        # Pods leave a lost node after 10 s instead of 300.
-        "default-not-ready-toleration-seconds": "10", "default-unreachable-toleration-seconds": "10",
+        # Pods leave a lost node after 30 s instead of 300. Less would cost pods: all nodes look lost when an
+        # API server comes back, and for 10 s more, since kubelets try again every 7 s by then.
+        "default-not-ready-toleration-seconds": "30", "default-unreachable-toleration-seconds": "30",
     } | dict(own)  # fmt: skip
 
 
