@@ -42,7 +42,8 @@ def with_a_lost_pod(cluster: Cluster, service: Service, _seed: int) -> None:
 
 def with_another_pool(cluster: Cluster, service: Service, _seed: int) -> None:
     """A pool comes, whose one instance has a name that somebody else's pod has taken, and goes again."""
-    taken = f"chat-{INSTANCES}"
+    used_names = service.instances()
+    taken = next(name for n in range(INSTANCES + 1) if (name := f"chat-{n}") not in used_names)
     container = {"name": "other", "image": "localhost/busybox:1"}
     body = {
         "apiVersion": "v1",
