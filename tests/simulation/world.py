@@ -106,12 +106,11 @@ class Ended:
     lives: tuple[EngineProcess, ...]
     journal: Journal
 
-    def attainment(self, *, since_s: float = 0.0, slack: float = 1.0) -> float:
-        """Share of the requests offered since then that met both objectives, times `slack`."""
+    def attainment(self, *, since_s: float = 0.0) -> float:
+        """Share of the requests offered since then that met both objectives."""
         slo = self.service.spec.slo
         offered = [a for a in self.answers if a.arrived_s >= since_s]
-        met = sum(a.met(ttft_s=slo.ttft * slack, tpot_s=slo.tpot * slack) for a in offered)
-        return met / max(1, len(offered))
+        return sum(a.met(ttft_s=slo.ttft, tpot_s=slo.tpot) for a in offered) / max(1, len(offered))
 
     def flips(self, *, since_s: float = 0.0) -> list[dict[str, Any]]:
         """Changes of role since then, in order."""

@@ -211,8 +211,12 @@ class DecodePredictor:
         )
 
     def learn(self, *, tokens: int, itl_s: float) -> None:
-        """The mean step of a second in which the batch held `tokens` tokens of KV."""
-        if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s) and _due(self._fit.count):
+        """The mean step of a second in which the batch held `tokens` tokens of KV.
+
+        Each is heeded at once: there is one a second, and an instance whose model is too hopeful is given all
+        requests until it has learned.
+        """
+        if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s):
             intercept, slope = self._fit.solve()
             self.model = DecodeModel(intercept=intercept, slope=slope / _BATCH_UNIT)
 

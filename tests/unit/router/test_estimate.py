@@ -83,6 +83,15 @@ def test_decode_steps_converge_to_what_is_measured() -> None:
     assert predictor.model.max_tokens(0.05) == pytest.approx(truth.max_tokens(0.05), rel=0.1)
 
 
+def test_each_second_of_decoding_is_learned_from_at_once() -> None:
+    predictor = DecodePredictor()
+    models = set()
+    for second in range(40):
+        predictor.learn(tokens=1_000 + 500 * second, itl_s=0.02 + 1e-6 * second)
+        models.add(predictor.model)
+    assert len(models) == 40
+
+
 @pytest.mark.parametrize("seconds", NONSENSE, ids=str)
 def test_nonsense_does_not_move_a_model(seconds: float) -> None:
     prefill, decode = PrefillPredictor(), DecodePredictor()
