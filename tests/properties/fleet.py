@@ -15,10 +15,11 @@ from fulcrum_core.api import (
 )
 from fulcrum_core.assignment import groups_of, serving
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
 from fulcrum_operator.plan.observed import EngineFacts
+from tests.unit.core.states import instance_state, router_state
 
 STARTUP_S = 4.0
 ENDS_IN_S = 2.0
@@ -209,18 +210,9 @@ class Fleet:
         )
 
     def _router(self) -> RouterState:
-        states = [
-            InstanceState(
-                name=name, role=Role.DECODE, serving=True, prefill_queued_s=0.0, prefill_tokens=0,
-                decode_tokens=0, decode_requests=0, legs=0, open_handoffs=0, itl_s=None,
-            )
-            for name in self.instances
-        ]  # fmt: skip
-        return RouterState(
-            service="chat", generation=self.assignment.metadata.generation if self.assignment else 0,
-            acknowledged_at_s=self.now_s, at_s=self.now_s, instances=tuple(states), flip_wanted=None,
-            flip_wanted_seq=0, prediction_error=None, local_prefills=0, tiers=(),
-        )  # fmt: skip
+        states = map(instance_state, self.instances)
+        generation = self.assignment.metadata.generation if self.assignment else 0
+        return router_state(*states, generation=generation, acknowledged_at_s=self.now_s, at_s=self.now_s)
 
     def _drop(self, obj: Resource) -> None:
         if isinstance(obj, PDInstance):

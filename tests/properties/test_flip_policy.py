@@ -19,8 +19,9 @@ from fulcrum_autoscaler.policy import (
 )
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.assignment import AssignmentRules, may_apply, serving
-from fulcrum_core.state import FlipWanted, InstanceState, RouterState
+from fulcrum_core.state import FlipWanted, InstanceState
 from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
+from tests.unit.core.states import router_state
 
 NOW_S = 1_000_000.0
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
@@ -69,18 +70,11 @@ def observations(draw: st.DrawFn) -> Observation:
         floors=Floors(prefill=draw(st.integers(0, 3)), decode=draw(st.integers(0, 3))),
         last_prefill_to_decode=draw(st.one_of(st.none(), st.floats(NOW_S - 30, NOW_S))),
     )
-    states = tuple(draw(instance_states(name, role)) for name, role in roles.items())
-    state = RouterState(
-        service="chat",
+    state = router_state(
+        *(draw(instance_states(name, role)) for name, role in roles.items()),
         generation=draw(st.sampled_from([7, 7, 7, 6])),
         acknowledged_at_s=NOW_S - 5,
         at_s=NOW_S - draw(st.sampled_from([0.0, 1.0, 10.0])),
-        instances=states,
-        flip_wanted=None,
-        flip_wanted_seq=0,
-        prediction_error=None,
-        local_prefills=0,
-        tiers=(),
     )
     ready = frozenset(name for name in roles if draw(st.sampled_from([True, True, True, False])))
     return Observation(

@@ -17,10 +17,11 @@ from fulcrum_core.api import (
 )
 from fulcrum_core.assignment import may_apply, rules_of, serving
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
 from fulcrum_operator.plan.assignment import Member, first_split
+from tests.unit.core.states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
@@ -51,33 +52,12 @@ def engines(draw: st.DrawFn, name: str) -> EngineObservation | None:
 def routers(draw: st.DrawFn, names: list[str]) -> RouterState | None:
     if draw(st.booleans()):
         return None
-    states = tuple(
-        InstanceState(
-            name=name,
-            role=draw(ROLES),
-            serving=True,
-            prefill_queued_s=0.0,
-            prefill_tokens=0,
-            decode_tokens=0,
-            decode_requests=0,
-            legs=draw(st.integers(0, 3)),
-            open_handoffs=draw(st.integers(0, 1)),
-            itl_s=None,
-        )
+    states = [
+        instance_state(name, draw(ROLES), legs=draw(st.integers(0, 3)), open_handoffs=draw(st.integers(0, 1)))
         for name in names
-    )
-    return RouterState(
-        service="chat",
-        generation=draw(st.integers(1, 3)),
-        acknowledged_at_s=NOW_S,
-        at_s=NOW_S,
-        instances=states,
-        flip_wanted=None,
-        flip_wanted_seq=0,
-        prediction_error=None,
-        local_prefills=0,
-        tiers=(),
-    )
+    ]
+    generation = draw(st.integers(1, 3))
+    return router_state(*states, generation=generation, acknowledged_at_s=NOW_S, at_s=NOW_S)
 
 
 STRATEGIES = st.one_of(st.none(), st.sampled_from(FlipStrategy))

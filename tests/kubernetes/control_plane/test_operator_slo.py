@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_core.state import RouterState, TierState
+from fulcrum_core.state import TierState
 from tests.kubernetes.control_plane.operators import (
     Kubelet,
     Space,
@@ -18,6 +18,7 @@ from tests.kubernetes.control_plane.operators import (
     until,
 )
 from tests.kubernetes.control_plane.test_operator_leader import QUIET_S, writes
+from tests.unit.core.states import router_state
 from tools.kubernetes.cluster import Cluster
 
 COLUMNS = ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
@@ -36,18 +37,7 @@ class Router:
         tier = TierState(
             name="default", offered=ended, ok=met, failed=missed, broken=0, cancelled=0, slo_met=met
         )
-        state = RouterState(
-            service="chat",
-            generation=1,
-            acknowledged_at_s=0.0,
-            at_s=0.0,
-            instances=(),
-            flip_wanted=None,
-            flip_wanted_seq=0,
-            prediction_error=None,
-            local_prefills=0,
-            tiers=(tier,),
-        )
+        state = router_state(tiers=(tier,))
         self.body, self.asked = state.model_dump_json().encode(), 0
 
 

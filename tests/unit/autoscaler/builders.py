@@ -8,52 +8,27 @@ from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignme
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.state import FlipWanted, InstanceState, RouterState
 from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
+from tests.unit.core.states import instance_state, router_state
 
 NOW_S = 1_000_000.0
 LONG_AGO_S = NOW_S - 1000
 
 
-def instance(name: str, role: Role, **numbers: Any) -> InstanceState:
-    """An idle, serving instance, but for `numbers`."""
-    idle: dict[str, Any] = {
-        "serving": True,
-        "prefill_queued_s": 0.0,
-        "prefill_tokens": 0,
-        "decode_tokens": 0,
-        "decode_requests": 0,
-        "legs": 0,
-        "open_handoffs": 0,
-        "itl_s": None,
-    }
-    return InstanceState(name=name, role=role, **{**idle, **numbers})
-
-
 def prefill(name: str, queued_s: float = 0.0, **numbers: Any) -> InstanceState:
     """A prefill instance with so much queued."""
-    return instance(name, Role.PREFILL, prefill_queued_s=queued_s, **numbers)
+    return instance_state(name, Role.PREFILL, prefill_queued_s=queued_s, **numbers)
 
 
 def decode(name: str, itl_s: float | None = None, tokens: int = 1000, **numbers: Any) -> InstanceState:
     """A decode instance with one request of so many tokens."""
-    return instance(
+    return instance_state(
         name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_requests": 1, **numbers}
     )
 
 
 def router(*instances: InstanceState, **fields: Any) -> RouterState:
     """What the router says of these, at generation 1, now."""
-    default: dict[str, Any] = {
-        "service": "chat",
-        "generation": 1,
-        "acknowledged_at_s": LONG_AGO_S,
-        "at_s": NOW_S,
-        "flip_wanted": None,
-        "flip_wanted_seq": 0,
-        "prediction_error": None,
-        "local_prefills": 0,
-        "tiers": (),
-    }
-    return RouterState(instances=instances, **{**default, **fields})
+    return router_state(*instances, **{"acknowledged_at_s": LONG_AGO_S, "at_s": NOW_S, **fields})
 
 
 def entry(role: Role, **fields: Any) -> RoleAssignment:
@@ -103,7 +78,6 @@ __all__ = [
     "assignment",
     "decode",
     "entry",
-    "instance",
     "prefill",
     "router",
     "rules",

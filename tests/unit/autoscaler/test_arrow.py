@@ -22,7 +22,6 @@ from tests.unit.autoscaler.builders import (
     assignment,
     decode,
     entry,
-    instance,
     prefill,
     router,
     rules,
@@ -32,7 +31,7 @@ from tests.unit.autoscaler.builders import (
 
 BUSY = (prefill("p-0", 0.9), prefill("p-1", 0.8))
 QUIET = (prefill("p-0", 0.2), prefill("p-1", 0.3))
-IDLE_DECODE = instance("d-0", Role.DECODE)
+IDLE_DECODE = decode("d-0", tokens=0, decode_requests=0)
 
 
 def once(observation: Observation, flip_rules: FlipRules | None = None) -> Decision:

@@ -28,8 +28,9 @@ from fulcrum_core.api.meta import Condition, format_time
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus
-from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.state import RouterState
 from fulcrum_core.values import Phase, Role
+from tests.unit.core.states import instance_state, router_state
 
 OK, WARNING, PROBLEM = Standing.OK, Standing.WARNING, Standing.PROBLEM
 NOW_S = 1_700_000_000.0
@@ -269,31 +270,7 @@ def test_a_router_needs_somewhere_to_send_requests() -> None:
 
 
 def state(*, missed_probes: int = 0) -> RouterState:
-    ledger = InstanceState(
-        name="chat-0",
-        role=Role.PREFILL,
-        serving=True,
-        prefill_queued_s=0,
-        prefill_tokens=0,
-        decode_tokens=0,
-        decode_requests=0,
-        legs=0,
-        open_handoffs=0,
-        itl_s=None,
-        missed_probes=missed_probes,
-    )
-    return RouterState(
-        service="chat",
-        generation=1,
-        acknowledged_at_s=0.0,
-        at_s=0.0,
-        instances=(ledger,),
-        flip_wanted=None,
-        flip_wanted_seq=0,
-        prediction_error=None,
-        local_prefills=0,
-        tiers=(),
-    )
+    return router_state(instance_state("chat-0", Role.PREFILL, missed_probes=missed_probes))
 
 
 @pytest.mark.parametrize(

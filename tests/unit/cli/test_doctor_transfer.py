@@ -5,6 +5,7 @@ import pytest
 from fulcrum_cli.doctor.findings import Standing
 from fulcrum_cli.doctor.transfer import check_transfer
 from fulcrum_core.state import PairState, RouterState
+from tests.unit.core.states import router_state
 
 
 def pair(
@@ -30,19 +31,7 @@ def pair(
 
 
 def state(*pairs: PairState) -> RouterState:
-    return RouterState(
-        service="chat",
-        generation=1,
-        acknowledged_at_s=0.0,
-        at_s=0.0,
-        instances=(),
-        flip_wanted=None,
-        flip_wanted_seq=0,
-        prediction_error=None,
-        local_prefills=0,
-        tiers=(),
-        pairs=pairs,
-    )
+    return router_state(pairs=pairs)
 
 
 @pytest.mark.parametrize(

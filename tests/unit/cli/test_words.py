@@ -17,6 +17,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_core.state import RouterState, TierState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_simulator.workload import LoadPhase
+from tests.unit.core.states import router_state
 
 LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
 FLIP = {
@@ -125,10 +126,7 @@ def instance(
 
 
 def state(*tiers: TierState) -> RouterState:
-    return RouterState(
-        service="chat", generation=1, acknowledged_at_s=0.0, at_s=0.0, instances=(), flip_wanted=None,
-        flip_wanted_seq=0, prediction_error=None, local_prefills=0, tiers=tiers,
-    )  # fmt: skip
+    return router_state(tiers=tiers)
 
 
 def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> TierState:

@@ -15,10 +15,11 @@ from fulcrum_core.api import (
     RoleAssignment,
 )
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed
 from fulcrum_operator.plan.observed import EngineFacts
+from tests.unit.core.states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
 P, D = Role.PREFILL, Role.DECODE
@@ -94,32 +95,10 @@ def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObse
 def router(generation: int = 1, legs: Mapping[str, int] | None = None, **handoffs: int) -> RouterState:
     """A router that has acknowledged this generation and has so many legs on instances."""
     states = tuple(
-        InstanceState(
-            name=name,
-            role=D,
-            serving=True,
-            prefill_queued_s=0.0,
-            prefill_tokens=0,
-            decode_tokens=0,
-            decode_requests=0,
-            legs=count,
-            open_handoffs=handoffs.get(name.replace("-", "_"), 0),
-            itl_s=None,
-        )
+        instance_state(name, legs=count, open_handoffs=handoffs.get(name.replace("-", "_"), 0))
         for name, count in (legs or {}).items()
     )
-    return RouterState(
-        service="chat",
-        generation=generation,
-        acknowledged_at_s=NOW_S,
-        at_s=NOW_S,
-        instances=states,
-        flip_wanted=None,
-        flip_wanted_seq=0,
-        prediction_error=None,
-        local_prefills=0,
-        tiers=(),
-    )
+    return router_state(*states, generation=generation, acknowledged_at_s=NOW_S, at_s=NOW_S)
 
 
 def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None, **fields: Any) -> Observed:
