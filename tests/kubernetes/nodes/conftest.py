@@ -26,8 +26,8 @@ ORDER = (
     "test_real_engines",
     "test_bad_input",
     "test_kills",
-    "test_api_server",
     "test_nodes",
+    "test_api_server",  # Kubernetes' own parts may watch in vain for a minute afterwards, and see no cordon
     "test_rights",  # by then the log tells of all that a service lives through
     "test_deletion",
     "test_one_namespace",

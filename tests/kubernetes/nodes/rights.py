@@ -44,15 +44,20 @@ def _role(cluster: Cluster, binding: dict[str, Any]) -> dict[str, Any]:
 
 def used(cluster: Cluster, namespace: str, account: str) -> set[Right]:
     """What the API server let the account do, even if there was nothing there."""
-    return {right for right, code in _requests(cluster, namespace, account) if code != _FORBIDDEN}
+    return {right for right, _, code in _requests(cluster, namespace, account) if code != _FORBIDDEN}
 
 
 def refused(cluster: Cluster, namespace: str, account: str) -> set[Right]:
-    """What the account tried and may not do."""
-    return {right for right, code in _requests(cluster, namespace, account) if code == _FORBIDDEN}
+    """What the account tried and may not do, in any namespace.
+
+    The last answer counts: an API server that starts forbids what its own caches do not know of yet.
+    """
+    last = {(right, where): code for right, where, code in _requests(cluster, namespace, account)}
+    return {right for (right, _), code in last.items() if code == _FORBIDDEN}
 
 
-def _requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[Right, int]]:
+def _requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[Right, str, int]]:
+    """What the account asked for, in which namespace, and the status of the answer."""
     name = f"system:serviceaccount:{namespace}:{account}"
     for line in cluster.audit_log.read_text(encoding="utf-8").splitlines():
         event = _read(line)
@@ -61,9 +66,10 @@ def _requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[
             continue
         resource = "/".join(filter(None, (target["resource"], target.get("subresource"))))
         group, code = target.get("apiGroup", ""), event.get("responseStatus", {}).get("code", 0)
-        yield (group, resource, event["verb"]), code
+        where = target.get("namespace", "")
+        yield (group, resource, event["verb"]), where, code
         if event["verb"] == "patch" and code == _CREATED:  # an apply of something new needs both rights
-            yield (group, resource, "create"), code
+            yield (group, resource, "create"), where, code
 
 
 def _read(line: str) -> dict[str, Any]:
