@@ -11,13 +11,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.canaries import Canaries
 from fulcrum_router.fleet import Instance
 from fulcrum_router.policy import PairKey, Proof
-from fulcrum_router.probes import Prober
 from fulcrum_router.state_port import picture
 from tests.integration.router_engines import (
+    DEADLINE_S,
     Answering,
     FakeEngine,
     Script,
@@ -202,10 +203,7 @@ async def test_the_pairs_of_an_instance_that_does_not_serve_yet_are_warmed_thoug
             world.router.fleet[other].ledger.open_prefill(tokens=1, seconds=0.1)
         async with watched(world):
             instance.starting = True
-            probing = asyncio.ensure_future(Prober(world.router).run())
             await until(lambda: reasons(world) == dict.fromkeys(sorted(ways), "Proven"), "all four pairs")
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
         world.router.pairs.refresh(world.router.fleet.all, now_s=time.monotonic())
         assert world.router.pairs.broken == ()
         assert set(world.router.pairs.delays) == {"p1"}, "of those that serve the one pair is cold"
@@ -232,9 +230,10 @@ async def test_a_slow_pair_is_tried_with_a_prompt_that_tells() -> None:
     giver = FakeEngine("p1", prefill=give_long_handoff, decode=says(3000))
     engines = [giver, FakeEngine("d1", decode=says(3000))]
     async with running(*engines) as world:
+        world.router.fleet["d1"].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
         pair = world.router.pairs[PairKey("p1", "d1")]
-        for _ in range(3):
-            pair.timed(9.0, tokens=3000, recompute_s=0.1, cold=False)
+        for _ in range(3):  # slow beside computing it there, as no answer within a test's deadline is
+            pair.timed(9 * DEADLINE_S, tokens=3000, recompute_s=DEADLINE_S, cold=False)
         pair.record(Proof.PROVEN, now_s=time.monotonic() - 400.0)
         assert pair.reason == "SlowTransport"
         async with watched(world):
