@@ -1,10 +1,13 @@
-"""Engines made for testing a router: each answers as its script says and remembers what it was asked."""
+"""Routers over engines of the test's choice, and engines made for that.
+
+Those answer as their script says and remember what they were asked.
+"""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_core.api.pdservice import TimeoutsSpec
@@ -13,6 +16,8 @@ from fulcrum_router.fleet import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
 from fulcrum_router.settings import Settings, Tier, Timeouts
+from tests.integration.engine_server.servers import MODEL
+from tests.integration.engine_server.servers import Server as Engine
 
 DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -296,10 +301,8 @@ async def running(
         server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
         servers[engine.name] = server
         engine.port = server.sockets[0].getsockname()[1]
-        instance = Instance(engine.name)
+        instance = _placed(engine.name, engine.port)
         instance.identity = Identity("m", "fake 1", "bf16", 16, 1)
-        instance.place("127.0.0.1", engine.port)
-        instance.assign(Role.PREFILL if engine.name.startswith("p") else Role.DECODE)
         router.fleet.add(instance)
     bound = bind("127.0.0.1", 0, "--port")
     served = Server(router, sweep_s=0.01, grace_s=grace_s)
@@ -310,6 +313,25 @@ async def running(
     finally:
         for server in servers.values():
             server.close()
+
+
+@asynccontextmanager
+async def routed(engines: Mapping[str, Engine], **timeouts: float) -> AsyncIterator[tuple[Router, str]]:
+    """A router over engine servers, by names as in `running`, and where it is asked."""
+    router = Router()
+    router.configure(replace(quick_settings(**timeouts), model=MODEL), last_to_decode_s=None)
+    for name, engine in engines.items():
+        router.fleet.add(_placed(name, engine.port))
+    bound = bind("127.0.0.1", 0, "--port")
+    async with Server(router).listening(bound):
+        yield router, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions"
+
+
+def _placed(name: str, port: int) -> Instance:
+    instance = Instance(name)
+    instance.place("127.0.0.1", port)
+    instance.assign(Role.PREFILL if name.startswith("p") else Role.DECODE)
+    return instance
 
 
 def quick_settings(**timeouts: float) -> Settings:

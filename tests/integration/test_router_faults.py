@@ -7,20 +7,16 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 
 import aiohttp
 import pytest
 
-from fulcrum_core.values import Role
 from fulcrum_router import fleet, probes
 from fulcrum_router.fleet import Instance
-from fulcrum_router.router import Router
-from fulcrum_router.server import Server, bind
 from tests.integration.engine_server.servers import DEADLINE_S, MODEL, answer_to, launch, ready
 from tests.integration.engine_server.servers import Server as Engine
-from tests.integration.router_engines import FakeEngine, World, hang, quick_settings, running, until
+from tests.integration.router_engines import FakeEngine, World, hang, quick_settings, routed, running, until
 
 TOKENS = 8
 HUNG_S = 6.0
@@ -146,20 +142,8 @@ def engines() -> Iterator[dict[str, Engine]]:
         engine.kill()
 
 
-@asynccontextmanager
-async def routed(engines: dict[str, Engine]) -> AsyncIterator[tuple[Router, str]]:
-    """A router over them, with the time-outs that a service has by default."""
-    router = Router()
-    settings = quick_settings(connect=1.0, prefill=60.0, first_byte=60.0, idle=60.0)
-    router.configure(replace(settings, model=MODEL), last_to_decode_s=None)
-    for name, engine in engines.items():
-        instance = Instance(name)
-        instance.place("127.0.0.1", engine.port)
-        instance.assign(Role.PREFILL if name.startswith("p") else Role.DECODE)
-        router.fleet.add(instance)
-    bound = bind("127.0.0.1", 0, "--port")
-    async with Server(router).listening(bound):
-        yield router, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions"
+BY_DEFAULT = {"connect": 1.0, "prefill": 60.0, "first_byte": 60.0, "idle": 60.0}
+"""The time-outs that a service has."""
 
 
 @contextmanager
@@ -176,7 +160,7 @@ def stopped(engine: Engine) -> Iterator[None]:
 async def test_a_hung_engine_is_left_out_and_its_waiting_requests_go_elsewhere(
     client: aiohttp.ClientSession, engines: dict[str, Engine], name: str
 ) -> None:
-    async with routed(engines) as (router, url):
+    async with routed(engines, **BY_DEFAULT) as (router, url):
 
         async def ask(number: int) -> tuple[int, str]:
             prompt = f"request {number} of {name}, once upon a time"
@@ -199,7 +183,8 @@ async def test_a_stream_of_a_hung_engine_ends_in_a_typed_error_long_before_its_i
     client: aiohttp.ClientSession, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "HANGING_STREAM_S", 0.5)
-    async with routed({n: e for n, e in engines.items() if n in ("p1", "d1")}) as (router, url):
+    two = {name: engines[name] for name in ("p1", "d1")}
+    async with routed(two, **BY_DEFAULT) as (router, url):
         body = {"model": MODEL, "prompt": "a long one", "max_tokens": 400, "stream": True}
         async with client.post(url, json=body) as answer:
             await answer.content.readuntil(b"\n\n")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,7 @@ import pytest
 import yaml
 
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.values import Role
-from fulcrum_router.fleet import Instance
 from fulcrum_router.policy import PairKey
-from fulcrum_router.router import Router
-from fulcrum_router.server import Server, bind
 from tests.integration.engine_server.servers import (
     BLOCK,
     BLOCKS,
@@ -37,6 +32,7 @@ from tests.integration.router_engines import (
     World,
     event_chunk,
     quick_settings,
+    routed,
     running,
     until,
 )
@@ -323,23 +319,13 @@ async def test_a_decode_leg_held_back_past_the_lease_gets_no_other_prompts_text(
 ) -> None:
     """The engine answers 200 with another prompt's text: without the guard it reaches the client."""
     p, d = engines
-    router = Router()
-    settings = replace(quick_settings(first_byte=10.0, prefill=10.0), model=MODEL)
-    router.configure(settings, last_to_decode_s=None)
-    for name, role, engine in (("p1", Role.PREFILL, p), ("d1", Role.DECODE, d)):
-        instance = Instance(name)
-        instance.kv_lease_s = 1.0 if guarded else 3600.0
-        instance.place("127.0.0.1", engine.port)
-        instance.assign(role)
-        router.fleet.add(instance)
-    bound = bind("127.0.0.1", 0, "--port")
     calls = Client(client)
-    async with Server(router).listening(bound):
+    async with routed({"p1": p, "d1": d}, first_byte=10.0, prefill=10.0) as (router, url):
+        router.fleet["p1"].kv_lease_s = 1.0 if guarded else 3600.0
         prompt = prompt_of(f"held back {stream} {guarded}")
         await until(lambda: router.fleet["p1"].kv_expired is not None, "its metrics are read")
         await calls.fault(d, "hang")
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": stream}
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions"
         asking = asyncio.ensure_future(client.post(url, json=body))
         held = router.fleet["d1"].ledger
         await until(lambda: held.decode_requests == 1, "the decode leg waits")
