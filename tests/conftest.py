@@ -50,7 +50,7 @@ Figure = Callable[[str], None]
 _FIGURES: list[str] = []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def figure() -> Figure:
     """`figure("what: so much")` is printed at the end of the run."""
     return _FIGURES.append

@@ -31,6 +31,7 @@ from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.reconcile import Cluster as Reached
 from fulcrum_operator.reconcile import ServiceKey, reconcile
+from tests.conftest import Figure
 from tests.unit.autoscaler.builders import decode, prefill, router
 from tests.unit.operator.builders import engine
 from tools.kubernetes.cluster import Cluster
@@ -341,7 +342,7 @@ async def writers(
 
 @pytest.mark.timeout(900)
 async def test_writers_side_by_side_break_no_floor_and_lose_no_write(
-    control_plane: Cluster, namespace: str, seed: int
+    control_plane: Cluster, namespace: str, figure: Figure, seed: int
 ) -> None:
     address, rng = f"kubeconfig:{control_plane.kubeconfig}", random.Random(seed)
     async with writers(address, namespace, rng) as (all_of_them, wrote), open_store(address) as reader:
@@ -368,7 +369,8 @@ async def test_writers_side_by_side_break_no_floor_and_lose_no_write(
         states = history.states
         last = (await reader.get(PDAssignment, "chat", namespace=namespace)).metadata.generation
     seen = Counter(s.metadata.generation for _, s in states if isinstance(s, PDAssignment))
-    print(f"{INTERLEAVINGS} interleavings, {last} generations; {dict(sorted(all_of_them.outcomes.items()))}")
+    outcomes = ", ".join(f"{what}: {count}" for what, count in sorted(all_of_them.outcomes.items()))
+    figure(f"{INTERLEAVINGS} interleavings, {last} generations; {outcomes}")
     assert list(broken_floors(states)) == []
     assert set(wrote) == set(range(2, last + 1)), "each generation but the first is somebody's write"
     assert (max(wrote.values()), set(seen)) == (1, set(range(1, last + 1)))

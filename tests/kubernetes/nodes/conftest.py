@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.clusters import fresh_namespace
 from tests.kubernetes.nodes.installation import Helm, values
 from tests.kubernetes.nodes.load import Load, loaded
@@ -76,9 +77,9 @@ def service(chat: Service) -> Service:
 
 
 @pytest.fixture(scope="module")
-def steady(cluster: Cluster, chat: Service, seed: int) -> Iterator[Load]:
+def steady(cluster: Cluster, chat: Service, seed: int, figure: Figure) -> Iterator[Load]:
     """One load for all scenarios of a module: to start it takes seconds."""
-    with loaded(cluster, chat, seed, node="n1") as running:
+    with loaded(cluster, chat, seed, node="n1", tell=figure) as running:
         yield running
 
 

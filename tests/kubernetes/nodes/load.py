@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.conftest import Figure
 from tests.kubernetes.clusters import REPO
 from tests.kubernetes.nodes.service import MODEL, Service
 from tools.kubernetes.cluster import Cluster
@@ -38,7 +39,9 @@ class Window:
             f"{key}={self.figures[key]}" for key in ("offered", "ok", "failed", "broken", "wrong")
         )
         ttft = self.figures["latencies"]["ttft_p99_s"]
-        return f"{self.name}: {counts} silent={self.figures['broken_silently']} ttft_p99={ttft or -1:.3f}s"
+        why = f"; {reasons}" if (reasons := self.figures["reasons"]) else ""
+        silent = self.figures["broken_silently"]
+        return f"{self.name}: {counts} silent={silent} ttft_p99={ttft or -1:.3f}s{why}"
 
     def all_right(self) -> bool:
         """Every request offered got the right answer, whole."""
@@ -51,9 +54,10 @@ class Window:
 
 
 class Load:
-    """The load process on a node; `window` cuts out what a scenario does."""
+    """The load process on a node; `window` cuts out what a scenario does, and tells what became of it."""
 
-    def __init__(self, node: Machine, *, host: str, model: str, seed: int, rate: float = RATE) -> None:
+    def __init__(self, node: Machine, *, host: str, model: str, seed: int, rate: float, tell: Figure) -> None:
+        self._tell = tell
         command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={rate}"]
         self._process = subprocess.Popen(
             node.command("env", "--chdir", REPO, *command, f"--seed={seed}"),
@@ -76,9 +80,7 @@ class Load:
             self._open("between")
             wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
             seen.figures = self._windows[key]
-            print(f"\n{seen}")
-            if seen.figures["reasons"]:
-                print("  ", seen.figures["reasons"])
+            self._tell(str(seen))
 
     def stop(self) -> None:
         """Ends the load; what is in flight is waited for."""
@@ -110,9 +112,12 @@ class Load:
 
 
 @contextlib.contextmanager
-def loaded(cluster: Cluster, service: Service, seed: int, *, node: str, rate: float = RATE) -> Iterator[Load]:
+def loaded(
+    cluster: Cluster, service: Service, seed: int, *, node: str, tell: Figure, rate: float = RATE
+) -> Iterator[Load]:
     """Steady load on the service from this node, once it is seen to be answered."""
-    running = Load(cluster.nodes[node], host=service.address(), model=MODEL, seed=seed, rate=rate)
+    address = service.address()
+    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, rate=rate, tell=tell)
     try:
         with running.window("warming up"):
             wait_for(lambda: service.first_token(node), "an answer", timeout_s=30)

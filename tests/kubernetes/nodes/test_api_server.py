@@ -6,6 +6,7 @@ import time
 import pytest
 
 from fulcrum_core.state import RouterState
+from tests.conftest import Figure
 from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.pods import signal_pod
 from tests.kubernetes.nodes.router_state import state_port
@@ -19,7 +20,7 @@ CONVERGED_S = 10.0
 
 @pytest.mark.timeout(480)
 def test_half_a_minute_without_an_api_server_fails_no_request_and_an_engine_comes_back_without_it(
-    cluster: Cluster, service: Service, load: Load
+    cluster: Cluster, service: Service, load: Load, figure: Figure
 ) -> None:
     victim = service.engines()[0]
     with state_port(cluster, service.address()) as state:
@@ -42,8 +43,12 @@ def test_half_a_minute_without_an_api_server_fails_no_request_and_an_engine_come
             )
             wait_for(lambda: service.phases() == {"Serving": INSTANCES}, "all to serve", timeout_s=60)
             converged_s = time.monotonic() - back_s
-            service.wait_whole(timeout_s=120)  # kubelets take their time to say that pods are ready
-    print(f"the engine served again after {again_s:.1f} s; converged {converged_s:.1f} s after the return")
+            whole_s = service.wait_whole(timeout_s=120)  # kubelets take their time to say that pods are ready
+    figure(
+        f"an engine killed meanwhile served again after {again_s:.1f} s; "
+        f"all converged {converged_s:.1f} s after the API server's return, "
+        f"and {whole_s:.1f} s later every pod was Ready"
+    )
     assert (away.all_right(), back.all_right()) == (True, True)
     assert (killed.failed, killed.wrong, killed.broken_silently) == (0, 0, 0)
     assert converged_s <= CONVERGED_S

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.nodes.installation import NAMESPACE, Helm
 from tests.kubernetes.nodes.rights import refused
 from tests.kubernetes.nodes.service import Service
@@ -12,15 +13,13 @@ from tools.kubernetes.waiting import wait_for
 
 EVERYWHERE = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
 """What Kubernetes itself makes in a namespace."""
-
-
 TOKENS = 400
 """A good eight seconds: longer than a pod that has nothing to do takes to end."""
 
 
 @pytest.mark.timeout(600)
 def test_deleted_service_drains_and_service_and_release_leave_nothing_but_the_crds(
-    cluster: Cluster, service: Service, helm: Helm
+    cluster: Cluster, service: Service, helm: Helm, figure: Figure
 ) -> None:
     with service.stream("n1", tokens=TOKENS) as answer:
         begun = answer.readline()
@@ -32,7 +31,7 @@ def test_deleted_service_drains_and_service_and_release_leave_nothing_but_the_cr
     helm.uninstall()
     with contextlib.suppress(TimeoutError):
         wait_for(lambda: _things(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
-    print(f"\nthe service was gone after {gone_s:.1f} s")
+    figure(f"service deleted: all that was made for it gone {gone_s:.1f} s afterwards")
     assert (denied, _things(cluster, NAMESPACE)) == ([set(), set()], [])
     assert _of_the_cluster(cluster) == [
         f"customresourcedefinition.apiextensions.k8s.io/{kind}.fulcrum.dev"

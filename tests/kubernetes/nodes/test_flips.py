@@ -14,6 +14,7 @@ from fulcrum_cli.flipping import Written, flip
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
 from fulcrum_simulator.client import percentile
+from tests.conftest import Figure
 from tests.kubernetes.control_plane.commands import CommandLine
 from tests.kubernetes.nodes.components import is_back, leader
 from tests.kubernetes.nodes.load import Load
@@ -53,7 +54,7 @@ def flips(service: Service, rng: random.Random) -> Iterator[tuple[str, Role]]:
 
 @pytest.mark.timeout(480)
 async def test_300_relabels_are_acknowledged_at_once_and_nobody_notices(
-    cluster: Cluster, by_hand: Service, load: Load, seed: int
+    cluster: Cluster, by_hand: Service, load: Load, figure: Figure, seed: int
 ) -> None:
     wished = list(itertools.islice(flips(by_hand, random.Random(seed)), RELABELS))
     with state_port(cluster, by_hand.address()) as state, load.window(f"{RELABELS} flips, Relabel") as seen:
@@ -61,7 +62,10 @@ async def test_300_relabels_are_acknowledged_at_once_and_nobody_notices(
     p50_s, p99_s = percentile(delays_s, 50), percentile(delays_s, 99)
     assert p99_s is not None
     kept = "kept" if p99_s <= ACKNOWLEDGED_P99_S else f"MISSED: {ACKNOWLEDGED_P99_S} s"
-    print(f"decision to acknowledgement: p50 {p50_s:.4f} s, p99 {p99_s:.4f} s, {kept}; {max(delays_s):.4f} s")
+    figure(
+        f"flip, decision to acknowledgement: p50 {p50_s:.4f} s, p99 {p99_s:.4f} s ({kept}), "
+        f"longest {max(delays_s):.4f} s"
+    )
     assert (seen.all_right(), p99_s <= SOON_S) == (True, True)
 
 
@@ -85,7 +89,7 @@ def _acknowledged_after_s(state: StatePort, written: Written) -> float:
 
 @pytest.mark.timeout(600)
 async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
-    cluster: Cluster, by_hand: Service, load: Load, seed: int
+    cluster: Cluster, by_hand: Service, load: Load, figure: Figure, seed: int
 ) -> None:
     with load.window("engines started for one role each") as changed:
         by_hand.patch("pdservices", {"spec": {"autoscaling": {"flip": {"strategy": "Restart"}}}})
@@ -96,7 +100,8 @@ async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
         with load.window(f"{RESTARTS} flips, Restart") as seen:
             for instance, role in itertools.islice(wished, RESTARTS):
                 await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
-                await asyncio.to_thread(_wait_for_role, by_hand, instance, role)
+                took_s = await asyncio.to_thread(_wait_for_role, by_hand, instance, role)
+                figure(f"flip by a restart: {instance} serves {role} after {took_s:.1f} s")
         with load.window("operator killed while an engine starts for its other role") as killed:
             instance, role = next(wished)
             await flip(store, "chat", instance, role, namespace="default", reason="a scenario")
@@ -105,10 +110,10 @@ async def test_4_restarts_of_engines_that_keep_one_role_fail_no_request(
     assert (changed.all_right(), seen.all_right(), killed.all_right()) == (True, True, True)
 
 
-def _wait_for_role(service: Service, instance: str, role: Role) -> None:
+def _wait_for_role(service: Service, instance: str, role: Role) -> float:
     took_s = wait_for(lambda: service.plays(instance, role), f"{instance} as {role}", timeout_s=60)
     service.wait_whole()
-    print(f"{instance} serves {role} after {took_s:.1f} s")
+    return took_s
 
 
 def _kill_while_it_switches(cluster: Cluster, service: Service, instance: str) -> None:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.nodes.installation import Helm, values
 from tests.kubernetes.nodes.service import MANIFEST, Service
 from tools.kubernetes.cluster import Cluster
@@ -14,7 +15,7 @@ ALL_READY_S = 45.0
 
 @pytest.mark.timeout(480)
 def test_chart_and_a_six_line_manifest_give_a_first_token_and_are_all_ready_within_45_seconds(
-    cluster: Cluster, helm: Helm
+    cluster: Cluster, helm: Helm, figure: Figure
 ) -> None:
     begin = time.monotonic()
     helm.install(values())
@@ -25,5 +26,5 @@ def test_chart_and_a_six_line_manifest_give_a_first_token_and_are_all_ready_with
     first_token_s = time.monotonic() - begin
     chat.wait_whole(timeout_s=60)
     whole_s = time.monotonic() - begin
-    print(f"\nhelm install {installed_s:.1f} s, first token {first_token_s:.1f} s, all Ready {whole_s:.1f} s")
+    figure(f"helm install {installed_s:.1f} s, first token {first_token_s:.1f} s, all Ready {whole_s:.1f} s")
     assert first_token_s <= whole_s <= ALL_READY_S

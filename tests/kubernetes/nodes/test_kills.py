@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.nodes.components import acting, is_back, leader
 from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.pods import Pod, signal_pod
@@ -22,7 +23,7 @@ WHO: dict[str, Callable[[Cluster], Pod]] = {"operator": leader, "autoscaler": ac
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("who", sorted(WHO))
 def test_killed_in_the_middle_of_a_flip_or_a_drain_costs_nothing(
-    cluster: Cluster, service: Service, load: Load, who: str
+    cluster: Cluster, service: Service, load: Load, figure: Figure, who: str
 ) -> None:
     with load.window(f"{who} killed in a flip") as flipping:
         instance, role = service.flip_one()
@@ -39,21 +40,21 @@ def test_killed_in_the_middle_of_a_flip_or_a_drain_costs_nothing(
         wait_for(partial(is_back, cluster, killed), f"the {who} to be back", timeout_s=60)
         service.patch("pdservices", {"spec": {"instances": INSTANCES}})
         service.wait_whole(timeout_s=60)
-    print(f"{who}: the flip ended {ended_s:.1f} s, the drain {drained_s:.1f} s after the kill")
+    figure(f"{who} killed: the flip ended {ended_s:.1f} s, the drain {drained_s:.1f} s afterwards")
     assert (flipping.all_right(), draining.all_right()) == (True, True)
     assert ended_s <= TAKEN_OVER_S
 
 
 @pytest.mark.timeout(480)
 def test_killed_active_router_is_replaced_within_5_seconds(
-    cluster: Cluster, service: Service, load: Load
+    cluster: Cluster, service: Service, load: Load, figure: Figure
 ) -> None:
     dead = service.active_router()
     with load.window("active router killed") as seen:
         signal_pod(cluster, dead, signal.SIGKILL)
         wait_for(partial(is_back, cluster, dead), "the killed router to be back", timeout_s=60)
         service.wait_whole(timeout_s=60)
-    print(f"without right answers for {seen.lost_for_s():.1f} s; active now: {service.active_router().name}")
+    figure(f"active router killed: without right answers for {seen.lost_for_s():.1f} s")
     assert seen.wrong == 0
     assert [reason for reason in seen.reasons if reason.startswith("status")] == []
     assert seen.lost_for_s() <= WHOLE_AGAIN_S
@@ -61,25 +62,25 @@ def test_killed_active_router_is_replaced_within_5_seconds(
 
 @pytest.mark.timeout(480)
 def test_killed_engine_fails_nothing_before_the_first_byte(
-    cluster: Cluster, service: Service, load: Load
+    cluster: Cluster, service: Service, load: Load, figure: Figure
 ) -> None:
     victim = service.engines()[0]
     with load.window("engine killed") as seen:
         signal_pod(cluster, victim, signal.SIGKILL)
         wait_for(lambda: victim not in service.engines(), "the kill to show", timeout_s=30)
         whole_s = service.wait_whole(timeout_s=60)
-    print(f"whole again after {whole_s:.1f} s")
+    figure(f"engine killed: whole again after {whole_s:.1f} s")
     assert (seen.failed, seen.wrong, seen.broken_silently) == (0, 0, 0)
 
 
 @pytest.mark.timeout(480)
 def test_hung_engine_fails_nothing_before_the_first_byte(
-    cluster: Cluster, service: Service, load: Load
+    cluster: Cluster, service: Service, load: Load, figure: Figure
 ) -> None:
     victim = service.engines()[0]
     with load.window("engine hung", timeout_s=120) as seen:
         signal_pod(cluster, victim, signal.SIGSTOP)
         noticed_s = wait_for(lambda: victim not in service.engines(), "the hang to show", timeout_s=90)
         whole_s = service.wait_whole(timeout_s=90)
-    print(f"noticed after {noticed_s:.1f} s, whole again {whole_s:.1f} s later")
+    figure(f"engine hung: noticed after {noticed_s:.1f} s, whole again {whole_s:.1f} s later")
     assert (seen.failed, seen.wrong, seen.broken_silently) == (0, 0, 0)

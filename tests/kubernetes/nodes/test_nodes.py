@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.nodes.components import all_ready
 from tests.kubernetes.nodes.load import loaded
 from tests.kubernetes.nodes.service import Service
@@ -35,11 +36,11 @@ def _with_engines(service: Service, *, router: bool) -> tuple[str, str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
-def test_drained_node_fails_no_request(cluster: Cluster, service: Service, seed: int) -> None:
+def test_drained_node_fails_no_request(cluster: Cluster, service: Service, figure: Figure, seed: int) -> None:
     victim, client = _with_engines(service, router=True)
     try:
         with (
-            loaded(cluster, service, seed, node=client) as load,
+            loaded(cluster, service, seed, node=client, tell=figure) as load,
             load.window(f"kubectl drain {victim}") as seen,
         ):
             drain = ("drain", victim, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=150s")
@@ -50,22 +51,27 @@ def test_drained_node_fails_no_request(cluster: Cluster, service: Service, seed:
         left = [pod.name for pod in (*service.engines(), *service.routers()) if pod.node == victim]
     finally:
         cluster.kubectl("uncordon", victim)
-    print(f"whole {whole_s:.1f} s after the drain")
+    figure(f"node drained: whole {whole_s:.1f} s afterwards")
     assert (seen.all_right(), left) == (True, [])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize("router", [False, True], ids=["with engines", "with the active router"])
-def test_killed_node_is_made_up_for(cluster: Cluster, service: Service, seed: int, router: bool) -> None:
+def test_killed_node_is_made_up_for(
+    cluster: Cluster, service: Service, figure: Figure, seed: int, router: bool
+) -> None:
     victim, client = _with_engines(service, router=router)
     with (
-        loaded(cluster, service, seed, node=client) as load,
+        loaded(cluster, service, seed, node=client, tell=figure) as load,
         load.window(f"{victim} killed", timeout_s=120) as seen,
     ):
         cluster.kill_node(victim)
         whole_s = wait_for(lambda: service.is_whole_without(victim), "capacity elsewhere", timeout_s=120)
-    print(f"capacity restored after {whole_s:.1f} s; without right answers for {seen.lost_for_s():.1f} s")
+    figure(
+        f"node killed, with {'the active router' if router else 'engines'}: capacity restored after "
+        f"{whole_s:.1f} s; without right answers for {seen.lost_for_s():.1f} s"
+    )
     assert (seen.wrong, service.twice()) == (0, [])
     if not router:
         assert (seen.failed, seen.broken_silently) == (0, 0)
@@ -73,9 +79,11 @@ def test_killed_node_is_made_up_for(cluster: Cluster, service: Service, seed: in
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("mended")
-def test_partitioned_node_is_made_up_for_and_heals(cluster: Cluster, service: Service, seed: int) -> None:
+def test_partitioned_node_is_made_up_for_and_heals(
+    cluster: Cluster, service: Service, figure: Figure, seed: int
+) -> None:
     victim, client = _with_engines(service, router=False)
-    with loaded(cluster, service, seed, node=client) as load:
+    with loaded(cluster, service, seed, node=client, tell=figure) as load:
         with load.window(f"{victim} cut off", timeout_s=120) as cut:
             cluster.cut_cable(victim)
             try:
@@ -87,6 +95,6 @@ def test_partitioned_node_is_made_up_for_and_heals(cluster: Cluster, service: Se
         with load.window(f"{victim} healed") as healed:
             wait_for(lambda: cluster.is_ready(victim), f"{victim} to be ready", timeout_s=60)
             healed_s = service.wait_whole(timeout_s=120)
-    print(f"capacity restored after {whole_s:.1f} s, at rest {healed_s:.1f} s after it healed")
+    figure(f"node cut off: capacity restored after {whole_s:.1f} s, at rest {healed_s:.1f} s after it healed")
     assert (cut.failed, cut.wrong, cut.broken_silently, service.twice()) == (0, 0, 0, [])
     assert healed.all_right()

@@ -89,7 +89,7 @@ def with_flips_of_the_autoscaler(cluster: Cluster, service: Service, seed: int) 
     def has_flipped() -> bool:
         return "Autoscaler" in {entry["by"] for entry in service.roles().values()}
 
-    with loaded(cluster, service, seed, node="n1", rate=5.0):
+    with loaded(cluster, service, seed, node="n1", tell=print, rate=5.0):
         service.patch("pdservices", {"spec": {"slo": {"tpot": "1ms"}}})
         wait_for(has_flipped, "a flip by the autoscaler", timeout_s=90)
         service.patch("pdservices", {"spec": {"slo": {"tpot": None}}})

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.conftest import Figure
 from tests.kubernetes.nodes.components import all_ready, component_pods
 from tests.kubernetes.nodes.installation import IMAGE, NEXT_IMAGE, Helm, values
 from tests.kubernetes.nodes.load import Load
@@ -49,7 +50,7 @@ class HandOffs:
 
 @pytest.mark.timeout(600)
 def test_rolling_update_of_the_engine_image_fails_no_request_and_pairs_no_strangers(
-    cluster: Cluster, service: Service, load: Load
+    cluster: Cluster, service: Service, load: Load, figure: Figure
 ) -> None:
     image = _another([pod.image for pod in service.engines()])
     with state_port(cluster, service.address()) as state, load.window(f"engine image {image}") as seen:
@@ -57,7 +58,7 @@ def test_rolling_update_of_the_engine_image_fails_no_request_and_pairs_no_strang
         service.patch("pdservices", {"spec": {"engine": {"image": image}}})
         rolled = partial(handed.seen_until, partial(_engines_run, service, image))
         rolled_s = wait_for(rolled, "the rollout", timeout_s=140)
-    print(f"engines run {image} after {rolled_s:.1f} s; {len(handed.pairs)} pairs")
+    figure(f"engines run {image} after {rolled_s:.1f} s; {len(handed.pairs)} pairs handed over")
     assert (seen.all_right(), handed.between_strangers, handed.pairs != set()) == (True, set(), True)
 
 
@@ -71,13 +72,13 @@ def _engines_run(service: Service, image: str) -> bool:
 
 @pytest.mark.timeout(600)
 def test_helm_upgrade_of_operator_and_router_fails_no_request(
-    cluster: Cluster, service: Service, helm: Helm, load: Load
+    cluster: Cluster, service: Service, helm: Helm, load: Load, figure: Figure
 ) -> None:
     image = _another([pod.image for pod in component_pods(cluster, "operator")])
     with load.window(f"helm upgrade to {image}") as seen:
         helm.upgrade(values(image))
         upgraded_s = wait_for(partial(_all_run, cluster, service, image), "the upgrade", timeout_s=150)
-    print(f"all run {image} {upgraded_s:.1f} s after helm")
+    figure(f"operator, autoscaler and routers run {image} {upgraded_s:.1f} s after helm")
     assert seen.all_right()
 
 
@@ -88,7 +89,9 @@ def _all_run(cluster: Cluster, service: Service, image: str) -> bool:
 
 
 @pytest.mark.timeout(480)
-def test_upgrade_of_the_crds_fails_no_request(cluster: Cluster, service: Service, load: Load) -> None:
+def test_upgrade_of_the_crds_fails_no_request(
+    cluster: Cluster, service: Service, load: Load, figure: Figure
+) -> None:
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     place = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/fieldOfTheNextRelease"
     kinds = ("pdservices", "pdinstances", "pdassignments")
@@ -105,6 +108,6 @@ def test_upgrade_of_the_crds_fails_no_request(cluster: Cluster, service: Service
                 assert status == 200, said
             name, role = service.flip_one()
             acted_s = wait_for(partial(service.plays, name, role), "a flip", timeout_s=30)
-            print(f"a flip took {acted_s:.1f} s after the change")
+            figure(f"a flip took {acted_s:.1f} s after the CRDs changed")
         service.wait_whole()
     assert seen.all_right()
