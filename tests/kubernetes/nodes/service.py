@@ -68,7 +68,7 @@ class Service:
         """Gives it the spec of the manifest again but for the image, whatever a scenario has made of it."""
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
         spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
-        self.patch("pdservices", {"spec": spec})
+        self.patch("pdservices", {"spec": {**spec, "pools": None, "slo": None}})
 
     def roles(self) -> dict[str, Object]:
         """The wish: the assignment's entry of each instance."""
@@ -94,7 +94,7 @@ class Service:
         roles = {name: entry["role"] for name, entry in self.roles().items()}
         most = max(("Decode", "Prefill"), key=list(roles.values()).count)
         name = min(name for name, role in roles.items() if role == most)
-        self._flip(name)
+        self._write_roles({name: _OTHER[most]})
         return name, _OTHER[most]
 
     def swap(self) -> float:
@@ -102,13 +102,12 @@ class Service:
 
         Returns when it was written, in seconds of the monotonic clock.
         """
-        return self._flip(*self.roles())
+        return self._write_roles({name: _OTHER[entry["role"]] for name, entry in self.roles().items()})
 
-    def _flip(self, *names: str) -> float:
-        roles = self.roles()
+    def _write_roles(self, roles: dict[str, str]) -> float:
         since = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat().replace("+00:00", "Z")
         word = {"since": since, "by": "Person", "reason": "a scenario"}
-        entries = {name: {"role": _OTHER[roles[name]["role"]], **word} for name in names}
+        entries = {name: {"role": role, **word} for name, role in roles.items()}
         began_s = time.monotonic()
         self.patch("pdassignments", {"spec": {"roles": entries}})
         return began_s
