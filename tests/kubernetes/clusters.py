@@ -91,7 +91,8 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace that pods may start in at once, deleted with all that is in it."""
     name = f"t-{secrets.token_hex(4)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-    cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
+    status, said = cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
+    assert status == 201, said
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
     wait_for(lambda: cluster.get(account)[0] == 200, f"the service account of {name}", timeout_s=60)
     try:
@@ -104,4 +105,6 @@ def enforce_restricted(cluster: Cluster, namespace: str) -> None:
     """From now on the namespace takes no pod that is not restricted."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{namespace}"
-    cluster.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")
+    body = json.dumps(label).encode()
+    status, said = cluster.request("PATCH", path, body, kind="application/merge-patch+json")
+    assert status == 200, said
