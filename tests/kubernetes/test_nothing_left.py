@@ -1,10 +1,12 @@
 """A run that starts a node leaves nothing of it on the machine, however the run ends."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,14 +38,11 @@ def test_with_a_node(start_cluster):
 @pytest.mark.parametrize("ending", ["passed", "failed", "interrupted"])
 def test_nothing_is_left_of_a_run_that(tmp_path: Path, ending: str) -> None:
     before = _of_the_machine()
-    run, folder, cluster_pid = _started(tmp_path, ending)
-    if ending == "interrupted":
-        run.send_signal(signal.SIGINT)
-    try:
+    with _started(tmp_path, ending) as run:
+        folder, cluster_pid = _cluster_of(run, tmp_path / "told")
+        if ending == "interrupted":
+            run.send_signal(signal.SIGINT)
         output, _ = run.communicate(timeout=300)
-    finally:
-        run.kill()
-        run.wait()
     assert (_expected(ending), []) == (run.returncode, _processes(folder, cluster_pid)), output
     assert _of_the_machine() == before
     assert _cgroups(folder) == []
@@ -53,8 +52,9 @@ def _expected(ending: str) -> int:
     return {"passed": 0, "failed": 1, "interrupted": 2}[ending]
 
 
-def _started(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], Path, int]:
-    """A run of its own that has a cluster by now, the cluster's folder, and its network namespace."""
+@contextlib.contextmanager
+def _started(tmp_path: Path, ending: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of its own, over when the block is."""
     told, test = tmp_path / "told", tmp_path / "test_run.py"
     test.write_text(RUN.format(told=str(told), ending=ending))
     options = [
@@ -66,15 +66,23 @@ def _started(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], Path, 
         "-c",
         os.devnull,
     ]
-    run = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", *options, str(test)],
         cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=_heed_interrupts,
-    )  # fmt: skip
-    wait_for(lambda: told.exists() or run.poll() is not None, "the run's cluster", timeout_s=100)
+    ) as run:  # fmt: skip
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def _cluster_of(run: subprocess.Popen[str], told: Path) -> tuple[Path, int]:
+    """The folder of the run's cluster, once that is up, and its first process; 0: it is gone again."""
+    wait_for(lambda: run.poll() is not None or bool(told.read_text()), "the run's cluster", timeout_s=100)
     folder = Path(told.read_text())
     state = folder / "state.json"
-    return run, folder, int(json.loads(state.read_text())["hub"]) if state.exists() else 0
+    return folder, int(json.loads(state.read_text())["hub"]) if state.exists() else 0
 
 
 def _heed_interrupts() -> None:
