@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.kubernetes.clusters import fresh_namespace
+from tests.kubernetes.control_plane.operators import OperatorProcess, operators, until
 from tools.kubernetes.cluster import Cluster
 
 
@@ -13,3 +14,18 @@ def namespace(control_plane: Cluster) -> Iterator[str]:
     """A fresh namespace on the control plane, deleted after the test."""
     with fresh_namespace(control_plane) as name:
         yield name
+
+
+@pytest.fixture(scope="module")
+def operator(
+    request: pytest.FixtureRequest, control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """An operator of all namespaces: to start another one for each test takes longer than the test.
+
+    The module has its own Lease: that of an operator that was killed is held for a while.
+    """
+    account = request.path.stem.replace("_", "-")
+    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
+        process = start("op-a", "--lease-namespace", "default", "--account", account)
+        until(process.leads, "the operator to lead")
+        yield process

@@ -131,31 +131,46 @@ class Engines:
         return 400 if kind in self.refuses else 200
 
 
+class Answers(BaseHTTPRequestHandler):
+    """What stands in for a program of ours: it answers, and is silent otherwise."""
+
+    def answer(self, status: int, body: bytes) -> None:
+        """The whole answer."""
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def served(handler: type[Answers], address: str, port: int = 0) -> Iterator[int]:
+    """It answers at this address in here; the port."""
+    server = ThreadingHTTPServer((address, port), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @contextlib.contextmanager
 def engines_at(address: str) -> Iterator[Engines]:
     """Engines that answer the canary on port 8000 of this address."""
     engines = Engines(address)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answers):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(engines.answer(body))
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
+            self.answer(engines.answer(body), b"{}")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer((address, 8000), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
+    with served(Handler, address, 8000):
         yield engines
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def some_address() -> str:

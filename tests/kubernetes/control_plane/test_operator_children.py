@@ -1,12 +1,11 @@
 """What stands around a service's engines is as the operator wants it, whatever hands change there."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kubernetes.control_plane.operators import Space, operators, until
+from tests.kubernetes.control_plane.operators import OperatorProcess, Space, until
 from tools.kubernetes.cluster import Cluster
 
 DEPLOYMENTS, POLICIES = "apps/v1/deployments", "networking.k8s.io/v1/networkpolicies"
@@ -16,13 +15,10 @@ APPLIED = 10
 ANYTHING = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
 
 
-@pytest.fixture(scope="module")
-def log(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The log of an operator of all namespaces."""
-    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
-        process = start("op-c", "--lease-namespace", "default", "--account", "children")
-        until(process.leads, "the operator to lead")
-        yield process.log
+@pytest.fixture
+def log(operator: OperatorProcess) -> Path:
+    """The operator's."""
+    return operator.log
 
 
 @pytest.fixture
@@ -92,14 +88,10 @@ def test_what_others_add_stays_and_is_no_reason_to_write(space: Space, log: Path
         (DEPLOYMENTS, "chat-router"),
         ("discovery.k8s.io/v1/endpointslices", "chat-router"),
         ("serviceaccounts", "chat-engine"),
+        (BUDGETS, "chat-engines"),
     ],
 )
 def test_a_child_that_somebody_deletes_is_made_again(space: Space, kind: str, name: str) -> None:
     before = space.get(kind, name)["metadata"]["uid"]
     space.delete(kind, name)
-    until(lambda: _uid(space, kind, name) not in (None, before), "it to be made again")
-
-
-def _uid(space: Space, kind: str, name: str) -> str | None:
-    found = [item["metadata"] for item in space.list(kind) if item["metadata"]["name"] == name]
-    return found[0]["uid"] if found else None
+    until(lambda: space.get(kind, name)["metadata"]["uid"] != before, "it to be made again")

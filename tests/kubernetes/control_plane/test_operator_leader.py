@@ -115,6 +115,7 @@ def test_when_nothing_changes_nothing_is_written_but_leases(
         until(lambda: space.get("pdservices", "chat")["status"]["ready"] == "4/4", "the count", timeout_s=20)
         settled = time.time() + 1.0
         until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)
+    assert writes(control_plane, space.name, 0.0, settled) != {}, "what is written would be seen"
     assert writes(control_plane, space.name, settled, settled + QUIET_S) == {}
 
 

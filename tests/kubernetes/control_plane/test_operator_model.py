@@ -1,7 +1,6 @@
 """A model of real engines is read by a pod before they start. The test plays that pod, and its node."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from fulcrum_operator.engines import vllm
 from fulcrum_operator.engines.kinds import engine_request
 from tests.kubernetes.control_plane.operators import (
     Kubelet,
+    OperatorProcess,
     Space,
     engines_at,
-    operators,
     some_address,
     until,
 )
@@ -43,17 +42,8 @@ def words_of(model: str) -> str:
     return json.dumps(excerpt(json.loads((FOLDER / model / "config.json").read_text())))
 
 
-@pytest.fixture(scope="module")
-def operator(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all namespaces."""
-    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
-        process = start("op-m", "--lease-namespace", "default", "--account", "models")
-        until(process.leads, "the operator to lead")
-        yield
-
-
 @pytest.fixture
-def space(control_plane: Cluster, namespace: str, operator: None) -> Space:  # noqa: ARG001
+def space(control_plane: Cluster, namespace: str, operator: OperatorProcess) -> Space:  # noqa: ARG001
     """A namespace with a service of real engines, whose model is being read."""
     made = Space(control_plane, namespace)
     made.service(**SPEC)

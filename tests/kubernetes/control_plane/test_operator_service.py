@@ -11,9 +11,9 @@ from tests.kubernetes.clusters import fresh_namespace
 from tests.kubernetes.control_plane.operators import (
     Engines,
     Kubelet,
+    OperatorProcess,
     Space,
     engines_at,
-    operators,
     some_address,
     until,
 )
@@ -63,16 +63,8 @@ class World:
         return dict(self.space.get("pdassignments", "chat")["spec"]["roles"][name])
 
 
-@pytest.fixture(scope="module")
-def operator(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One for all namespaces: to start another one for each test takes longer than the test."""
-    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
-        until(start("op-a", "--lease-namespace", "default").leads, "the operator to lead")
-        yield
-
-
 @pytest.fixture
-def world(control_plane: Cluster, namespace: str, operator: None) -> Iterator[World]:  # noqa: ARG001
+def world(control_plane: Cluster, namespace: str, operator: OperatorProcess) -> Iterator[World]:  # noqa: ARG001
     address, space = some_address(), Space(control_plane, namespace)
     with engines_at(address) as engines:
         yield World(space, Kubelet(space, address), engines)
@@ -178,14 +170,6 @@ def test_an_image_that_does_not_pull_is_told(world: World) -> None:
     world.kubelet.waits("chat-1", "ImagePullBackOff", 'Back-off pulling image "x:1"')
     until(lambda: "ImagePullFailed" in world.space.events(), "the event")
     assert world.space.events()["ImagePullFailed"] == 'chat-1: ImagePullBackOff: Back-off pulling image "x:1"'
-
-
-def test_what_is_taken_away_around_a_service_is_made_again(world: World) -> None:
-    world.up(2)
-    for kind, name in (("services", "chat"), ("policy/v1/poddisruptionbudgets", "chat-engines")):
-        before = world.space.get(kind, name)["metadata"]["uid"]
-        world.space.delete(kind, name)
-        until(lambda: world.space.get(kind, name)["metadata"]["uid"] != before, name)  # noqa: B023
 
 
 def test_the_budget_follows_the_number_of_instances(world: World) -> None:

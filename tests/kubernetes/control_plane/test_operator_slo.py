@@ -1,19 +1,19 @@
 """What the router counts is what `kubectl get pds` shows. The test plays the nodes, and the router."""
 
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from fulcrum_core.state import TierState
 from tests.kubernetes.control_plane.operators import (
+    Answers,
     Kubelet,
     Space,
     engines_at,
     operators,
+    served,
     some_address,
     until,
 )
@@ -27,8 +27,10 @@ COLUMNS = ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "A
 class Router:
     """A state port that tells what it is set to."""
 
-    def __init__(self, server: ThreadingHTTPServer) -> None:
-        self.url = f"http://127.0.0.1:{server.server_port}"
+    url = ""
+
+    def __init__(self) -> None:
+        self.asked = 0
         self.counts(0, 0)
 
     def counts(self, ended: int, met: int) -> None:
@@ -37,31 +39,21 @@ class Router:
         tier = TierState(
             name="default", offered=ended, ok=met, failed=missed, broken=0, cancelled=0, slo_met=met
         )
-        state = router_state(tiers=(tier,))
-        self.body, self.asked = state.model_dump_json().encode(), 0
+        self.body = router_state(tiers=(tier,)).model_dump_json().encode()
 
 
 @pytest.fixture
 def router() -> Iterator[Router]:
-    class Handler(BaseHTTPRequestHandler):
+    made = Router()
+
+    class Handler(Answers):
         def do_GET(self) -> None:
             made.asked += 1
-            self.send_response(200)
-            self.send_header("content-length", str(len(made.body)))
-            self.end_headers()
-            self.wfile.write(made.body)
+            self.answer(200, made.body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made = Router(server)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield made
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(Handler, "127.0.0.1") as port:
+        made.url = f"http://127.0.0.1:{port}"
+        yield made
 
 
 def test_attainment_is_a_column_and_is_written_no_more_while_it_stays(
