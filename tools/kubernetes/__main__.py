@@ -90,15 +90,15 @@ def _on_cluster(cluster: Cluster, options: argparse.Namespace) -> None:
 
 def _load(cluster: Cluster, archive: Path) -> None:
     if not archive.is_file():
-        raise Unavailable(f"{archive} is not there")
+        raise RuntimeError(f"{archive} is not there")
     if not cluster.hub.alive():
-        raise Unavailable(f"no cluster is up in {cluster.folder}")
+        raise RuntimeError(f"no cluster is up in {cluster.folder}")
     cluster.load_image(archive)
 
 
 def _node(cluster: Cluster, name: str) -> Machine:
     if name not in cluster.nodes:
-        raise Unavailable(f"node {name} is not there; there are {', '.join(cluster.nodes) or 'none'}")
+        raise RuntimeError(f"node {name} is not there; there are {', '.join(cluster.nodes) or 'none'}")
     return cluster.nodes[name]
 
 
