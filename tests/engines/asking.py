@@ -3,7 +3,7 @@
 import json
 import random
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,10 @@ _WORDS = (
     "clocks",
     "rivers",
 )
+
+
+Way = tuple[str | None, str | None]
+"""Who computed a prompt, and who answered."""
 
 
 class Broken(Exception):
@@ -82,6 +86,11 @@ class Answer:
     def decode(self) -> str | None:
         """Who answered."""
         return self.headers.get("x-fulcrum-decode")
+
+    @property
+    def way(self) -> Way:
+        """Both."""
+        return self.prefill, self.decode
 
     @property
     def local(self) -> str | None:
@@ -147,7 +156,30 @@ async def events(answer: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data: ")
 
 
+def salted(asked: Ask, **more: Any) -> Ask:
+    """The same, with a salt: nothing of it is in any cache."""
+    return replace(asked, more={**asked.more, "cache_salt": secrets.token_hex(8), **more})
+
+
 async def alone(client: httpx.AsyncClient, engine_url: str, asked: Ask) -> tuple[int, ...]:
-    """What one engine answers that computes everything itself: with a salt it finds nothing in its cache."""
-    salted = replace(asked, stream=False, more={**asked.more, "cache_salt": secrets.token_hex(8)})
-    return (await ask(client, engine_url, salted)).tokens
+    """What one engine answers that computes everything itself."""
+    return (await ask(client, engine_url, salted(replace(asked, stream=False)))).tokens
+
+
+async def prefilled(client: httpx.AsyncClient, engine_url: str, asked: Ask) -> dict[str, Any]:
+    """The hand-off that an engine gives who is asked for it as the router asks."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {**replace(asked, tokens=1, stream=False).body(), "kv_transfer_params": params}
+    handoff: dict[str, Any] = (await client.post(engine_url + asked.path, json=body)).json()
+    return dict(handoff["kv_transfer_params"])
+
+
+async def until_answered_by(
+    way: Way, asking: Callable[[Ask], Awaitable[Answer]], asked: Ask, right: tuple[int, ...]
+) -> None:
+    """Asks the same over and over until an answer has come this way. Each has the right tokens."""
+    took: Way | None = None
+    while took != way:
+        answer = await asking(salted(asked))
+        assert (answer.status, answer.tokens) == (200, right)
+        took = answer.way

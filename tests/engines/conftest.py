@@ -1,14 +1,20 @@
 """Level 5: real engines, few of them for the whole run."""
 
 import os
+import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Figure as Figure
 from tests.engines.real import RealService, Services, Up, manifest, require_engines, up_already
 from tests.engines.short import SHORT
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest, seed: int) -> random.Random:
+    """Of the run's seed and of the test: no other test has asked these engines the same."""
+    return random.Random(f"{seed} {request.node.name}")
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 import asyncio
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -26,13 +25,11 @@ from fulcrum_router.policy.pairs import Pair
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
 from fulcrum_router.settings import Settings, Tier, Timeouts
-from tests.engines.asking import Answer, Ask, ask
+from tests.engines.asking import Answer, Ask, ask, prefilled, salted
 from tests.engines.real import DEADLINE_S, MODEL, START_S, D, P, RealService, Up
 
 IDS = range(32, 1000)
 """Token ids that the tiny model has."""
-
-
 CANARY_TOKENS = 261
 """Two blocks and a little."""
 
@@ -96,7 +93,8 @@ class OwnRouter:
             yield
         finally:
             flying.cancel()
-            await asyncio.gather(flying, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await flying
 
     async def until_known(self, *reasons: str) -> None:
         """Returns once every pair that was tried has one of these reasons, and there are such."""
@@ -157,12 +155,9 @@ def of_ids(prompt: list[int], tokens: int = 8, *, stream: bool = False) -> Ask:
 
 async def handed_by_hand(client: httpx.AsyncClient, prefill: Member, decode: Member, asked: Ask) -> Answer:
     """What decode answers to a hand-off that no router has judged. Its cache is left clean."""
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    body = {**replace(asked, tokens=1, stream=False).body(), "kv_transfer_params": params}
-    handoff = (await client.post(prefill.url + asked.path, json=body)).json()["kv_transfer_params"]
+    handoff = await prefilled(client, prefill.url, asked)
     del handoff["remote_prefill_cached_tokens"]
-    more = {**asked.more, "kv_transfer_params": handoff, "cache_salt": secrets.token_hex(8)}
-    return await ask(client, decode.url, replace(asked, more=more))
+    return await ask(client, decode.url, salted(asked, kv_transfer_params=handoff))
 
 
 @dataclass(frozen=True, slots=True)

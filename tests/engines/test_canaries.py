@@ -14,10 +14,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 async def test_clients_that_share_a_canarys_prompt_get_right_tokens_from_kv_of_their_own(
-    pair: RealService, seed: int
+    pair: RealService, rng: random.Random, seed: int
 ) -> None:
     """Its token ids and its priority are taken by the engines: both directions are proven."""
-    rng, chosen = random.Random(seed), Recording(seed)
+    chosen = Recording(seed)
     prefill, decode = await members_of(pair)
     async with own_router(prefill, decode) as own:
         async with own.canaries(chosen):

@@ -4,14 +4,13 @@ import asyncio
 import random
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
 from fulcrum_core.state import RouterState
-from tests.engines.asking import Ask, alone, ask, every_kind, prompts
-from tests.engines.conftest import Figure
+from tests.conftest import Figure
+from tests.engines.asking import Ask, alone, ask, every_kind, prompts, until_answered_by
 from tests.engines.real import D, P, RealService
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,9 +21,9 @@ REQUESTS, CONCURRENCY = 200, 8
 
 
 async def test_flips_each_second_lose_no_request_and_change_no_token(
-    pair: RealService, figure: Figure, seed: int
+    pair: RealService, figure: Figure, rng: random.Random
 ) -> None:
-    asked = every_kind(random.Random(seed), REQUESTS)
+    asked = every_kind(rng, REQUESTS)
     before = await pair.state()
     flips = asyncio.create_task(flip_each_second(pair))
     began_s = time.monotonic()
@@ -39,16 +38,21 @@ async def test_flips_each_second_lose_no_request_and_change_no_token(
     expected = await few_at_a_time([alone(pair.client, alone_on, one) for one in asked])
     wrong = [n for n, answer in enumerate(answers) if answer.tokens != expected[n]]
     handed = sum(answer.prefill not in (None, answer.decode) for answer in answers)
-    directions = {(answer.prefill, answer.decode) for answer in answers}
+    directions = {answer.way for answer in answers}
+    after = await pair.state()
+    proven, recomputed, unknown = (
+        now - then for now, then in zip(proofs(after), proofs(before), strict=True)
+    )
     figure(
         f"{REQUESTS} requests, {CONCURRENCY} at a time, {swaps} swaps of both roles in {took_s:.1f} s: "
-        f"{REQUESTS - len(wrong)} token-identical, {handed} handed over between engines"
+        f"{REQUESTS - len(wrong)} token-identical, {handed} handed over between engines; "
+        f"{proven} hand-offs proven, {recomputed} recomputed, {unknown} unknown"
     )
     assert ([answer.status for answer in answers], wrong) == ([200] * REQUESTS, [])
     assert swaps >= 3
     assert handed > REQUESTS / 2
     assert len({pair for pair in directions if pair[0] != pair[1]}) >= 2
-    assert failures(await pair.state()) == failures(before)
+    assert failures(after) == failures(before)
 
 
 async def few_at_a_time(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -79,10 +83,15 @@ def failures(state: RouterState) -> tuple[int, int]:
     return sum(tier.failed for tier in state.tiers), sum(tier.broken for tier in state.tiers)
 
 
+def proofs(state: RouterState) -> tuple[int, int, int]:
+    """Hand-offs that were proven, recomputed, and of which nobody can tell."""
+    pairs = state.pairs
+    return sum(p.proven for p in pairs), sum(p.recomputed for p in pairs), sum(p.unknown for p in pairs)
+
+
 async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
-    pair: RealService, figure: Figure, seed: int
+    pair: RealService, figure: Figure, rng: random.Random
 ) -> None:
-    rng = random.Random(seed)
     for _ in range(2):  # both directions have handed over before
         await ask(pair.client, pair.url, Ask(prompts(rng, 1)[0], 2))
         await pair.swap()
@@ -98,12 +107,8 @@ async def first_token_s(pair: RealService, rng: random.Random) -> float:
     right = await alone(pair.client, await pair.engine_url(old[1]), asked)
     began_s = time.monotonic()
     await pair.swap()
-    while True:
-        salted = replace(asked, more={"cache_salt": str(rng.random())})
-        answer = await ask(pair.client, pair.url, salted)
-        assert (answer.status, answer.tokens) == (200, right)
-        if (answer.prefill, answer.decode) == (old[1], old[0]):
-            return time.monotonic() - began_s
+    await until_answered_by(old[::-1], lambda one: ask(pair.client, pair.url, one), asked, right)
+    return time.monotonic() - began_s
 
 
 def listed_ms(waits_s: list[float]) -> str:

@@ -23,8 +23,8 @@ import pytest
 from fulcrum_core.api import PDService
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Phase
+from tests.conftest import Figure
 from tests.engines.asking import Answer, Ask, Broken, alone, ask, events, prompts
-from tests.engines.conftest import Figure
 from tests.engines.own_router import ids, of_ids
 from tests.engines.real import NAMESPACE, START_S, D, P, RealService
 from tests.engines.test_flips import first_token_s, listed_ms
@@ -34,12 +34,6 @@ pytestmark = pytest.mark.timeout(900)
 LONG = Ask("count the clocks", 3000, stream=True)
 """Decode is at it for seconds."""
 GENERATED = "vllm:generation_tokens_total"
-
-
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    """Of the run's seed."""
-    return random.Random(seed)
 
 
 def some(rng: random.Random, tokens: int = 12) -> Ask:
@@ -252,14 +246,18 @@ async def test_a_blocked_side_channel_is_told_and_traffic_is_answered_all_the_sa
 def blocked(port: int) -> Iterator[None]:
     """Nobody of this machine gets through to the port; needs root."""
     rule = ("INPUT", "-i", "lo", "-p", "tcp", "--dport", str(port), "-j", "REJECT")
+
+    def change(how: str) -> None:
+        subprocess.run(("iptables", "-w", how, *rule), check=True, capture_output=True)
+
     try:
-        subprocess.run(("iptables", "-I", *rule), check=True, capture_output=True)
+        change("-I")
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no firewall rule can be set here")
     try:
         yield
     finally:
-        subprocess.run(("iptables", "-D", *rule), check=True)
+        change("-D")
 
 
 async def side_channel(pair: RealService, name: str) -> int:

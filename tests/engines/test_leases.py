@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from fulcrum_router.policy import Proof
-from tests.engines.asking import Answer, Ask, alone, ask
-from tests.engines.conftest import Figure
+from tests.conftest import Figure
+from tests.engines.asking import Answer, Ask, alone, ask, prefilled
 from tests.engines.own_router import CANARY_TOKENS, Recording, ids, members_of, of_ids, own_router
 from tests.engines.real import D, P, RealService
 from tests.engines.short import BLOCK, KV_BYTES, LEASE_S, LONGEST, TRANSFER
@@ -25,12 +25,6 @@ from tests.engines.short import BLOCK, KV_BYTES, LEASE_S, LONGEST, TRANSFER
 pytestmark = pytest.mark.timeout(600)
 
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
-
-
-@pytest.fixture
-def rng(seed: int) -> random.Random:
-    """Of the run's seed."""
-    return random.Random(seed)
 
 
 async def test_engine_and_router_go_by_the_lease_that_the_engine_was_started_with(short: RealService) -> None:
@@ -63,7 +57,7 @@ async def test_a_decode_leg_that_is_held_back_longer_than_the_lease_gives_right_
     expected = [await alone(short.client, url, one) for one in (asked, bare)]
     async with churning(short, prefill, rng) as churn, held(short, decode):
         routed = asyncio.create_task(ask(short.client, short.url, asked))
-        params = await prefilled(short, prefill, bare)
+        params = await prefilled(short.client, await short.engine_url(prefill), bare)
         direct = asyncio.create_task(
             ask(short.client, url, replace(bare, more={**bare.more, "kv_transfer_params": params}))
         )
@@ -72,14 +66,6 @@ async def test_a_decode_leg_that_is_held_back_longer_than_the_lease_gives_right_
     unguarded, answer = await direct, await routed
     assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # so the hazard is there
     assert (answer.status, answer.tokens) == (200, expected[0])
-
-
-async def prefilled(short: RealService, prefill: str, asked: Ask) -> object:
-    """A hand-off as the router asks for it."""
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    body = {**replace(asked, tokens=1, stream=False).body(), "kv_transfer_params": params}
-    answer = await short.client.post(await short.engine_url(prefill) + asked.path, json=body)
-    return answer.json()["kv_transfer_params"]
 
 
 @dataclass(slots=True)
@@ -181,6 +167,7 @@ async def test_a_canary_that_fetched_too_late_proves_nothing_and_leaves_nothing_
         async with own.canaries(chosen):
             await asyncio.sleep(LEASE_S)  # the lease itself
             await churn.overwrites()
+            own.router.active = False  # no other one is sent after it, as to a suspect pair it would be
             await held.aclose()
             counts = own.pair(prefill.name, decode.name).counts
             await short.until(lambda: _counted(counts))

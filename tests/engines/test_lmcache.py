@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Figure
 from tests.engines.asking import Ask, alone, ask, prompts
-from tests.engines.conftest import Figure
 from tests.engines.real import RealService, Services, Up, manifest
 
 pytestmark = pytest.mark.timeout(900)
@@ -34,9 +34,8 @@ async def tiers(tiers_up: Up) -> AsyncIterator[RealService]:
 
 
 async def test_second_turns_find_their_first_in_memory_while_roles_flip(
-    tiers: RealService, figure: Figure, seed: int
+    tiers: RealService, figure: Figure, rng: random.Random
 ) -> None:
-    rng = random.Random(seed)
     first = [
         Ask(prompt, 8, chat=n % 2 == 1) for n, prompt in enumerate(prompts(rng, REQUESTS // 2, (110, 140)))
     ]
@@ -55,10 +54,10 @@ async def test_second_turns_find_their_first_in_memory_while_roles_flip(
 
 
 async def asked_and_wrong(tiers: RealService, asked: list[Ask]) -> list[str]:
-    """Ask them all with three flips on the way; what was not right."""
+    """Ask them all with half of the flips on the way; what was not right."""
     wrong = []
     for number, one in enumerate(asked):
-        if number % (len(asked) // 3) == 5:
+        if number % (len(asked) // (FLIPS // 2)) == 5:
             await tiers.swap()
         answer = await ask(tiers.client, tiers.url, one)
         expected = await alone(tiers.client, await tiers.engine_url("chat-0"), one)

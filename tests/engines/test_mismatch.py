@@ -25,8 +25,8 @@ from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.transfer import kv_transfer
 from fulcrum_router.policy import Proof
 from fulcrum_router.state_port import picture
+from tests.conftest import Figure
 from tests.engines.asking import alone, ask
-from tests.engines.conftest import Figure
 from tests.engines.own_router import (
     Member,
     OwnRouter,
@@ -101,7 +101,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 async def test_engines_that_are_known_to_differ_are_not_paired(
-    pair: RealService, engine: Member, smaller: Member, older: Member, seed: int, name: str
+    pair: RealService, engine: Member, smaller: Member, older: Member, rng: random.Random, name: str
 ) -> None:
     """The size of blocks stands in the user's own arguments here."""
     other = {"smaller": smaller, "older": older}[name]
@@ -109,8 +109,8 @@ async def test_engines_that_are_known_to_differ_are_not_paired(
     assert prefill.identity is not None
     assert decode.identity is not None
     assert can_transfer(prefill.identity, decode.identity).reason == REFUSALS[name]
-    async with own_router(prefill, decode) as own, own.canaries(random.Random(seed)):
-        await not_paired(pair, own, decode, of_ids(ids(random.Random(seed), 2 * BLOCK + 5)))
+    async with own_router(prefill, decode) as own, own.canaries(rng):
+        await not_paired(pair, own, decode, of_ids(ids(rng, 2 * BLOCK + 5)))
 
 
 async def not_paired(pair: RealService, own: OwnRouter, decode: Member, asked: Any) -> None:
@@ -123,9 +123,8 @@ async def not_paired(pair: RealService, own: OwnRouter, decode: Member, asked: A
 
 @pytest.mark.parametrize("gives", [False, True], ids=["reads", "gives"])
 async def test_a_block_size_that_is_told_wrong_is_found_out_by_the_engines_own_word(
-    pair: RealService, engine: Member, smaller: Member, figure: Figure, seed: int, *, gives: bool
+    pair: RealService, engine: Member, smaller: Member, figure: Figure, rng: random.Random, *, gives: bool
 ) -> None:
-    rng = random.Random(f"{seed} {gives}")
     prefill, decode = in_roles(engine, smaller, gives=gives, lie=True)
     bare = of_ids(ids(rng, 2 * BLOCK + 5))
     unguarded = await handed_by_hand(pair.client, prefill, decode, bare)
@@ -149,10 +148,9 @@ async def _read(own: OwnRouter) -> bool:
 
 @pytest.mark.parametrize("gives", [False, True], ids=["reads", "gives"])
 async def test_engines_that_refuse_each_other_give_right_tokens_and_are_told_apart(
-    pair: RealService, engine: Member, older: Member, seed: int, *, gives: bool
+    pair: RealService, engine: Member, older: Member, rng: random.Random, *, gives: bool
 ) -> None:
     """Paired by a version that is told wrong. Nothing counts as proven, whatever decode had cached."""
-    rng = random.Random(f"{seed} {gives}")
     prefill, decode = in_roles(engine, older, gives=gives, lie=True)
     known = ids(rng, BLOCK)
     await ask(pair.client, decode.url, of_ids([*known, *ids(rng, 9)], 1))

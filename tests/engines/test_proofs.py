@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fulcrum_router.policy import Proof
+from tests.conftest import Figure
 from tests.engines.asking import alone
-from tests.engines.conftest import Figure
 from tests.engines.own_router import OwnRouter, ids, members_of, of_ids, own_router
 from tests.engines.real import MODEL, RealService
 
@@ -24,10 +24,9 @@ BORDERS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOC
 
 
 async def test_every_hand_off_is_proven_whatever_the_length_of_its_prompt(
-    pair: RealService, figure: Figure, seed: int
+    pair: RealService, figure: Figure, rng: random.Random
 ) -> None:
     """And the wire of one machine is not found slow."""
-    rng = random.Random(seed)
     prefill, decode = await members_of(pair)
     async with own_router(prefill, decode) as own:
         known, proven = own.pair(prefill.name, decode.name), 0
@@ -100,12 +99,12 @@ USAGE = re.compile(rb'data: \{[^\n]*"choices":\[\][^\n]*\n\n')
     ids=["not asked for", "not wanted", "asked for"],
 )
 async def test_a_stream_is_what_the_engine_said_but_for_a_usage_that_only_the_router_asked_for(
-    pair: RealService, seed: int, path: str, options: dict[str, Any], *, shown: bool
+    pair: RealService, rng: random.Random, path: str, options: dict[str, Any], *, shown: bool
 ) -> None:
     prefill, decode = await members_of(pair)
-    prompt: dict[str, Any] = {"prompt": ids(random.Random(seed), 300)}
+    prompt: dict[str, Any] = {"prompt": ids(rng, 300)}
     if "chat" in path:
-        prompt = {"messages": [{"role": "user", "content": f"{seed} how many clocks?"}]}
+        prompt = {"messages": [{"role": "user", "content": f"{rng.random()} how many clocks?"}]}
     body = {"model": MODEL, **prompt, "max_tokens": 12, "ignore_eos": True, "stream": True, **options}
     async with tapped(decode.port) as tap, own_router(prefill, replace(decode, port=tap.port)) as own:
         got, said = await streamed(own, path, body), engine_stream(tap)

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from fulcrum_core.api import conditions as words
 from fulcrum_operator.local import engine_environment
 from tests.conftest import Figure
-from tests.engines.asking import Answer, Ask, alone, ask, every_kind, prompts
+from tests.engines.asking import Answer, Ask, Way, alone, ask, every_kind, prompts, until_answered_by
 from tests.engines.real import DEADLINE_S, START_S, require_engines
 from tests.kubernetes.clusters import enforce_restricted
 from tests.kubernetes.nodes.pods import list_pods
@@ -40,9 +40,6 @@ REQUESTS = 8
 VERIFIED_S = 60.0
 NODE = "n1"
 """Where the client is."""
-
-Way = tuple[str, str]
-"""Who computed a prompt, and who answered."""
 
 
 @pytest.fixture(scope="session")
@@ -160,14 +157,14 @@ def columns(cluster: Cluster, namespace: str) -> dict[str, str]:
     return {head[begin:end].strip(): row[begin:end].strip() for begin, end in parts}
 
 
-async def handed_over(client: Client, chat: Service, state: StatePort, rng: random.Random) -> Way:
+async def handed_over(client: Client, chat: Service, state: StatePort, rng: random.Random) -> tuple[str, str]:
     """The way that requests take, all with the right tokens; the router counts each as proven."""
     way, asked = way_of(chat), every_kind(rng, REQUESTS)
     engine, before = chat.instances()[way[1]]["endpoint"], proven(state)[way]
     right = [await client.right(engine, one) for one in asked]
     answers = [await client.ask(one) for one in asked]
     assert [(answer.status, answer.tokens) for answer in answers] == [(200, tokens) for tokens in right]
-    assert [(answer.prefill, answer.decode, answer.local) for answer in answers] == [(*way, None)] * REQUESTS
+    assert [(answer.way, answer.local) for answer in answers] == [(way, None)] * REQUESTS
     try:
         wait_for(lambda: proven(state)[way] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
     except TimeoutError as error:
@@ -181,14 +178,11 @@ async def first_right_token_s(client: Client, chat: Service, rng: random.Random)
     way, asked = way_of(chat), Ask(prompts(rng, 1, (60, 60))[0], 1)
     right = await client.right(chat.instances()[way[1]]["endpoint"], asked)
     began_s = chat.swap()
-    while True:
-        answer = await client.ask(replace(asked, more={"cache_salt": str(rng.random())}))
-        assert (answer.status, answer.tokens) == (200, right)
-        if (answer.prefill, answer.decode) == way[::-1]:
-            return time.monotonic() - began_s
+    await until_answered_by(way[::-1], client.ask, asked, right)
+    return time.monotonic() - began_s
 
 
-def way_of(chat: Service) -> Way:
+def way_of(chat: Service) -> tuple[str, str]:
     """The way that the assignment wishes."""
     names = {entry["role"]: name for name, entry in chat.roles().items()}
     return names["Prefill"], names["Decode"]
