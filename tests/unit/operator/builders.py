@@ -18,10 +18,16 @@ from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed
+from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.observed import EngineFacts
 from tests.unit.core.states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
+SETTINGS = ClusterSettings(
+    image="localhost/fulcrum:1",
+    operator=Account("fulcrum", "fulcrum-operator"),
+    autoscaler=Account("fulcrum", "fulcrum-autoscaler"),
+)
 P, D = Role.PREFILL, Role.DECODE
 RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineState.EXITED
 FACTS = EngineFacts(

@@ -11,15 +11,9 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.vllm import POD, known_of, plan_engine
 from fulcrum_operator.plan.children import children_of
 from fulcrum_operator.plan.engine_parts import real_request
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.pod import pod_of
 from fulcrum_operator.plan.pools import desired_pools
-
-SETTINGS = ClusterSettings(
-    image="localhost/fulcrum:1",
-    operator=Account("fulcrum", "fulcrum-operator"),
-    autoscaler=Account("fulcrum", "fulcrum-autoscaler"),
-)
+from tests.unit.operator.builders import SETTINGS
 
 
 def service(pool: dict[str, Any] | None = None, **spec: Any) -> PDService:

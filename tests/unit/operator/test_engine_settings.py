@@ -35,8 +35,6 @@ LOCAL = Place(
     model_folder="",
     loopback=True,
 )
-
-
 LMCACHE = KvTransferSpec.model_validate({"connector": "LMCache"})
 
 
@@ -206,7 +204,7 @@ def test_the_buffer_of_a_rank_is_its_share_and_comes_off_the_engines_memory() ->
         "llama-3.1-70b",
         devices=4,
         role=Role.DECODE,
-        kv_transfer=KvTransferSpec.model_validate({"connector": "LMCache"}),
+        kv_transfer=LMCACHE,
     )
     assert pushed.buffer_bytes == 10 * 2**30
     launch = plan(pushed).launch

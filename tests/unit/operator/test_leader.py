@@ -12,15 +12,13 @@ from fulcrum_operator.kubernetes.feed import FOLLOWED
 from fulcrum_operator.kubernetes.leader import RELIST_S, RELIST_SOON_S, Leader, Options
 from fulcrum_operator.kubernetes.metrics import Meters
 from fulcrum_operator.plan import Observed, Plan
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.model import Read
 from fulcrum_operator.plan.pools import desired_pools
-from tests.unit.operator.builders import service
+from tests.unit.operator.builders import SETTINGS, service
 
 pytestmark = pytest.mark.looptime
 
-ACCOUNT = Account("fulcrum", "fulcrum-operator")
-OPTIONS = Options(settings=ClusterSettings(image="localhost/fulcrum:1", operator=ACCOUNT, autoscaler=ACCOUNT))
+OPTIONS = Options(settings=SETTINGS)
 
 
 class World:

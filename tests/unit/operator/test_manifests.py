@@ -13,18 +13,12 @@ from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.labels import ROLE_LABEL
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.model import Read, model_key
 from fulcrum_operator.plan.pod import PRE_STOP_S, TEARDOWN_S, pod_of
 from fulcrum_operator.plan.reader_pod import reader_pod
 from fulcrum_operator.plan.template import laid_over
-from tests.unit.operator.builders import service
+from tests.unit.operator.builders import SETTINGS, service
 
-SETTINGS = ClusterSettings(
-    image="localhost/fulcrum:1",
-    operator=Account("fulcrum", "fulcrum-operator"),
-    autoscaler=Account("fulcrum", "fulcrum-autoscaler"),
-)
 PLAIN: dict[str, Any] = {"engine": {}}
 CHANGED: dict[str, Any] = {
     "revision": "0a1b2c3d4e",

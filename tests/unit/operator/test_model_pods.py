@@ -1,39 +1,33 @@
 """The pod that reads a model: what it is, what its status says, and when it is made and deleted."""
 
-import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
-from fulcrum_cluster.objects import POD, ObjectKind
+from fulcrum_cluster.objects import POD
 from fulcrum_core.api import PDService
 from fulcrum_core.api.meta import format_time
-from fulcrum_core.errors import AlreadyExists, Forbidden, NotFound
+from fulcrum_core.errors import Forbidden
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.models import REMEMBERED_S, ModelPods, reading_of
 from fulcrum_operator.kubernetes.store import NotLeading
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.model import Read, model_key
 from fulcrum_operator.plan.observed import Reading
 from fulcrum_operator.plan.pod import pod_of
 from fulcrum_operator.plan.pools import desired_pools
-from fulcrum_operator.plan.reader_pod import reader_pod
+from fulcrum_operator.plan.reader_pod import ATTEMPT, reader_pod
 from fulcrum_operator.reconcile import ServiceKey
-from tests.unit.operator.builders import NOW_S, instance, service
+from tests.unit.operator.builders import NOW_S, SETTINGS, instance, service
+from tests.unit.operator.fakes import Json, Pods
 
 KEY = ServiceKey("default", "chat")
-ACCOUNT = Account("fulcrum", "fulcrum-operator")
-SETTINGS = ClusterSettings(
-    image="localhost/fulcrum:1", operator=ACCOUNT, autoscaler=ACCOUNT, image_pull_secrets=("pull",)
-)
+PULLS = replace(SETTINGS, image_pull_secrets=("pull",))
 CLAIM: dict[str, Any] = {"modelSource": {"pvc": "models", "path": "llama"}}
 HUB: dict[str, Any] = {"modelSource": {"revision": "v2", "tokenSecret": "hub"}}
-
-Json = dict[str, Any]
 
 
 def chat(pool: Json | None = None, **spec: Any) -> PDService:
@@ -48,7 +42,7 @@ def to_read(owner: PDService, attempt: int = 1) -> Read:
 
 
 def pod(owner: PDService) -> Json:
-    return reader_pod(to_read(owner), owner, SETTINGS)
+    return reader_pod(to_read(owner), owner, PULLS)
 
 
 @pytest.mark.parametrize(("name", "spec"), [("claim", CLAIM), ("hub", HUB)])
@@ -165,50 +159,11 @@ def test_what_the_pod_says(status: Json, facts: Json | None, error: str | None, 
     assert reading_of(made) == expected
 
 
-@dataclass
-class Objects:
-    """Pods as an API server keeps them."""
-
-    pods: dict[str, Json] = field(default_factory=dict)
-    refusal: Exception | None = None
-    version: int = 100
-    log: list[str] = field(default_factory=list)
-
-    async def create(self, kind: ObjectKind, body: Json, *, namespace: str) -> Json:
-        assert (kind, namespace) == (POD, "default")
-        if self.refusal is not None:
-            raise self.refusal
-        name = body["metadata"]["name"]
-        if name in self.pods:
-            raise AlreadyExists(name)
-        self.log.append(f"create {body['metadata']['annotations']['fulcrum.dev/attempt']}")
-        return self.put(body)
-
-    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Json:
-        if name not in self.pods:
-            raise NotFound(f"{namespace}/{name}")
-        return copy.deepcopy(self.pods[name])
-
-    async def delete(self, _kind: ObjectKind, name: str, *, namespace: str, uid: str) -> None:
-        if name not in self.pods:
-            raise NotFound(name)
-        assert (namespace, uid) == ("default", self.pods[name]["metadata"]["uid"])
-        self.log.append("delete")
-        del self.pods[name]
-
-    def put(self, body: Json) -> Json:
-        self.version += 1
-        meta = {"uid": f"u-{self.version}", "creationTimestamp": format_time(NOW_S), **body["metadata"]}
-        made = body | {"metadata": meta | {"resourceVersion": str(self.version)}}
-        self.pods[meta["name"]] = made
-        return copy.deepcopy(made)
-
-
 class World:
     """One service, and the pod that reads its model."""
 
     def __init__(self) -> None:
-        self.objects, self.woken, self.leads = Objects(), list[ServiceKey](), True
+        self.objects, self.woken, self.leads = Pods(), list[ServiceKey](), True
         self.at_s = NOW_S
         self.cache = Cache(lambda _: None)
         self.service = chat()
@@ -223,6 +178,10 @@ class World:
 
     async def tend(self, attempt: int | None) -> None:
         await self.models.tend(self.service, None if attempt is None else to_read(self.service, attempt))
+
+    def done(self) -> list[str]:
+        """What was created and deleted, each with the number of its try."""
+        return [f"{verb} {pod['metadata']['annotations'][ATTEMPT]}" for verb, pod in self.objects.log]
 
     def heard_gone(self) -> None:
         self.cache.drop(POD, "default", "chat-model", version=str(self.objects.version + 1))
@@ -240,16 +199,16 @@ async def test_it_is_made_once_and_deleted_when_it_is_not_asked_for(world: World
     await world.tend(None)
     world.heard_gone()
     await world.tend(None)
-    assert (world.objects.log, world.models.reading(KEY)) == (["create 1", "delete"], None)
+    assert (world.done(), world.models.reading(KEY)) == (["create 1", "delete 1"], None)
 
 
 async def test_what_is_to_be_read_now_waits_for_the_end_of_what_was_read_before(world: World) -> None:
     await world.tend(1)
     await world.tend(2)
-    assert world.objects.log == ["create 1", "delete"]
+    assert world.done() == ["create 1", "delete 1"]
     world.heard_gone()
     await world.tend(2)
-    assert world.objects.log == ["create 1", "delete", "create 2"]
+    assert world.done() == ["create 1", "delete 1", "create 2"]
 
 
 async def test_a_refusal_is_what_came_of_it_until_the_next_try(world: World) -> None:
@@ -262,7 +221,7 @@ async def test_a_refusal_is_what_came_of_it_until_the_next_try(world: World) -> 
     world.objects.refusal = None
     await world.tend(None)
     await world.tend(2)
-    assert world.objects.log == ["create 2"]
+    assert world.done() == ["create 2"]
 
 
 @pytest.mark.parametrize(
@@ -277,10 +236,10 @@ async def test_an_answer_that_no_status_keeps_is_not_asked_for_again_at_once(
     await world.tend(None)
     world.heard_gone()
     await world.tend(1)
-    assert (world.models.reading(KEY), world.objects.log) == (said, ["create 1", "delete"])
+    assert (world.models.reading(KEY), world.done()) == (said, ["create 1", "delete 1"])
     world.at_s += REMEMBERED_S
     await world.tend(1)
-    assert world.objects.log == ["create 1", "delete", "create 1"]
+    assert world.done() == ["create 1", "delete 1", "create 1"]
 
 
 async def test_nothing_is_remembered_of_a_service_that_is_gone(world: World) -> None:
@@ -297,7 +256,7 @@ async def test_a_pod_of_somebody_else_under_its_name_is_left_alone(world: World)
     assert said is not None
     assert said.error == "NameTaken: there is a pod chat-model that Fulcrum did not make"
     await world.tend(None)
-    assert world.objects.log == []
+    assert world.done() == []
 
 
 async def test_a_pod_that_was_not_heard_of_yet_is_taken_for_its_own(world: World) -> None:
@@ -307,11 +266,11 @@ async def test_a_pod_that_was_not_heard_of_yet_is_taken_for_its_own(world: World
     world.objects.version += 5
     world.objects.put({**world.objects.pods["chat-model"]})
     await world.tend(1)
-    assert (world.models.reading(KEY) is not None, world.objects.log) == (True, ["create 1"])
+    assert (world.models.reading(KEY) is not None, world.done()) == (True, ["create 1"])
 
 
 async def test_who_does_not_lead_makes_none(world: World) -> None:
     world.leads = False
     with pytest.raises(NotLeading):
         await world.tend(1)
-    assert world.objects.log == []
+    assert world.done() == []

@@ -1,80 +1,34 @@
 """Engines as pods: made, refused, tried again, ended once, and running only once they were probed."""
 
 import asyncio
-import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
+from fulcrum_cluster.objects import POD, kind_of_resource
 from fulcrum_core.api import PDInstance, PDService
-from fulcrum_core.errors import AlreadyExists, InvalidInput, NotFound
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import EngineState, InstanceKey
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.probe import Probes
 from fulcrum_operator.kubernetes.runtime import PROBED, RETRY_S, PodRuntime
 from fulcrum_operator.kubernetes.store import NotLeading
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.reconcile import ServiceKey
-from tests.unit.operator.builders import instance, service
+from tests.unit.operator.builders import SETTINGS, instance, service
+from tests.unit.operator.fakes import Pods
 
 pytestmark = pytest.mark.looptime
 
 KEY = InstanceKey("default", "chat-0")
 CHAT = ServiceKey("default", "chat")
-ACCOUNT = Account("fulcrum", "fulcrum-operator")
-SETTINGS = ClusterSettings(image="localhost/fulcrum:1", operator=ACCOUNT, autoscaler=ACCOUNT)
-
-Json = dict[str, Any]
-
-
-@dataclass
-class Objects:
-    """Pods as an API server keeps them; a deleted one ends in its own time."""
-
-    pods: dict[str, Json] = field(default_factory=dict)
-    version: int = 100
-    refusal: Exception | None = None
-    deletions: list[str] = field(default_factory=list)
-
-    async def create(self, kind: ObjectKind, body: Json, *, namespace: str) -> Json:
-        assert (kind, namespace) == (POD, "default")
-        if self.refusal is not None:
-            raise self.refusal
-        name = body["metadata"]["name"]
-        if name in self.pods:
-            raise AlreadyExists(name)
-        return self.put(name, body | {"metadata": body["metadata"] | {"uid": f"u-{self.version}"}})
-
-    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Json:
-        if name not in self.pods:
-            raise NotFound(f"{namespace}/{name}")
-        return copy.deepcopy(self.pods[name])
-
-    async def patch(self, _kind: ObjectKind, name: str, patch: Json, *, namespace: str) -> Json:
-        del namespace
-        pod = self.pods[name]
-        labels = {**pod["metadata"]["labels"], **patch["metadata"]["labels"]}
-        return self.put(name, pod | {"metadata": pod["metadata"] | {"labels": labels}})
-
-    async def delete(self, _kind: ObjectKind, name: str, *, namespace: str, uid: str) -> None:
-        assert (namespace, uid) == ("default", self.pods[name]["metadata"]["uid"])
-        self.deletions.append(name)
-
-    def put(self, name: str, body: Json) -> Json:
-        self.version += 1
-        body = body | {"metadata": body["metadata"] | {"resourceVersion": str(self.version)}}
-        self.pods[name] = body
-        return copy.deepcopy(body)
 
 
 class World:
     """One service, one instance, and what the runtime makes of it."""
 
     def __init__(self) -> None:
-        self.objects, self.woken, self.leads = Objects(), list[ServiceKey](), True
+        self.objects, self.woken, self.leads = Pods(), list[ServiceKey](), True
         self.answer: FlipStrategy | None = FlipStrategy.RELABEL
         self.probes = Probes(self._ask)
         self.cache = Cache(self.woken.append)
@@ -103,7 +57,7 @@ class World:
         state = {"name": "engine", "restartCount": restarts, "imageID": "x@sha256:01", "state": {}}
         found = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
         status = {"podIP": "10.0.0.7", "containerStatuses": [*beside, state], "conditions": found}
-        self.cache.take(POD, self.objects.put("chat-0", self.objects.pods["chat-0"] | {"status": status}))
+        self.cache.take(POD, self.objects.put(self.objects.pods["chat-0"] | {"status": status}))
 
     def seen(self) -> list[tuple[EngineState, str]]:
         return [(engine.state, engine.message) for engine in self.runtime.observe("default")]
@@ -202,7 +156,7 @@ async def test_a_pod_that_the_cache_did_not_know_is_met(world: World) -> None:
 
 
 async def test_a_strangers_pod_of_that_name_is_told(world: World) -> None:
-    world.objects.put("chat-0", {"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
+    world.objects.put({"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
     await world.start()
     message = "NameTaken: there is a pod chat-0 that Fulcrum did not make"
     assert world.seen() == [(EngineState.STARTING, message)]

@@ -1,0 +1,67 @@
+"""What stands in for an API server where the operator makes and ends pods."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulcrum_cluster.objects import POD, ObjectKind
+from fulcrum_core.api.meta import format_time
+from fulcrum_core.errors import AlreadyExists, NotFound
+from tests.unit.operator.builders import NOW_S
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Pods:
+    """Pods as an API server keeps them. A deleted one is gone at once; who watches hears of it later."""
+
+    pods: dict[str, Json] = field(default_factory=dict)
+    refusal: Exception | None = None
+    """What a creation is refused with."""
+    version: int = 100
+    log: list[tuple[str, Json]] = field(default_factory=list)
+    """What was created and deleted, in order."""
+
+    @property
+    def deletions(self) -> list[str]:
+        """Names of the deleted."""
+        return [pod["metadata"]["name"] for verb, pod in self.log if verb == "delete"]
+
+    async def create(self, kind: ObjectKind, body: Json, *, namespace: str) -> Json:
+        assert (kind, namespace) == (POD, "default")
+        if self.refusal is not None:
+            raise self.refusal
+        name = body["metadata"]["name"]
+        if name in self.pods:
+            raise AlreadyExists(name)
+        self.log.append(("create", body))
+        return self.put(body)
+
+    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Json:
+        return copy.deepcopy(self._there(name, namespace))
+
+    async def patch(self, _kind: ObjectKind, name: str, patch: Json, *, namespace: str) -> Json:
+        pod = self._there(name, namespace)
+        labels = {**pod["metadata"]["labels"], **patch["metadata"]["labels"]}
+        return self.put(pod | {"metadata": pod["metadata"] | {"labels": labels}})
+
+    async def delete(self, _kind: ObjectKind, name: str, *, namespace: str, uid: str) -> None:
+        pod = self._there(name, namespace)
+        assert uid == pod["metadata"]["uid"]
+        self.log.append(("delete", pod))
+        del self.pods[name]
+
+    def put(self, body: Json) -> Json:
+        """Keep the pod in its next version, as if somebody had written it."""
+        self.version += 1
+        meta = {"uid": f"u-{self.version}", "creationTimestamp": format_time(NOW_S), **body["metadata"]}
+        made = body | {"metadata": meta | {"resourceVersion": str(self.version)}}
+        self.pods[meta["name"]] = made
+        return copy.deepcopy(made)
+
+    def _there(self, name: str, namespace: str) -> Json:
+        assert namespace == "default"
+        if name not in self.pods:
+            raise NotFound(name)
+        return self.pods[name]
