@@ -37,6 +37,8 @@ class Engine:
     state: EngineState = EngineState.STARTING
     restarts: int = 0
     ends_at_s: float | None = None
+    endpoint: str | None = None
+    """Where it is known to listen before it serves."""
     exit_reason: str | None = None
 
 
@@ -202,7 +204,7 @@ class Fleet:
             name,
             engine.state,
             engine.restarts,
-            endpoint="127.0.0.1:1" if runs else None,
+            endpoint="127.0.0.1:1" if runs else engine.endpoint,
             exit_reason=engine.exit_reason,
             message="its node n does not answer" if engine.state is EngineState.LOST else "",
             node_lost=engine.state is EngineState.LOST,

@@ -183,6 +183,11 @@ def played_role(instance: PDInstance) -> Role | None:
     return role if role in (Role.PREFILL, Role.DECODE) else None
 
 
+def ever_served(instance: PDInstance) -> bool:
+    """Whether it served in any life of its engine: how it flips is noted when it first does."""
+    return instance.status.strategy is not None
+
+
 def number_of(service: str, name: str) -> int | None:
     """The number in an instance's name `<service>-<n>`; None for a name that is not of that form."""
     head, _, tail = name.rpartition("-")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fulcrum_core.api import PDInstance, PDPool, RefusedRevision, StartSpec
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Phase
-from fulcrum_operator.plan.observed import Observed, by_number
+from fulcrum_operator.plan.observed import Observed, by_number, ever_served
 from fulcrum_operator.plan.pools import wanted_replicas
 
 PROGRESS_LEAST_S = 120.0
@@ -169,7 +169,7 @@ def _hopeless(seen: Observed, new: Iterable[PDInstance]) -> str | None:
 
 
 def _not_served(instance: PDInstance) -> bool:
-    return instance.status.phase in _NOT_YET and instance.status.identity is None
+    return instance.status.phase in _NOT_YET and not ever_served(instance)
 
 
 def _born_s(seen: Observed, instance: PDInstance) -> float:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fulcrum_core.api import PDInstance, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase
-from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.observed import Observed, ever_served
 from fulcrum_operator.plan.rollout import HOPELESS_STARTS, PoolView
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
@@ -78,7 +78,7 @@ def _reason(seen: Observed, instance: PDInstance, engine: EngineObservation | No
     hindered = _hindrance(engine)
     if hindered is not None:
         return hindered
-    futile = engine.exit_reason and (status.identity is None or engine.restarts >= HOPELESS_STARTS)
+    futile = engine.exit_reason and (not ever_served(instance) or engine.restarts >= HOPELESS_STARTS)
     if futile:
         return conditions.ENGINE_DOES_NOT_START
     return conditions.INSTANCES_FAILED if status.phase is Phase.FAILED else None

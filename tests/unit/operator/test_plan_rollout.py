@@ -99,6 +99,16 @@ def test_a_revision_that_does_not_start_is_given_up_for_the_last_good_one_until_
     assert (all_updated(there), condition(there, "Degraded")) == (True, ("False", "AllWell"))
 
 
+def test_a_revision_whose_engines_are_ready_and_never_answer_is_given_up_too() -> None:
+    there = fleet({"instances": 4})
+    there.change(engine={"image": "next"})
+    there.act()
+    for new in (e for e in there.engines.values() if e.state is EngineState.STARTING):
+        new.ready_at_s, new.endpoint = float("inf"), "127.0.0.1:1"
+    course(there, 90)
+    assert condition(there, "Degraded") == ("True", "RolledBack")
+
+
 def test_a_deadline_that_is_past_wakes_nobody() -> None:
     """Back to what was good last: there is nothing left to give up, however long it takes to start."""
     there = fleet({"instances": 4})
