@@ -11,6 +11,7 @@ from fulcrum_cli.status import Standing, condition_lines, refusals, standing
 from fulcrum_cli.target import Asked, choose_target
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Actor
 
 Decision = Mapping[str, Any]
@@ -117,7 +118,7 @@ def _numbers(decision: Decision) -> list[str]:
     if decision["split"]:
         numbers.append(f"P:D {decision['split']}")
     if decision["passes"]:
-        numbers.append(f"{decision['passes']} passes")
+        numbers.append(format_count(decision["passes"], "pass", "passes"))
     return [*numbers, decision["trigger"]]
 
 

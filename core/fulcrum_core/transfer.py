@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from fulcrum_core.decisions import Verdict
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Identity
 
 _EQUAL = {
@@ -46,7 +47,7 @@ def _split_refusal(prefill: Identity, decode: Identity) -> str | None:
     read. A rank of LMCache's knows the rank of its own number only.
     """
     ours, theirs = prefill.tensor_parallel, decode.tensor_parallel
-    sizes = f"prefill has {ours} tensor-parallel ranks, decode has {theirs}"
+    sizes = f"prefill has {format_count(ours, 'tensor-parallel rank')}, decode has {theirs}"
     if ours == theirs:
         return None
     if decode.connector == "LMCache":

@@ -17,6 +17,7 @@ from fulcrum_autoscaler.policy.loads import Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import FlipRules, Observation, why_unusable
 from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, flipped
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
+from fulcrum_core.spelling import format_count
 from fulcrum_core.state import FlipWanted
 from fulcrum_core.values import AutoscalingMode, Role
 
@@ -45,7 +46,7 @@ def monitor(memory: Memory, seen: Observation, rules: FlipRules, *, now_s: float
     if passes < rules.passes:
         reason = f"{asks}, for {passes} of {rules.passes} ticks"
         return Memory(passes), _hold(seen, Trigger.TICK, reason, loads, passes=passes, now_s=now_s)
-    asks = f"{asks}, for {passes} ticks"
+    asks = f"{asks}, for {format_count(passes, 'tick')}"
     decision = _try_flip(seen, Role.DECODE, rules, asks, Trigger.TICK, loads, now_s=now_s)
     decision = replace(decision, passes=passes)
     return (Memory() if decision.action is Action.FLIP else Memory(passes)), decision
@@ -125,7 +126,8 @@ def _why_decode_not_low(loads: Loads, rules: FlipRules) -> str | None:
         return f"decode can spare none: decode load {load} is not below {rules.shrink:.2f}"
     fewer = load.instances - 1
     if fewer and load.high * load.instances / fewer >= rules.expand:
-        return f"decode can spare none: load {load} on {fewer} instances would reach {rules.expand:.2f}"
+        left = format_count(fewer, "instance")
+        return f"decode can spare none: load {load} on {left} would reach {rules.expand:.2f}"
     return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.observation import Observation
+from fulcrum_core.spelling import format_count
 from fulcrum_core.state import InstanceState
 from fulcrum_core.values import Role, Slo
 
@@ -27,7 +28,8 @@ class Load:
 
     def __str__(self) -> str:
         if self.unknown:
-            return f"{self.low:.2f} to {self.high:.2f} ({self.unknown} of {self.instances} instances unknown)"
+            of_all = format_count(self.instances, "instance")
+            return f"{self.low:.2f} to {self.high:.2f} ({self.unknown} of {of_all} unknown)"
         return f"{self.low:.2f}"
 
 

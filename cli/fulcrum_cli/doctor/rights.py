@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_core.api.meta import GROUP
+from fulcrum_core.spelling import format_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,6 @@ def router_needs(service: str) -> tuple[Need, ...]:
     )
 
 
-def _listed(needs: Sequence[Need]) -> str:
-    told = ", ".join(map(str, needs[:_TOLD]))
-    return told if len(needs) <= _TOLD else f"{told} and {len(needs) - _TOLD} more"
-
-
 def refused(answers: Sequence[Answer]) -> list[Need]:
     """The rights that are known to be missing."""
     return [answer.need for answer in answers if answer.allowed is False]
@@ -114,7 +110,7 @@ def check_account(what: str, account: str, answers: Sequence[Answer], *, about: 
     if missing:
         return problem(
             name,
-            f"ServiceAccount {account} may not {_listed(missing)}",
+            f"ServiceAccount {account} may not {format_list([*map(str, missing)], at_most=_TOLD)}",
             "bind the Role that the chart (for a router: the operator) makes again",
             about=about,
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
+from fulcrum_core.spelling import format_list
 
 NAME = "kinds"
 _INSTALL = "helm upgrade with this version's chart, or kubectl apply --server-side -f crds/"
@@ -78,5 +79,4 @@ def _paths(node: Schema, path: str) -> Iterator[str]:
 def _shown(fields: set[str]) -> str:
     """The outermost of the fields, a few."""
     outer = sorted(field for field in fields if not any(field.startswith(f"{other}.") for other in fields))
-    more = f" and {len(outer) - _SHOWN} more" if len(outer) > _SHOWN else ""
-    return ", ".join(outer[:_SHOWN]) + more
+    return format_list(outer, at_most=_SHOWN)

@@ -19,6 +19,7 @@ from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import Key
 from fulcrum_core.errors import FulcrumError
 from fulcrum_core.ports import Store
+from fulcrum_core.spelling import format_count
 from fulcrum_simulator.client import LoadGenerator
 from fulcrum_simulator.workload import GeneratedLoad, LengthLimit, LoadPhase
 
@@ -140,7 +141,7 @@ class Session:
     def _figures(self, lasted_s: float) -> RunFigures:
         options = self._options
         too_long = self._limit.too_long
-        forced = f"{self._flips.done} of {options.flips} forced flips made"
+        forced = f"{self._flips.done} of {format_count(options.flips, 'forced flip')} made"
         notes = [str(too_long)] if too_long else []
         notes += [forced] if options.flips else []
         return RunFigures(
@@ -208,7 +209,7 @@ class Session:
             self._stuck = str(error)
             self._say(self._stuck)
         else:
-            self._say(f"all {self._options.flips} flips made")
+            self._say(f"{format_count(self._options.flips, 'flip')} made, as asked")
         if self._options.ends_s is None:
             self._end.set()
 

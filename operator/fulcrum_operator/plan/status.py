@@ -19,6 +19,7 @@ from fulcrum_core.api import (
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.labels import POOL_LABEL
 from fulcrum_core.assignment import serving
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from fulcrum_operator.plan.attainment import slo_met
@@ -178,7 +179,8 @@ def _ready(seen: Observed, members: int, wanted: int, ready: int, counts: Mappin
     elif endpoint is None:
         reason, message = words.ROUTER_STARTING, "waiting for the router"
     else:
-        reason, message = words.INSTANCES_SERVING, f"{ready} of {members} instances serve at {endpoint}"
+        serve = format_count(members, "instance serves", "instances serve")
+        reason, message = words.INSTANCES_SERVING, f"{ready} of {serve} at {endpoint}"
     return _condition(
         service, words.READY, holds=reason == words.INSTANCES_SERVING, reason=reason, message=message
     )
@@ -188,7 +190,7 @@ def _too_few(floors: Floors, lacking: list[Role], wanted: int, counts: Mapping[R
     if 1 < wanted < floors.prefill + floors.decode:
         held = f"{floors.prefill} Prefill and {floors.decode} Decode"
         return words.FLOORS_TOO_HIGH, f"{wanted} instances cannot hold the floors of {held}"
-    short = [f"{counts[role]} of {floors.of(role)} {role} instances" for role in lacking]
+    short = [f"{counts[role]} of at least {floors.of(role)} {role}" for role in lacking]
     return words.TOO_FEW_INSTANCES, f"{' and '.join(short)} serve; waiting for more"
 
 
@@ -201,14 +203,14 @@ def _progressing(
     if rolling:
         reason, message = words.ROLLOUT_PROGRESSING, "; ".join(_rolled(pool) for pool in rolling)
     elif moving or len(desired) != wanted:
-        reason, message = words.INSTANCES_CHANGING, f"{len(desired)} of {wanted} instances"
+        reason, message = words.INSTANCES_CHANGING, f"{len(desired)} of {format_count(wanted, 'instance')}"
     elif held:
         message = f"paused: {', '.join(held)} shall have another revision"
         return _condition(
             service, words.PROGRESSING, holds=False, reason=words.ROLLOUT_PAUSED, message=message
         )
     else:
-        message = f"{wanted} instances, none changing"
+        message = f"{format_count(wanted, 'instance')}, none changing"
         return _condition(service, words.PROGRESSING, holds=False, reason=words.SETTLED, message=message)
     names = ", ".join(moving)
     message = f"{message}; {names}" if names else message
@@ -217,10 +219,8 @@ def _progressing(
 
 def _rolled(pool: PDPool) -> str:
     status = pool.status
-    return (
-        f"pool {pool.metadata.name}: {status.updated_replicas} of {status.replicas} instances have "
-        f"revision {status.revision}"
-    )
+    have = format_count(status.replicas, "instance has", "instances have")
+    return f"pool {pool.metadata.name}: {status.updated_replicas} of {have} revision {status.revision}"
 
 
 def _degraded(seen: Observed, desired: tuple[PDInstance, ...], pools: tuple[PoolState, ...]) -> Condition:
@@ -249,5 +249,6 @@ def _tiers_accepted(service: PDService, tiers: Collection[str]) -> Condition:
         return _condition(
             service, words.TIERS_ACCEPTED, holds=False, reason=words.TIER_NOT_FOUND, message=message
         )
-    message = f"{len(service.spec.qos_tiers)} tiers" if service.spec.qos_tiers else "the built-in tier"
+    named = service.spec.qos_tiers
+    message = format_count(len(named), "tier") if named else "the built-in tier"
     return _condition(service, words.TIERS_ACCEPTED, holds=True, reason=words.TIERS_FOUND, message=message)

@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.spelling import format_count
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Identity, Role, Slo
 from fulcrum_router.policy.ledger import LedgerView
@@ -165,9 +166,8 @@ def choose_prefill(
     why = _want_prefill(readers, tokens, slo, rules)
     if why is None:
         return least
-    return FlipWanted(
-        Role.PREFILL, least, f"{len(costs)} prefill instances, best TTFT {least.cost[1]:.3f} s; {why}"
-    )
+    looked_at = format_count(len(costs), "prefill instance")
+    return FlipWanted(Role.PREFILL, least, f"{looked_at}, best TTFT {least.cost[1]:.3f} s; {why}")
 
 
 def choose_decode(
@@ -202,9 +202,8 @@ def choose_decode(
     why = _want_decode(instances, tokens, slo, rules, now_s)
     if why is None:
         return least
-    return FlipWanted(
-        Role.DECODE, least, f"{len(costs)} decode instances, least over by {least.cost[1]:.0f} tokens; {why}"
-    )
+    looked_at = format_count(len(costs), "decode instance")
+    return FlipWanted(Role.DECODE, least, f"{looked_at}, least over by {least.cost[1]:.0f} tokens; {why}")
 
 
 def decode_load(decoders: Iterable[InstanceView], slo: Slo) -> float | None:

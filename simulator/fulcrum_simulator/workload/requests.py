@@ -6,6 +6,8 @@ No text lives here: whoever sends a request writes a prompt of that length.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from fulcrum_core.spelling import format_count
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
@@ -30,9 +32,10 @@ class TooLong:
     max_tokens: int
 
     def __str__(self) -> str:
+        are = format_count(self.requests, "request is", "requests are")
         return (
-            f"{self.requests} requests are longer than the engine's {self.max_tokens} tokens "
-            f"(the longest has {self.longest_tokens}); they are left out, not cut"
+            f"{are} longer than the engine's {self.max_tokens} tokens "
+            f"(the longest has {self.longest_tokens}); left out, not cut"
         )
 
 

@@ -137,7 +137,7 @@ def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
         "at_s": NOW_S,
         "action": "flip",
         "trigger": "tick",
-        "reason": "decode load 1.20 is at least 1.00, for 1 ticks; p-1 costs least: 0.80 s of prefill queued",
+        "reason": "decode load 1.20 is at least 1.00, for 1 tick; p-1 costs least: 0.80 s of prefill queued",
         "instance": "p-1",
         "to": "Decode",
         "loads": {

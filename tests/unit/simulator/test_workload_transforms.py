@@ -88,5 +88,5 @@ def test_requests_longer_than_the_engine_takes_are_counted_and_not_cut() -> None
     assert list(limit.keep(requests)) == requests[:1]
     assert limit.too_long == TooLong(requests=2, longest_tokens=21, max_tokens=10)
     assert str(limit.too_long) == (
-        "2 requests are longer than the engine's 10 tokens (the longest has 21); they are left out, not cut"
+        "2 requests are longer than the engine's 10 tokens (the longest has 21); left out, not cut"
     )
