@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
+from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor.findings import Finding, ok, warning
-from fulcrum_core.api.meta import format_duration
+from fulcrum_core.api.conditions import BAD_TRANSFERS
 from fulcrum_core.state import PairState, RouterState
-from fulcrum_operator.plan.transfer import BAD
 
 NAME = "KV transfer"
 TOLD = 6
@@ -22,7 +22,7 @@ def check_transfer(service: str, state: RouterState | None) -> Finding | None:
     seen = "; ".join(_told(pair) for pair in ranked[:TOLD])
     if len(ranked) > TOLD:
         seen += f"; and {len(ranked) - TOLD} more"
-    if ranked[0].last_reason in BAD:
+    if ranked[0].last_reason in BAD_TRANSFERS:
         advice = "see the condition KVTransferVerified, and the logs of both engines in the run's folder"
         return warning(NAME, seen, advice, about=service)
     return ok(NAME, seen, about=service)
@@ -30,7 +30,7 @@ def check_transfer(service: str, state: RouterState | None) -> Finding | None:
 
 def _rank(pair: PairState) -> tuple[bool, float, str, str]:
     return (
-        pair.last_reason not in BAD,
+        pair.last_reason not in BAD_TRANSFERS,
         -(pair.seconds_per_1k_tokens or 0.0),
         pair.prefill,
         pair.decode,
@@ -43,7 +43,7 @@ def _told(pair: PairState) -> str:
 
 def _figures(pair: PairState) -> Iterable[str]:
     if pair.last_proven_s is not None:
-        yield f"proven {format_duration(float(round(pair.last_proven_s)))} ago"
+        yield f"proven {format_age(pair.last_proven_s)} ago"
     if pair.handshake_s is not None:
         yield f"handshake {pair.handshake_s * 1e3:.0f} ms"
     if pair.seconds_per_1k_tokens is not None:

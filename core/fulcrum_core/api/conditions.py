@@ -68,6 +68,8 @@ SLOW_TRANSPORT = "SlowTransport"
 """Fetching KV takes several times as long as computing it."""
 CANNOT_TELL = "CannotTell"
 """The engines do not say how much of a prompt they computed."""
+BAD_TRANSFERS = (HANDSHAKE_FAILED, NOT_COMPATIBLE, LEASE_EXPIRED, RECOMPUTED, SLOW_TRANSPORT)
+"""These tell of a pair that does not do what it is there for, the worst first."""
 NOT_APPLICABLE = "NotApplicable"
 """A single instance hands nothing over; simulated engines hold no model."""
 NO_TRAFFIC_YET = "NoTrafficYet"

@@ -10,20 +10,13 @@ from itertools import permutations
 
 from fulcrum_core.api import Condition, PDInstance
 from fulcrum_core.api import conditions as words
+from fulcrum_core.spelling import format_list
 from fulcrum_core.state import PairState
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan.condition import Standing, condition
 from fulcrum_operator.plan.observed import Observed, by_number
 
-BAD = (
-    words.HANDSHAKE_FAILED,
-    words.NOT_COMPATIBLE,
-    words.LEASE_EXPIRED,
-    words.RECOMPUTED,
-    words.SLOW_TRANSPORT,
-)
-"""The worst first."""
 KV_LOOK_S = 10.0
 """How often the router is asked what became of the hand-offs, and of the requests."""
 FIRST_LOOK_S = 2.0
@@ -59,15 +52,17 @@ def kv_transfer(seen: Observed, wanted: int) -> Condition:
 
 def _judged(seen: Observed, pairs: tuple[PairState, ...]) -> Condition | None:
     """What the pairs say; None if they say nothing yet."""
-    bad = sorted((pair for pair in pairs if pair.last_reason in BAD), key=_rank)
+    bad = sorted((pair for pair in pairs if pair.last_reason in words.BAD_TRANSFERS), key=_rank)
     if bad:
-        told = _first([f"{_way(pair.prefill, pair.decode)}: {pair.last_reason}" for pair in bad])
+        ways = [f"{_way(pair.prefill, pair.decode)}: {pair.last_reason}" for pair in bad]
+        told = format_list(ways, at_most=TOLD)
         return _condition(seen, "False", bad[0].last_reason, told)
     if proven := _with(pairs, words.PROVEN):
-        return _condition(seen, "True", words.VERIFIED, f"seen to hand KV over: {_first(proven)}")
+        told = f"seen to hand KV over: {format_list(proven, at_most=TOLD)}"
+        return _condition(seen, "True", words.VERIFIED, told)
     if silent := _with(pairs, words.CANNOT_TELL):
         told = "decode does not say what it computed: is --enable-prompt-tokens-details given?"
-        return _condition(seen, "Unknown", words.CANNOT_TELL, f"{_first(silent)}: {told}")
+        return _condition(seen, "Unknown", words.CANNOT_TELL, f"{format_list(silent, at_most=TOLD)}: {told}")
     return None
 
 
@@ -78,12 +73,6 @@ def _with(pairs: tuple[PairState, ...], reason: str) -> list[str]:
 
 def _way(prefill: str, decode: str) -> str:
     return f"{prefill} → {decode}"
-
-
-def _first(told: list[str]) -> str:
-    """The first ones, and how many more there are."""
-    more = f" and {len(told) - TOLD} more" if len(told) > TOLD else ""
-    return f"{', '.join(told[:TOLD])}{more}"
 
 
 def _as_before(seen: Observed) -> Condition:
@@ -103,7 +92,7 @@ def verified_at(seen: Observed, instance: PDInstance, *, same_engine: bool) -> f
     own = [p for p in seen.router.pairs if instance.metadata.name in (p.prefill, p.decode)]
     if any(pair.last_reason == words.PROVEN for pair in own):
         return before if before is not None else float(int(seen.now_s))
-    return None if any(pair.last_reason in BAD for pair in own) else before
+    return None if any(pair.last_reason in words.BAD_TRANSFERS for pair in own) else before
 
 
 def pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairState, ...]:
@@ -112,7 +101,7 @@ def pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairSt
 
 
 def _rank(pair: PairState) -> tuple[int, tuple[int, str], tuple[int, str]]:
-    return (BAD.index(pair.last_reason), by_number(pair.prefill), by_number(pair.decode))
+    return (words.BAD_TRANSFERS.index(pair.last_reason), by_number(pair.prefill), by_number(pair.decode))
 
 
 def _apart(serving: tuple[PDInstance, ...]) -> str:
@@ -124,7 +113,7 @@ def _apart(serving: tuple[PDInstance, ...]) -> str:
     verdicts = {_way(*names): can_transfer(*(known[name] for name in names)) for names in pairs}
     if any(verdict.allowed for verdict in verdicts.values()):
         return ""
-    return _first([f"{way}: {verdict.reason}" for way, verdict in verdicts.items()])
+    return format_list([f"{way}: {verdict.reason}" for way, verdict in verdicts.items()], at_most=TOLD)
 
 
 def _condition(seen: Observed, status: Standing, reason: str, message: str) -> Condition:

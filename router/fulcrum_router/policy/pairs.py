@@ -41,16 +41,6 @@ _ALIKE = 2.0
 """Pairs that take up to so many times as long as the quickest count as quick as that."""
 _WEIGHT = 0.3
 
-BAD = frozenset(
-    {
-        words.RECOMPUTED,
-        words.LEASE_EXPIRED,
-        words.HANDSHAKE_FAILED,
-        words.NOT_COMPATIBLE,
-        words.SLOW_TRANSPORT,
-    }
-)
-"""Reasons that tell of a pair that does not do what it is there for."""
 CUT_OFF = frozenset({words.HANDSHAKE_FAILED, words.NOT_COMPATIBLE})
 """Reasons for which nothing gets through, however often it is tried."""
 
@@ -127,7 +117,7 @@ class Pair:
     @property
     def suspect(self) -> bool:
         """Whether the last hand-off was not what it should be."""
-        return self._misses > 0 or self.reason in BAD
+        return self._misses > 0 or self.reason in words.BAD_TRANSFERS
 
     def cool(self) -> None:
         """One of its engines is another process now: what was found says nothing of the new one."""
@@ -295,7 +285,7 @@ class PairMap:
             return 1
         idle_s = now_s - pair.last_used_s
         suspect = pair.suspect and pair.reason != words.SLOW_TRANSPORT  # a slow one works
-        if suspect and idle_s >= (RETRY_S if pair.reason in BAD else 0.0):
+        if suspect and idle_s >= (RETRY_S if pair.reason in words.BAD_TRANSFERS else 0.0):
             return 2
         return 3 if idle_s >= interval_s else 0
 
