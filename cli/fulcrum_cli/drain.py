@@ -4,7 +4,7 @@ import asyncio
 
 from fulcrum_cli.connection import Connection, connected
 from fulcrum_cli.finding import service_of
-from fulcrum_cli.flipping import Written, cordon, cordon_reason, cordoner
+from fulcrum_cli.flipping import Written, cordon
 from fulcrum_cli.program import program_name
 from fulcrum_cli.target import Asked, choose_target
 from fulcrum_cli.waiting import Sight, check_stands, look, look_until, phase_words
@@ -50,7 +50,7 @@ def _words(written: Written, *, undo: bool) -> str:
         return "takes new work again" if written.changed else "was not cordoned: nothing written"
     if not written.changed:
         entry = written.before
-        return f"was cordoned already by {cordoner(entry)} ({cordon_reason(entry)}): nothing written"
+        return f"was cordoned already by {entry.cordoner} ({entry.why_cordoned}): nothing written"
     back = f"{program_name()} drain {written.instance} --undo"
     return f"cordoned, gets no new work; `{back}` takes it back"
 

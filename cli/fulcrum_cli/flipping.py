@@ -6,13 +6,13 @@ autoscaler's, too.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import AssignmentRules, may_apply, rules_of, with_flip
+from fulcrum_core.assignment import AssignmentRules, may_apply, rules_of, serving, with_flip
 from fulcrum_core.errors import Conflict, InvalidInput
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Store
@@ -89,9 +89,8 @@ async def cordon(
         entry = current.roles[instance]
         if entry.cordoned is cordoned:
             return current
-        if not cordoned and cordoner(entry) is Actor.OPERATOR:
-            why = cordon_reason(entry)
-            rule = f"was cordoned by the operator, who wants it gone: {why}"
+        if entry.cordoner is Actor.OPERATOR:
+            rule = f"was cordoned by the operator, who wants it gone: {entry.why_cordoned}"
             raise InvalidInput("instance", instance, rule)
         word = (Actor.PERSON, reason) if cordoned else (None, "")
         update = {"cordoned": cordoned, "cordoned_by": word[0], "cordon_reason": word[1]}
@@ -100,16 +99,6 @@ async def cordon(
 
     what = "be drained" if cordoned else "be taken back"
     return await _write(store, service, instance, propose, namespace=namespace, what=what)
-
-
-def cordoner(entry: RoleAssignment) -> Actor:
-    """Who cordoned it."""
-    return entry.cordoned_by or entry.by
-
-
-def cordon_reason(entry: RoleAssignment) -> str:
-    """Why it is cordoned, in words."""
-    return entry.cordon_reason or entry.reason or "no reason given"
 
 
 async def _write(
@@ -129,7 +118,8 @@ async def _write(
             return Written(assignment=current, instance=instance, before=before, changed=False)
         verdict = may_apply(current.spec, proposed, ready, rules, now_s=now_s)
         if not verdict.allowed:
-            raise InvalidInput("instance", instance, f"may not {what}: {verdict.reason}")
+            advice = _way_out(current.spec, proposed, before.role, ready, rules, now_s=now_s)
+            raise InvalidInput("instance", instance, f"may not {what}: {verdict.reason}{advice}")
         try:
             changed = await store.patch(
                 PDAssignment,
@@ -142,6 +132,26 @@ async def _write(
             continue
         return Written(assignment=changed, instance=instance, before=before, changed=True)
     raise Conflict(f"others wrote the assignment of {service} first, {TRIES} times")
+
+
+def _way_out(
+    current: PDAssignmentSpec,
+    proposed: PDAssignmentSpec,
+    role: Role,
+    ready: frozenset[str],
+    rules: AssignmentRules,
+    *,
+    now_s: float,
+) -> str:
+    """What to do where nothing but the floors keeps an instance of the role where it is; else nothing."""
+    none = Floors(prefill=0, decode=0)
+    free = proposed.model_copy(update={"floors": none})
+    if not may_apply(current, free, ready, replace(rules, floors=none), now_s=now_s).allowed:
+        return ""
+    floor = max(rules.floors.of(role.other), current.floors.of(role.other))
+    if len(serving(current.roles, ready, role.other)) > floor:
+        return f"; flip another one to {role} first"
+    return "; there is none to spare: it takes more instances (spec.instances, or those of a pool)"
 
 
 async def _rules(store: Store, service: str, namespace: str) -> tuple[AssignmentRules, frozenset[str]]:

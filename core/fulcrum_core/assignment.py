@@ -15,6 +15,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool, fixed_role
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.decisions import Verdict
+from fulcrum_core.spelling import format_count
 from fulcrum_core.transfer import compatibility_groups
 from fulcrum_core.values import Actor, FlipStrategy, Role
 
@@ -207,7 +208,7 @@ def _refuse_entry(
     if after.since > now_s + CLOCK_SKEW_S:
         return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
     if before.cordoner is Actor.OPERATOR and after.cordoned:
-        return f"instance {name!r} is about to leave: {before.cordon_reason or before.reason or 'cordoned'}"
+        return f"instance {name!r} is about to leave: {before.why_cordoned}"
     if after.by is Actor.PERSON:
         return None  # a person's word beats pins, refusals and the cooldown; never the floors
     if before.pinned_until is not None and before.pinned_until > after.since:
@@ -285,7 +286,8 @@ def _refuse_floor(
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
-    return f"{len(after)} instances would serve {role}, the floor is {floor}; leaving: {lost}"
+    left = format_count(len(after), "instance")
+    return f"{left} would serve {role}, the floor is {floor}; leaving: {lost}"
 
 
 def _flipped(name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
@@ -326,4 +328,5 @@ def _refuse_last_assigned(
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
-    return f"{len(after)} instances would be assigned to {role}, the floor is {floor}; leaving: {lost}"
+    left = format_count(len(after), "instance")
+    return f"{left} would be assigned to {role}, the floor is {floor}; leaving: {lost}"

@@ -47,6 +47,11 @@ class RoleAssignment(Model):
         """Who keeps new work from it; None if nobody does."""
         return (self.cordoned_by or self.by) if self.cordoned else None
 
+    @property
+    def why_cordoned(self) -> str:
+        """Why it is cordoned, by the word of who cordoned it."""
+        return self.cordon_reason or self.reason or "no reason given"
+
 
 class Floors(Model):
     """Fewest serving instances of each role that a voluntary action may leave."""

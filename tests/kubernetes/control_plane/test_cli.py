@@ -150,13 +150,13 @@ def test_a_flip_to_the_role_that_is_held_writes_nothing(fulcrum: CommandLine, ch
         pytest.param(
             ("flip", "chat-0", "--to", "decode"),
             "instance (chat-0) may not flip to Decode: 0 instances would serve Prefill, the floor is 1; "
-            "leaving: chat-0",
+            "leaving: chat-0; flip another one to Prefill first",
             id="a flip below the floor",
         ),
         pytest.param(
             ("drain", "chat-0"),
             "instance (chat-0) may not be drained: 0 instances would serve Prefill, the floor is 1; "
-            "leaving: chat-0",
+            "leaving: chat-0; flip another one to Prefill first",
             id="a drain below the floor",
         ),
         pytest.param(

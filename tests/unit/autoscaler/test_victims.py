@@ -119,7 +119,7 @@ def test_the_floor_of_the_source_stays() -> None:
     floored = replace(
         observation, assignment=assignment(observation.assignment.roles, floors=Floors(prefill=2, decode=1))
     )
-    reason = "1 instances would serve Prefill, the floor is 2; leaving: "
+    reason = "1 instance would serve Prefill, the floor is 2; leaving: "
     assert choose_victim(floored, D, rules(), now_s=NOW_S) == NoVictim(
         reason=f"{reason}a",
         rejected=(

@@ -60,8 +60,31 @@ async def test_an_unknown_instance_is_named_with_the_known_ones(store: MemorySto
 
 
 async def test_the_last_of_a_role_is_not_flipped_by_a_person_either(store: MemoryStore) -> None:
-    with pytest.raises(InvalidInput, match="the floor is 1"):
+    with pytest.raises(InvalidInput) as caught:
         await flip(store, "chat", "chat-0", Role.DECODE, namespace="default", reason="")
+    assert str(caught.value) == (
+        "instance (chat-0) may not flip to Decode: 0 instances would serve Prefill, the floor is 1; "
+        "leaving: chat-0; flip another one to Prefill first"
+    )
+
+
+async def test_of_two_instances_neither_may_flip_and_it_is_said_what_that_takes(store: MemoryStore) -> None:
+    await store.patch_status(PDInstance, "chat-2", {"phase": "Starting"}, namespace="default")
+    with pytest.raises(InvalidInput) as caught:
+        await flip(store, "chat", "chat-1", Role.PREFILL, namespace="default", reason="")
+    assert str(caught.value) == (
+        "instance (chat-1) may not flip to Prefill: 0 instances would serve Decode, the floor is 1; "
+        "leaving: chat-1; there is none to spare: it takes more instances "
+        "(spec.instances, or those of a pool)"
+    )
+
+
+async def test_what_no_other_instance_could_mend_comes_without_advice(store: MemoryStore) -> None:
+    pool = {"service": "chat", "model": "m", "engine": {}, "role": "Decode"}
+    counts = {"replicas": 3, "instances": {"min": 3}}
+    await store.create(obj("PDPool", "flex", {**pool, **counts}))
+    with pytest.raises(InvalidInput, match=r"belongs to a pool that only serves Decode$"):
+        await flip(store, "chat", "chat-1", Role.PREFILL, namespace="default", reason="")
 
 
 class Replacing(MemoryStore):

@@ -388,7 +388,7 @@ def test_a_patch_that_lowers_its_own_floor_is_held_to_the_services_floor() -> No
 
     verdict = may_apply(current, lowered, frozenset("abc"), rules, now_s=NOW_S)
 
-    assert verdict == Verdict(False, "1 instances would serve Prefill, the floor is 2; leaving: a")
+    assert verdict == Verdict(False, "1 instance would serve Prefill, the floor is 2; leaving: a")
 
 
 def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
