@@ -6,13 +6,14 @@ twice is an error, and `Off` without quotes is false.
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
 
-from fulcrum_core.api.meta import WRITTEN, ObjectMeta, Resource
+from fulcrum_core.api.meta import WRITTEN, Model, ObjectMeta, Resource
 from fulcrum_core.api.registry import kind_of
 from fulcrum_core.errors import InvalidInput
 
@@ -23,7 +24,6 @@ _RULES = {
     "bool_type": "is neither true nor false",
     "dict_type": "is not an object",
     "enum": "is none of {expected}",
-    "extra_forbidden": "is not a field",
     "float_parsing": "is not a number",
     "float_type": "is not a number",
     "greater_than": "is not greater than {gt:g}",
@@ -45,7 +45,7 @@ _RULES = {
 _ENUM_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _TRUTH_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
-_METADATA = {field.alias for field in ObjectMeta.model_fields.values()} | {
+_METADATA = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
     "deletionGracePeriodSeconds",
     "finalizers",
     "generateName",
@@ -81,7 +81,7 @@ def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
     try:
         return kind.model_validate(raw, by_alias=True, by_name=False, context=WRITTEN)
     except ValidationError as error:
-        raise _first_rule(error) from error
+        raise _first_rule(error, kind) from error
 
 
 def parse_object(raw: object) -> Resource:
@@ -95,7 +95,7 @@ def parse_object(raw: object) -> Resource:
         raise InvalidInput("apiVersion", "nothing", "is required")
     for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
         if key not in _METADATA:
-            raise InvalidInput(f"metadata.{key}", _short(value), "is not a field")
+            raise InvalidInput(f"metadata.{key}", _short(value), _no_field(str(key), _METADATA))
     return parse_as(kind, raw)
 
 
@@ -128,12 +128,39 @@ def _unreadable(error: yaml.YAMLError, source: str) -> InvalidInput:
     return InvalidInput(source, f"YAML{where}", str(getattr(error, "problem", "") or "cannot be read"))
 
 
-def _first_rule(error: ValidationError) -> InvalidInput:
-    first = error.errors(include_url=False)[0]
+def _first_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
+    """A field that is none goes first, as API servers have it: another one may be missing for it."""
+    errors = error.errors(include_url=False)
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     value = "nothing" if first["type"] == "missing" else _short(first["input"])
-    rule = _rule(first["type"], first["msg"], first.get("ctx", {}))
+    if first["type"] == "extra_forbidden":
+        rule = _no_field(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
+    else:
+        rule = _rule(first["type"], first["msg"], first.get("ctx", {}))
     return InvalidInput(path or "manifest", value, rule + _quotes_missing(first["input"], rule))
+
+
+def _no_field(name: str, fields: Iterable[str]) -> str:
+    """The rule that a field breaks that is none, with the one that may have been meant."""
+    close = get_close_matches(name, fields, n=1, cutoff=0.7)
+    return f"is not a field; did you mean {close[0]}?" if close else "is not a field"
+
+
+def _fields_at(kind: type[Resource], path: Sequence[int | str]) -> list[str]:
+    """The fields that may stand at a path; its other parts are places in lists, or keys of mappings."""
+    model: type[Model] = kind
+    for part in path:
+        field = next((each for each in model.model_fields.values() if each.alias == part), None)
+        model = (field and _model_of(field.annotation)) or model
+    return [str(field.alias) for field in model.model_fields.values()]
+
+
+def _model_of(annotation: object) -> type[Model] | None:
+    """The model among the parts of an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, Model):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_of(part))), None)
 
 
 def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ DURATION_PATTERN = (
 )
 _DURATION = re.compile(DURATION_PATTERN)
 _DURATION_LENGTH = 32
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 _UNITS_S = (3600.0, 60.0, 1.0, 0.001)
 TIME_PATTERN = (
     r"^[12][0-9]{3}-[0-9]{2}-[0-9]{2}T([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
@@ -54,6 +55,8 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: if it is none.
     """
+    if _NUMBER.fullmatch(text):
+        raise ValueError(f"has no unit: write {text}s, {text}m or {text}ms")
     match = _DURATION.fullmatch(text)
     if not match or not 0 < len(text) <= _DURATION_LENGTH:
         raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
@@ -85,9 +88,7 @@ def _duration(value: object, info: ValidationInfo) -> float:
     if isinstance(value, str):
         return parse_duration(value)
     if _is_number(value) and math.isfinite(value):
-        if info.context == WRITTEN:
-            raise ValueError(f"has no unit: write {value:g}s or {value:g}ms")
-        return float(value)
+        return parse_duration(f"{value:g}") if info.context == WRITTEN else float(value)
     raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
 
 

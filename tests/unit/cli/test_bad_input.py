@@ -151,7 +151,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
     [
         (("play", "--load", "flat"), "--load (flat) is not one of moving, steady, bursty"),
         (("play", "--mode", "on"), "--mode (on) is not one of Off, Advise, Auto"),
-        (("play", "--for", "60"), "--for (60) is not a duration such as 1s, 50ms or 1h30m"),
+        (("play", "--for", "60"), "--for (60) has no unit: write 60s, 60m or 60ms"),
         (("play", "--for", "0s"), "--for (0s) must be longer than 0s"),
         (("play", "--kill-every", "x"), "--kill-every (x) is not a duration such as 1s, 50ms or 1h30m"),
         (("play", "--speed", "0"), "--speed (0.0) must be a number above 0"),
@@ -164,6 +164,10 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("up", "-f", "x"), "--local (not given) is needed: only local services can be brought up"),
         (("up", "--local"), "--file (not given) is needed where no --engine is named"),
         (("up", "--local", "--engine", "x"), "--engine (x) is not one of vllm-cpu"),
+        (
+            ("flip", "chat-0", "--to", "Decode", "--pin", "10"),
+            "--pin (10) has no unit: write 10s, 10m or 10ms",
+        ),
         (("flip", "chat-0", "--to", "Both"), "--to (Both) is not one of Prefill, Decode"),
         (("explain", "--limit", "0"), "--limit (0) must be at least 1"),
         (("play", "--json", "/"), "--json (/) must be a file, not a folder"),

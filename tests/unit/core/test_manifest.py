@@ -69,7 +69,7 @@ def test_off_is_a_mode_in_quotes_and_without_them_what_kubectl_reads() -> None:
 def test_a_duration_without_a_unit_is_told_what_to_write() -> None:
     with pytest.raises(InvalidInput) as refused:
         load_manifest(HEAD + "spec: {model: m, slo: {ttft: 2}}", source="chat.yaml")
-    assert str(refused.value) == "chat.yaml[0]: spec.slo.ttft (2) has no unit: write 2s or 2ms"
+    assert str(refused.value) == "chat.yaml[0]: spec.slo.ttft (2) has no unit: write 2s, 2m or 2ms"
 
 
 def test_a_field_of_null_is_a_field_not_written() -> None:
@@ -89,7 +89,24 @@ def test_a_bare_time_is_a_time() -> None:
     [
         pytest.param("{model: m, x: 1}", "spec.x (1) is not a field", id="an unknown field"),
         pytest.param(
-            "{model: m, qos_tiers: []}", "spec.qos_tiers ([]) is not a field", id="our own spelling"
+            "{model: m, qos_tiers: []}",
+            "spec.qos_tiers ([]) is not a field; did you mean qosTiers?",
+            id="our own spelling",
+        ),
+        pytest.param(
+            "{modle: m}",
+            "spec.modle (m) is not a field; did you mean model?",
+            id="a misspelt field that is needed",
+        ),
+        pytest.param(
+            "{model: m, pools: [{name: a, instances: {min: 1, mx: 2}}]}",
+            "spec.pools[0].instances.mx (2) is not a field; did you mean max?",
+            id="a misspelt field of a pool",
+        ),
+        pytest.param(
+            "{model: m, pools: [{name: a, instances: {min: 1}, hardware: {resource: cpu, cont: 2}}]}",
+            "spec.pools[0].hardware.cont (2) is not a field; did you mean count?",
+            id="a misspelt field of what may be left out",
         ),
         pytest.param("{}", "spec.model (nothing) is required", id="no model"),
         pytest.param("", "spec (nothing) is required", id="no spec"),
@@ -192,7 +209,7 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         ),
         pytest.param(
             HEAD.replace("{name: chat}", "{name: chat, label: x}"),
-            "chat.yaml[0]: metadata.label (x) is not a field",
+            "chat.yaml[0]: metadata.label (x) is not a field; did you mean labels?",
             id="a slip in metadata",
         ),
         pytest.param(
