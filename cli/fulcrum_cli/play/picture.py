@@ -1,6 +1,6 @@
 """Takes the picture of a run as it is now, for the view. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import Ending, Tally, latencies, percentile
+from fulcrum_simulator.client import Ending, Tally, latencies
 
 WINDOW_S = 10.0
 _TOLD = ("refuse", "advise")
@@ -70,9 +70,9 @@ def take(
         attainment_recent=_share(sum(outcome.met(tally.slo) for outcome in recent), len(recent)),
         wanted=_split(recorder.roles.values()),
         had=_split(_had(sight)),
-        flips_to_prefill=sum(flip.to is Role.PREFILL for flip in recorder.flips),
-        flips_to_decode=sum(flip.to is Role.DECODE for flip in recorder.flips),
-        ack_p99_ms=percentile([flip.ack_ms for flip in recorder.flips if flip.ack_ms is not None], 99),
+        flips_to_prefill=recorder.flips_to(Role.PREFILL),
+        flips_to_decode=recorder.flips_to(Role.DECODE),
+        ack_p99_ms=recorder.ack_p99_ms(),
         lateness_p99_ms=sight.lateness_p99_ms,
         decisions=_told(recorder.flips, sight.decisions, moment.began_at_s),
         notice=moment.notice,
@@ -125,7 +125,7 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _split(roles: Sequence[Role] | Any) -> tuple[int, int]:
+def _split(roles: Iterable[Role]) -> tuple[int, int]:
     listed = list(roles)
     return listed.count(Role.PREFILL), listed.count(Role.DECODE)
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstanceStatus
 from fulcrum_core.values import Phase, Role
+from fulcrum_simulator.client import percentile
 
 
 class Cell(StrEnum):
@@ -60,6 +61,14 @@ class Recorder:
         for flip in brought:
             self.marks.setdefault(flip.instance, set()).add(self._seconds)
         return brought
+
+    def flips_to(self, role: Role) -> int:
+        """Flips so far into the role."""
+        return sum(flip.to is role for flip in self.flips)
+
+    def ack_p99_ms(self) -> float | None:
+        """Decision to the router's acknowledgement, p99 over all flips that have one."""
+        return percentile([flip.ack_ms for flip in self.flips if flip.ack_ms is not None], 99)
 
     def acknowledged(self, generation: int, at_s: float) -> None:
         """The router said that it applied `generation` at `at_s`; so were all before that had no word yet.

@@ -4,9 +4,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.play.view import TOO_SLOW_MS
+from fulcrum_cli.play.view import TOO_SLOW_MS, short_s
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import Report, percentile
+from fulcrum_simulator.client import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class RunFigures:
             "latencies": {name: _rounded(value) for name, value in asdict(requests.latencies).items()},
             "sent_late_ms_p99": _rounded(_ms(requests.sent_late_p99_s)),
             "flips": [self._flip(flip) for flip in self.recorder.flips],
-            "flip_ack_ms_p99": self.ack_p99_ms(),
+            "flip_ack_ms_p99": self.recorder.ack_p99_ms(),
             "roles_over_time": {name: "".join(band) for name, band in sorted(self.recorder.bands.items())},
             "engine_lateness_ms_p99": _rounded(self.lateness_p99_ms),
             "machine_too_slow": self.too_slow,
@@ -73,16 +74,12 @@ class RunFigures:
             "ack_ms": flip.ack_ms,
         }
 
-    def ack_p99_ms(self) -> float | None:
-        """Decision to the router's acknowledgement, p99 over all flips that have one."""
-        return percentile([flip.ack_ms for flip in self.recorder.flips if flip.ack_ms is not None], 99)
-
     def as_text(self) -> str:
         """The summary for people."""
         requests, latencies = self.requests, self.requests.latencies
-        to_prefill, to_decode = (count_flips(self.recorder, role) for role in (Role.PREFILL, Role.DECODE))
+        to_prefill, to_decode = (self.recorder.flips_to(role) for role in (Role.PREFILL, Role.DECODE))
         lines = [
-            f"{self.load}, mode {self.mode}, {self.instances} instances, "
+            f"{self.load}, mode {self.mode}, {format_count(self.instances, 'instance')}, "
             f"{self.lasted_s:.0f} s, seed {self.seed}",
             f"requests    {requests.offered} offered = {requests.ok} ok + {requests.failed} failed "
             f"+ {requests.broken} broken + {requests.wrong} wrong{self._left()}",
@@ -99,24 +96,20 @@ class RunFigures:
         return f" + {self.requests.in_flight} not waited for" if self.requests.in_flight else ""
 
     def _acknowledged(self) -> str:
-        p99_ms = self.ack_p99_ms()
+        p99_ms = self.recorder.ack_p99_ms()
         return "" if p99_ms is None else f", acknowledged by the router in {p99_ms:.1f} ms (p99)"
 
     def _notes(self) -> list[str]:
         notes = [f"{count} × {reason}" for reason, count in self.requests.reasons.items()]
         if self.requests.held_back:
-            notes.append(f"{self.requests.held_back} requests waited for a connection: the limit was reached")
+            held = format_count(self.requests.held_back, "request")
+            notes.append(f"{held} waited for a connection: the limit was reached")
         notes.extend(self.notes)
         if self.lateness_p99_ms is not None:
             notes.append(f"engine steps were noticed {self.lateness_p99_ms:.1f} ms late (p99)")
         if self.too_slow:
             notes.append("MACHINE TOO SLOW: latencies are this machine's and not the model's")
         return notes
-
-
-def count_flips(recorder: Recorder, to: Role) -> int:
-    """Flips so far into one role."""
-    return sum(flip.to is to for flip in recorder.flips)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -132,6 +125,4 @@ def _percent(share: float | None) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return "–" if seconds is None else short_s(seconds)

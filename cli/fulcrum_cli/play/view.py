@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fulcrum_cli.play.frame import Decision, Frame, InstanceRow
 from fulcrum_cli.play.recorder import Cell
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Phase, Role
 
 TOO_SLOW_MS = 10.0
@@ -196,9 +197,10 @@ def _objectives(frame: Frame, width: int) -> list[Text]:
         "  ",
         *_share("run", frame.attainment),
     )
+    decoding = format_count(frame.decode_requests, "request")
     queued = Text.assemble(
         ("queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL), ("  decode ", DIM),
-        (f"{frame.decode_requests} requests, {_thousands(frame.decode_tokens)} tokens", DECODE),
+        (f"{decoding}, {_thousands(frame.decode_tokens)} tokens", DECODE),
     )  # fmt: skip
     return [
         _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, bar_width),
@@ -213,7 +215,7 @@ def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: floa
         *_latency("p50", p50_s, goal_s, bar_width),
         "  ",
         *_latency("p99", p99_s, goal_s, bar_width),
-        (f"  objective {_short_s(goal_s)}", DIM),
+        (f"  objective {short_s(goal_s)}", DIM),
     )
 
 
@@ -224,11 +226,12 @@ def _latency(
     if value_s is None:
         yield ("–".rjust(8) + " " * (bar_width + 1), DIM)
         return
-    yield (f"{_short_s(value_s):>8} ", BAD if value_s > goal_s else GOOD)
+    yield (f"{short_s(value_s):>8} ", BAD if value_s > goal_s else GOOD)
     yield _bar(value_s / goal_s, bar_width, GOOD)
 
 
-def _short_s(seconds: float) -> str:
+def short_s(seconds: float) -> str:
+    """`340 ms`, `1.25 s`."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
