@@ -145,7 +145,7 @@ def status(
 @app.command()
 def flip(
     instance: Instance,
-    to: Annotated[str, typer.Option(help="prefill or decode.")],
+    to: Annotated[str, typer.Option(help="Prefill or Decode, in any case.")],
     pin: Annotated[str | None, typer.Option(help="Keep it there so long, such as 10m.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Until it plays the role; exit code 1 if not.")

@@ -8,6 +8,8 @@ from fulcrum_core.errors import InvalidInput
 
 E = TypeVar("E", bound=StrEnum)
 
+PORT_MAX = 65535
+
 
 def duration_s(option: str, text: str | None) -> float | None:
     """Seconds of a duration such as `60s`; None if it was not given."""
@@ -20,6 +22,12 @@ def duration_s(option: str, text: str | None) -> float | None:
     if seconds <= 0:
         raise InvalidInput(option, text, "must be longer than 0s")
     return seconds
+
+
+def check_port(number: int) -> None:
+    """Refuse a number that is no port; 0 stands for any free one."""
+    if not 0 <= number <= PORT_MAX:
+        raise InvalidInput("--port", number, f"must be between 0 and {PORT_MAX}")
 
 
 def one_of(option: str, text: str, choices: type[E], *allowed: E) -> E:

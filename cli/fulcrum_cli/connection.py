@@ -96,17 +96,21 @@ def find_run(target: LocalTarget, name: str | None, *, of_instance: str | None =
     Raises:
         InvalidInput: if there is none, or without a name if there are several.
     """
-    services = sorted({run.service for run in target.runs})
-    names = ", ".join(services)
-    if of_instance is not None and len(services) > 1:
-        name = of_instance.rpartition("-")[0] or of_instance
-    if name is None and len(services) > 1:
+    names, several = ", ".join(target.services), len(target.services) > 1
+    if of_instance is not None and several:
+        name = service_name(of_instance) or of_instance
+    if name is None and several:
         raise InvalidInput("SERVICE", names, "are running: name one")
     found = [run for run in target.runs if name in (None, run.service)]
     if not found:
         rule = f"does not run on this machine; running: {names}; --context or -n means a cluster"
         raise InvalidInput("SERVICE", str(name), rule)
     return found[0]
+
+
+def service_name(instance: str) -> str:
+    """The service whose instances are called so: `chat` for `chat-3`."""
+    return instance.rpartition("-")[0]
 
 
 async def _to_run(stack: AsyncExitStack, run: "RunInfo") -> Connection:

@@ -1,16 +1,10 @@
 """From the name of an instance to its service."""
 
-from collections.abc import Iterable
-
-from fulcrum_cli.connection import Connection
+from fulcrum_cli.connection import Connection, service_name
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
-
-
-def service_name(instance: str) -> str:
-    """The service whose instances are called so: `chat` for `chat-3`."""
-    return instance.rpartition("-")[0]
+from fulcrum_core.spelling import format_list
 
 
 async def service_of(there: Connection, instance: str) -> PDService:
@@ -24,12 +18,6 @@ async def service_of(there: Connection, instance: str) -> PDService:
     services = {service.metadata.name: service for service in await there.services()}
     name = found if found in services else service_name(instance)
     if name not in services:
-        known = _listed(i.metadata.name for i in instances)
+        known = format_list([i.metadata.name for i in instances], at_most=12) or "none"
         raise InvalidInput("instance", instance, f"is not in {there.words}; there are {known}")
     return services[name]
-
-
-def _listed(names: Iterable[str], *, at_most: int = 12) -> str:
-    known = list(names)
-    more = f" and {len(known) - at_most} more" if len(known) > at_most else ""
-    return (", ".join(known[:at_most]) or "none") + more

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fulcrum_cli.ages import format_age
 from fulcrum_cli.arguments import one_of
 from fulcrum_cli.connection import Connection, connected
-from fulcrum_cli.flipping import cordoner
 from fulcrum_cli.output import Output, render
 from fulcrum_cli.target import Asked, LocalTarget, choose_target
 from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
-from fulcrum_core.api.meta import Condition, format_duration
+from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
-from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdinstance import STARTS, PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
@@ -22,8 +22,6 @@ from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Phase
 
 _NOTHING = "–"
-STARTS = "its engine starts: "
-"""What the operator writes before the reason for which an engine does not start yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +74,7 @@ def run(asked: Asked, service: str | None, *, output: str | None) -> None:
 
 async def _answer(asked: Asked, name: str | None, form: Output | None) -> str:
     target = choose_target(asked)
-    names = sorted({run.service for run in target.runs}) if isinstance(target, LocalTarget) else [None]
+    names: Sequence[str | None] = target.services if isinstance(target, LocalTarget) else [None]
     standings: list[Standing] = []
     words: list[str] = []
     for each in [name] if name is not None else names:
@@ -141,16 +139,8 @@ def _service(standing: Standing, *, now_s: float) -> tuple[str, ...]:
         next((c.reason for c in status.conditions if c.type == KV_TRANSFER_VERIFIED), _NOTHING),
         _NOTHING if share is None else f"{share:.1f}",
         str(status.flips),
-        _NOTHING if created_s is None else _age(now_s - created_s),
+        _NOTHING if created_s is None else format_age(now_s - created_s),
     )
-
-
-def _age(seconds: float) -> str:
-    """Seconds, from ten minutes on minutes, from three hours on hours, from two days on days."""
-    for unit_s, letter, least in ((86400, "d", 2), (3600, "h", 3), (60, "m", 10)):
-        if seconds >= unit_s * least:
-            return f"{seconds // unit_s:.0f}{letter}"
-    return format_duration(max(1.0, round(seconds)))
 
 
 def attained(state: RouterState | None) -> float | None:
@@ -209,8 +199,8 @@ def _role(instance: PDInstance, wish: RoleAssignment | None) -> str:
 
 def _by(wish: RoleAssignment, *, now_s: float) -> str:
     left_s = (wish.pinned_until or 0.0) - now_s
-    pinned = f", pinned for {_age(left_s)}" if left_s > 0 else ""
-    cordoned = f", cordoned by {cordoner(wish)}" if wish.cordoned else ""
+    pinned = f", pinned for {format_age(left_s)}" if left_s > 0 else ""
+    cordoned = f", cordoned by {wish.cordoner}" if wish.cordoned else ""
     return f"{wish.by}{pinned}{cordoned}"
 
 
@@ -220,7 +210,7 @@ def _phase(instance: PDInstance, *, now_s: float) -> str:
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
     since_s = f"{max(0.0, now_s - status.phase_since):.0f}"
-    hindrance = status.message.removeprefix(STARTS).partition(":")[0]
+    hindrance = status.message.removeprefix(f"{STARTS}: ").partition(":")[0]
     if hindrance and " " not in hindrance:
         return f"{status.phase} {since_s} s: {hindrance}"
     startup_s = _startup_s(instance)
@@ -248,7 +238,7 @@ def particulars(standing: Standing, *, now_s: float) -> list[str]:
         lines.append(f"status speaks of generation {status.observed_generation}, the spec is {generation}")
     lines += condition_lines(status.conditions)
     if status.last_decision:
-        at = format_duration(max(1.0, round(now_s - status.last_decision.at)))
+        at = format_age(now_s - status.last_decision.at)
         lines.append(f"last decision {at} ago: {status.last_decision.action}: {status.last_decision.reason}")
     lines += refusals(standing.assignment, now_s=now_s)
     if status.endpoint:
@@ -267,7 +257,7 @@ def refusals(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
     entries = sorted(assignment.spec.roles.items()) if assignment else []
     return [
         f"refused {name}{f' → {entry.refused.role}' if entry.refused.role else ''}: {entry.refused.reason}, "
-        f"for {format_duration(max(1.0, round(entry.refused.until - now_s)))} more"
+        f"for {format_age(entry.refused.until - now_s)} more"
         for name, entry in entries
         if entry.refused and entry.refused.until > now_s
     ]

@@ -46,6 +46,11 @@ class LocalTarget:
 
     runs: "tuple[RunInfo, ...]"
 
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Their names, each once, sorted."""
+        return tuple(sorted({run.service for run in self.runs}))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTarget:

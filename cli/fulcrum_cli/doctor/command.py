@@ -10,6 +10,7 @@ from fulcrum_cli.doctor.findings import Finding, Standing, worst
 from fulcrum_cli.doctor.gather import gather
 from fulcrum_cli.output import Output, render
 from fulcrum_cli.target import Asked, LocalTarget, choose_target
+from fulcrum_core.spelling import format_count
 
 _MARKS = {Standing.OK: "ok      ", Standing.WARNING: "warning ", Standing.PROBLEM: "PROBLEM "}
 
@@ -30,7 +31,7 @@ def run(asked: Asked, *, output: str | None) -> int:
 async def _examined(asked: Asked) -> tuple[list[str], tuple[Finding, ...]]:
     """Of all services that run here, or of the namespace of a cluster."""
     target = choose_target(asked)
-    names = sorted({run.service for run in target.runs}) if isinstance(target, LocalTarget) else [None]
+    names: Sequence[str | None] = target.services if isinstance(target, LocalTarget) else [None]
     findings: list[Finding] = []
     words: list[str] = []
     for name in names:
@@ -49,5 +50,6 @@ def tell(findings: Sequence[Finding]) -> list[str]:
             lines.append(f"         → {finding.advice}")
         if finding.explains:
             lines.append(f"         follows from it: {', '.join(finding.explains)}")
-    counts = [sum(finding.standing is each for finding in findings) for each in Standing]
-    return [*lines, "", f"{counts[0]} ok, {counts[1]} warnings, {counts[2]} problems"]
+    fine, warnings, problems = (sum(each.standing is kind for each in findings) for kind in Standing)
+    told = f"{fine} ok, {format_count(warnings, 'warning')}, {format_count(problems, 'problem')}"
+    return [*lines, "", told]

@@ -1,14 +1,14 @@
 """Do the programs run that make services work: operator, autoscaler, and who leads?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor import placement
+from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, Standing, ok, problem, warning
 from fulcrum_core.api.meta import format_duration, parse_time
-
-Body = Mapping[str, Any]
+from fulcrum_core.spelling import format_count
 
 
 def check_deployment(
@@ -38,7 +38,7 @@ def check_pods(what: str, pods: Sequence[Body], nodes: Sequence[Body] | None) ->
     )
     found = next((check for check in checks if check.standing is not Standing.OK), None)
     if found is None:
-        return ok(f"{what}'s pods", f"{len(pods)} have their image and a node")
+        return ok(f"{what}'s pods", f"no pod of {len(pods)} lacks its image or a node")
     return replace(found, name=f"{what}'s pods")
 
 
@@ -46,7 +46,9 @@ def _standing(body: Body) -> tuple[bool | None, str]:
     """Whether all replicas are ready (None: not one), and that in words."""
     meta, status = body["metadata"], body.get("status", {})
     wanted, ready = body["spec"].get("replicas", 1), status.get("readyReplicas", 0)
-    words = f"Deployment {meta['namespace']}/{meta['name']}: {ready} of {wanted} replicas are ready"
+    words = (
+        f"Deployment {meta['namespace']}/{meta['name']}: {ready} of {format_count(wanted, 'replica')} ready"
+    )
     if ready >= wanted > 0:
         return True, words
     failing = [
@@ -76,7 +78,7 @@ def check_lease(what: str, lease: Body | None, *, now_s: float, advice: str, abo
     silent_s = max(0.0, now_s - parse_time(spec["renewTime"]))
     length_s = float(spec.get("leaseDurationSeconds", 15))
     if silent_s > length_s:
-        ago = format_duration(max(1.0, round(silent_s)))
-        seen = f"{name} of {holder} was last renewed {ago} ago and ran out after {format_duration(length_s)}"
+        ago, after = format_age(silent_s), format_duration(length_s)
+        seen = f"{name} of {holder} was last renewed {ago} ago and ran out after {after}"
         return problem(what, seen, advice, about=about)
     return ok(what, f"{holder} holds {name}", about=about)

@@ -1,14 +1,13 @@
 """Does the router of a service take requests, and has it somewhere to send them?"""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.spelling import format_count
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Phase
-
-Body = Mapping[str, Any]
 
 
 def check_endpoints(service: str, endpoint_slice: Body | None, router_pods: Sequence[Body]) -> Finding:
@@ -41,7 +40,8 @@ def check_somewhere(service: str, instances: Sequence[PDInstance]) -> Finding:
     """Whether the router has an instance to send requests to."""
     serving = [i for i in instances if i.status.phase is Phase.SERVING and i.status.endpoint]
     if serving:
-        return ok("targets", f"{len(serving)} instances serve", about=service)
+        told = format_count(len(serving), "instance serves", "instances serve")
+        return ok("targets", told, about=service)
     phases = ", ".join(f"{i.metadata.name} {i.status.phase}" for i in instances) or "there are none"
     seen = f"the router has no instance to send requests to: {phases}"
     return problem("targets", seen, "see why the instances do not serve", about=service)
@@ -57,7 +57,8 @@ def check_router_answers(service: str, state: RouterState | None) -> Finding:
         return warning(
             "router", seen, "the engine hangs or starts: see its log in the run's folder", about=service
         )
-    return ok("router", f"answers, and reaches {len(state.instances)} instances", about=service)
+    reached = format_count(len(state.instances), "instance")
+    return ok("router", f"answers, and reaches {reached}", about=service)
 
 
 def check_autoscaler_answers(service: str, refusal: str) -> Finding:

@@ -3,12 +3,14 @@
 from collections.abc import Collection, Sequence
 from itertools import permutations
 
+from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_core.api import conditions as words
-from fulcrum_core.api.meta import Condition, format_duration
+from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
+from fulcrum_core.spelling import format_count
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Phase, Role
 
@@ -56,7 +58,7 @@ def check_floors(
     if short:
         seen = f"{' and '.join(short)} serve"
         return problem("floors", seen, "see why instances do not serve; flips wait until then", about=name)
-    return ok("floors", f"at least {floors.prefill} prefill and {floors.decode} decode", about=name)
+    return ok("floors", f"at least {floors.prefill} Prefill and {floors.decode} Decode", about=name)
 
 
 def impossible_floors(service: PDService) -> tuple[str, str] | None:
@@ -67,7 +69,7 @@ def impossible_floors(service: PDService) -> tuple[str, str] | None:
         able = sum(pool.instances.ceiling for pool in pools if pool.role in ("Flexible", role))
         if able < floors.of(role) and most > 1:
             floor = f"spec.roles.{role.lower()}.min is {floors.of(role)}"
-            seen = f"{floor}, but only {able} instances can {role.lower()}"
+            seen = f"{floor}, but only {format_count(able, 'instance')} can {role.lower()}"
             return seen, "lower the floor, or give the pools more instances"
     if 1 < most < floors.prefill + floors.decode:
         seen = (
@@ -119,14 +121,14 @@ def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAss
     ]
     pairs = sum(_meet(p, d, assignment) for p, d in permutations(known, 2))
     if refused:
-        seen = f"{len(refused)} of {pairs} pairs cannot exchange KV; {refused[0]}"
+        seen = f"{len(refused)} of {format_count(pairs, 'pair')} cannot exchange KV; {refused[0]}"
         advice = "give all pools the same model, engine image and KV settings"
         all_of_them = len(refused) == pairs
         return (problem if all_of_them else warning)("pairs", seen, advice, about=service)
     if unknown:
         seen = f"not known yet of {', '.join(unknown)}: no identity"
         return warning("pairs", seen, "run this again when they have been verified", about=service)
-    return ok("pairs", f"all {pairs} pairs can exchange KV", about=service)
+    return ok("pairs", f"no pair of {pairs} is refused", about=service)
 
 
 def _meet(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
@@ -155,7 +157,7 @@ def check_progress(service: PDService, *, now_s: float) -> Finding:
     if progressing is None or progressing.status != "True":
         return ok("progress", progressing.message if progressing else "nothing is changing", about=name)
     since_s = now_s - (progressing.last_transition_time or now_s)
-    seen = f"{progressing.message}; for {format_duration(max(1.0, round(since_s)))}"
+    seen = f"{progressing.message}; for {format_age(since_s)}"
     if since_s > HANGS_S:
         advice = "see the instances that do not serve; a rollout is taken back by the spec of before"
         return problem("progress", seen, advice, about=name)

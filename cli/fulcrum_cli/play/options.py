@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from fulcrum_cli.arguments import duration_s, one_of
+from fulcrum_cli.arguments import check_port, duration_s, one_of
 from fulcrum_cli.loads import SHAPES
 from fulcrum_cli.manifests import built_in, read_manifest
 from fulcrum_core.api.meta import Resource
@@ -15,7 +15,6 @@ from fulcrum_core.values import AutoscalingMode
 from fulcrum_operator.local.manifest import check_manifest
 from fulcrum_simulator.workload import WorkloadRequest, jitter, load_trace, replay_faster, scale_rate
 
-PORT_MAX = 65535
 DEFAULT_SHAPE = "moving"
 
 
@@ -95,8 +94,7 @@ def _check_numbers(given: Given) -> None:
     for option, count in (("--flips", given["flips"]), ("--seed", given["seed"])):
         if count < 0:
             raise InvalidInput(option, count, "must not be negative")
-    if not 0 <= given["port"] <= PORT_MAX:
-        raise InvalidInput("--port", given["port"], f"must be between 0 and {PORT_MAX}")
+    check_port(given["port"])
     if given["trace"] is None and (given["speed"], given["scale"]) != (1.0, 1.0):
         raise InvalidInput("--speed, --scale", "no --trace", "change a recording: give one with --trace")
     for option, file in (("--json", given["json"]), ("--snapshot", given["snapshot"])):

@@ -11,6 +11,8 @@ from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Identity, Phase, Role
 
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once nothing is on it any more."""
+STARTS = "its engine starts"
+"""The message of an instance that starts; behind a colon comes what hinders it."""
 
 
 ConfigExcerpt = Annotated[
@@ -54,7 +56,6 @@ class IdentitySpec(Model):
     kv_lease: Duration = Field(
         default=KV_LEASE_S, description="For how long it keeps the KV of a hand-off that nobody fetches."
     )
-
     kv_wire: Duration = Field(
         default=0.0,
         description="Longest that the declared fabric takes for the KV of 1,000 tokens; 0: not known.",

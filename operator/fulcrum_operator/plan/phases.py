@@ -15,8 +15,9 @@ is ended before the phase says that it switches, so a running engine in Switchin
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fulcrum_core.api.pdinstance import DRAINED
+from fulcrum_core.api.pdinstance import DRAINED, STARTS
 from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import FlipStrategy, Phase, Role
 
 DELETED = "its engine was told to end by somebody else"
@@ -158,9 +159,7 @@ def _failed(engine: EngineObservation) -> Step:
 def _starting(engine: EngineObservation) -> Step:
     why = f": {engine.message}" if engine.message else ""
     again = f"its engine starts again after: {engine.exit_reason}{why and f'; {engine.message}'}"
-    return Step(
-        Phase.STARTING, EngineAction.START, again if engine.exit_reason else f"its engine starts{why}"
-    )
+    return Step(Phase.STARTING, EngineAction.START, again if engine.exit_reason else f"{STARTS}{why}")
 
 
 def _draining(facts: Facts) -> Step:
@@ -201,7 +200,7 @@ def _overdue(facts: Facts) -> Step:
 def _requests(facts: Facts) -> str:
     if facts.legs is None:
         return "an unknown number of requests"
-    return "1 request" if facts.legs == 1 else f"{facts.legs} requests"
+    return format_count(facts.legs, "request")
 
 
 def _switching(facts: Facts) -> Step:

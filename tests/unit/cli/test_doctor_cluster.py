@@ -156,19 +156,19 @@ WHERE = "Deployment f/fulcrum-operator"
     [
         pytest.param(None, (WARNING, "not looked at: you may not list Deployments"), id="nobody could look"),
         pytest.param([], (PROBLEM, "no Deployment of the operator is there"), id="absent"),
-        pytest.param([deployment(2)], (OK, f"{WHERE}: 2 of 2 replicas are ready"), id="ready"),
-        pytest.param([deployment(0)], (PROBLEM, f"{WHERE}: 0 of 2 replicas are ready"), id="none ready"),
+        pytest.param([deployment(2)], (OK, f"{WHERE}: 2 of 2 replicas ready"), id="ready"),
+        pytest.param([deployment(0)], (PROBLEM, f"{WHERE}: 0 of 2 replicas ready"), id="none ready"),
         pytest.param(
-            [deployment(0, 0)], (PROBLEM, f"{WHERE}: 0 of 0 replicas are ready"), id="scaled to nothing"
+            [deployment(0, 0)], (PROBLEM, f"{WHERE}: 0 of 0 replicas ready"), id="scaled to nothing"
         ),
         pytest.param(
             [deployment(0, 1, LATE)],
-            (PROBLEM, f"{WHERE}: 0 of 1 replicas are ready: deadline exceeded"),
+            (PROBLEM, f"{WHERE}: 0 of 1 replica ready: deadline exceeded"),
             id="late, with its reason",
         ),
         pytest.param(
             [deployment(2), deployment(1)],
-            (WARNING, f"{WHERE}: 1 of 2 replicas are ready"),
+            (WARNING, f"{WHERE}: 1 of 2 replicas ready"),
             id="one of two Deployments is not whole",
         ),
     ],
@@ -267,7 +267,7 @@ WAITS = "no node fits chat-0: 0/1 nodes are available"
 @pytest.mark.parametrize(
     ("pods", "nodes", "expected", "advice"),
     [
-        pytest.param([pod(), pod("chat-1")], [], (OK, "2 of 2 pods have a node"), "", id="all placed"),
+        pytest.param([pod(), pod("chat-1")], [], (OK, "2 of 2 pods on a node"), "", id="all placed"),
         pytest.param([PENDING], None, (PROBLEM, WAITS), "could not be looked at", id="nodes not to be seen"),
         pytest.param([PENDING], [], (PROBLEM, WAITS), "there is no node: add one", id="no node at all"),
         pytest.param(

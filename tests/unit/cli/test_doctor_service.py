@@ -138,7 +138,7 @@ POOLS = [
 @pytest.mark.parametrize(
     ("found", "instances", "expected"),
     [
-        pytest.param(service(), (P, D), (OK, "at least 1 prefill and 1 decode"), id="held"),
+        pytest.param(service(), (P, D), (OK, "at least 1 Prefill and 1 Decode"), id="held"),
         pytest.param(
             service(),
             (P, instance("chat-1", "Starting", None)),
@@ -154,13 +154,13 @@ POOLS = [
         pytest.param(
             service(instances=None, pools=POOLS, roles={"decode": {"min": 2}}),
             (P, D),
-            (PROBLEM, "spec.roles.decode.min is 2, but only 1 instances can decode"),
+            (PROBLEM, "spec.roles.decode.min is 2, but only 1 instance can decode"),
             id="more than the pools allow",
         ),
         pytest.param(
             service(instances=1),
             (instance("chat-0", role="Both"),),
-            (OK, "at least 1 prefill and 1 decode"),
+            (OK, "at least 1 Prefill and 1 Decode"),
             id="one alone does both",
         ),
     ],
@@ -187,11 +187,11 @@ UNLIKE = "engine differs: prefill has e:1, decode has e:2"
 @pytest.mark.parametrize(
     ("instances", "roles", "expected"),
     [
-        pytest.param((P, D), PAIR, (OK, "all 1 pairs can exchange KV"), id="alike"),
+        pytest.param((P, D), PAIR, (OK, "no pair of 1 is refused"), id="alike"),
         pytest.param(
             (P, OTHER_ENGINE),
             PAIR,
-            (PROBLEM, f"1 of 1 pairs cannot exchange KV; chat-0 → chat-1: {UNLIKE}"),
+            (PROBLEM, f"1 of 1 pair cannot exchange KV; chat-0 → chat-1: {UNLIKE}"),
             id="no pair can",
         ),
         pytest.param(
@@ -203,7 +203,7 @@ UNLIKE = "engine differs: prefill has e:1, decode has e:2"
         pytest.param(
             (instance("chat-0", tensorParallel=2), D),
             assignment(chat_0="Decode", chat_1="Prefill"),
-            (OK, "all 1 pairs can exchange KV"),
+            (OK, "no pair of 1 is refused"),
             id="one direction is enough where nobody flips",
         ),
         pytest.param(
@@ -277,7 +277,7 @@ def state(*, missed_probes: int = 0) -> RouterState:
     ("told", "expected"),
     [
         pytest.param(None, (PROBLEM, "it does not answer"), id="away"),
-        pytest.param(state(), (OK, "answers, and reaches 1 instances"), id="there"),
+        pytest.param(state(), (OK, "answers, and reaches 1 instance"), id="there"),
         pytest.param(state(missed_probes=3), (WARNING, "it does not reach chat-0"), id="an engine is silent"),
     ],
 )
