@@ -5,13 +5,15 @@ from pathlib import Path
 
 import uvloop
 
-from fulcrum_cli.arguments import one_of
+from fulcrum_cli.arguments import check_port, one_of
 from fulcrum_cli.interrupts import on_interrupt
 from fulcrum_cli.local_engines import LocalEngine, on_vllm_cpu
 from fulcrum_cli.logs import log_warnings
 from fulcrum_cli.manifests import built_in, read_manifest
 from fulcrum_core.api.meta import Resource
+from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.spelling import format_count
 from fulcrum_operator.local import LocalOptions, run_local
 
 
@@ -20,8 +22,7 @@ def run(file: Path | None, *, engine: str | None, port: int) -> None:
 
     Without a manifest it is the example that comes along for the engine.
     """
-    if not 0 <= port <= 65535:
-        raise InvalidInput("--port", port, "must be between 0 and 65535")
+    check_port(port)
     objects = _asked(file, None if engine is None else one_of("--engine", engine, LocalEngine))
     log_warnings()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -35,12 +36,19 @@ def _asked(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...
     return objects if engine is None else tuple(on_vllm_cpu(obj) for obj in objects)
 
 
+def _tell_begin(service: PDService) -> None:
+    """What somebody reads who waits for router and autoscaler, which take seconds."""
+    engines = format_count(sum(pool.instances.min for pool in service.spec.resolved_pools()), "engine")
+    kind = service.spec.engine.type
+    print(f"{service.metadata.name}: starting {engines} ({kind}), a router and an autoscaler", flush=True)
+
+
 async def _up(objects: tuple[Resource, ...], port: int) -> None:
     me = asyncio.current_task()
     assert me is not None
     try:
         with on_interrupt(me.cancel):
-            async with run_local(objects, LocalOptions(port=port)) as service:
+            async with run_local(objects, LocalOptions(port=port), on_begin=_tell_begin) as service:
                 info = service.info
                 print(
                     f"{info.service}: endpoint {info.router_url}, waiting for the engines, "
@@ -48,7 +56,8 @@ async def _up(objects: tuple[Resource, ...], port: int) -> None:
                     flush=True,
                 )
                 instances = await service.serving()
-                print(f"{info.service}: {len(instances)} instances serve; Ctrl-C ends them", flush=True)
+                serve = format_count(len(instances), "instance serves", "instances serve")
+                print(f"{info.service}: {serve}; Ctrl-C ends the run", flush=True)
                 await asyncio.Event().wait()
     except asyncio.CancelledError:
         print("ended", flush=True)

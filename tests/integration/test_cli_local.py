@@ -33,8 +33,9 @@ def surroundings() -> Iterator[dict[str, str]]:
         )
         assert process.stdout is not None
         try:
-            said = [process.stdout.readline(), process.stdout.readline()]
-            assert said[1] == "chat: 3 instances serve; Ctrl-C ends them\n", said
+            said = [process.stdout.readline() for _ in range(3)]
+            assert said[0] == "chat: starting 3 engines (Simulated), a router and an autoscaler\n", said
+            assert said[2] == "chat: 3 instances serve; Ctrl-C ends the run\n", said
             yield env
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)

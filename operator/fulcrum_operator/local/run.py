@@ -56,9 +56,15 @@ class LocalOptions:
 
 @asynccontextmanager
 async def run_local(
-    objects: Sequence[Resource], options: LocalOptions | None = None, *, commands: Commands | None = None
+    objects: Sequence[Resource],
+    options: LocalOptions | None = None,
+    *,
+    commands: Commands | None = None,
+    on_begin: Callable[[PDService], None] = lambda _service: None,
 ) -> AsyncIterator["LocalRun"]:
     """Bring up the PDService of `objects`: router and autoscaler serve when this is entered, engines start.
+
+    `on_begin` is called when nothing was found to refuse, before anything is started.
 
     Raises:
         InvalidInput: if the manifest or an option breaks a rule: nothing was started.
@@ -67,6 +73,7 @@ async def run_local(
     options = options or LocalOptions()
     service = check_manifest(objects)
     check_port_free(options.host, options.port)
+    on_begin(service)
     with run_folder(options.run_dir, service=service.metadata.name) as folder:
         run = LocalRun(service, folder, options, commands or Commands())
         async with serve_store(run.store, folder / "store.sock"):
