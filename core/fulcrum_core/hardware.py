@@ -130,7 +130,6 @@ _TABLE = {
         CPU,
     )
 }
-HARDWARE_NAMES = tuple(_TABLE)
 
 _SPELLINGS = {
     "H100": "H100-SXM",

@@ -166,8 +166,6 @@ class EngineObservation:
     """Why it is in this state, where that is known: the image does not pull, no node fits, it was evicted."""
     image: str | None = None
     """The image it runs, by digest, where there is one."""
-    node: str | None = None
-    """The node it runs on, where there are several."""
     since_s: float | None = None
     """Since when it is in this state, where that is known; unix seconds."""
     ending: bool = False

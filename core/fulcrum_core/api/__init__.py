@@ -1,21 +1,17 @@
 """The kinds of fulcrum.dev/v1alpha1. The CRDs are generated from these models."""
 
 from fulcrum_core.api.manifest import load_manifest, parse_object
-from fulcrum_core.api.meta import API_VERSION, GROUP, VERSION, Condition, ObjectMeta, OwnerReference, Resource
+from fulcrum_core.api.meta import Condition, ObjectMeta, OwnerReference, Resource
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.api.pdinstance import IdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
 from fulcrum_core.api.pdpool import (
     Bounds,
-    EngineSpec,
-    EnvVar,
-    HardwareSpec,
     PDPool,
     PDPoolSpec,
     PDPoolStatus,
     PoolRole,
     RefusedRevision,
     StartSpec,
-    fixed_role,
 )
 from fulcrum_core.api.pdservice import (
     LastDecision,
@@ -28,19 +24,13 @@ from fulcrum_core.api.pdservice import (
     TierStatus,
 )
 from fulcrum_core.api.qostier import QoSTier, QoSTierSpec, SloSpec
-from fulcrum_core.api.registry import KINDS, kind_of
+from fulcrum_core.api.registry import KINDS
 
 __all__ = [
-    "API_VERSION",
-    "GROUP",
     "KINDS",
-    "VERSION",
     "Bounds",
     "Condition",
-    "EngineSpec",
-    "EnvVar",
     "Floors",
-    "HardwareSpec",
     "IdentitySpec",
     "LastDecision",
     "ObjectMeta",
@@ -69,8 +59,6 @@ __all__ = [
     "SloSpec",
     "StartSpec",
     "TierStatus",
-    "fixed_role",
-    "kind_of",
     "load_manifest",
     "parse_object",
 ]

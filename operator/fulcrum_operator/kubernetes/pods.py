@@ -49,7 +49,6 @@ def observation_of(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         exit_reason=_last_end(container),
         message=message,
         image=container.get("imageID") or None,
-        node=pod.get("spec", {}).get("nodeName"),
         since_s=parse_time(since) if since else None,
         ending=ending,
         node_lost=state is EngineState.LOST and _node_is_silent(pod),

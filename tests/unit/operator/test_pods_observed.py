@@ -81,14 +81,13 @@ EVICTED = condition(
 )
 
 TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
-    ("no status yet", pod(phase="Pending", node=""), {"state": STARTING, "node": None, "since_s": AT[T0]}),
+    ("no status yet", pod(phase="Pending", node=""), {"state": STARTING, "since_s": AT[T0]}),
     (
         "no node fits",
         pod(phase="Pending", node="", conditions=[UNSCHEDULABLE]),
         {
             "state": STARTING,
             "message": "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.",
-            "node": None,
             "since_s": AT[T0],
         },
     ),
@@ -251,7 +250,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("seen", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
 def test_a_pod_says(seen: Pod, expected: dict[str, Any]) -> None:
-    told = {"name": "chat-0", "restarts": 0, "node": "n1", **expected}
+    told = {"name": "chat-0", "restarts": 0, **expected}
     assert observation_of(seen) == EngineObservation(**told)
 
 
