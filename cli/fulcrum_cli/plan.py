@@ -15,6 +15,7 @@ from fulcrum_cli.output import Output, render
 from fulcrum_core.api import PDPool, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models import (
+    MODEL_UNKNOWN,
     KvPrecision,
     ModelFacts,
     gib,
@@ -23,6 +24,8 @@ from fulcrum_core.models import (
     transfer_buffer_bytes,
     weight_bytes,
 )
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.spelling import format_count
 from fulcrum_core.transfer import can_transfer
 from fulcrum_core.values import Role
 from fulcrum_operator.engines.kinds import engine_request
@@ -31,6 +34,7 @@ from fulcrum_operator.engines.vllm import POD, plan_engine
 from fulcrum_operator.local.environment import local_model
 from fulcrum_operator.local.models import read_model
 from fulcrum_operator.plan.pools import desired_pools
+from fulcrum_operator.plan.references import check_objects
 
 _ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
 
@@ -57,7 +61,9 @@ class Planned:
 def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
     """Prints the plan of each service of the manifest. 1 where one cannot be started, 0 otherwise."""
     form = None if output is None else one_of("--output", output, Output)
-    services = [obj for obj in read_manifest(file) if isinstance(obj, PDService)]
+    objects = read_manifest(file)
+    check_objects(objects)
+    services = [obj for obj in objects if isinstance(obj, PDService)]
     if not services:
         raise InvalidInput(str(file), "no PDService", "must have a service to plan")
     reports = [_Report.of(service, model_config) for service in services]
@@ -115,9 +121,9 @@ def read_facts(service: PDService, given: Path | None) -> tuple[ModelFacts | Non
 def _found(service: PDService) -> Path | None:
     """The folder on this machine that the manifest names, if it is there, or the model beside its engines."""
     source = service.spec.model_source
-    folders = [source.host_path] if source and source.host_path else [service.spec.model]
-    paths = (Path(folder) / "config.json" for folder in folders)
-    return next((path for path in paths if path.is_file()), None) or _beside_engines(service.spec.model)
+    named = Path(source.host_path, source.path) if source and source.host_path else Path(service.spec.model)
+    path = named / "config.json"
+    return path if path.is_file() else _beside_engines(service.spec.model)
 
 
 def _beside_engines(model: str) -> Path | None:
@@ -145,6 +151,7 @@ class _Report:
     @classmethod
     def of(cls, service: PDService, model_config: Path | None) -> "_Report":
         if service.spec.engine.type == "Simulated":
+            load_profile(service.spec.engine.profile)
             return cls(service, None, "engine.type is Simulated: there is no model to fit", ())
         facts, source = read_facts(service, model_config)
         return cls(service, facts, source, plan_service(service, facts))
@@ -216,7 +223,7 @@ def _shape(facts: ModelFacts) -> str:
     heads = f"{facts.attention_heads} heads, {facts.kv_heads} of KV of {facts.head_size} values"
     latent = f"{facts.attention_heads} heads, {facts.latent_size} latent values a token"
     return (
-        f"{facts.architecture}, {facts.layers} layers"
+        f"{facts.architecture}, {format_count(facts.layers, 'layer')}"
         f"{windows if facts.window_layers else ''}{states if facts.state_layers else ''}, "
         f"{facts.attention}: {latent if facts.latent else heads}{experts if facts.mixture else ''}, "
         f"{facts.context_tokens:,} tokens"
@@ -227,7 +234,7 @@ def _pool_lines(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     yield ""
     yield planned.title
-    hint = "; --model-config names it" if plan.fit.reason == "ModelUnknown" else ""
+    hint = "; --model-config names it" if plan.fit.reason == MODEL_UNKNOWN else ""
     yield f"  fits: {plan.fit.verdict}, {plan.fit.reason}: {plan.fit.message}{hint}"
     yield from (f"  refused: {refusal}" for refusal in plan.refusals)
     width = max(len(f"{choice.name} {choice.value}") for choice in plan.choices)

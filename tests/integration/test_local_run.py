@@ -232,7 +232,7 @@ async def _with_endpoint(run: LocalRun, address: str) -> PDService:
         ),
         pytest.param(
             manifest(qosTiers=["gold"]),
-            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier",
+            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier of this manifest",
             id="a tier that is not there",
         ),
         pytest.param([], "PDService (none) is not one: a local run serves exactly one", id="no service"),

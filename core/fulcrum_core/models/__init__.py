@@ -3,9 +3,8 @@
 from fulcrum_core.models.config import parse_model_config
 from fulcrum_core.models.excerpt import excerpt
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
-from fulcrum_core.models.fit import GPU_UTILIZATION, Fit, Layout, gib, judge_fit
+from fulcrum_core.models.fit import GPU_UTILIZATION, MODEL_UNKNOWN, Fit, Layout, gib, judge_fit
 from fulcrum_core.models.sizes import (
-    TRANSFER_ALIGN_BYTES,
     kv_bytes,
     kv_bytes_per_token,
     linear_bits,
@@ -17,7 +16,7 @@ from fulcrum_core.models.sizes import (
 
 __all__ = [
     "GPU_UTILIZATION",
-    "TRANSFER_ALIGN_BYTES",
+    "MODEL_UNKNOWN",
     "Fit",
     "KvPrecision",
     "Layout",

@@ -6,7 +6,10 @@ from typing import Literal
 from fulcrum_core.hardware import HardwareFacts, Vendor
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
 from fulcrum_core.models.sizes import GIB, rank_kv_bytes_per_token, rank_weight_bytes
+from fulcrum_core.spelling import format_count
 
+MODEL_UNKNOWN = "ModelUnknown"
+"""The reason of a verdict without the model's config.json."""
 GPU_UTILIZATION = 0.9
 """The share of a device's memory that the engine may take."""
 _RESERVE_SHARE = 0.07
@@ -58,7 +61,7 @@ def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
     if refusal is not None:
         return refusal
     if facts is None:
-        return Fit(verdict="Unknown", reason="ModelUnknown", message="the model's config.json was not read")
+        return Fit(verdict="Unknown", reason=MODEL_UNKNOWN, message="the model's config.json was not read")
     weights = rank_weight_bytes(
         facts,
         tensor=layout.tensor,
@@ -136,7 +139,7 @@ def _shape_refusal(facts: ModelFacts | None, layout: Layout) -> Fit | None:
     if layout.devices is not None and layout.devices != layout.needed:
         message = (
             f"tensor {layout.tensor} × pipeline {layout.pipeline} × data {layout.data} takes "
-            f"{layout.needed} devices, the hardware has {layout.devices}"
+            f"{format_count(layout.needed, 'device')}, the hardware has {layout.devices}"
         )
         return Fit(verdict="False", reason="DevicesDoNotMatch", message=message)
     if facts is None:

@@ -3,10 +3,10 @@
 import socket
 from collections.abc import Sequence
 
-from fulcrum_core.api import PDService, QoSTier, Resource
+from fulcrum_core.api import PDService, Resource
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.local.engines import check_engines
-from fulcrum_operator.plan import check_references
+from fulcrum_operator.plan.references import check_objects, check_references
 
 
 def check_manifest(objects: Sequence[Resource]) -> PDService:
@@ -15,10 +15,8 @@ def check_manifest(objects: Sequence[Resource]) -> PDService:
     Raises:
         InvalidInput: for the first rule broken.
     """
+    check_objects(objects)
     check_references(objects)
-    for obj in objects:
-        if not isinstance(obj, PDService | QoSTier):
-            raise InvalidInput("kind", obj.kind, "is made by the operator: write a PDService")
     services = [obj for obj in objects if isinstance(obj, PDService)]
     if len(services) != 1:
         names = ", ".join(service.metadata.name for service in services) or "none"

@@ -2,14 +2,12 @@
 
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.plan import Plan, asks_router, plan_removal, plan_service
-from fulcrum_operator.plan.references import check_references
 from fulcrum_operator.plan.transfer import look_every_s
 
 __all__ = [
     "Observed",
     "Plan",
     "asks_router",
-    "check_references",
     "look_every_s",
     "plan_removal",
     "plan_service",

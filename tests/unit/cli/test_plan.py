@@ -147,6 +147,11 @@ def test_a_simulated_engine_has_no_model_to_fit(plan: Plan) -> None:
     assert (code, said.splitlines()[1]) == (0, "  engine.type is Simulated: there is no model to fit")
 
 
+def test_a_profile_that_nobody_knows_is_refused_as_up_refuses_it(plan: Plan) -> None:
+    code, said = plan("model: m\nengine: {profile: desktop}")
+    assert (code, said.startswith("error: profile (desktop) is not one of ")) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,10 +18,9 @@ from fulcrum_core.api import (
     Resource,
     RoleStatus,
 )
-from fulcrum_core.errors import InvalidInput
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
-from fulcrum_operator.plan import Observed, Plan, asks_router, check_references, plan_removal, plan_service
+from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from fulcrum_operator.plan.plan import DRAIN_LOOK_S, SETTLE_S
 from tests.unit.operator.builders import (
@@ -40,7 +39,6 @@ from tests.unit.operator.builders import (
     router,
     service,
     settled,
-    tier,
     wish,
 )
 
@@ -175,13 +173,13 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         pytest.param(
             settled({"chat-0": P, "chat-1": D}, engines=engines(["chat-0", "chat-1"], chat_0=STARTING)),
             "Ready",
-            ("False", "TooFewInstances", "0 of 1 Prefill instances serve; waiting for more"),
+            ("False", "TooFewInstances", "0 of at least 1 Prefill serve; waiting for more"),
             id="a role below its floor",
         ),
         pytest.param(
             settled({"chat-0": D}),
             "Ready",
-            ("True", "InstancesServing", "1 of 1 instances serve at http://127.0.0.1:8000"),
+            ("True", "InstancesServing", "1 of 1 instance serves at http://127.0.0.1:8000"),
             id="a single instance does both",
         ),
         pytest.param(
@@ -471,30 +469,3 @@ def test_a_flip_by_restart_that_cannot_drain_is_given_up_with_its_reason() -> No
 def test_a_gone_service_leaves_no_engine_of_its_own() -> None:
     running = engines(["chat-0", "chat-11", "chat-b-0", "other-0"])
     assert plan_removal("chat", running) == Plan(stop=("chat-0", "chat-11"))
-
-
-@pytest.mark.parametrize(
-    ("objects", "existing", "line"),
-    [
-        pytest.param(
-            [service(qosTiers=["gold"])],
-            [],
-            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier",
-            id="a tier that nobody wrote",
-        ),
-        pytest.param(
-            [service(), service()],
-            [],
-            "PDService metadata.name (chat) is in the manifest twice",
-            id="twice the same",
-        ),
-    ],
-)
-def test_a_manifest_that_does_not_hold_together_is_refused(objects: Any, existing: Any, line: str) -> None:
-    with pytest.raises(InvalidInput) as refused:
-        check_references(objects, existing)
-    assert str(refused.value) == line
-
-
-def test_tiers_may_stand_in_the_manifest_or_in_the_store() -> None:
-    check_references([service(qosTiers=["gold", "free"]), tier("gold")], [tier("free")])
