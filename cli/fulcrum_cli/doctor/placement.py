@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_cli.doctor.quantities import Resources, parse_resources, spell
+from fulcrum_operator.plan.troubles import PULL_FAILURES
 
 Body = Mapping[str, Any]
 
-_PULLS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable")
 _BARRING = ("NoSchedule", "NoExecute")
 _TOLD = 4
 """So many pods are named."""
@@ -135,7 +135,7 @@ def pull_failures(pod: Body) -> list[PullFailure]:
     found = []
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") in _PULLS:
+        if waiting.get("reason") in PULL_FAILURES:
             image, message = container.get("image", ""), waiting.get("message") or ""
             found.append(PullFailure(pod["metadata"]["name"], image, waiting["reason"], message))
     return found

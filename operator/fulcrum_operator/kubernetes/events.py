@@ -21,10 +21,10 @@ from fulcrum_operator.kubernetes.ownership import MANAGER
 from fulcrum_operator.kubernetes.store import check_leading
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.troubles import hindrance_reason
 
 NORMAL, WARNING = "Normal", "Warning"
 
-_PULL = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
 _LONGEST = 1000
 _REMEMBERED = 1000
 _BURST = 25
@@ -97,11 +97,9 @@ def scaled(pool: str, before: int, after: int) -> Event:
     )
 
 
-def engine_hindered(instance: str, why: str) -> Event:
+def engine_hindered(instance: str, reason: str, why: str) -> Event:
     """Something keeps an instance's engine from starting."""
-    word = why.partition(":")[0]
-    reason = "ImagePullFailed" if word in _PULL else word if word == "Unschedulable" else "EngineDoesNotStart"
-    return Event(reason, WARNING, f"{instance}: {why}", f"{instance}/{word}")
+    return Event(reason, WARNING, f"{instance}: {why}", instance)
 
 
 def child_refused(why: str) -> Event:
@@ -177,16 +175,8 @@ def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterato
         if engine.ending and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
             if was is not None and not was.ending:
                 yield reclaimed_for_drain(name)
-        elif (word := _hindered(engine)) and word != (_hindered(was) if was else ""):
-            yield engine_hindered(name, engine.message)
-
-
-def _hindered(engine: EngineObservation) -> str:
-    """The word for what keeps it from starting: reasons are written in one word, ordinary waits are not."""
-    if engine.state is not EngineState.STARTING:
-        return ""
-    word, colon, _ = engine.message.partition(":")
-    return word if (colon or word in _PULL) and " " not in word else ""
+        elif (reason := hindrance_reason(engine)) and (was is None or reason != hindrance_reason(was)):
+            yield engine_hindered(name, reason, engine.message)
 
 
 def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:

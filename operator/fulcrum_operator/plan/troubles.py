@@ -12,7 +12,10 @@ from fulcrum_core.values import FlipStrategy, Phase
 from fulcrum_operator.plan.observed import Observed, ever_served
 from fulcrum_operator.plan.rollout import HOPELESS_STARTS, PoolView
 
-_PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"})
+PULL_FAILURES = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+)
+"""What a container that waits for its image says."""
 _SCHEDULING = frozenset({"Unschedulable", "SchedulerError"})
 _MOST_TOLD = 8
 """So many troubles are told one by one."""
@@ -75,7 +78,7 @@ def _reason(seen: Observed, instance: PDInstance, engine: EngineObservation | No
         return conditions.NODE_LOST if on_node else conditions.INSTANCE_LOST
     if engine is None or engine.state is EngineState.RUNNING:
         return None
-    hindered = _hindrance(engine)
+    hindered = hindrance_reason(engine)
     if hindered is not None:
         return hindered
     futile = engine.exit_reason and (not ever_served(instance) or engine.restarts >= HOPELESS_STARTS)
@@ -84,12 +87,12 @@ def _reason(seen: Observed, instance: PDInstance, engine: EngineObservation | No
     return conditions.INSTANCES_FAILED if status.phase is Phase.FAILED else None
 
 
-def _hindrance(engine: EngineObservation) -> str | None:
-    """What keeps it from starting; a message in plain words is none."""
+def hindrance_reason(engine: EngineObservation) -> str | None:
+    """What keeps it from starting, as a condition's reason; a message in plain words is none."""
     word = engine.message.partition(":")[0]
     if engine.state is not EngineState.STARTING or not word or " " in word:
         return None
-    if word in _PULL:
+    if word in PULL_FAILURES:
         return conditions.IMAGE_PULL_FAILED
     return conditions.UNSCHEDULABLE if word in _SCHEDULING else conditions.ENGINE_DOES_NOT_START
 

@@ -108,6 +108,8 @@ HINDRANCES = [
     ("Unschedulable: 0/3 nodes are available", "Unschedulable"),
     ("CreateContainerConfigError: no such secret", "EngineDoesNotStart"),
     ("PodRefused: exceeded quota", "EngineDoesNotStart"),
+    ("CreateContainerError", "EngineDoesNotStart"),
+    ("RegistryUnavailable: no such host", "ImagePullFailed"),
     ("its roles are probed", None),
     ("", None),
 ]
@@ -119,6 +121,14 @@ def test_what_keeps_an_engine_from_starting_is_told_once(message: str, reason: s
     seen = replace(SEEN, engines=engines)
     assert told(seen, SETTLED) == ([(reason, f"chat-1: {message}")] if reason else [])
     assert told(seen, SETTLED, engines) == []
+
+
+def test_a_pull_that_is_tried_again_and_again_is_told_once() -> None:
+    tried, waits = (
+        {"chat-1": engine("chat-1", STARTING, message=f"{word}: no such image")}
+        for word in ("ErrImagePull", "ImagePullBackOff")
+    )
+    assert told(replace(SEEN, engines=tried), SETTLED, waits) == []
 
 
 def test_a_pod_that_somebody_ends_is_told_of_once() -> None:
