@@ -15,6 +15,7 @@ from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDServic
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
+from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import Clock, EngineObservation, EngineState
 from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.kubernetes.ownership import MANAGER
@@ -35,6 +36,7 @@ _REASONS = {
     words.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
     words.ROLLED_BACK: ("RolledBack", WARNING),
     words.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
+    MODEL_UNKNOWN: ("ModelNotRead", WARNING),
     **dict.fromkeys(
         (words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, words.TOO_FEW_REPLICAS), ("ScalingLimited", WARNING)
     ),
@@ -188,7 +190,6 @@ def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
                 known = stood.get(condition.type)
                 if condition.type in _WHEN_FALSE:
                     yield from _of_finding(known, condition)
-                    continue
                 told = _told(known.reason if known else "", condition.reason)
                 if told is not None and not (back and told == _COMPLETED):
                     yield Event(told[0], told[1], condition.message, condition.type)

@@ -9,7 +9,7 @@ the same.
 from fulcrum_core.api import Condition, PDInstance, StartSpec
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.pdservice import ModelStatus
-from fulcrum_core.models import Fit
+from fulcrum_core.models import MODEL_UNKNOWN, Fit
 from fulcrum_operator.plan.condition import condition
 from fulcrum_operator.plan.model import model_key
 from fulcrum_operator.plan.observed import Observed
@@ -45,21 +45,22 @@ def _fit(seen: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit
         return Fit(verdict="False", reason=words.OUT_OF_MEMORY, message=killed)
     if judged is None:
         return _before_any(seen, view)
-    if judged.reason != "ModelUnknown":
-        return judged
-    unread = f"{judged.message}: {_why_unread(seen, view.target)}"
-    return Fit(verdict="Unknown", reason=judged.reason, message=unread)
+    return _unread(_why_unread(seen, view.target)) if judged.reason == MODEL_UNKNOWN else judged
 
 
 def _before_any(seen: Observed, view: PoolView) -> Fit:
     """Of a pool without an instance."""
     known = _read_of(seen, view.target)
     if known is not None and known.error is not None:
-        unread = f"the model's config.json was not read: {known.error}"
-        return Fit(verdict="Unknown", reason="ModelUnknown", message=unread)
+        return _unread(known.error)
     reading = seen.reads_models and known is None
     message = "the model's config.json is being read" if reading else "no instance was started yet"
     return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message=message)
+
+
+def _unread(why: str) -> Fit:
+    message = f"the model's config.json was not read: {why}"
+    return Fit(verdict="Unknown", reason=MODEL_UNKNOWN, message=message)
 
 
 def _why_unread(seen: Observed, start: StartSpec) -> str:

@@ -9,6 +9,7 @@ from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.api import PDService, Refusal
 from fulcrum_core.api import conditions as words
 from fulcrum_core.errors import AlreadyExists, NotFound, StoreUnavailable
+from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.kubernetes.events import Event, Recorder, event_name, events_of, scaled
@@ -153,6 +154,8 @@ CONDITIONS = [
     (words.SCALING_LIMITED, words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, "ScalingLimited"),
     (words.SCALING_LIMITED, words.TOO_MANY_REPLICAS, words.TOO_MANY_REPLICAS, None),
     (words.SCALING_LIMITED, words.TOO_FEW_REPLICAS, words.WITHIN_BOUNDS, None),
+    (words.MODEL_FITS, words.NO_INSTANCE_YET, MODEL_UNKNOWN, "ModelNotRead"),
+    (words.MODEL_FITS, MODEL_UNKNOWN, MODEL_UNKNOWN, None),
 ]
 
 
