@@ -1,13 +1,13 @@
-"""One condition of a service's status; when it came to be so is found out by `judged`."""
+"""One condition of an object's status; when it came to be so is found out by `judged`."""
 
 from typing import Literal
 
-from fulcrum_core.api import Condition, PDService
+from fulcrum_core.api import Condition, Resource
 
 Standing = Literal["True", "False", "Unknown"]
 
 
-def condition(service: PDService, kind: str, status: Standing, reason: str, message: str) -> Condition:
+def condition(about: Resource, kind: str, status: Standing, reason: str, message: str) -> Condition:
     """A condition that speaks of the spec as it is."""
     return Condition.model_validate(
         {
@@ -15,6 +15,6 @@ def condition(service: PDService, kind: str, status: Standing, reason: str, mess
             "status": status,
             "reason": reason,
             "message": message,
-            "observedGeneration": service.metadata.generation,
+            "observedGeneration": about.metadata.generation,
         }
     )

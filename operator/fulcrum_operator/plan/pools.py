@@ -22,6 +22,7 @@ from fulcrum_core.api import (
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_operator.plan.condition import condition
 
 
 def pool_name(service: str, pool: str) -> str:
@@ -93,19 +94,12 @@ def scaling_limited(pool: PDPool, held: str | None) -> Condition:
     """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
     asked, given = pool.spec.replicas, wanted_replicas(pool)
     if asked != given:
-        status, reason = "True", words.TOO_MANY_REPLICAS if asked > given else words.TOO_FEW_REPLICAS
+        reason = words.TOO_MANY_REPLICAS if asked > given else words.TOO_FEW_REPLICAS
         bounds = pool.spec.instances
         message = f"asked for {asked} instances, the bounds {bounds.min} to {bounds.ceiling} allow {given}"
     elif held:
-        status, reason, message = "True", words.FLOORS_HOLD, f"asked for {asked} instances: {held}"
+        reason, message = words.FLOORS_HOLD, f"asked for {asked} instances: {held}"
     else:
-        status, reason, message = "False", words.WITHIN_BOUNDS, f"{given} instances, as asked"
-    return Condition.model_validate(
-        {
-            "type": words.SCALING_LIMITED,
-            "status": status,
-            "reason": reason,
-            "message": message,
-            "observedGeneration": pool.metadata.generation,
-        }
-    )
+        message = f"{given} instances, as asked"
+        return condition(pool, words.SCALING_LIMITED, "False", words.WITHIN_BOUNDS, message)
+    return condition(pool, words.SCALING_LIMITED, "True", reason, message)
