@@ -98,18 +98,13 @@ def plan_service(seen: Observed) -> Plan:
         for name in (i.metadata.name,)
     }
     wish = _rolled_back(assigned.spec, instances, steps, now_s=seen.now_s)
-    plan = _assembled(seen, views, instances, replace(assigned, spec=wish), steps)
-    return replace(plan, read=model.read, wake_after_s=_sooner_s(plan, model, now_s=seen.now_s))
-
-
-def _sooner_s(plan: Plan, model: Outlook, *, now_s: float) -> float | None:
-    waits = (plan.wake_after_s, None if model.deadline_s is None else max(0.0, model.deadline_s - now_s))
-    return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+    return _assembled(seen, views, model, instances, replace(assigned, spec=wish), steps)
 
 
 def _assembled(
     seen: Observed,
     views: tuple[PoolView, ...],
+    model: Outlook,
     instances: tuple[PDInstance, ...],
     assigned: Assigned,
     steps: Mapping[str, Step],
@@ -134,7 +129,8 @@ def _assembled(
         ),
         stop=tuple(sorted({*_orphans(seen), *_to_stop(seen, desired, steps)})),
         accepted=wish,
-        wake_after_s=_wake_after_s(steps, _deadlines(seen, views), now_s=seen.now_s),
+        read=model.read,
+        wake_after_s=_wake_after_s(steps, _deadlines(seen, views, model), now_s=seen.now_s),
     )
 
 
@@ -153,9 +149,9 @@ def _shown_until_s(seen: Observed, views: tuple[PoolView, ...]) -> dict[str, flo
     return {view.name: seen.now_s if view.whole else math.inf for view in views}
 
 
-def _deadlines(seen: Observed, views: tuple[PoolView, ...]) -> list[float]:
+def _deadlines(seen: Observed, views: tuple[PoolView, ...], model: Outlook) -> list[float]:
     """Those to come: on what is past this pass has acted, or there was nothing left to give up."""
-    known = (next_deadline_s(seen, view) for view in views)
+    known = (*(next_deadline_s(seen, view) for view in views), model.deadline_s)
     return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > seen.now_s]
 
 
@@ -247,15 +243,15 @@ def _fact_status(seen: Observed, instance: PDInstance, step: Step) -> PDInstance
     engine, facts = seen.engines.get(name), seen.facts.get(name)
     entered = before.phase is not step.phase
     runs = step.phase in _WITH_ENDPOINT and engine is not None and engine.state is EngineState.RUNNING
-    placed = engine is not None and engine.endpoint and (runs or step.phase is Phase.STARTING)
+    endpoint = engine.endpoint if engine and (runs or step.phase is Phase.STARTING) else None
     same = runs and engine is not None and engine.restarts == before.restarts
     probed = facts is not None and facts.strategy is not None
     return before.model_copy(
         update={
             "phase": step.phase,
             "phase_since": seen.now_s if entered else before.phase_since,
-            "endpoint": engine.endpoint if placed and engine else None,
-            "identity": facts.identity if facts and placed else before.identity,
+            "endpoint": endpoint,
+            "identity": facts.identity if facts and endpoint else before.identity,
             "strategy": seen.strategy(instance) if probed and runs else before.strategy,
             "restarts": engine.restarts if engine else before.restarts,
             "kv_verified_at": verified_at(seen, instance, same_engine=same),
