@@ -169,16 +169,12 @@ async def _with_router(key: ServiceKey, seen: Observed, router: RouterView, memo
 
 async def _look(key: ServiceKey, router: RouterView, memory: Memory) -> RouterState | None:
     """What the router says. Nothing hurries: one that takes its time is heard by a later pass."""
-    look = memory.look = memory.look or asyncio.ensure_future(_ledger(key, router))
+    look = memory.look = memory.look or asyncio.ensure_future(router.ledger(key))
     await asyncio.wait((look,), timeout=LOOK_PATIENCE_S)
     if not look.done():
         return None
     memory.look = None
     return look.result()
-
-
-async def _ledger(key: ServiceKey, router: RouterView) -> RouterState | None:
-    return await router.ledger(key)
 
 
 def _looks(seen: Observed) -> bool:
