@@ -142,6 +142,9 @@ class Cache:
         unread = {ServiceKey(place, name) for kind, place, name in self._unread if kind == _SERVICE}
         return tuple(sorted(read | unread))
 
+    def _services_of(self, namespace: str) -> tuple[ServiceKey, ...]:
+        return tuple(key for key in self.services() if key.namespace == namespace)
+
     def _all(self, kind: ObjectKind, namespace: str) -> Iterator[tuple[str, str, Stored]]:
         for (held, place), objects in self._held.items():
             if held == kind and namespace in ("", place):
@@ -187,9 +190,8 @@ class Cache:
         if found.service is not None:
             self._on_change(ServiceKey(found.namespace, found.service))
             return
-        for key in self.services():
-            if key.namespace == found.namespace:
-                self._on_change(key)
+        for key in self._services_of(found.namespace):
+            self._on_change(key)
 
     def _tell(self, stored: Stored) -> None:
         for key in self._concerned(stored):
@@ -203,7 +205,7 @@ class Cache:
             case PDPool() | PDInstance():
                 return (ServiceKey(namespace, stored.spec.service),)
             case QoSTier():
-                return tuple(key for key in self.services() if key.namespace == namespace)
+                return self._services_of(namespace)
             case dict():
                 service = stored["metadata"].get("labels", {}).get(SERVICE_LABEL)
                 return (ServiceKey(namespace, service),) if service else ()
