@@ -9,13 +9,10 @@ from collections.abc import Iterator
 
 from fulcrum_core.api import IdentitySpec
 from fulcrum_core.api.engine import Connector
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
-from fulcrum_core.models import (
-    GPU_UTILIZATION,
-    KvPrecision,
-    WeightPrecision,
-    weight_bytes,
-)
+from fulcrum_core.models import GPU_UTILIZATION, KvPrecision, WeightPrecision, weight_bytes
+from fulcrum_core.values import Role
 from fulcrum_operator.engines import connectors
 from fulcrum_operator.engines.fabric import ucx_environment
 from fulcrum_operator.engines.launch import (
@@ -81,6 +78,18 @@ def plan_engine(request: EngineRequest, place: Place) -> EnginePlan:
         ),
         refusals=against,
     )
+
+
+def launch_engine(request: EngineRequest, place: Place) -> EngineLaunch:
+    """How one instance is started.
+
+    Raises:
+        InvalidInput: if that is forbidden.
+    """
+    plan = plan_engine(request, place)
+    if plan.launch is None:
+        raise InvalidInput("spec.engine", "vLLM", f"cannot be started: {'; '.join(plan.refusals)}")
+    return plan.launch
 
 
 def known_of(request: EngineRequest, place: Place) -> tuple[IdentitySpec, float]:
@@ -215,9 +224,7 @@ def _environment(request: EngineRequest, place: Place) -> Iterator[EnvVar]:
     if request.kv_transfer.connector is not Connector.LMCACHE:
         made.append(EnvVar("VLLM_NIXL_SIDE_CHANNEL_HOST", place.host))
         made.append(EnvVar("VLLM_NIXL_SIDE_CHANNEL_PORT", str(place.side_channel_port)))
-    made += [
-        *ucx_environment(request.hardware, devices=request.kv_transfer.devices, loopback=place.loopback),
-    ]
+    made += ucx_environment(request.hardware, devices=request.kv_transfer.devices, loopback=place.loopback)
     if place.loopback:
         made.append(EnvVar("VLLM_LOOPBACK_IP", place.host))
     if request.hardware.vendor is Vendor.CPU:
@@ -240,7 +247,7 @@ def _ports(request: EngineRequest, place: Place) -> Iterator[Port]:
     if connector is not Connector.LMCACHE:
         for rank in range(request.layout.data):
             yield Port(f"kv-{rank}", place.side_channel_port + rank)
-    elif request.role is not None and request.role.value == "Decode":
+    elif request.role is Role.DECODE:
         for rank, ports in enumerate(zip(*connectors.peer_ports(request.layout.tensor, place), strict=True)):
             yield Port(f"kv-init-{rank}", ports[0])
             yield Port(f"kv-alloc-{rank}", ports[1])

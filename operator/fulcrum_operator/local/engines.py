@@ -60,7 +60,7 @@ def engine_life(instance: PDInstance, around: Around) -> Life:
     if instance.spec.engine.type == "Simulated":
         return Life(command=simulated.command(instance, python=sys.executable, host=around.host))
     place = _place(instance.metadata.name, around)
-    return _life(_launch(_instance_request(instance, around.service), place), place)
+    return _life(vllm.launch_engine(_instance_request(instance, around.service), place), place)
 
 
 def engine_facts(instance: PDInstance, around: Around) -> EngineFacts:
@@ -69,7 +69,7 @@ def engine_facts(instance: PDInstance, around: Around) -> EngineFacts:
         profile = _profile(instance.spec.engine.profile)
         return EngineFacts(simulated.identity(instance.spec, profile), simulated.STRATEGY, profile.startup_s)
     request = _instance_request(instance, around.service)
-    launch = _launch(request, _SOMEWHERE)
+    launch = vllm.launch_engine(request, _SOMEWHERE)
     return EngineFacts(launch.identity, launch.strategy, launch.startup_s, request.fit)
 
 
@@ -89,7 +89,7 @@ def check_engines(service: PDService) -> None:
             raise InvalidInput("hardware.resource", hardware.resource, "does not run locally: write cpu")
         if source is not None and source.pvc is not None:
             raise InvalidInput("modelSource.pvc", source.pvc, "is of a cluster: write hostPath")
-        _launch(_request(pool.spec, pool.spec.role, service), _SOMEWHERE)
+        vllm.launch_engine(_request(pool.spec, pool.spec.role, service), _SOMEWHERE)
 
 
 def startup_s(service: PDService) -> float:
@@ -97,12 +97,11 @@ def startup_s(service: PDService) -> float:
     if service.spec.engine.type == "Simulated":
         return load_profile(service.spec.engine.profile).startup_s
     pool = desired_pools(service, ())[0]
-    return _launch(_request(pool.spec, pool.spec.role, service), _SOMEWHERE).startup_s
+    return vllm.launch_engine(_request(pool.spec, pool.spec.role, service), _SOMEWHERE).startup_s
 
 
 def _instance_request(instance: PDInstance, service: PDService) -> EngineRequest:
-    role = Role(instance.spec.role) if instance.spec.role is not None else None
-    return _request(instance.spec, pool_role(instance, service), service, role)
+    return _request(instance.spec, pool_role(instance, service), service, instance.spec.role)
 
 
 def _request(
@@ -117,13 +116,6 @@ def _request(
         return asked
     source = asked.source.model_copy(update={"host_path": str(folder)})
     return dataclasses.replace(asked, source=source, facts=read_model(Path(folder)))
-
-
-def _launch(request: EngineRequest, place: Place) -> EngineLaunch:
-    plan = vllm.plan_engine(request, place)
-    if plan.launch is None:
-        raise InvalidInput("spec.engine", "vLLM", f"cannot be started: {'; '.join(plan.refusals)}")
-    return plan.launch
 
 
 def _life(launch: EngineLaunch, place: Place) -> Life:

@@ -7,7 +7,6 @@ from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import Fit
-from fulcrum_core.values import Role
 from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.engines.kinds import engine_request
 from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
@@ -69,10 +68,7 @@ def _simulated(instance: PDInstance, service: PDService) -> EngineParts:
 
 def _vllm(instance: PDInstance, service: PDService) -> EngineParts:
     request = real_request(instance, service)
-    plan = vllm.plan_engine(request, vllm.POD)
-    if plan.launch is None:
-        raise InvalidInput("spec.engine", "vLLM", f"cannot be started: {'; '.join(plan.refusals)}")
-    return _of(plan.launch, instance.spec.engine.image or _default_image(request))
+    return _of(vllm.launch_engine(request, vllm.POD), instance.spec.engine.image or _default_image(request))
 
 
 def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
@@ -84,7 +80,7 @@ def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
         service,
         instance.spec,
         pool_role=pool_role(instance, service),
-        role=Role(instance.spec.role) if instance.spec.role is not None else None,
+        role=instance.spec.role,
         facts=facts_of(instance.spec.model_facts),
     )
 
