@@ -62,7 +62,9 @@ class ModelSourceSpec(Model):
         description="Folder of the node, or of this machine, that holds the model.",
     )
     path: str = Field(
-        default="", max_length=1024, description="Folder of the model inside the claim (default: its root)."
+        default="",
+        max_length=1024,
+        description="Folder of the model inside the claim or hostPath (default: its root).",
     )
     token_secret: str | None = Field(
         default=None, min_length=1, max_length=253, description="Secret whose key `token` the hub asks for."

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from fulcrum_core.api import IdentitySpec
-from fulcrum_core.api.engine import Connector
+from fulcrum_core.api.engine import Connector, ModelSourceSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import GPU_UTILIZATION, KvPrecision, WeightPrecision, weight_bytes
@@ -137,12 +137,24 @@ def _launch(request: EngineRequest, place: Place, settings: Settings) -> EngineL
 
 def _model(request: EngineRequest, place: Place) -> str:
     """The model as the command line spells it: in every instance alike, or handshakes are refused."""
-    source = request.source
+    return model_folder(request.source, place) or request.model
+
+
+def model_folder(source: ModelSourceSpec, place: Place) -> str | None:
+    """Where an engine finds a model that is on a claim or a path; None for one of the hub."""
     if source.host_path is None and source.pvc is None:
-        return request.model
-    if not place.model_folder:
-        return source.host_path or source.path
-    return "/".join((place.model_folder, source.path)) if source.path else place.model_folder
+        return None
+    return "/".join(filter(None, (place.model_folder or source.host_path, source.path)))
+
+
+def model_volume(source: ModelSourceSpec, place: Place) -> Volume | None:
+    """What is mounted for that; None where nothing is."""
+    mount = place.model_folder
+    if source.pvc is not None:
+        return Volume(name="model", mount=mount, kind="claim", source=source.pvc, read_only=True)
+    if source.host_path is not None and mount:
+        return Volume(name="model", mount=mount, kind="path", source=source.host_path, read_only=True)
+    return None
 
 
 def _arguments(request: EngineRequest, place: Place, settings: Settings) -> Iterator[str]:
@@ -254,13 +266,9 @@ def _ports(request: EngineRequest, place: Place) -> Iterator[Port]:
 
 
 def _volumes(request: EngineRequest, place: Place) -> Iterator[Volume]:
-    source, cache = request.source, request.kv_cache
-    if source.pvc is not None:
-        yield Volume(name="model", mount=place.model_folder, kind="claim", source=source.pvc, read_only=True)
-    if source.host_path is not None and place.model_folder:
-        yield Volume(
-            name="model", mount=place.model_folder, kind="path", source=source.host_path, read_only=True
-        )
+    cache = request.kv_cache
+    if (model := model_volume(request.source, place)) is not None:
+        yield model
     shared = _SHARED_MEMORY + (cache.cpu or 0)
     yield Volume(name="shared-memory", mount="/dev/shm", kind="memory", size_bytes=shared)
     if cache.disk is not None:

@@ -111,11 +111,12 @@ def _request(
     said = start.hardware and start.hardware.memory
     hardware = dataclasses.replace(CPU, memory_bytes=said or 0)
     asked = engine_request(service, start, pool_role=pool_role, role=role, hardware=hardware)
-    folder = asked.source.host_path or local_model(start.model)
+    written = vllm.model_folder(asked.source, _SOMEWHERE)
+    folder = Path(written) if written is not None else local_model(start.model)
     if folder is None:
         return asked
-    source = asked.source.model_copy(update={"host_path": str(folder)})
-    return dataclasses.replace(asked, source=source, facts=read_model(Path(folder)))
+    source = asked.source.model_copy(update={"host_path": str(folder), "path": ""})
+    return dataclasses.replace(asked, source=source, facts=read_model(folder))
 
 
 def _life(launch: EngineLaunch, place: Place) -> Life:

@@ -106,7 +106,7 @@ def _of(launch: EngineLaunch, image: str) -> EngineParts:
         image=image,
         command=list(launch.command[:2]),
         args=list(launch.command[2:]),
-        env=[*home, *(_variable(variable) for variable in launch.env)],
+        env=[*home, *(variable_of(variable) for variable in launch.env)],
         ports=[_port(port.name, port.number) for port in launch.ports],
         mounts=[mount_of(volume) for volume in launch.volumes],
         volumes=[volume_of(volume) for volume in launch.volumes],
@@ -118,7 +118,8 @@ def _port(name: str, number: int) -> dict[str, Any]:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _variable(variable: EnvVar) -> dict[str, Any]:
+def variable_of(variable: EnvVar) -> dict[str, Any]:
+    """The variable of a container."""
     if variable.field:
         return from_field(variable.name, variable.field)
     if variable.secret:

@@ -6,9 +6,9 @@ from fulcrum_core.api import PDService, StartSpec
 from fulcrum_core.api.engine import ModelSourceSpec
 from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_operator.engines.kinds import DEVICE
-from fulcrum_operator.engines.launch import Volume
-from fulcrum_operator.engines.vllm import POD
-from fulcrum_operator.plan.engine_parts import mount_of, volume_of
+from fulcrum_operator.engines.launch import EnvVar, Volume
+from fulcrum_operator.engines.vllm import POD, model_folder, model_volume
+from fulcrum_operator.plan.engine_parts import mount_of, variable_of, volume_of
 from fulcrum_operator.plan.labels import (
     ClusterSettings,
     container_security,
@@ -47,7 +47,7 @@ def reader_pod(read: Read, service: PDService, settings: ClusterSettings) -> dic
     """
     name = service.metadata.name
     labels = {**usual_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
-    volume = _volume(read.start)
+    volume = model_volume(read.start.model_source or ModelSourceSpec(), POD)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -111,25 +111,16 @@ def _container(start: StartSpec, volume: Volume | None, settings: ClusterSetting
 
 def _arguments(start: StartSpec) -> list[str]:
     source = start.model_source or ModelSourceSpec()
-    if source.pvc or source.host_path:
-        return ["--folder", "/".join(filter(None, (POD.model_folder, source.path)))]
+    if (folder := model_folder(source, POD)) is not None:
+        return ["--folder", folder]
     revision = ["--revision", source.revision] if source.revision else []
     return ["--model", start.model, *revision]
 
 
 def _env(start: StartSpec) -> list[dict[str, Any]]:
-    said = [{"name": name, "value": value} for name, value in hub_env(start).items()]
+    said = hub_env(start)
     secret = start.model_source.token_secret if start.model_source else None
-    if secret is None or any(pair["name"] == "HF_TOKEN" for pair in said):
-        return said
-    return [*said, {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret, "key": "token"}}}]
-
-
-def _volume(start: StartSpec) -> Volume | None:
-    source = start.model_source or ModelSourceSpec()
-    mount = POD.model_folder
-    if source.pvc is not None:
-        return Volume(name="model", mount=mount, kind="claim", source=source.pvc, read_only=True)
-    if source.host_path is not None:
-        return Volume(name="model", mount=mount, kind="path", source=source.host_path, read_only=True)
-    return None
+    variables = [EnvVar(name, value) for name, value in said.items()]
+    if secret is not None and "HF_TOKEN" not in said:
+        variables.append(EnvVar("HF_TOKEN", secret=secret))
+    return [variable_of(variable) for variable in variables]

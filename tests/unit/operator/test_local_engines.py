@@ -79,6 +79,13 @@ def test_an_engine_is_started_from_the_environment_with_ports_of_its_own(
     assert (lives[0].patience_s, lives[0].leaves) == (300.0, ())
 
 
+@pytest.mark.usefixtures("environment")
+def test_a_model_is_found_in_a_folder_of_the_path_as_in_a_pod(tmp_path: Path) -> None:
+    owner = service(model="acme/model", modelSource={"hostPath": str(tmp_path), "path": "tiny-model"})
+    life = engine_life(instance(owner), around(owner, tmp_path))
+    assert life.command[life.command.index("serve") + 1] == f"{tmp_path}/tiny-model"
+
+
 def test_what_is_known_of_engines_of_one_service_lets_them_hand_kv_over(
     environment: Path, tmp_path: Path
 ) -> None:
