@@ -44,7 +44,7 @@ def kv_transfer(seen: Observed, wanted: int) -> Condition:
     if len(serving) > 1 and (apart := _apart(serving)):
         return _condition(seen, "False", words.NOT_COMPATIBLE, apart)
     if seen.router is not None:
-        found = _judged(seen, pairs_of(seen.router.pairs, {i.metadata.name for i in serving}))
+        found = _judged(seen, _pairs_of(seen.router.pairs, {i.metadata.name for i in serving}))
         if found is not None:
             return found
     return _as_before(seen)
@@ -95,7 +95,7 @@ def verified_at(seen: Observed, instance: PDInstance, *, same_engine: bool) -> f
     return None if any(pair.last_reason in words.BAD_TRANSFERS for pair in own) else before
 
 
-def pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairState, ...]:
+def _pairs_of(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairState, ...]:
     """Those between two of the named instances."""
     return tuple(pair for pair in pairs if pair.prefill in names and pair.decode in names)
 
