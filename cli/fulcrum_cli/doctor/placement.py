@@ -1,13 +1,13 @@
 """Can the pods run: is there a node that fits, and does their image come?"""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_cli.doctor.quantities import Resources, parse_resources, spell
+from fulcrum_core.spelling import format_count, format_list
 from fulcrum_operator.plan.troubles import PULL_FAILURES
-
-Body = Mapping[str, Any]
 
 _BARRING = ("NoSchedule", "NoExecute")
 _TOLD = 4
@@ -19,7 +19,7 @@ def check_nodes(pods: Sequence[Body], nodes: Sequence[Body] | None, *, about: st
     waiting = [(pod, message) for pod in pods if (message := _unschedulable(pod)) is not None]
     if not waiting:
         placed = sum(bool(pod["spec"].get("nodeName")) for pod in pods)
-        return ok("nodes", f"{placed} of {len(pods)} pods have a node", about=about)
+        return ok("nodes", f"{placed} of {format_count(len(pods), 'pod')} on a node", about=about)
     pod, message = waiting[0]
     names = ", ".join(pod["metadata"]["name"] for pod, _ in waiting)
     seen = f"no node fits {names}: {message or 'the scheduler does not say why'}"
@@ -144,16 +144,15 @@ def pull_failures(pod: Body) -> list[PullFailure]:
 def _pulls_told(failures: Sequence[PullFailure]) -> str:
     """Those of one image; the longest message says most, where some pods only wait for the next try."""
     names = list(dict.fromkeys(failure.pod for failure in failures))
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
     best = max(failures, key=lambda failure: len(failure.message))
     why = f": {best.message}" if best.message else ""
-    return f"{', '.join(names[:_TOLD])}{more}: {best.reason} {best.image}{why}"
+    return f"{format_list(names, at_most=_TOLD)}: {best.reason} {best.image}{why}"
 
 
 def check_restarts(pods: Sequence[Body], *, about: str = "") -> Finding:
     """Whether a container is started again and again."""
     looping = [
-        f"{pod['metadata']['name']} ({container.get('restartCount', 0)} restarts)"
+        f"{pod['metadata']['name']} ({format_count(container.get('restartCount', 0), 'restart')})"
         for pod in pods
         for container in pod.get("status", {}).get("containerStatuses", ())
         if (container.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"

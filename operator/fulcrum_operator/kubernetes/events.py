@@ -17,6 +17,7 @@ from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
 from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import Clock, EngineObservation, EngineState
+from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.kubernetes.ownership import MANAGER
 from fulcrum_operator.kubernetes.store import check_leading
@@ -94,9 +95,8 @@ def reclaimed_for_drain(instance: str) -> Event:
 def scaled(pool: str, before: int, after: int) -> Event:
     """A pool has more or fewer instances."""
     reason = "ScaledUp" if after > before else "ScaledDown"
-    return Event(
-        reason, NORMAL, f"pool {pool} from {before} to {after} instances", f"{pool}/{before}/{after}"
-    )
+    message = f"pool {pool} from {before} to {format_count(after, 'instance')}"
+    return Event(reason, NORMAL, message, f"{pool}/{before}/{after}")
 
 
 def engine_hindered(instance: str, reason: str, why: str) -> Event:

@@ -22,6 +22,7 @@ from fulcrum_core.api import (
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_core.spelling import format_count
 from fulcrum_operator.plan.condition import condition
 
 
@@ -93,13 +94,14 @@ def wanted_replicas(pool: PDPool) -> int:
 def scaling_limited(pool: PDPool, held: str | None) -> Condition:
     """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
     asked, given = pool.spec.replicas, wanted_replicas(pool)
+    wish = f"asked for {format_count(asked, 'instance')}"
     if asked != given:
         reason = words.TOO_MANY_REPLICAS if asked > given else words.TOO_FEW_REPLICAS
         bounds = pool.spec.instances
-        message = f"asked for {asked} instances, the bounds {bounds.min} to {bounds.ceiling} allow {given}"
+        message = f"{wish}, the bounds {bounds.min} to {bounds.ceiling} allow {given}"
     elif held:
-        reason, message = words.FLOORS_HOLD, f"asked for {asked} instances: {held}"
+        reason, message = words.FLOORS_HOLD, f"{wish}: {held}"
     else:
-        message = f"{given} instances, as asked"
+        message = f"{format_count(given, 'instance')}, as asked"
         return condition(pool, words.SCALING_LIMITED, "False", words.WITHIN_BOUNDS, message)
     return condition(pool, words.SCALING_LIMITED, "True", reason, message)
