@@ -141,8 +141,8 @@ def _meet(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
 def check_model(service: PDService) -> Finding:
     """Whether the model fits the hardware, as the operator judges it."""
     name, fits = service.metadata.name, _condition(service.status.conditions, words.MODEL_FITS)
-    if fits is None:
-        return ok("model", "nothing is said of it yet", about=name)
+    if fits is None or fits.reason == words.NOT_APPLICABLE:
+        return ok("model", fits.message if fits else "nothing is said of it yet", about=name)
     if fits.status == "False":
         advice = "give it more devices or memory, a shorter maxLength or fewer bits: fulcrum plan tries it"
         return problem("model", f"does not fit, {fits.reason}: {fits.message}", advice, about=name)

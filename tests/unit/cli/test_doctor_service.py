@@ -457,6 +457,12 @@ def test_whether_the_model_fits_is_told_as_the_operator_judges_it(
     assert seen(check_model(service(condition("ModelFits", status, message="13 requests")))) == expected
 
 
+def test_simulated_engines_have_no_model_whose_fit_could_be_unknown() -> None:
+    none = condition("ModelFits", "Unknown", message="simulated engines hold no model")
+    told = check_model(service(none.model_copy(update={"reason": "NotApplicable"})))
+    assert seen(told) == (OK, "simulated engines hold no model")
+
+
 def test_a_model_that_does_not_fit_is_why_instances_do_not_serve() -> None:
     large = condition("ModelFits", "False", message="131.4 GiB of weights")
     ready = condition("Ready", "False").model_copy(update={"reason": "TooFewInstances"})
