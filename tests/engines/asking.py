@@ -150,10 +150,13 @@ async def _streamed(client: httpx.AsyncClient, url: str, asked: Ask) -> Answer:
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[str]:
-    """What stands in a stream's events."""
-    async for line in answer.aiter_lines():
-        if line.startswith("data: "):
-            yield line.removeprefix("data: ")
+    """What stands in a stream's events. Only a line feed ends a line: answers may hold the other ends."""
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ").decode()
 
 
 def salted(asked: Ask, **more: Any) -> Ask:

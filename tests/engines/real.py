@@ -31,6 +31,8 @@ START_S = 420.0
 """Engines on a machine that is busy with other things."""
 DEADLINE_S = 60.0
 MODEL = "tiny-model"
+MEMORY_BYTES = 8 * 2**30
+"""Of all that is up at once: seven engines, two of them with a cache server."""
 KV_BYTES = 16 * 2**20
 """16,384 tokens, twice the longest prompt: soon overwritten."""
 NAMESPACE = "default"
@@ -38,19 +40,29 @@ P, D = Role.PREFILL, Role.DECODE
 
 
 def require_engines() -> None:
-    """Leave the test out unless ENGINE_TESTS=on, and where there is no engine environment.
+    """Skips where no engines can run, and says why; ENGINE_TESTS=required has it fail instead.
 
-    ENGINE_TESTS=required has it fail where there is none.
+    ENGINE_TESTS=off leaves them out.
     """
     wish = os.environ.get("ENGINE_TESTS", "")
-    if wish not in ("on", "required"):
-        pytest.skip("level 5, real engines, takes 6 GB and minutes more: ENGINE_TESTS=on asks for it")
+    lacking = "ENGINE_TESTS=off leaves them out" if wish == "off" else _lacking()
+    if lacking and wish == "required":
+        pytest.fail(f"{lacking}, and ENGINE_TESTS=required")
+    if lacking:
+        pytest.skip(f"level 5, real engines: {lacking}")
+
+
+def _lacking() -> str | None:
+    """What engines would need and this machine has not."""
     try:
         engine_environment()
     except InvalidInput:
-        if wish == "required":
-            pytest.fail("no engine environment, and ENGINE_TESTS=required: make engine makes it")
-        pytest.skip("no engine environment: make engine makes it")
+        return "no engine environment; make engine makes it"
+    said = Path("/proc/meminfo").read_text(encoding="utf-8")
+    available = int(re.findall(r"MemAvailable: +(\d+) kB", said)[0]) * 1024
+    if available < MEMORY_BYTES:
+        return f"{available / 2**30:.1f} GiB of memory left, {MEMORY_BYTES / 2**30:.0f} needed"
+    return None
 
 
 def manifest(**spec: Any) -> dict[str, Any]:
@@ -262,7 +274,19 @@ class Services:
         """Returns when all are gone."""
         for folder in list(self._programs):
             self.let_go(folder.name)
-        for process in self._ending:
-            process.wait(DEADLINE_S)
-            assert process.stdout is not None
-            process.stdout.close()
+        late = [process.pid for process in self._ending if not _ends(process)]
+        assert late == []
+
+
+def _ends(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether it ended by itself; it is killed if not, and its engines die with it."""
+    try:
+        process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    finally:
+        assert process.stdout is not None
+        process.stdout.close()
+    return True

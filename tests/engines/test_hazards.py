@@ -24,7 +24,7 @@ from fulcrum_core.api import PDService
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Phase
 from tests.conftest import Figure
-from tests.engines.asking import Answer, Ask, Broken, alone, ask, events, prompts
+from tests.engines.asking import Ask, Broken, alone, ask, events, prompts
 from tests.engines.own_router import ids, of_ids
 from tests.engines.real import NAMESPACE, START_S, D, P, RealService
 from tests.engines.test_flips import first_token_s, listed_ms
@@ -287,11 +287,11 @@ async def test_an_engine_that_shuts_down_says_healthy_and_gets_nothing_that_it_w
     leader = await pair.leader(decode)
     os.kill(leader, signal.SIGTERM)  # by somebody else: nobody has told the router
     asked = [some(rng) if n % 3 == 2 else of_ids(ids(rng, 250), stream=n % 3 == 1) for n in range(8)]
-    answers: list[Answer] = []
-    for one in asked:
-        answers.append(await ask(pair.client, pair.url, one))
-        if len(answers) == 1:
-            assert (await pair.client.get(f"{url}/health")).status_code == 200
+    first, health = await asyncio.gather(
+        ask(pair.client, pair.url, asked[0]), pair.client.get(f"{url}/health")
+    )
+    assert health.status_code == 200
+    answers = [first, *[await ask(pair.client, pair.url, one) for one in asked[1:]]]
     expected = [await right(pair, one, prefill) for one in asked]
     assert [(answer.status, answer.tokens) for answer in answers] == [(200, right) for right in expected]
     try:
