@@ -374,7 +374,8 @@ class Exchange:
                 except asyncio.CancelledError:
                     if not leg.released:
                         connection.abort()
-                    raise
+                    if not leg.told_all:
+                        raise
                 return self._decoded(instance, leg)
         except Broken as broken:
             self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))

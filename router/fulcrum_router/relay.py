@@ -61,6 +61,7 @@ class DecodeLeg(Completion[None]):
         "_committed",
         "_doubted",
         "_held",
+        "_last",
         "_parts",
         "_size",
         "_torn",
@@ -115,7 +116,7 @@ class DecodeLeg(Completion[None]):
         self._doubted: list[bytes] | None = None
         """What came while it was in doubt whether the lease was kept."""
         self._torn = False
-        self._held = b""
+        self._held = self._last = b""
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -173,7 +174,13 @@ class DecodeLeg(Completion[None]):
             data = self.head.with_fields(self.extra) + data
         self.events += events
         self.entry.grow(events)
+        self._last = data
         self.sink.write(data)
+
+    @property
+    def told_all(self) -> bool:
+        """Whether the client has the last event of its stream, and may leave before the body's end."""
+        return self._last.rstrip().endswith(DONE)
 
     def _hold(self, data: bytes, boundary: int) -> bytes:
         """Keep what follows the last whole chunk; the rest may go."""

@@ -11,6 +11,7 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.accounting import Outcome
+from fulcrum_router.policy import PairKey, Proof
 from tests.integration.router_engines import (
     DEADLINE_S,
     Answering,
@@ -371,16 +372,18 @@ async def raw_stream(world: World, seen: asyncio.Event) -> str:
     return content.decode()
 
 
-async def leave_when(world: World, engine: FakeEngine, *, stream: bool = True) -> None:
-    """A client that leaves as soon as the engine was asked."""
+async def leave_when(world: World, engine: FakeEngine, *, after: bytes = b"") -> None:
+    """A client of a stream that leaves as soon as the engine was asked, or has said this."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
-    body = json.dumps({**PROMPT, "stream": stream}).encode()
+    body = json.dumps({**PROMPT, "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
     await until(lambda: bool(engine.asked), "the engine is asked")
+    if after:
+        async with asyncio.timeout(DEADLINE_S):
+            await reader.readuntil(after)
     writer.close()
     with suppress(ConnectionError):
         await writer.wait_closed()
-    del reader
 
 
 @pytest.mark.parametrize(
@@ -398,6 +401,22 @@ async def test_a_client_that_leaves_takes_its_leg_along(scripts: dict[str, Scrip
         await until(world.ledgers_are_empty, "the books are clear")
         books = world.router.books.tier("default")
         assert (books.offered, books.ended[Outcome.CANCELLED]) == (1, 1)
+
+
+async def end_and_hang(answering: Answering) -> None:
+    await answering.event("[DONE]")
+    await answering.hang()
+
+
+async def test_a_client_that_leaves_with_the_last_event_has_its_whole_answer() -> None:
+    """Engines send the end of the body in a packet of its own, and many clients do not wait for it."""
+    async with running(FakeEngine("p1"), FakeEngine("d1", decode=stream_then(3, end_and_hang))) as world:
+        await leave_when(world, world["d1"], after=b"data: [DONE]\n\n")
+        await until(world.ledgers_are_empty, "the books are clear")
+        books = world.router.books
+        assert (books.tier("default").ended[Outcome.OK], books.output_tokens) == (1, 3)
+        assert world.router.pairs[PairKey("p1", "d1")].counts[Proof.UNKNOWN] == 1
+        await until(lambda: bool(world["d1"].abandoned), "the engine is not kept waiting")
 
 
 async def test_a_kept_connection_that_died_is_replaced_without_a_retry(client: aiohttp.ClientSession) -> None:
