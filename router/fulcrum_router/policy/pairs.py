@@ -231,7 +231,8 @@ class PairMap:
         givers = [i for i in instances if i.serving and i.role is not Role.DECODE]
         takers = [i for i in instances if i.serving and i.role is not Role.PREFILL]
         late = self._late(givers, takers, now_s)
-        self.delays = {name: told for name, found in late.items() if (told := _in_tokens(found, takers))}
+        speeds = {i.name: 1_000 / max(i.prefill_model.ttft_s(1_000), 1e-6) for i in takers}
+        self.delays = {name: told for name, found in late.items() if (told := _in_tokens(found, speeds))}
         self.giver_delays = _beyond_least({name: _least(found.values()) for name, found in late.items()})
         self.broken = tuple(giver.name for giver in givers if self._is_broken(giver, takers))
 
@@ -248,18 +249,16 @@ class PairMap:
         cold = Delay(self.handshake_s)
         lags = [p.lag_per_1k_tokens_s for p in self.pairs.values() if p.lag_per_1k_tokens_s is not None]
         usual_s = _ALIKE * min(lags, default=0.0)
-        return {
-            giver.name: {
-                taker.name: _delay(self.pairs.get(PairKey(giver.name, taker.name)), cold, usual_s, now_s)
-                for taker in takers
-                if taker is not giver
-            }
-            for giver in givers
-        }
+        late = {giver.name: {i.name: cold for i in takers if i is not giver} for giver in givers}
+        for key, pair in self.pairs.items():
+            found = late.get(key.prefill)
+            if found is not None and key.decode in found:
+                found[key.decode] = _delay(pair, cold, usual_s, now_s)
+        return late
 
-    def _is_broken(self, giver: InstanceView, takers: Iterable[InstanceView]) -> bool:
-        found = [self.pairs.get(PairKey(giver.name, taker.name)) for taker in takers]
-        return bool(found) and all(pair and pair.reason in CUT_OFF for pair in found)
+    def _is_broken(self, giver: InstanceView, takers: Sequence[InstanceView]) -> bool:
+        found = (self.pairs.get(PairKey(giver.name, taker.name)) for taker in takers)
+        return bool(takers) and all(pair and pair.reason in CUT_OFF for pair in found)
 
     def due(self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float) -> list[PairKey]:
         """The pairs of these instances that a canary should try now, the most urgent ones first.
@@ -300,9 +299,7 @@ class PairMap:
 _PROMPT = Delay()
 
 
-def _delay(pair: Pair | None, cold: Delay, usual_s: float, now_s: float) -> Delay:
-    if pair is None:
-        return cold
+def _delay(pair: Pair, cold: Delay, usual_s: float, now_s: float) -> Delay:
     lag_s = max(0.0, (pair.lag_per_1k_tokens_s or 0.0) - usual_s)
     if pair.reason == words.HANDSHAKE_FAILED:
         wait_s = HANDSHAKE_TIMEOUT_S
@@ -315,15 +312,13 @@ def _delay(pair: Pair | None, cold: Delay, usual_s: float, now_s: float) -> Dela
     return Delay(wait_s, lag_s / 1_000)
 
 
-def _in_tokens(late: Mapping[str, Delay], takers: Iterable[InstanceView]) -> dict[str, Delay]:
-    """What each could compute meanwhile, of those that get anything late."""
-    found = {}
-    for taker in takers:
-        delay = late.get(taker.name)
-        if delay is not None and delay is not _PROMPT:
-            tokens_s = 1_000 / max(taker.prefill_model.ttft_s(1_000), 1e-6)
-            found[taker.name] = Delay(*(part * tokens_s for part in delay))
-    return found
+def _in_tokens(late: Mapping[str, Delay], speeds: Mapping[str, float]) -> dict[str, Delay]:
+    """What each could compute meanwhile, of those that get anything late; speeds are tokens a second."""
+    return {
+        name: Delay(delay.fixed * speeds[name], delay.per_token * speeds[name])
+        for name, delay in late.items()
+        if delay is not _PROMPT
+    }
 
 
 def _least(delays: Iterable[Delay]) -> Delay:
