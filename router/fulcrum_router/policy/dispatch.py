@@ -158,7 +158,7 @@ def choose_prefill(
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
     if delays:
-        costs = [_late(cost, delays, tokens) for cost in costs]
+        costs = [(batch, ttft_s + _wait(delays, n, tokens), r, n) for batch, ttft_s, r, n in costs]
     chosen = _within(costs, slo.ttft_s)
     if chosen:
         return chosen
@@ -194,7 +194,7 @@ def choose_decode(
     if not costs:
         return _other_role(instances, tokens, slo, source, avoid)
     if delays:
-        costs = [_held_up(cost, delays, tokens) for cost in costs]
+        costs = [(queue + _wait(delays, n, tokens), over, r, n) for queue, over, r, n in costs]
     chosen = _within(costs, 0.0)
     if chosen:
         return chosen
@@ -298,20 +298,10 @@ def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
     return (ledger.prefill_tokens, over, ledger.decode_requests, instance.name)
 
 
-def _late(cost: Cost, delays: Mapping[str, Delay], tokens: int) -> Cost:
-    delay = delays.get(cost[3])
-    if delay is None:
-        return cost
-    first, second, requests, name = cost
-    return (first, second + delay[0] + delay[1] * tokens, requests, name)
-
-
-def _held_up(cost: Cost, delays: Mapping[str, Delay], tokens: int) -> Cost:
-    delay = delays.get(cost[3])
-    if delay is None:
-        return cost
-    first, second, requests, name = cost
-    return (first + delay[0] + delay[1] * tokens, second, requests, name)
+def _wait(delays: Mapping[str, Delay], name: str, tokens: int) -> float:
+    """What a hand-off of so many tokens takes longer, in the unit of `delays`."""
+    delay = delays.get(name)
+    return 0.0 if delay is None else delay[0] + delay[1] * tokens
 
 
 def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
