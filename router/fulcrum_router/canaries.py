@@ -19,9 +19,9 @@ from fulcrum_core.values import Role
 from fulcrum_router.bodies import Request, decode_body, prefill_body, read_prefill_answer, read_usage
 from fulcrum_router.fleet import Instance, pool_of
 from fulcrum_router.flow import from_task
-from fulcrum_router.policy import Pair, PairKey, Proof
-from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, SAMPLE_TOKENS
-from fulcrum_router.proof import Handed, in_time_s, missed, prove
+from fulcrum_router.policy import Pair, PairKey
+from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, SAMPLE_TOKENS
+from fulcrum_router.proof import Handed, has_timed_out, missed, prove
 from fulcrum_router.router import Router
 from fulcrum_router.upstream import EnginePool, LegFailed, ask
 
@@ -140,18 +140,18 @@ class Canaries:
             return
         stamp_s, answer = router.stamp_s, read_prefill_answer(content, host)
         if answer.handoff is None:
-            pair.record(Proof.RECOMPUTED, now_s=time.monotonic(), why=words.NOT_COMPATIBLE)
+            missed(router.pairs, giver, taker, words.NOT_COMPATIBLE)
             log.warning("canary was given no hand-off", prefill=key.prefill, reason=answer.problem)
             return
-        handed = self._handed(giver, taker, answer.prompt_tokens or 0, stamp_s)
+        handed = Handed.of(router.pairs, giver, taker, tokens=answer.prompt_tokens or 0, stamp_s=stamp_s)
         sent_s = time.monotonic()
         status, content = await self._ask(taker, decode_body(request, answer.handoff))
         took_s = time.monotonic() - sent_s
         if status in _REFUSED:
             self._not_given(key, status)
         elif status != 200:
-            why = words.HANDSHAKE_FAILED if took_s > 0.9 * HANDSHAKE_TIMEOUT_S else words.RECOMPUTED
-            pair.record(Proof.RECOMPUTED, now_s=time.monotonic(), why=why)
+            why = words.HANDSHAKE_FAILED if has_timed_out(took_s) else words.RECOMPUTED
+            missed(router.pairs, giver, taker, why)
         elif handed.late:
             missed(router.pairs, giver, taker, words.LEASE_EXPIRED)  # nobody knows whose KV it was
         else:
@@ -171,19 +171,6 @@ class Canaries:
         status, content = await self._ask(taker, request.raw)
         again = read_usage(content) if status == 200 else None
         taker.tells_cached = again is not None and again.cached_tokens is not None
-
-    def _handed(self, giver: Instance, taker: Instance, tokens: int, stamp_s: float) -> Handed:
-        pair = self._router.pairs[PairKey(giver.name, taker.name)]
-        return Handed(
-            source=giver,
-            decode=taker,
-            tokens=tokens,
-            cold=pair.warm_until_s <= time.monotonic(),
-            alone=not taker.ledger.legs,
-            deadline_s=stamp_s + in_time_s(giver.kv_lease_s),
-            hides_usage=False,
-            expired_before=None,
-        )
 
     def _request(self, giver: Instance, pair: Pair) -> Request:
         """A prompt of some blocks, in ids that every model has, for the engine's own model, salted."""

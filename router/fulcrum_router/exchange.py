@@ -34,14 +34,13 @@ from fulcrum_router.policy import (
     FlipRules,
     FlipWanted,
     NoInstance,
-    PairKey,
     Reason,
     choose_decode,
     choose_prefill,
 )
 from fulcrum_router.policy.dispatch import NO_FLIPS
 from fulcrum_router.policy.ledger import HandoffEntry, PrefillEntry
-from fulcrum_router.proof import HALF, Handed, in_time_s, missed, prove
+from fulcrum_router.proof import HALF, Handed, missed, prove
 from fulcrum_router.relay import Broken, DecodeLeg, settle
 from fulcrum_router.router import Router, new_salt
 from fulcrum_router.settings import Settings
@@ -394,13 +393,12 @@ class Exchange:
         source = self._source
         if self._handoff is None or source is None:
             return None
-        return Handed(
-            source=source,
-            decode=instance,
+        return Handed.of(
+            self._router.pairs,
+            source,
+            instance,
             tokens=self._tokens,
-            cold=self._router.pairs[PairKey(source.name, instance.name)].warm_until_s <= time.monotonic(),
-            alone=not instance.ledger.legs,
-            deadline_s=self._handoff_at_s + in_time_s(source.kv_lease_s),
+            stamp_s=self._handoff_at_s,
             hides_usage=self._call.version != b"1.0" and lacks_usage(self._request),
             expired_before=self._expired_before,
         )

@@ -7,6 +7,7 @@ fetched, the decode engine's usage tells; where the client did not ask for that,
 
 import time
 from dataclasses import dataclass
+from typing import Self
 
 import structlog
 
@@ -49,6 +50,30 @@ class Handed:
     sent_s: float = 0.0
     """When decode was given it, by the last connection that was tried."""
 
+    @classmethod
+    def of(
+        cls,
+        pairs: PairMap,
+        source: Instance,
+        decode: Instance,
+        *,
+        tokens: int,
+        stamp_s: float,
+        hides_usage: bool = False,
+        expired_before: float | None = None,
+    ) -> Self:
+        """As `decode` gets it now; `source` cannot have given it before `stamp_s`."""
+        return cls(
+            source=source,
+            decode=decode,
+            tokens=tokens,
+            cold=pairs[PairKey(source.name, decode.name)].warm_until_s <= time.monotonic(),
+            alone=not decode.ledger.legs,
+            deadline_s=stamp_s + _in_time_s(source.kv_lease_s),
+            hides_usage=hides_usage,
+            expired_before=expired_before,
+        )
+
     @property
     def lease_s(self) -> float:
         """Its giver's."""
@@ -74,7 +99,7 @@ class Handed:
         return without_usage(framed) if self.hides_usage and chunked else framed
 
 
-def in_time_s(lease_s: float) -> float:
+def _in_time_s(lease_s: float) -> float:
     """How old a hand-off may be when decode answers, for it to have been fetched within its lease."""
     return min(_IN_TIME * lease_s, lease_s - _UNDER_WAY_S)
 
@@ -142,9 +167,14 @@ def _why(pair: Pair, handed: Handed, first_s: float | None) -> str:
     """What a miss would come from, as far as can be told: engines that refuse each other do so at once."""
     if first_s is None or not handed.cold:
         return ""
-    if first_s > HANDSHAKE_TIMEOUT_S * 0.9:
+    if has_timed_out(first_s):
         return words.HANDSHAKE_FAILED
     return "" if pair.met else words.NOT_COMPATIBLE
+
+
+def has_timed_out(took_s: float) -> bool:
+    """Whether decode took so long for a hand-off that it has waited for a peer in vain."""
+    return took_s > 0.9 * HANDSHAKE_TIMEOUT_S
 
 
 def missed(pairs: PairMap, source: Instance, decode: Instance, why: str) -> None:
