@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from fulcrum_router.accounting import Outcome
+
 
 class Client(Protocol):
     """The client's connection."""
@@ -24,10 +26,25 @@ class Call:
 
     path: bytes
     body: bytes
-    request_id: bytes | None
+    request_id: bytes
     tier: str | None
     trace: bytes
     """Header lines of the W3C trace context."""
     version: bytes
     """Of HTTP, as the engines are asked, too: one who speaks 1.0 understands no chunks."""
     keep_alive: bool
+
+    def leg_head(self, address: bytes, length: int) -> bytes:
+        """The head under which an engine gets a body of this length."""
+        return (
+            b"POST %b HTTP/%b\r\nhost: %b\r\ncontent-type: application/json\r\n"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
+        ) % (self.path, self.version, address, self.request_id, self.trace, length)
+
+
+class Answered(Exception):
+    """The client gets this answer, and no more is done for it; without `keep` the connection ends."""
+
+    def __init__(self, outcome: Outcome, answer: bytes, *, keep: bool = True) -> None:
+        super().__init__(outcome)
+        self.outcome, self.answer, self.keep = outcome, answer, keep

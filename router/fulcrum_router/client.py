@@ -282,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
         return Call(
             path,
             body,
-            request_id or None,
+            request_id or self._server.router.new_request_id(),
             None if tier is None else tier.decode("latin-1"),
             _trace_lines(headers) if b"traceparent" in headers else b"",
             b"1.0" if self._parser.get_http_version() == "1.0" else b"1.1",
