@@ -88,7 +88,8 @@ class DecodeLeg(Completion[None]):
         sink: Sink,
         entry: DecodeEntry,
         extra: bytes,
-        sent_to: tuple[Instance, str | None],
+        instance: Instance,
+        salt: str | None,
         on_first: Callable[[float], None],
         on_doubt: Callable[[], None],
         handed: Handed | None = None,
@@ -97,9 +98,9 @@ class DecodeLeg(Completion[None]):
         self.connection, self.sink, self.entry = connection, sink, entry
         self.extra = extra
         """Header lines put in front of the engine's own."""
-        self.on_first = on_first
-        self.instance, self.salt = sent_to
+        self.instance, self.salt = instance, salt
         """Who was asked, and what its prompts' salt was then; None: one that finds no KV there."""
+        self.on_first = on_first
         self.on_doubt = on_doubt
         """Called when it has to be settled whether the answer is sound."""
         self.handed = handed
