@@ -26,7 +26,7 @@ from fulcrum_autoscaler.policy import (
     proposal,
 )
 from fulcrum_autoscaler.routers import RouterAway, RouterPort
-from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
@@ -168,15 +168,17 @@ class Autoscaler:
             for _ in range(WRITE_TRIES):
                 seen = await self._observe(assignment)
                 memory, decision = decide(seen, rules, self._clock.now_s())
-                if decision.action is Action.FLIP and (
-                    refusal := await self._refusal(service, assignment, decision)
-                ):
-                    return _unwritten(decision, f"what serves has changed: {refusal}")
-                if decision.action is not Action.FLIP or await self._wrote(assignment, decision):
-                    self._memory = memory
-                    return decision
-                name, namespace = assignment.metadata.name, assignment.metadata.namespace
-                assignment = await self._store.get(PDAssignment, name, namespace=namespace)
+                if decision.action is Action.FLIP:
+                    wish = proposal(assignment.spec, decision)
+                    refusal = await self._refusal(service, assignment, wish)
+                    if refusal:
+                        return _unwritten(decision, f"what serves has changed: {refusal}")
+                    if not await self._wrote(assignment, wish):
+                        name, namespace = assignment.metadata.name, assignment.metadata.namespace
+                        assignment = await self._store.get(PDAssignment, name, namespace=namespace)
+                        continue
+                self._memory = memory
+                return decision
         except FulcrumError as error:
             return _unwritten(decision, f"the store refused: {error}")
         return _unwritten(decision, f"others wrote the assignment first, {WRITE_TRIES} times")
@@ -199,7 +201,7 @@ class Autoscaler:
         except RouterAway:
             return None
 
-    async def _refusal(self, service: PDService, assignment: PDAssignment, decision: Decision) -> str:
+    async def _refusal(self, service: PDService, assignment: PDAssignment, wish: PDAssignmentSpec) -> str:
         """Why the flip may not be, judged by instances read after the assignment; empty if it may.
 
         Watches tell of instances and of the assignment apart: an instance that was replaced under its name
@@ -210,21 +212,20 @@ class Autoscaler:
         instances = [i for i in listed.items if i.spec.service == service.metadata.name]
         verdict = may_apply(
             assignment.spec,
-            proposal(assignment.spec, decision),
+            wish,
             _serving(instances),
             rules_of(service.spec, self._desired.pools(), instances),
             now_s=self._clock.now_s(),
         )
         return "" if verdict.allowed else verdict.reason
 
-    async def _wrote(self, assignment: PDAssignment, decision: Decision) -> bool:
+    async def _wrote(self, assignment: PDAssignment, wish: PDAssignmentSpec) -> bool:
         """Whether the flip was written; False if somebody else wrote since the assignment was read."""
-        after = proposal(assignment.spec, decision)
         try:
             await self._store.patch(
                 PDAssignment,
                 assignment.metadata.name,
-                {"spec": merge_diff(assignment.spec.dump(), after.dump())},
+                {"spec": merge_diff(assignment.spec.dump(), wish.dump())},
                 namespace=assignment.metadata.namespace,
                 resource_version=assignment.metadata.resource_version,
             )
