@@ -49,18 +49,13 @@ TYPICAL_TOKENS = 1_000
 def takes_work(instance: PDInstance) -> bool:
     """Whether its phase allows new work. An instance that is only relabelled serves while it is verified."""
     status = instance.status
-    if status.endpoint is None or instance.metadata.deletion_timestamp is not None:
-        return False
     relabelled = status.phase is Phase.VERIFYING and status.strategy is FlipStrategy.RELABEL
     return status.phase is Phase.SERVING or relabelled
 
 
 def will_take_work(instance: PDInstance) -> bool:
-    """Whether its engine runs and it only waits to be let in."""
-    status = instance.status
-    if status.endpoint is None or instance.metadata.deletion_timestamp is not None:
-        return False
-    return status.phase in (Phase.STARTING, Phase.VERIFYING)
+    """Whether its phase is one before that: its engine starts, or runs and waits to be let in."""
+    return instance.status.phase in (Phase.STARTING, Phase.VERIFYING)
 
 
 class Watches:
@@ -176,7 +171,10 @@ class Watches:
         return takes_work(instance) and self._stays(instance)
 
     def _stays(self, instance: PDInstance) -> bool:
-        endpoint = instance.status.endpoint or ""
+        """Whether it can be reached, and nobody ends it."""
+        endpoint = instance.status.endpoint
+        if endpoint is None or instance.metadata.deletion_timestamp is not None:
+            return False
         return self._pods is None or self._pods.takes_work(
             instance.metadata.name, endpoint.rpartition(":")[0].strip("[]")
         )
