@@ -157,7 +157,7 @@ class Canaries:
         else:
             handed.usage = read_usage(content)
             await self._learn_to_tell(taker, request, handed)
-            prove(router.pairs, handed, first_s=took_s)
+            prove(handed, first_s=took_s)
 
     def _not_given(self, key: PairKey, status: int) -> None:
         if status in _REFUSED:  # its role is a start-up option

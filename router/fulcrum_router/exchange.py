@@ -260,7 +260,7 @@ class Exchange:
         self._router.leg_succeeded(instance, DECODE)
         if leg.handed is not None and head.status == 200:
             first_s = leg.first_s - leg.sent_s if leg.streaming else None
-            prove(self._router.pairs, leg.handed, first_s=first_s)
+            prove(leg.handed, first_s=first_s)
         if local is not None:
             books.local[local] += 1
         if head.length == UNTIL_CLOSE:

@@ -36,6 +36,7 @@ class Handed:
 
     source: Instance
     decode: Instance
+    pair: Pair
     tokens: int
     cold: bool
     """Whether the two had to shake hands."""
@@ -63,11 +64,13 @@ class Handed:
         expired_before: float | None = None,
     ) -> Self:
         """As `decode` gets it now; `source` cannot have given it before `stamp_s`."""
+        pair = pairs[PairKey(source.name, decode.name)]
         return cls(
             source=source,
             decode=decode,
+            pair=pair,
             tokens=tokens,
-            cold=pairs[PairKey(source.name, decode.name)].warm_until_s <= time.monotonic(),
+            cold=pair.warm_until_s <= time.monotonic(),
             alone=not decode.ledger.legs,
             deadline_s=stamp_s + _in_time_s(source.kv_lease_s),
             hides_usage=hides_usage,
@@ -123,9 +126,9 @@ def without_usage(framed: bytes) -> bytes:
     return b"".join((*kept, framed[position:]))
 
 
-def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
+def prove(handed: Handed, *, first_s: float | None) -> None:
     """Count a hand-off whose answer is whole; `first_s`: what its first event took, of a stream."""
-    decode, usage = handed.decode, handed.usage
+    decode, pair, usage = handed.decode, handed.pair, handed.usage
     if usage is not None and usage.prompt_tokens == 1:
         return  # the last token is always computed: of this prompt nothing was to be fetched
     cached = usage.cached_tokens if usage else None
@@ -139,7 +142,6 @@ def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
         cached_tokens=cached,
         block_tokens=identity.block_size if identity else DEFAULT_BLOCK_TOKENS,
     )
-    pair = pairs[PairKey(handed.source.name, decode.name)]
     if first_s is not None and handed.alone and proof is Proof.PROVEN:
         pair.timed(
             first_s,
@@ -149,7 +151,7 @@ def prove(pairs: PairMap, handed: Handed, *, first_s: float | None) -> None:
             step_s=decode.decode_model.itl_s(handed.tokens),
             wire_s=_wire_s(handed),
         )
-    pair.record(proof, now_s=time.monotonic(), why=_why(pair, handed, first_s))
+    pair.record(proof, now_s=time.monotonic(), why=_why(handed, first_s))
     if proof is Proof.RECOMPUTED:
         log.warning(
             "hand-off recomputed", prefill=handed.source.name, decode=decode.name, cached_tokens=cached
@@ -163,13 +165,13 @@ def _wire_s(handed: Handed) -> float:
     return handed.tokens / 1_000 * max(known) if len(known) == len(sides) else 0.0
 
 
-def _why(pair: Pair, handed: Handed, first_s: float | None) -> str:
+def _why(handed: Handed, first_s: float | None) -> str:
     """What a miss would come from, as far as can be told: engines that refuse each other do so at once."""
     if first_s is None or not handed.cold:
         return ""
     if has_timed_out(first_s):
         return words.HANDSHAKE_FAILED
-    return "" if pair.met else words.NOT_COMPATIBLE
+    return "" if handed.pair.met else words.NOT_COMPATIBLE
 
 
 def has_timed_out(took_s: float) -> bool:
