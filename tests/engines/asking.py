@@ -137,7 +137,7 @@ async def _streamed(client: httpx.AsyncClient, url: str, asked: Ask) -> Answer:
             return Answer(answer.status_code, (), headers, text=(await answer.aread()).decode())
         async for last in events(answer):
             if last == "[DONE]":
-                continue  # to the end of the body: who leaves before it has cancelled
+                continue  # the end of the body comes behind it
             event = json.loads(last)
             if "error" in event:
                 raise Broken(last)
