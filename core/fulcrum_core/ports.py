@@ -185,8 +185,11 @@ class EngineRuntime(Protocol):
         """
         ...
 
-    async def stop(self, key: InstanceKey) -> None:
-        """Ask the engine to end, and do not wait for it: `observe` shows it, `ending`, until it is gone."""
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
+        """Ask the engine to end, and do not wait for it: `observe` shows it, `ending`, until it is gone.
+
+        One that is drained gets a few seconds for it: KV that it still holds is nobody's, such as a probe's.
+        """
         ...
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:

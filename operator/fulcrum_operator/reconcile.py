@@ -226,7 +226,10 @@ async def _apply(
         await _delete(obj, cluster.store)
     started = (made.get(instance.metadata.name, instance) for instance in plan.start)
     await side_by_side(_start(obj, cluster) for obj in started if isinstance(obj, PDInstance))
-    await side_by_side(cluster.runtime.stop(InstanceKey(key.namespace, name)) for name in plan.stop)
+    await side_by_side(
+        cluster.runtime.stop(InstanceKey(key.namespace, name), drained=name in plan.drained)
+        for name in plan.stop
+    )
     return late_s
 
 

@@ -210,15 +210,7 @@ class Exchange:
                 connection = await in_task(pool.connect(timeouts.connect))
             while True:
                 leg = self._leg = DecodeLeg(
-                    connection,
-                    self._client,
-                    entry,
-                    fields,
-                    instance,
-                    salt,
-                    self._first,
-                    self._doubt,
-                    handed,
+                    connection, self._client, entry, fields, instance, salt, self._first, self._doubt, handed
                 )
                 if handed is not None:
                     handed.sent_s = leg.sent_s

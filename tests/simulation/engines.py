@@ -255,7 +255,7 @@ class Runtime:
             self._died[name] = asyncio.Event()
             self._keepers[name] = asyncio.get_running_loop().create_task(self._keep(name))
 
-    async def stop(self, key: InstanceKey) -> None:
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
         """See `EngineRuntime`."""
         name = key.name
         keeper = self._keepers.pop(name, None)

@@ -22,7 +22,12 @@ from fulcrum_operator.reconcile import ServiceKey
 
 RETRY_S = 10.0
 """A pod that the API server refused (a quota, a template that breaks a rule) is tried again after so long."""
+DRAINED_GRACE_S = 5.0
+"""From deletion to SIGKILL, preStop included, for an engine on which nothing is left.
 
+It would wait for the lease of KV that nobody fetches: each engine holds some for half a minute after its
+roles were probed, and a flip by a restart, or a scale-down, would take as long.
+"""
 PROBED = "its roles are probed"
 
 _AT_WORK = (Phase.SERVING, Phase.DRAINING)
@@ -92,8 +97,8 @@ class PodRuntime:
         except (InvalidInput, Forbidden) as error:
             self._refuse(key, instance, startup_s, f"PodRefused: {error}")
 
-    async def stop(self, key: InstanceKey) -> None:
-        """See `EngineRuntime`. The pod's own grace period holds."""
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
+        """See `EngineRuntime`. For one that is not drained the pod's own grace period holds."""
         refused = self._refused.pop(key, None)
         if refused is not None:
             refused.timer.cancel()
@@ -101,9 +106,9 @@ class PodRuntime:
         if pod is None or "deletionTimestamp" in pod["metadata"] or self._asked(key, pod):
             return
         check_leading(self._leads)
-        uid = pod["metadata"]["uid"]
+        uid, grace_s = pod["metadata"]["uid"], DRAINED_GRACE_S if drained else None
         try:
-            await self._objects.delete(POD, key.name, namespace=key.namespace, uid=uid)
+            await self._objects.delete(POD, key.name, namespace=key.namespace, uid=uid, grace_s=grace_s)
         except (NotFound, Conflict):
             await self._catch_up(key)
             return

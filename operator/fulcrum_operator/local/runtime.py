@@ -53,8 +53,8 @@ class LocalRuntime:
         program.start()
         self._on_change(key.name)
 
-    async def stop(self, key: InstanceKey) -> None:
-        """See `EngineRuntime`."""
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
+        """See `EngineRuntime`. Here no engine gets more than seconds."""
         program = self._programs.get(key)
         if program is not None and key not in self._stopping:
             self._stopping[key] = asyncio.get_running_loop().create_task(self._end(key, program))

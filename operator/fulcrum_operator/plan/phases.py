@@ -34,6 +34,8 @@ class EngineAction(StrEnum):
     KEEP = "Keep"
     START = "Start"
     STOP = "Stop"
+    STOP_DRAINED = "StopDrained"
+    """Nothing is left on it that anybody waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +142,8 @@ def _taken(facts: Facts) -> Step:
     return Step(Phase.FAILED, EngineAction.KEEP, message, deadline_s=facts.shown_until_s)
 
 
-def _terminating(facts: Facts, why: str) -> Step:
-    return Step(Phase.TERMINATING, EngineAction.STOP, why, done=facts.engine is None)
+def _terminating(facts: Facts, why: str, action: EngineAction = EngineAction.STOP) -> Step:
+    return Step(Phase.TERMINATING, action, why, done=facts.engine is None)
 
 
 def _without_engine(facts: Facts) -> Step:
@@ -185,8 +187,8 @@ def _cordoned(facts: Facts) -> Step:
 
 def _drained(facts: Facts) -> Step:
     if facts.leaving:
-        return _terminating(facts, DRAINED)
-    return Step(Phase.DRAINING, EngineAction.STOP, facts.ends)
+        return _terminating(facts, DRAINED, EngineAction.STOP_DRAINED)
+    return Step(Phase.DRAINING, EngineAction.STOP_DRAINED, facts.ends)
 
 
 def _overdue(facts: Facts) -> Step:

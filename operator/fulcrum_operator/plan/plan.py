@@ -45,6 +45,8 @@ class Plan:
     delete: tuple[Resource, ...] = ()
     start: tuple[PDInstance, ...] = ()
     stop: tuple[str, ...] = ()
+    drained: frozenset[str] = frozenset()
+    """Of those to stop: who has nothing left that anybody waits for."""
     accepted: PDAssignmentSpec | None = None
     """The assignment as judged, to be remembered once it is written."""
     read: Read | None = None
@@ -124,10 +126,9 @@ def _assembled(
             seen.service.replace(status=status),
         ),
         delete=(*gone, *_unnamed(seen, named)),
-        start=tuple(
-            i for i in kept if _acts(i, steps, EngineAction.START) and i.metadata.name not in seen.engines
-        ),
+        start=tuple(i for i in kept if _starts(i.metadata.name, steps, seen)),
         stop=tuple(sorted({*_orphans(seen), *_to_stop(seen, desired, steps)})),
+        drained=frozenset(name for name, step in steps.items() if step.action is EngineAction.STOP_DRAINED),
         accepted=wish,
         read=model.read,
         wake_after_s=_wake_after_s(steps, _deadlines(seen, views, model), now_s=seen.now_s),
@@ -306,13 +307,14 @@ def _unnamed(seen: Observed, named: frozenset[str]) -> tuple[PDPool, ...]:
     return tuple(p for p in seen.pools if p.metadata.name not in named and p.metadata.name not in used)
 
 
-def _acts(instance: PDInstance, steps: Mapping[str, Step], action: EngineAction) -> bool:
-    return steps[instance.metadata.name].action is action
+def _starts(name: str, steps: Mapping[str, Step], seen: Observed) -> bool:
+    return steps[name].action is EngineAction.START and name not in seen.engines
 
 
 def _to_stop(seen: Observed, kept: tuple[PDInstance, ...], steps: Mapping[str, Step]) -> tuple[str, ...]:
-    stopping = (i.metadata.name for i in kept if _acts(i, steps, EngineAction.STOP))
-    return tuple(name for name in stopping if name in seen.engines)
+    stops = (EngineAction.STOP, EngineAction.STOP_DRAINED)
+    names = (instance.metadata.name for instance in kept)
+    return tuple(name for name in names if steps[name].action in stops and name in seen.engines)
 
 
 def _orphans(seen: Observed) -> tuple[str, ...]:

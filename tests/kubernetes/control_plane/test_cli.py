@@ -378,4 +378,5 @@ def test_kubectl_finds_the_plugin_and_is_told_its_own_name(fulcrum: CommandLine,
 
     assert "chat-0     Serving   Prefill" in said(run("status", "chat"))
     assert "Usage: kubectl fulcrum status" in said(run("status", "--help"))
-    assert refused(run("flip", "chat-0", "--to", "decode")).endswith("leaving: chat-0")
+    why = refused(run("flip", "chat-0", "--to", "decode"))
+    assert why.endswith("leaving: chat-0; flip another one to Prefill first")

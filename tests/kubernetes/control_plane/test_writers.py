@@ -92,7 +92,7 @@ class Engines:
     async def start(self, instance: PDInstance, *_: object, **__: object) -> None:
         self.running[instance.metadata.name] = engine(instance.metadata.name)
 
-    async def stop(self, key: InstanceKey) -> None:
+    async def stop(self, key: InstanceKey, **_: object) -> None:
         self.running.pop(key.name, None)
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:

@@ -23,6 +23,9 @@ class Pods:
     log: list[tuple[str, Json]] = field(default_factory=list)
     """What was created and deleted, in order."""
 
+    graces_s: list[float | None] = field(default_factory=list)
+    """How long each of the deleted may take; None: as long as its own spec says."""
+
     @property
     def deletions(self) -> list[str]:
         """Names of the deleted."""
@@ -46,9 +49,12 @@ class Pods:
         labels = {**pod["metadata"]["labels"], **patch["metadata"]["labels"]}
         return self.put(pod | {"metadata": pod["metadata"] | {"labels": labels}})
 
-    async def delete(self, _kind: ObjectKind, name: str, *, namespace: str, uid: str) -> None:
+    async def delete(
+        self, _kind: ObjectKind, name: str, *, namespace: str, uid: str, grace_s: float | None = None
+    ) -> None:
         pod = self._there(name, namespace)
         assert uid == pod["metadata"]["uid"]
+        self.graces_s.append(grace_s)
         self.log.append(("delete", pod))
         del self.pods[name]
 

@@ -10,6 +10,7 @@ from fulcrum_operator.plan.phases import LOOK_AGAIN_S, SWITCH_LEAST_S, EngineAct
 from tests.unit.operator.builders import EXITED, NOW_S, RUNNING, STARTING, D, P, engine
 
 KEEP, START, STOP = EngineAction.KEEP, EngineAction.START, EngineAction.STOP
+STOP_DRAINED = EngineAction.STOP_DRAINED
 UP, COMING, DOWN = (
     engine("chat-0"),
     engine("chat-0", STARTING),
@@ -82,7 +83,7 @@ def test_serving_and_failing(before: Facts, step: Step) -> None:
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, drained=True),
-            Step(Phase.TERMINATING, STOP, "drained"),
+            Step(Phase.TERMINATING, STOP_DRAINED, "drained"),
             id="drained, its engine ends",
         ),
         pytest.param(
@@ -148,7 +149,7 @@ DUE_S = NOW_S - 10 + SWITCH_LEAST_S
         ),
         pytest.param(
             restart(Phase.DRAINING, drained=True),
-            Step(Phase.DRAINING, STOP, "drained; its engine ends to serve Decode"),
+            Step(Phase.DRAINING, STOP_DRAINED, "drained; its engine ends to serve Decode"),
             id="drained, its engine ends",
         ),
         pytest.param(
@@ -226,7 +227,7 @@ def test_a_flip_by_restart_that_goes_well_takes_these_phases() -> None:
         if step.phase is Phase.SERVING:
             break
         running = UP if step.action is START and now.engine is None else now.engine
-        now = replace(now, phase=step.phase, engine=None if step.action is STOP else running)
+        now = replace(now, phase=step.phase, engine=None if step.action is STOP_DRAINED else running)
     assert phases == [Phase.SERVING, Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING, Phase.SERVING]
 
 

@@ -376,9 +376,11 @@ def draining(**fields: Any) -> Observed:
 )
 def test_when_a_drain_is_done(ledger: Any, phase: Phase) -> None:
     plan = plan_service(draining(router=ledger))
-    assert (of(plan, PDInstance)["chat-3"].status.phase, plan.stop) == (
+    ends = ("chat-3",) if phase is Phase.TERMINATING else ()
+    assert (of(plan, PDInstance)["chat-3"].status.phase, plan.stop, plan.drained) == (
         phase,
-        ("chat-3",) if phase is Phase.TERMINATING else (),
+        ends,
+        frozenset(ends),
     )
 
 

@@ -12,7 +12,7 @@ from fulcrum_core.ports import EngineState, InstanceKey
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.kubernetes.cache import Cache
 from fulcrum_operator.kubernetes.probe import Probes
-from fulcrum_operator.kubernetes.runtime import PROBED, RETRY_S, PodRuntime
+from fulcrum_operator.kubernetes.runtime import DRAINED_GRACE_S, PROBED, RETRY_S, PodRuntime
 from fulcrum_operator.kubernetes.store import NotLeading
 from fulcrum_operator.reconcile import ServiceKey
 from tests.unit.operator.builders import SETTINGS, instance, service
@@ -119,6 +119,15 @@ async def test_a_pod_is_told_to_end_once_and_is_seen_until_it_is_gone(world: Wor
     ending = [engine.ending for engine in world.runtime.observe("default")]
     world.cache.drop(POD, "default", "chat-0", version="900")
     assert (world.objects.deletions, ending, world.seen()) == (["chat-0"], [True], [])
+
+
+@pytest.mark.parametrize(("drained", "grace_s"), [(False, None), (True, DRAINED_GRACE_S)])
+async def test_who_is_drained_gets_seconds_to_end_and_others_what_their_requests_need(
+    world: World, drained: bool, grace_s: float | None
+) -> None:
+    await world.start()
+    await world.runtime.stop(KEY, drained=drained)
+    assert world.objects.graces_s == [grace_s]
 
 
 async def test_stopping_what_is_not_there_does_nothing(world: World) -> None:

@@ -45,7 +45,7 @@ class Engines:
         self.startups_s[name] = startup_s
         self.seen[name] = engine(name, STARTING)
 
-    async def stop(self, key: InstanceKey) -> None:
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
         del self.seen[key.name]
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
