@@ -76,6 +76,11 @@ class Following(ABC, Generic[E]):
                 wait_s = error.retry_after_s or 0.0  # meanwhile the last known state stands
             except StoreError as error:
                 self._tell_once(error)
+            except Exception:
+                # An answer that is none, or a fault of our own, which a whole list sets right. Were this the
+                # end, the program would go on with what it knew last, and nobody would know.
+                self._since = None
+                _log.exception("watch begins anew after a fault", kind=self._kind_name)
             await self._sleep(max(wait_s, self._delay_s()))
             self._failures += 1
 

@@ -11,7 +11,7 @@ import pytest
 from fulcrum_cluster.memory import MemoryStore
 from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, Resource
-from fulcrum_core.errors import Gone, StoreUnavailable
+from fulcrum_core.errors import Gone, InvalidInput, StoreUnavailable
 from fulcrum_core.ports import Listing, WatchEvent
 
 R = TypeVar("R", bound=Resource)
@@ -27,12 +27,13 @@ class FakeClock:
 
 
 class FrailStore(MemoryStore):
-    """A memory store that can go away, cut its watches or have forgotten."""
+    """A memory store that can go away, cut its watches or end them with a fault."""
 
     def __init__(self) -> None:
         super().__init__(FakeClock(), bookmark_every_s=0.0)
         self.away = False
-        self.forgotten = False
+        self.fault: Exception | None = None
+        """What the next watch ends with at once."""
         self.cut = asyncio.Event()
         self.lists = 0
         self.resumed_from: list[str] = []
@@ -47,9 +48,9 @@ class FrailStore(MemoryStore):
         self, kind: type[R], *, namespace: str, since: str
     ) -> AsyncGenerator[WatchEvent[R], None]:
         self.resumed_from.append(since)
-        if self.forgotten:
-            self.forgotten = False
-            raise Gone("forgotten")
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
         events = super().watch(kind, namespace=namespace, since=since)
         while not self.away:
             following, cut = asyncio.ensure_future(anext(events)), asyncio.ensure_future(self.cut.wait())
@@ -178,7 +179,17 @@ async def test_a_cut_watch_resumes_without_a_new_list(store: FrailStore, sleep: 
     assert (changes, store.lists) == ([(None, 1), (1, 2)], 1)
 
 
-async def test_after_gone_only_the_differences_are_told(store: FrailStore, sleep: Sleeper) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(Gone("too old"), id="a version that is too old"),
+        pytest.param(InvalidInput("resourceVersion", "7", "is wrong"), id="a question called wrong"),
+        pytest.param(KeyError("type"), id="an answer that is no event"),
+    ],
+)
+async def test_after_what_a_list_sets_right_only_the_differences_are_told(
+    store: FrailStore, sleep: Sleeper, fault: Exception
+) -> None:
     changes: list[Change] = []
     for name in ("same", "changed", "deleted"):
         await put(store, name, 1)
@@ -189,7 +200,7 @@ async def test_after_gone_only_the_differences_are_told(store: FrailStore, sleep
         await put(store, "changed", 2)
         await put(store, "new", 3)
         await store.delete(QoSTier, "deleted", namespace="default")
-        store.forgotten, store.away = True, False
+        store.fault, store.away = fault, False
         await settle()
         assert priorities(mirror) == {"same": 1, "changed": 2, "new": 3}
     assert changes == [(1, None), (1, 2), (None, 3)]
