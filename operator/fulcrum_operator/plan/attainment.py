@@ -15,6 +15,7 @@ from typing import NamedTuple
 from fulcrum_core.api import Condition, PDService, ServiceSloSpec, TierStatus
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import format_duration
+from fulcrum_core.spelling import format_count
 from fulcrum_core.state import RouterState, TierState
 from fulcrum_operator.plan.condition import Standing, condition
 
@@ -160,7 +161,9 @@ def _stands(service: PDService) -> bool:
 def _few(slo: ServiceSloSpec, tiers: Mapping[str, Counts], ended: int) -> Told:
     if not ended:
         return Told(status="Unknown", reason=words.NO_TRAFFIC, message=_none_ended(slo))
-    message = f"{ended} requests ended in {_told(slo)}, of fewer than {FEWEST} nothing is said"
+    message = (
+        f"{format_count(ended, 'request')} ended in {_told(slo)}, of fewer than {FEWEST} nothing is said"
+    )
     return Told(status="Unknown", reason=words.TOO_FEW, message=message, tiers=_tiers(tiers))
 
 
