@@ -6,10 +6,11 @@ SHELL := bash
 
 bin := .venv/bin
 # What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
-inner_tests := tests/unit tests/properties tests/simulation tests/helm
+unit_tests := tests/unit tests/helm
+world_tests := tests/properties tests/simulation
 
 .PHONY: help play test kubernetes check generate verify lock cli engine bench clean \
-	setup-engines static check-format check-lint check-types check-contracts check-tests
+	setup-engines check-format check-lint check-types check-contracts check-worlds check-units
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +18,8 @@ help: ## this list
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: static kubernetes setup-engines ## everything that this machine can carry; says by name what it left out
-	$(bin)/python -m pytest $(ARGS)
+test: check kubernetes setup-engines ## everything that this machine can carry; says by name what it left out
+	$(bin)/python -m pytest $(addprefix --ignore=,$(unit_tests) $(world_tests)) $(ARGS)
 
 kubernetes: .venv/.dev ## what the tests on a real Kubernetes need: packages, and a program built once (minutes)
 	@tools/kubernetes/setup
@@ -26,11 +27,9 @@ kubernetes: .venv/.dev ## what the tests on a real Kubernetes need: packages, an
 setup-engines: # what the tests of real engines need: `make engine`, and a library; fails never
 	@tools/engine/setup
 
-check: static check-tests ## the inner loop: format, lint, types, import contracts, generated files, fast tests
-
-# Each on its own and two at a time, so that `make -k check` shows all that is wrong, soon.
-static: .venv/.dev
-	@$(MAKE) --no-print-directory -j2 -O check-format check-lint check-types check-contracts verify
+# Each on its own and two at a time, the longest first, so that `make -k check` shows all that is wrong, soon.
+check: .venv/.dev ## the inner loop: format, lint, types, import contracts, generated files, fast tests
+	@$(MAKE) --no-print-directory -j2 -O check-worlds check-format check-lint check-types check-contracts verify check-units
 
 check-format: .venv/.dev
 	$(bin)/ruff format --check --quiet .
@@ -44,8 +43,11 @@ check-types: .venv/.dev
 check-contracts: .venv/.dev
 	$(bin)/lint-imports --cache-dir .cache/import-linter --no-logo
 
-check-tests: .venv/.dev
-	$(bin)/python -m pytest -q $(inner_tests) $(ARGS)
+check-worlds: .venv/.dev
+	$(bin)/python -m pytest -q $(world_tests)
+
+check-units: .venv/.dev
+	$(bin)/python -m pytest -q $(unit_tests)
 
 generate: .venv/.dev ## rewrite what is made from code: crds/, the kinds and the table of values in the chart
 	$(bin)/python -m fulcrum_core.api.crds crds
