@@ -4,14 +4,14 @@ All scenarios share cluster and service: to start them anew for each would take 
 A scenario leaves the service as it found it: whole, with the spec it was installed with but for the image.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Figure
 from tests.kubernetes.clusters import fresh_namespace
-from tests.kubernetes.nodes.installation import Helm, values
+from tests.kubernetes.nodes.installation import NAMESPACE, Helm, values
 from tests.kubernetes.nodes.load import Load, loaded
 from tests.kubernetes.nodes.service import MANIFEST, Service
 from tools.kubernetes.cluster import Cluster
@@ -42,6 +42,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(ORDER)}
     ordered = iter(sorted(ours, key=lambda item: places.get(item.path.stem, -1)))
     items[:] = [next(ordered) if item.path.parent == here else item for item in items]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+    call: pytest.CallInfo[None],  # noqa: ARG001
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A scenario that fails shows what our programs in the cluster said last: soon it is gone."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and cluster is not None:
+        report.sections += [
+            (f"pods of {where}", _last_words(cluster, where)) for where in ("default", NAMESPACE)
+        ]
+    return report
+
+
+def _last_words(cluster: Cluster, namespace: str) -> str:
+    programs = "app.kubernetes.io/part-of=fulcrum,app.kubernetes.io/name!=fulcrum-engine"
+    try:
+        return cluster.kubectl("logs", f"-n={namespace}", f"-l={programs}", "--tail=40", "--prefix")
+    except RuntimeError as error:
+        return str(error)
 
 
 @pytest.fixture
