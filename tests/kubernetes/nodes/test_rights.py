@@ -89,6 +89,9 @@ def with_flips_of_the_autoscaler(cluster: Cluster, service: Service, seed: int) 
     def has_flipped() -> bool:
         return "Autoscaler" in {entry["by"] for entry in service.roles().values()}
 
+    if [entry["role"] for entry in service.roles().values()].count("Prefill") < 2:
+        name, role = service.flip_one()  # the floor would hold the only one
+        wait_for(partial(service.plays, name, role), "a second prefill instance", timeout_s=60)
     with loaded(cluster, service, seed, node="n1", tell=print, rate=5.0):
         service.patch("pdservices", {"spec": {"slo": {"tpot": "1ms"}}})
         wait_for(has_flipped, "a flip by the autoscaler", timeout_s=90)
