@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -19,6 +20,9 @@ _ANSWER_S = 10.0
 _HEAD_S = 5.0  # of a stream: an API server that starts may take a watch and never begin with it
 _RATE, _BURST = 100.0, 200  # far above what any program of ours needs; client-go's 5 and 10 are below it
 _BUSY_TRIES, _BUSY_WAIT_S = 3, 2.0
+
+_FAILURES = (httpx.RequestError, ssl.SSLError)
+"""What keeps an answer from coming; httpx passes on as they are the errors of a TLS stream that is broken."""
 
 _Call = Callable[..., Awaitable[httpx.Response]]
 """A request that lacks its headers only."""
@@ -119,7 +123,7 @@ class Http:
                     await answer.aread()
                     self._json(answer, None)
                 yield _lines(answer)
-        except httpx.RequestError as error:
+        except _FAILURES as error:
             raise self._unavailable(error) from error
 
     async def _begun(
@@ -147,7 +151,7 @@ class Http:
         headers = {**headers, **await self._credentials()}
         try:
             return await call(headers=headers)
-        except httpx.RequestError as error:
+        except _FAILURES as error:
             raise self._unavailable(error) from error
 
     async def _credentials(self) -> dict[str, str]:
@@ -190,7 +194,7 @@ class Http:
             )
         return StoreUnavailable(message, retry_after_s=_retry_after_s(answer))
 
-    def _unavailable(self, error: httpx.RequestError) -> StoreUnavailable:
+    def _unavailable(self, error: Exception) -> StoreUnavailable:
         return StoreUnavailable(f"{self._access.words} does not answer: {error or type(error).__name__}")
 
 

@@ -1,0 +1,62 @@
+"""An API server over TLS that breaks off below HTTP: the client's errors are ours there, too."""
+
+import asyncio
+import json
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from fulcrum_cluster.access import Access
+from fulcrum_cluster.client import Cluster
+from fulcrum_core.api import QoSTier
+from fulcrum_core.errors import StoreUnavailable
+from fulcrum_core.ports import EventType
+from tools.kubernetes import pki
+
+NO_RECORD = b"this is no record of TLS" * 4
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A bookmark, or for what is no watch half an answer, and then bytes that are no TLS."""
+    asked = await reader.readuntil(b"\r\n\r\n")
+    if b"watch=true" in asked:
+        bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
+        line = json.dumps(bookmark).encode() + b"\n"
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))
+    else:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
+    await writer.drain()
+    os.write(writer.get_extra_info("socket").fileno(), NO_RECORD)
+    writer.transport.abort()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    root = pki.authority("test")
+    pki.issue(root, "server", hosts=("127.0.0.1",)).write(tmp_path, "server")
+    root.write(tmp_path, "ca")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
+    async with await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        tls = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        async with Cluster(Access(url=f"https://127.0.0.1:{port}", tls=tls)) as made:
+            yield made
+
+
+async def test_a_watch_that_goes_on_with_something_else_than_tls_is_a_store_that_does_not_answer(
+    cluster: Cluster,
+) -> None:
+    async with aclosing(cluster.store.watch(QoSTier, namespace="default", since="1")) as events:
+        assert (await anext(events)).type is EventType.BOOKMARK
+        with pytest.raises(StoreUnavailable):
+            await anext(events)
+
+
+async def test_so_is_an_answer_that_does(cluster: Cluster) -> None:
+    with pytest.raises(StoreUnavailable):
+        await cluster.store.list(QoSTier, namespace="default")
