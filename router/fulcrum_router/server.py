@@ -15,6 +15,7 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
+from fulcrum_router.beside import beside
 from fulcrum_router.callers import Callers, ServiceAccounts, SharedToken
 from fulcrum_router.canaries import Canaries
 from fulcrum_router.client import ClientServer
@@ -60,18 +61,14 @@ class Server:
         """Serve clients on a bound socket; at the end requests in flight get a moment."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.clients, sock=bound, backlog=4096)
-        sweep = asyncio.create_task(self._sweep())
-        prober = asyncio.create_task(Prober(self.router).run())
-        try:
-            yield
-        finally:
-            self.router.stopping = True
-            server.close()
-            await self._drain()
-            for task in (sweep, prober):
-                task.cancel()
-            await asyncio.wait((sweep, prober))
-            self.router.fleet.keep_only(())
+        async with beside(self._sweep()), beside(Prober(self.router).run()):
+            try:
+                yield
+            finally:
+                self.router.stopping = True
+                server.close()
+                await self._drain()
+                self.router.fleet.keep_only(())
 
     async def _drain(self) -> None:
         self.clients.close()
@@ -99,7 +96,7 @@ async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[
         if state is not None:
             callers = _callers(options, cluster)
             if isinstance(callers, ServiceAccounts):
-                stack.push_async_callback(_end, asyncio.create_task(callers.refresh()))
+                await stack.enter_async_context(beside(callers.refresh()))
             await stack.enter_async_context(_state_port(router, callers, state))
             ports["state_port"] = _port(state)
         if watches is not None and options.lease is not None:
@@ -107,8 +104,7 @@ async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[
         server = Server(router)
         await stack.enter_async_context(server.listening(clients))
         if cluster is not None:
-            canaries = Canaries(router, rng=random.Random())
-            stack.push_async_callback(_end, asyncio.create_task(canaries.run()))
+            await stack.enter_async_context(beside(Canaries(router, rng=random.Random()).run()))
         announce(**ports)
         if cluster is not None and watches is not None and options.lease is not None:
             failover = _failover(router, cluster, options, **ports)
@@ -133,7 +129,7 @@ async def _follow(
         namespace=options.namespace,
         objects=None if options.lease is None else cluster.objects,
     )
-    stack.push_async_callback(_end, asyncio.create_task(watches.run()))
+    await stack.enter_async_context(beside(watches.run()))
     return watches
 
 
@@ -169,9 +165,8 @@ async def _take_turns(failover: Failover, watches: Watches, stopped: asyncio.Eve
         await watches.synced()
         await failover.run()
 
-    standing = asyncio.create_task(stand())
-    await stopped.wait()
-    await _end(standing)
+    async with beside(stand()):
+        await stopped.wait()
     await failover.hand_over()
 
 
@@ -225,8 +220,3 @@ async def _state_port(router: Router, callers: Callers, bound: socket.socket) ->
         yield
     finally:
         await runner.cleanup()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
