@@ -177,8 +177,20 @@ def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterato
         if engine.ending and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
             if was is not None and not was.ending:
                 yield reclaimed_for_drain(name)
-        elif (reason := hindrance_reason(engine)) and (was is None or reason != hindrance_reason(was)):
+        elif (reason := hindrance_reason(engine)) and _news(was, engine):
             yield engine_hindered(name, reason, engine.message)
+
+
+def _news(was: EngineObservation | None, engine: EngineObservation) -> bool:
+    """Whether what keeps an engine from starting was not told before.
+
+    A kubelet says first what it waited for in vain, and only then what is missing. An image that does not
+    pull has two messages that take turns for ever: the first one says it all.
+    """
+    reason = hindrance_reason(engine)
+    if was is None or reason != hindrance_reason(was):
+        return True
+    return reason != words.IMAGE_PULL_FAILED and engine.message != was.message
 
 
 def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:

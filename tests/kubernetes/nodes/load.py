@@ -56,9 +56,9 @@ class Window:
 class Load:
     """The load process on a node; `window` cuts out what a scenario does, and tells what became of it."""
 
-    def __init__(self, node: Machine, *, host: str, model: str, seed: int, rate: float, tell: Figure) -> None:
+    def __init__(self, node: Machine, *, host: str, model: str, seed: int, tell: Figure) -> None:
         self._tell = tell
-        command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={rate}"]
+        command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={RATE}"]
         self._process = subprocess.Popen(
             node.command("env", "--chdir", REPO, *command, f"--seed={seed}"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=REPO,
@@ -112,12 +112,10 @@ class Load:
 
 
 @contextlib.contextmanager
-def loaded(
-    cluster: Cluster, service: Service, seed: int, *, node: str, tell: Figure, rate: float = RATE
-) -> Iterator[Load]:
+def loaded(cluster: Cluster, service: Service, seed: int, *, node: str, tell: Figure) -> Iterator[Load]:
     """Steady load on the service from this node, once it is seen to be answered."""
     address = service.address()
-    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, rate=rate, tell=tell)
+    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, tell=tell)
     try:
         with running.window("warming up"):
             wait_for(lambda: service.first_token(node), "an answer", timeout_s=30)

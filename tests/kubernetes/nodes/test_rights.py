@@ -84,7 +84,11 @@ def _strategy(service: Service, word: str) -> None:
 
 
 def with_flips_of_the_autoscaler(cluster: Cluster, service: Service, seed: int) -> None:
-    """Decoding is never as fast as was asked for: more of it is wanted."""
+    """Decoding is never as fast as was asked for: more of it is wanted.
+
+    The load is dense enough to be seen at every tick: at 5 requests a second, each of which decodes for an
+    eighth of one, ticks of a second may fall into the gaps for minutes.
+    """
 
     def has_flipped() -> bool:
         return "Autoscaler" in {entry["by"] for entry in service.roles().values()}
@@ -92,7 +96,7 @@ def with_flips_of_the_autoscaler(cluster: Cluster, service: Service, seed: int) 
     if [entry["role"] for entry in service.roles().values()].count("Prefill") < 2:
         name, role = service.flip_one()  # the floor would hold the only one
         wait_for(partial(service.plays, name, role), "a second prefill instance", timeout_s=60)
-    with loaded(cluster, service, seed, node="n1", tell=print, rate=5.0):
+    with loaded(cluster, service, seed, node="n1", tell=print):
         service.patch("pdservices", {"spec": {"slo": {"tpot": "1ms"}}})
         wait_for(has_flipped, "a flip by the autoscaler", timeout_s=90)
         service.patch("pdservices", {"spec": {"slo": {"tpot": None}}})

@@ -132,6 +132,15 @@ def test_a_pull_that_is_tried_again_and_again_is_told_once() -> None:
     assert told(replace(SEEN, engines=tried), SETTLED, waits) == []
 
 
+def test_what_is_missing_is_told_after_the_wait_for_it() -> None:
+    late, named = (
+        {"chat-1": engine("chat-1", STARTING, message=f"CreateContainerConfigError: {why}")}
+        for why in ("failed to sync secret cache: timed out", 'secret "token" not found')
+    )
+    message = 'chat-1: CreateContainerConfigError: secret "token" not found'
+    assert told(replace(SEEN, engines=named), SETTLED, late) == [("EngineDoesNotStart", message)]
+
+
 def test_a_pod_that_somebody_ends_is_told_of_once() -> None:
     engines = {"chat-1": engine("chat-1", ending=True)}
     seen = replace(SEEN, engines=engines)
