@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,10 +34,13 @@ def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> A
     library: Any = config  # it has no types
     configuration = client.Configuration()
     try:
-        with _complaints() as said:
+        # The library writes inline certificates and keys to files, and leaves them there if it is killed.
+        with tempfile.TemporaryDirectory() as folder, _complaints() as said:
             contexts, active = library.list_kube_config_contexts(path)
-            library.load_kube_config(path, context, configuration, persist_config=False)
-        tls = _tls(configuration)
+            library.load_kube_config(
+                path, context, configuration, persist_config=False, temp_file_path=folder
+            )
+            tls = _tls(configuration)
     except (library.ConfigException, yaml.YAMLError, OSError, *_BROKEN) as error:
         rule = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput("--store", address, f"cannot be read as a kubeconfig: {rule}") from error

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from fulcrum_cluster.access import AccountToken, find_access, pod_access
 from fulcrum_core.errors import InvalidInput
+from tools.kubernetes import pki
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 
@@ -60,6 +62,19 @@ async def test_a_kubeconfig_gives_address_namespace_and_token(
     assert (access.url, access.namespace) == expected
     assert access.token is not None
     assert await access.token.header() == "Bearer secret"
+
+
+def test_no_key_of_a_kubeconfig_stays_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    root = pki.authority("test")
+    path = tmp_path / "config"
+    path.write_text(pki.kubeconfig(root, pki.issue(root, "admin"), "https://one:6443"), encoding="utf-8")
+    for _ in range(2):  # the library remembers what it wrote
+        access = find_access(f"kubeconfig:{path}")
+        assert access.tls is not None
+        assert len(access.tls.get_ca_certs()) == 1
+        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 async def test_an_exec_plugin_is_asked_for_the_token(tmp_path: Path) -> None:
