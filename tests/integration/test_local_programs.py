@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -121,6 +122,27 @@ async def test_a_stopped_engine_is_gone(watched: Watched) -> None:
     pid = await watched.running()
     await watched.ended()
     assert (gone(pid), watched.runtime.observe(NAMESPACE)) == (True, ())
+
+
+async def test_temporary_files_of_a_life_are_gone_with_it_however_it_ended(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
+
+    def left() -> list[Path]:
+        return [path for path in (tmp_path / "t").rglob("*") if path.is_file()]
+
+    await watched.running("--temporary", "mine")
+    (first,) = left()
+    watched.runtime.kill("e-0")
+    await watched.until(
+        lambda: watched.state() is RUNNING and watched.runtime.observe(NAMESPACE)[0].restarts == 1
+    )
+    (second,) = left()
+    assert (first != second, second.name) == (True, "mine")
+    await watched.ended()
+    assert list((tmp_path / "t").glob("*/*")) == []
 
 
 async def test_stopping_what_is_not_there_changes_nothing(watched: Watched) -> None:

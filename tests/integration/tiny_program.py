@@ -4,6 +4,8 @@ import argparse
 import signal
 import socket
 import sys
+import tempfile
+from pathlib import Path
 
 
 def main() -> None:
@@ -13,10 +15,13 @@ def main() -> None:
     parser.add_argument("--deaf", action="store_true", help="ignore SIGTERM")
     parser.add_argument("--silent", action="store_true", help="never become ready")
     parser.add_argument("--refuse", help="turn the arguments down with this line")
+    parser.add_argument("--temporary", help="leave a temporary file of this name")
     given, _ = parser.parse_known_args()
     if given.refuse:
         print(f"error: {given.refuse}", file=sys.stderr)
         sys.exit(2)
+    if given.temporary:
+        Path(tempfile.gettempdir(), given.temporary).touch()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if given.deaf else lambda *_: sys.exit(0))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

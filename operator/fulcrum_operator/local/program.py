@@ -2,7 +2,7 @@
 
 A program of ours says on standard output, in one line, that it serves and on which ports (`ready {json}`),
 and logs to standard error, which goes to its file. Another one is told its ports and asked for its health.
-Each is ended with SIGTERM, and with SIGKILL after a grace; what it started ends with it.
+Each is ended with SIGTERM, and with SIGKILL after a grace; with it end its children and its temporary files.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ import structlog
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import EngineState
 from fulcrum_operator.local.life import Life, Ports
+from fulcrum_operator.local.rundir import scratch_folder
 
 STABLE_S = 10.0
 """A program that served for so long starts with the shortest back-off again."""
@@ -155,6 +156,10 @@ class Program:
 
     async def _live(self) -> str:
         """One life, from start to end; returns why it ended."""
+        with scratch_folder() as scratch:
+            return await self._live_in(scratch)
+
+    async def _live_in(self, scratch: str) -> str:
         life = self._next_life(self.ports)
         self._grace_s = self._options.stop_grace_s if life.stop_grace_s is None else life.stop_grace_s
         with self._log_path.open("ab") as log:
@@ -163,7 +168,7 @@ class Program:
                 stdin=DEVNULL,
                 stdout=PIPE if life.ports is None else log,
                 stderr=log,
-                env={**os.environ, **life.env},
+                env={**os.environ, "TMPDIR": scratch, **life.env},
                 start_new_session=True,
             )
         self._process = process

@@ -19,6 +19,7 @@ from pathlib import Path
 from fulcrum_core.errors import InvalidInput
 
 _INFO = "run.json"
+_OWN = f"fulcrum-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +46,25 @@ class RunInfo:
 
 def runs_root() -> Path:
     """The folder that holds the folders of all runs of this user."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"fulcrum-{os.getuid()}"
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / _OWN if base else _scratch_root()
+
+
+def _scratch_root() -> Path:
+    """The folder for temporary files: a short name, since a socket's path takes 107 bytes."""
+    return Path(tempfile.gettempdir()) / _OWN
 
 
 @contextmanager
 def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
     """The folder of a run. A folder of the user's own keeps its logs; one made here is gone afterwards."""
+    _sweep(_make_folder(_scratch_root()))
     if given:
         _make_folder(given)
         if alive(given):
             raise InvalidInput("run folder", given, "is used by another run")
     else:
-        _make_folder(runs_root())
-        _sweep(runs_root())
+        _sweep(_make_folder(runs_root()))
     folder = given or _make_folder(runs_root() / f"{service}-{os.getpid()}-{secrets.token_hex(2)}")
     try:
         yield folder
@@ -67,6 +73,12 @@ def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
             (folder / name).unlink(missing_ok=True)
         if given is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the temporary files of one life of a program. Not in the run's, whose name may be long."""
+    folder, prefix = _make_folder(_scratch_root()), f"tmp-{os.getpid()}-"
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
 
 
 def _make_folder(path: Path) -> Path:
