@@ -2,11 +2,14 @@
 
 import os
 import random
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engines.older import PROGRAM
+from tests.engines.own_router import Twin, twin
 from tests.engines.real import RealService, Services, Up, manifest, require_engines, up_already
 from tests.engines.short import SHORT
 
@@ -51,6 +54,25 @@ def pair_up(services: Services) -> Up:
 def short_up(services: Services) -> Up:
     """Two engines, configured by hand as `SHORT` says: another lease, another block size, little memory."""
     return services.up("short", manifest(**SHORT))
+
+
+@pytest.fixture(scope="session")
+def older_begun(pair_up: Up) -> Iterator[Twin]:
+    """One like the pair's, but older, on its way up."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # for sockets, by a short name
+        program = Path(folder, "older.py")
+        program.write_text(PROGRAM, encoding="utf-8")
+        with twin(pair_up, Path(folder), program) as begun:
+            yield begun
+
+
+@pytest.fixture(scope="session")
+def beside(request: pytest.FixtureRequest) -> None:
+    """What later tests need comes up beside what this one needs: an engine on its way takes half a minute,
+    and one of two processors.
+    """
+    if any("older_begun" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("older_begun")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,48 +162,45 @@ async def handed_by_hand(client: httpx.AsyncClient, prefill: Member, decode: Mem
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """An engine started like another one, but for what a test has changed."""
+    """An engine started like another one, but by another program."""
 
-    name: str
     port: int
     process: subprocess.Popen[bytes] = field(repr=False)
+    log: Path
 
     def runs(self) -> bool:
         """Whether it has not died."""
         return self.process.poll() is None
 
+    def wait(self) -> None:
+        """Returns once it serves."""
+        deadline_s = time.monotonic() + START_S
+        while not _is_healthy(self.port):
+            if not self.runs() or time.monotonic() > deadline_s:
+                pytest.fail(f"the twin did not come up: {self.log.read_text()}")
+            time.sleep(0.2)
+
 
 @contextmanager
-def twins(
-    service: Up, folder: Path, **changed: tuple[Path | None, tuple[str, ...]]
-) -> Iterator[dict[str, Twin]]:
-    """Engines like those of the service, each with a program of its own or more arguments."""
+def twin(service: Up, folder: Path, program: Path) -> Iterator[Twin]:
+    """An engine like those of the service, run by this program; it comes up in its own time."""
     children = _text(service.pid, f"task/{service.pid}/children").split()
     leader = next(pid for pid in map(int, children) if "serve" in _words(pid, "cmdline"))
-    command = _words(leader, "cmdline")
-    started: dict[str, Twin] = {}
+    port, side_channel = free_ports("127.0.0.1", 2)
+    argv = _words(leader, "cmdline")
+    argv[1], argv[argv.index("--port") + 1] = str(program), str(port)
+    environment = dict(word.split("=", 1) for word in _words(leader, "environ") if "=" in word)
+    environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel), "TMPDIR": str(folder)}
+    path = folder / "twin.log"
+    with path.open("wb") as log:
+        tied = [sys.executable, "-m", "fulcrum_operator.local.tied", *argv]
+        process = subprocess.Popen(tied, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        for name, (program, more) in changed.items():
-            port, side_channel = free_ports("127.0.0.1", 2)
-            argv = [*command, *more]
-            argv[argv.index("--port") + 1] = str(port)
-            if program is not None:
-                argv[1] = str(program)
-            environment = dict(word.split("=", 1) for word in _words(leader, "environ") if "=" in word)
-            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)
-            with (folder / f"{name}.log").open("wb") as log:
-                tied = [sys.executable, "-m", "fulcrum_operator.local.tied", *argv]
-                process = subprocess.Popen(
-                    tied, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            started[name] = Twin(name, port, process)
-        _await_healthy(started.values(), folder)
-        yield started
+        yield Twin(port, process, path)
     finally:
-        for twin in started.values():
-            with suppress(ProcessLookupError):
-                os.killpg(twin.process.pid, signal.SIGKILL)
-            twin.process.wait(DEADLINE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
 
 
 def _words(process: int, file: str) -> list[str]:
@@ -212,15 +209,6 @@ def _words(process: int, file: str) -> list[str]:
 
 def _text(process: int, file: str) -> str:
     return Path(f"/proc/{process}/{file}").read_text(encoding="utf-8")
-
-
-def _await_healthy(started: Iterable[Twin], folder: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    for twin in started:
-        while not _is_healthy(twin.port):
-            if not twin.runs() or time.monotonic() > deadline_s:
-                pytest.fail(f"the twin did not come up: {(folder / f'{twin.name}.log').read_text()}")
-            time.sleep(0.2)
 
 
 def _is_healthy(port: int) -> bool:

@@ -19,7 +19,7 @@ HITS = "lmcache_mp_lookup_hit_tokens_total"
 
 
 @pytest.fixture(scope="module")
-def tiers_up(services: Services) -> Iterator[Up]:
+def tiers_up(services: Services, beside: None) -> Iterator[Up]:  # noqa: ARG001
     """Two engines with a cache server each."""
     tiers = manifest(kvTransfer={"connector": "NIXLWithLMCache"}, kvCache={"cpu": "256Mi"})
     yield services.up("tiers", tiers)

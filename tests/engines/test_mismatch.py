@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from fulcrum_router.policy import Proof
 from fulcrum_router.state_port import picture
 from tests.conftest import Figure
 from tests.engines.asking import alone, ask
+from tests.engines.older import VERSION
 from tests.engines.own_router import (
     Member,
     OwnRouter,
@@ -36,35 +36,14 @@ from tests.engines.own_router import (
     members_of,
     of_ids,
     own_router,
-    twins,
 )
-from tests.engines.real import NAMESPACE, D, P, RealService, Up
+from tests.engines.real import NAMESPACE, D, P, RealService
 from tests.engines.short import BLOCK as SMALLER
 
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK = 128
 LENGTHS = (2 * BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 60, 70, 64, 65)
-VERSION = "0.31.0"
-OTHER_VERSION = f"""
-import sys
-import vllm
-vllm.__version__ = "{VERSION}"  # processes that it starts run this, too
-if __name__ == "__main__":
-    from vllm.entrypoints.cli.main import main
-    sys.exit(main())
-"""
-
-
-@pytest.fixture(scope="module")
-def older_up(pair_up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
-    """An engine like the pair's that gives itself out for another version of vLLM, as engines do."""
-    folder: Path = tmp_path_factory.mktemp("twins")
-    program = folder / "other_version.py"
-    program.write_text(OTHER_VERSION, encoding="utf-8")
-    with twins(pair_up, folder, older=(program, ())) as started:
-        yield started["older"]
-        assert started["older"].runs()
 
 
 @pytest.fixture
@@ -74,10 +53,12 @@ async def engine(pair: RealService) -> Member:
 
 
 @pytest.fixture
-def older(older_up: Twin, engine: Member) -> Member:
+def older(older_begun: Twin, engine: Member) -> Iterator[Member]:
     """The other version, as what it is."""
     assert engine.identity is not None
-    return Member("older", D, older_up.port, replace(engine.identity, engine=f"vllm {VERSION}"))
+    older_begun.wait()
+    yield Member("older", D, older_begun.port, replace(engine.identity, engine=f"vllm {VERSION}"))
+    assert older_begun.runs()
 
 
 @pytest.fixture

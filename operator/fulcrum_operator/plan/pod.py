@@ -33,6 +33,8 @@ TEARDOWN_S = 10
 STARTUP_FACTOR = 10
 """Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
 STARTUP_LEAST_S = 60
+READY_PERIOD_S = 2
+"""So late may be seen that an engine serves."""
 LIVENESS = {
     "periodSeconds": 5,
     "timeoutSeconds": 5,
@@ -159,13 +161,13 @@ def _resources(instance: PDInstance) -> dict[str, Any]:
 def _probes(startup_s: float) -> dict[str, Any]:
     health = {"httpGet": {"path": "/health", "port": "http"}}
     budget_s = max(STARTUP_LEAST_S, STARTUP_FACTOR * startup_s)
-    period_s = max(1, min(10, round(startup_s / 20)))
+    period_s = max(1, min(READY_PERIOD_S, round(startup_s / 20)))
     startup = {
         "periodSeconds": period_s,
         "timeoutSeconds": 2,
         "failureThreshold": math.ceil(budget_s / period_s),
     }
-    readiness = {"periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 3}
+    readiness = {"periodSeconds": READY_PERIOD_S, "timeoutSeconds": 2, "failureThreshold": 3}
     return {
         "startupProbe": health | startup,
         "readinessProbe": health | readiness,
