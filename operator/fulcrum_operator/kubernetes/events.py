@@ -177,20 +177,18 @@ def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterato
         if engine.ending and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
             if was is not None and not was.ending:
                 yield reclaimed_for_drain(name)
-        elif (reason := hindrance_reason(engine)) and _news(was, engine):
+        elif (reason := hindrance_reason(engine)) and (was is None or _hindrance(engine) != _hindrance(was)):
             yield engine_hindered(name, reason, engine.message)
 
 
-def _news(was: EngineObservation | None, engine: EngineObservation) -> bool:
-    """Whether what keeps an engine from starting was not told before.
+def _hindrance(engine: EngineObservation) -> tuple[str | None, str]:
+    """What keeps an engine from starting; told again when this changes.
 
-    A kubelet says first what it waited for in vain, and only then what is missing. An image that does not
-    pull has two messages that take turns for ever: the first one says it all.
+    The words belong to it: a kubelet says first what it waited for in vain, and only then what is missing.
+    But an image that does not pull has two messages that take turns for ever; the first one says it all.
     """
     reason = hindrance_reason(engine)
-    if was is None or reason != hindrance_reason(was):
-        return True
-    return reason != words.IMAGE_PULL_FAILED and engine.message != was.message
+    return reason, "" if reason == words.IMAGE_PULL_FAILED else engine.message
 
 
 def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
