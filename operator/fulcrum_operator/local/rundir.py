@@ -58,13 +58,12 @@ def _scratch_root() -> Path:
 @contextmanager
 def run_folder(given: Path | None, *, service: str) -> Iterator[Path]:
     """The folder of a run. A folder of the user's own keeps its logs; one made here is gone afterwards."""
-    _sweep(_make_folder(_scratch_root()))
+    for root in {_scratch_root()} if given else {_scratch_root(), runs_root()}:
+        _sweep(_make_folder(root))
     if given:
         _make_folder(given)
         if alive(given):
             raise InvalidInput("run folder", given, "is used by another run")
-    else:
-        _sweep(_make_folder(runs_root()))
     folder = given or _make_folder(runs_root() / f"{service}-{os.getpid()}-{secrets.token_hex(2)}")
     try:
         yield folder
