@@ -11,7 +11,7 @@ Right = tuple[str, str, str]
 
 _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 _FORBIDDEN, _CREATED = 403, 201
-_ENDS = "because it is being terminated"
+_TERMINATING = "because it is being terminated"
 """A namespace that is being deleted answers a create with 403, too, whatever roles allow."""
 
 
@@ -70,7 +70,7 @@ def _requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[
         group, where = target.get("apiGroup", ""), target.get("namespace", "")
         status = event.get("responseStatus", {})
         code = status.get("code", 0)
-        if code == _FORBIDDEN and _ENDS in status.get("message", ""):
+        if code == _FORBIDDEN and _TERMINATING in status.get("message", ""):
             continue
         yield (group, resource, event["verb"]), where, code
         if event["verb"] == "patch" and code == _CREATED:  # an apply of something new needs both rights
