@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fulcrum_cli.program import program_name
+from fulcrum_cli.terminal.program import program_name
 from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
@@ -106,7 +106,7 @@ def up(
     port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 8000,
 ) -> None:
     """Bring up the service of a manifest until Ctrl-C."""
-    from fulcrum_cli.up import run
+    from fulcrum_cli.commands.up import run
 
     if not local:
         raise InvalidInput("--local", "not given", "is needed: only local services can be brought up")
@@ -122,7 +122,7 @@ def plan(
     output: Output = None,
 ) -> None:
     """Say what a manifest would start, and whether the model fits. Nothing is applied."""
-    from fulcrum_cli.plan import run
+    from fulcrum_cli.commands.plan import run
 
     raise typer.Exit(run(file, model_config=model_config, output=output))
 
@@ -136,8 +136,8 @@ def status(
     namespace: Namespace = None,
 ) -> None:
     """Show services: roles, phases, conditions. Of one service every instance."""
-    from fulcrum_cli.status import run
-    from fulcrum_cli.target import asked
+    from fulcrum_cli.commands.status import run
+    from fulcrum_cli.target.target import asked
 
     run(asked(kubeconfig, context, namespace), service, output=output)
 
@@ -155,8 +155,8 @@ def flip(
     namespace: Namespace = None,
 ) -> None:
     """Give an instance the other role, now. The floors of the service stand above it."""
-    from fulcrum_cli.flip import run
-    from fulcrum_cli.target import asked
+    from fulcrum_cli.commands.flip import run
+    from fulcrum_cli.target.target import asked
 
     code = run(asked(kubeconfig, context, namespace), instance, to=to, pin=pin, wait=wait)
     raise typer.Exit(code)
@@ -174,8 +174,8 @@ def drain(
     namespace: Namespace = None,
 ) -> None:
     """Give an instance no new work, until --undo takes that back."""
-    from fulcrum_cli.drain import run
-    from fulcrum_cli.target import asked
+    from fulcrum_cli.commands.drain import run
+    from fulcrum_cli.target.target import asked
 
     raise typer.Exit(run(asked(kubeconfig, context, namespace), instance, wait=wait, undo=undo))
 
@@ -189,8 +189,8 @@ def explain(
     namespace: Namespace = None,
 ) -> None:
     """Tell the last decisions and why, and what is refused now."""
-    from fulcrum_cli.explain import run
-    from fulcrum_cli.target import asked
+    from fulcrum_cli.commands.explain import run
+    from fulcrum_cli.target.target import asked
 
     run(asked(kubeconfig, context, namespace), service, limit=limit)
 
@@ -204,7 +204,7 @@ def doctor(
 ) -> None:
     """Look for the usual troubles and say what to do. Exit code 1 if there is a problem."""
     from fulcrum_cli.doctor.command import run
-    from fulcrum_cli.target import asked
+    from fulcrum_cli.target.target import asked
 
     raise typer.Exit(run(asked(kubeconfig, context, namespace), output=output))
 

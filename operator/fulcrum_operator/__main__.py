@@ -22,11 +22,11 @@ from fulcrum_cluster.lease import OPERATOR_TIMING, ClusterLease, Elector, StepDo
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.kubernetes.metrics import Meters, make_app
-from fulcrum_operator.plan.labels import Account, ClusterSettings
+from fulcrum_operator.controller.metrics import Meters, make_app
+from fulcrum_operator.manifests.names import Account, ClusterSettings
 
 if TYPE_CHECKING:
-    from fulcrum_operator.kubernetes.leader import Leader, Options
+    from fulcrum_operator.controller.leader import Leader, Options
 
 _log = structlog.get_logger()
 
@@ -157,8 +157,8 @@ class Candidate:
 
     async def _lead(self) -> None:
         # Half of what the process needs is needed by the leader only.
-        from fulcrum_operator.kubernetes.feed import Feed
-        from fulcrum_operator.kubernetes.leader import Leader
+        from fulcrum_operator.controller.kopf_feed import Feed
+        from fulcrum_operator.controller.leader import Leader
 
         access, args = find_access(self._args.store), self._args
         self._leader = Leader(
@@ -196,8 +196,8 @@ class Candidate:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from fulcrum_operator.kubernetes.leader import Options
-    from fulcrum_operator.kubernetes.router import STATE_URL
+    from fulcrum_operator.controller.leader import Options
+    from fulcrum_operator.controller.router import STATE_URL
 
     own = Account(args.lease_namespace, args.account)
     return Options(

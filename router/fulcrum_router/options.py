@@ -9,7 +9,7 @@ from pathlib import Path
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
-from fulcrum_router.fleet import split_endpoint
+from fulcrum_router.fleet.instances import split_endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

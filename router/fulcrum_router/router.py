@@ -7,12 +7,12 @@ import time
 import structlog
 
 from fulcrum_core.values import AutoscalingMode
-from fulcrum_router.accounting import Books
-from fulcrum_router.fleet import Fleet, Instance
+from fulcrum_router.counters import Books
+from fulcrum_router.fleet.instances import Fleet, Instance
+from fulcrum_router.flip_requests import Epoch, FlipBoard
+from fulcrum_router.http1.upstream import Failure, LegFailed
 from fulcrum_router.policy import FlipRules, FlipWanted, PairMap, PredictionError, TokenRatio
 from fulcrum_router.settings import Settings
-from fulcrum_router.signals import Epoch, FlipBoard
-from fulcrum_router.upstream import Failure, LegFailed
 
 log = structlog.get_logger()
 

@@ -15,19 +15,19 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router.beside import beside
-from fulcrum_router.callers import Callers, ServiceAccounts, SharedToken
-from fulcrum_router.canaries import Canaries
-from fulcrum_router.client import ClientServer
-from fulcrum_router.failover import Failover, Place
-from fulcrum_router.fleet import Instance
-from fulcrum_router.metrics import registry_of
+from fulcrum_router.control.auth import Callers, ServiceAccounts, SharedToken
+from fulcrum_router.control.background_task import beside
+from fulcrum_router.control.failover import Failover, Place
+from fulcrum_router.control.metrics import registry_of
+from fulcrum_router.control.state_port import make_app
+from fulcrum_router.data_path.downstream import ClientServer
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.kv_transfer.canaries import Canaries
+from fulcrum_router.observe.engines import Prober
+from fulcrum_router.observe.objects import Watches
 from fulcrum_router.options import Options
-from fulcrum_router.probes import Prober
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, Settings, Tier, Timeouts
-from fulcrum_router.state_port import make_app
-from fulcrum_router.watches import Watches
 
 SWEEP_S = 0.1
 """How exactly time-outs are kept."""

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fulcrum_cli.local.engines import free_ports
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.values import Identity, Role, Slo
-from fulcrum_operator.local.engines import free_ports
-from fulcrum_router.canaries import Canaries
-from fulcrum_router.fleet import Instance
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.kv_transfer.canaries import Canaries
 from fulcrum_router.policy import PairKey, Proof
 from fulcrum_router.policy.pairs import Pair
 from fulcrum_router.router import Router
@@ -193,7 +193,7 @@ def twin(service: Up, folder: Path, program: Path) -> Iterator[Twin]:
     environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel), "TMPDIR": str(folder)}
     path = folder / "twin.log"
     with path.open("wb") as log:
-        tied = [sys.executable, "-m", "fulcrum_operator.local.tied", *argv]
+        tied = [sys.executable, "-m", "fulcrum_cli.local.die_with_parent", *argv]
         process = subprocess.Popen(tied, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield Twin(port, process, path)

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from fulcrum_cli.local import RunInfo, engine_environment, find_runs
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDAssignment, PDInstance
 from fulcrum_core.assignment import with_flip
@@ -25,7 +26,6 @@ from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Store
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_operator.local import RunInfo, engine_environment, find_runs
 
 START_S = 420.0
 """Engines on a machine that is busy with other things."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_operator.local import engine_environment
+from fulcrum_cli.local import engine_environment
 from tests.engines.real import require_engines
 from tests.unit.operator.engine_cases import CASES, plan_of
 

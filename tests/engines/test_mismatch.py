@@ -21,9 +21,9 @@ import pytest
 from fulcrum_core.api import PDService
 from fulcrum_core.transfer import can_transfer
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.transfer import kv_transfer
+from fulcrum_operator.plan.status.kv_transfer_verified import kv_transfer
+from fulcrum_router.control.state_port import picture
 from fulcrum_router.policy import Proof
-from fulcrum_router.state_port import picture
 from tests.conftest import Figure
 from tests.engines.asking import alone, ask
 from tests.engines.older import VERSION

@@ -4,19 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum_cli.local import LocalOptions, run_local
 from fulcrum_core.api.manifest import load_manifest
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Slo
-from fulcrum_operator.local import LocalOptions, run_local
 from fulcrum_simulator.client import LoadGenerator, Target
 from fulcrum_simulator.workload import WorkloadRequest
+from tests.paths import EXAMPLES
 
 REAL = {"vllm-cpu"}  # what runs real engines is brought up by the tests of those
-FILES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-EXAMPLES = [path for path in FILES if path.stem not in REAL]
+FILES = sorted(EXAMPLES.glob("*.yaml"))
+SIMULATED = [path for path in FILES if path.stem not in REAL]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SIMULATED, ids=lambda path: path.stem)
 async def test_an_example_comes_up_and_answers(path: Path) -> None:
     objects = load_manifest(path.read_text(), source=path.name)
     service = next(obj for obj in objects if isinstance(obj, PDService))
@@ -33,4 +34,4 @@ async def test_an_example_comes_up_and_answers(path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert {path.stem for path in EXAMPLES} >= {"chat", "play", "replay"}
+    assert {path.stem for path in SIMULATED} >= {"chat", "play", "replay"}

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 CHART = ROOT / "helm" / "fulcrum"
 
 

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from fulcrum_operator.__main__ import main as operator
-from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import Account, ClusterSettings, component_labels
-from tests.helm.conftest import CHART, ROOT, Refused, Rendered, Renderer
+from fulcrum_operator.manifests.children import children_of
+from fulcrum_operator.manifests.names import Account, ClusterSettings, component_labels
+from tests.helm.conftest import CHART, Refused, Rendered, Renderer
+from tests.paths import ROOT
 from tests.unit.operator.builders import service
 
 WATCHED = "team-a"

@@ -12,7 +12,7 @@ from typing import Any
 
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.values import Identity, Role, Slo
-from fulcrum_router.fleet import Instance
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
 from fulcrum_router.settings import Settings, Tier, Timeouts

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from fulcrum_cli.local import LocalOptions, LocalRun, run_local
 from fulcrum_core.api import PDInstance, PDService, parse_object
-from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 
 DEADLINE_S = 60.0
 SERVICE = {

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from fulcrum_cli.local import Life, LocalRuntime, ProgramOptions, StartFailed
+from fulcrum_cli.local.engines import free_ports
+from fulcrum_cli.local.program import STABLE_S, Program, last_words, restart_delay_s, short_lives_after
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, instance_key
-from fulcrum_operator.local import Life, LocalRuntime, ProgramOptions, StartFailed
-from fulcrum_operator.local.engines import free_ports
-from fulcrum_operator.local.program import STABLE_S, Program, last_words, restart_delay_s, short_lives_after
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 DEADLINE_S = 20.0
@@ -298,7 +298,7 @@ async def test_a_program_that_says_nothing_serves_once_its_health_says_so_and_ta
         command=(
             sys.executable,
             "-m",
-            "fulcrum_operator.local.tied",
+            "fulcrum_cli.local.die_with_parent",
             sys.executable,
             "-c",
             SERVER,

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.local import Commands, Life, LocalOptions, LocalRun, StartFailed, find_runs, run_local
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDInstance, PDService, Resource, parse_object
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
-from fulcrum_operator.local import Commands, Life, LocalOptions, LocalRun, StartFailed, find_runs, run_local
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 STAND_INS = Commands(
@@ -296,7 +296,7 @@ async def test_an_engine_that_never_will_serve_is_told() -> None:
 SCRIPT = """
 import asyncio, json, signal, sys
 from fulcrum_core.api import parse_object
-from fulcrum_operator.local import LocalOptions, run_local
+from fulcrum_cli.local import LocalOptions, run_local
 
 async def main():
     objects = [parse_object(json.loads(sys.argv[1]))]

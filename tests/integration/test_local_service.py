@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 
+from fulcrum_cli.local import LocalOptions, LocalRun, run_local
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, parse_object
 from fulcrum_core.assignment import with_flip
 from fulcrum_core.merge import merge_diff
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, Role
-from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 
 DEADLINE_S = 30.0
 SERVICE = {

@@ -13,10 +13,10 @@ import pytest
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
-from fulcrum_router.canaries import Canaries
-from fulcrum_router.fleet import Instance
+from fulcrum_router.control.state_port import picture
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.kv_transfer.canaries import Canaries
 from fulcrum_router.policy import PairKey, Proof
-from fulcrum_router.state_port import picture
 from tests.integration.router_engines import (
     DEADLINE_S,
     Answering,
@@ -150,7 +150,7 @@ async def test_engines_that_refuse_a_role_are_left_alone_until_roles_change() ->
 async def test_a_side_channel_that_cannot_be_reached_is_found_and_gone_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fulcrum_router.proof.HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("fulcrum_router.kv_transfer.verification.HANDSHAKE_TIMEOUT_S", 0.1)
     decode = FakeEngine("d1", decode=says(0, after_s=0.2))
     async with running(FakeEngine("p1", decode=says(261)), decode) as world, watched(world):
         await until(lambda: reasons(world).get(BOTH_WAYS[1]) == "HandshakeFailed", "found")

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from fulcrum_core.state import InstanceState
-from fulcrum_router.state_port import picture
+from fulcrum_router.control.state_port import picture
 from tests.integration.router_engines import Answering, FakeEngine, World, running, until
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 import aiohttp
 import pytest
 
-from fulcrum_router import fleet, probes
-from fulcrum_router.fleet import Instance
+from fulcrum_router.fleet import instances as fleet_instances
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.observe import engines as engine_probes
 from tests.integration.engine_server.servers import DEADLINE_S, MODEL, answer_to, launch, ready
 from tests.integration.engine_server.servers import Server as Engine
 from tests.integration.router_engines import FakeEngine, World, hang, quick_settings, routed, running, until
@@ -108,7 +109,7 @@ async def test_what_waits_for_an_engine_that_takes_no_connections_any_more_goes_
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM at the end of its shutdown: it listens no more, and who is connected gets no answer."""
-    monkeypatch.setattr(probes, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(engine_probes, "INTERVAL_S", 0.05)
     engines = [FakeEngine("p1"), FakeEngine("d1", decode=hang), FakeEngine("d2")]
     async with running(*engines, settings=quick_settings(first_byte=60.0)) as world:
         body = {"model": "m", "prompt": "p", "max_tokens": 2}
@@ -182,7 +183,7 @@ async def test_a_hung_engine_is_left_out_and_its_waiting_requests_go_elsewhere(
 async def test_a_stream_of_a_hung_engine_ends_in_a_typed_error_long_before_its_idle_time_out(
     client: aiohttp.ClientSession, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "HANGING_STREAM_S", 0.5)
+    monkeypatch.setattr(fleet_instances, "HANGING_STREAM_S", 0.5)
     two = {name: engines[name] for name in ("p1", "d1")}
     async with routed(two, **BY_DEFAULT) as (router, url):
         body = {"model": MODEL, "prompt": "a long one", "max_tokens": 400, "stream": True}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from fulcrum_router import client as client_module
+from fulcrum_router.data_path import downstream as client_module
 from tests.integration.router_engines import (
     DEADLINE_S,
     Answering,

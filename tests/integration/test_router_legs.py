@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from fulcrum_core.values import Role
-from fulcrum_router.accounting import Outcome
+from fulcrum_router.counters import Outcome
 from fulcrum_router.policy import PairKey, Proof
 from tests.integration.router_engines import (
     DEADLINE_S,

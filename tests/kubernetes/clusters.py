@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.program import Unavailable, cached, check_machine
 from tools.kubernetes.waiting import wait_for
 
-REPO = Path(__file__).resolve().parents[2]
-CRDS = REPO / "crds"
+CRDS = ROOT / "crds"
 
 TIMES_S: dict[str, float] = {}
 """How long what was started in this run took."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes.clusters import REPO
+from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import KERNEL_SETTINGS
 from tools.kubernetes.program import CGROUPS
@@ -68,7 +68,7 @@ def _started(tmp_path: Path, ending: str) -> Iterator[subprocess.Popen[str]]:
     ]
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", *options, str(test)],
-        cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         preexec_fn=_heed_interrupts,
     ) as run:  # fmt: skip
         try:

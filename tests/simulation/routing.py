@@ -21,8 +21,10 @@ from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.state import FlipWanted as WantedNotice
 from fulcrum_core.state import InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, Identity, Phase, Role, Slo
-from fulcrum_operator.reconcile import ServiceKey
-from fulcrum_router.health import Health
+from fulcrum_operator.controller.reconcile import ServiceKey
+from fulcrum_router.fleet.health import Health
+from fulcrum_router.flip_requests import FLIP_PATIENCE_S, FLIP_SILENCE_S
+from fulcrum_router.observe.objects import TYPICAL_TOKENS
 from fulcrum_router.policy import (
     Dispatch,
     FlipRules,
@@ -33,8 +35,6 @@ from fulcrum_router.policy import (
     choose_prefill,
 )
 from fulcrum_router.policy.estimate import DecodePredictor, PrefillPredictor
-from fulcrum_router.signals import FLIP_PATIENCE_S, FLIP_SILENCE_S
-from fulcrum_router.watches import TYPICAL_TOKENS
 from fulcrum_simulator.engine import (
     EngineRequest,
     ExportKv,

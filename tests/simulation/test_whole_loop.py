@@ -7,19 +7,17 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from tests.paths import ROOT
 from tests.simulation.checkers import LIVENESS, SAFETY, violations
 from tests.simulation.plans import HEALED_S, STARTS_S, faulty, moving_mix, steady_load
 from tests.simulation.world import Ended, simulate
 
 faulty_world = cache(lambda seed: simulate(faulty(seed)))
 moving_world = cache(lambda seed, mode: simulate(moving_mix(seed, mode)))
-
-ROOT = Path(__file__).parents[2]
 
 
 def seeds(count: int) -> list[int]:

@@ -31,9 +31,9 @@ from fulcrum_core.merge import merge_diff
 from fulcrum_core.ports import Listing, R, WatchEvent
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_operator.controller.reconcile import Cluster, ServiceKey, reconcile
 from fulcrum_operator.engines import simulated
 from fulcrum_operator.plan.observed import EngineFacts
-from fulcrum_operator.reconcile import Cluster, ServiceKey, reconcile
 from fulcrum_simulator.engine import TokenOut
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.simulation.engines import EngineProcess, Network, Runtime

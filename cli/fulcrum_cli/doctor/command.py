@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 
-from fulcrum_cli.arguments import one_of
-from fulcrum_cli.connection import connected
 from fulcrum_cli.doctor.examine import examine
 from fulcrum_cli.doctor.findings import Finding, Standing, worst
 from fulcrum_cli.doctor.gather import gather
-from fulcrum_cli.output import Output, render
-from fulcrum_cli.target import Asked, LocalTarget, choose_target
+from fulcrum_cli.target.connection import connected
+from fulcrum_cli.target.target import Asked, LocalTarget, choose_target
+from fulcrum_cli.terminal.arguments import one_of
+from fulcrum_cli.terminal.output import Output, render
 from fulcrum_core.spelling import format_count
 
 _MARKS = {Standing.OK: "ok      ", Standing.WARNING: "warning ", Standing.PROBLEM: "PROBLEM "}

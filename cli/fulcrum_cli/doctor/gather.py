@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fulcrum_cli.connection import Connection
 from fulcrum_cli.doctor.facts import AccountFacts, Bodies, Body, ClusterFacts, Facts, LocalFacts
 from fulcrum_cli.doctor.rights import AUTOSCALER, OPERATOR, PERSON, Answer, Need, router_needs
-from fulcrum_cli.ports import Unreachable
+from fulcrum_cli.target.connection import Connection
+from fulcrum_cli.target.local_autoscaler import Unreachable
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP, Resource
 from fulcrum_core.api.pdassignment import PDAssignment

@@ -7,7 +7,7 @@ from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_cli.doctor.quantities import Resources, parse_resources, spell
 from fulcrum_core.spelling import format_count, format_list
-from fulcrum_operator.plan.troubles import PULL_FAILURES
+from fulcrum_operator.plan.status.degraded import PULL_FAILURES
 
 _BARRING = ("NoSchedule", "NoExecute")
 _TOLD = 4

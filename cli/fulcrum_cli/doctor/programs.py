@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor import placement
 from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, Standing, ok, problem, warning
+from fulcrum_cli.terminal.ages import format_age
 from fulcrum_core.api.meta import format_duration, parse_time
 from fulcrum_core.spelling import format_count
 

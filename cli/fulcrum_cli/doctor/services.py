@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from itertools import permutations
 
-from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
+from fulcrum_cli.terminal.ages import format_age
 from fulcrum_core.api import conditions as words
 from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from fulcrum_cli.ages import format_age
 from fulcrum_cli.doctor.findings import Finding, ok, warning
+from fulcrum_cli.terminal.ages import format_age
 from fulcrum_core.api.conditions import BAD_TRANSFERS
 from fulcrum_core.state import PairState, RouterState
 

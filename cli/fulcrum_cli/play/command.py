@@ -12,8 +12,7 @@ import httpx
 import uvloop
 
 from fulcrum_autoscaler.routers import HttpRouter, open_router
-from fulcrum_cli.interrupts import on_interrupt
-from fulcrum_cli.logs import log_to, log_warnings
+from fulcrum_cli.local import LocalOptions, LocalRun, run_local
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
@@ -21,10 +20,11 @@ from fulcrum_cli.play.recorder import Flip
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import keyboard, on_terminal, save_picture, show
 from fulcrum_cli.play.session import Session, Stage
+from fulcrum_cli.terminal.interrupts import on_interrupt
+from fulcrum_cli.terminal.logs import log_to, log_warnings
 from fulcrum_cluster.client import open_store
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.profiles import load_profile
-from fulcrum_operator.local import LocalOptions, LocalRun, run_local
 from fulcrum_simulator.client import LoadGenerator, Target
 
 MAX_CONNECTIONS = 2048

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fulcrum_cli.flipping import flip
+from fulcrum_cli.assignment.write import flip
 from fulcrum_cli.play.observer import Observer
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.assignment import serving

@@ -15,7 +15,7 @@ import httpx
 from fulcrum_autoscaler.routers import HttpRouter, RouterAway
 from fulcrum_cli.play.lateness import LatenessLedger, read_buckets
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.ports import Unreachable, decisions
+from fulcrum_cli.target.local_autoscaler import Unreachable, decisions
 from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from fulcrum_cli.arguments import check_port, duration_s, one_of
-from fulcrum_cli.loads import SHAPES
-from fulcrum_cli.manifests import built_in, read_manifest
+from fulcrum_cli.commands.manifests import built_in, read_manifest
+from fulcrum_cli.local.manifest import check_manifest
+from fulcrum_cli.play.loads import SHAPES
+from fulcrum_cli.terminal.arguments import check_port, duration_s, one_of
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import AutoscalingMode
-from fulcrum_operator.local.manifest import check_manifest
 from fulcrum_simulator.workload import WorkloadRequest, jitter, load_trace, replay_faster, scale_rate
 
 DEFAULT_SHAPE = "moving"

@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum_cli.flipping import flip
-from fulcrum_cli.loads import make_load
+from fulcrum_cli.assignment.write import flip
 from fulcrum_cli.play.drivers import ForcedFlips, Stuck, kill_in_turn
 from fulcrum_cli.play.frame import Frame
+from fulcrum_cli.play.loads import make_load
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.picture import Moment, Sight, take

@@ -1,8 +1,8 @@
 """From what a PDService asks and what is observed to what shall be: pure, without clock or I/O."""
 
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.plan import Plan, asks_router, plan_removal, plan_service
-from fulcrum_operator.plan.transfer import look_every_s
+from fulcrum_operator.plan.service import Plan, asks_router, plan_removal, plan_service
+from fulcrum_operator.plan.status.kv_transfer_verified import look_every_s
 
 __all__ = [
     "Observed",

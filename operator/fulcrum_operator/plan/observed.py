@@ -10,7 +10,7 @@ from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
-from fulcrum_operator.plan.attainment import Told
+from fulcrum_operator.plan.status.slo_met import Told
 
 
 @dataclass(frozen=True, slots=True)

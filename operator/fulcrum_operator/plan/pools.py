@@ -23,7 +23,7 @@ from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_core.spelling import format_count
-from fulcrum_operator.plan.condition import condition
+from fulcrum_operator.plan.status.condition import condition
 
 
 def pool_name(service: str, pool: str) -> str:

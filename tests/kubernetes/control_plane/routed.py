@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from fulcrum_core.state import RouterState
-from fulcrum_router.callers import AUDIENCE
+from fulcrum_router.control.auth import AUDIENCE
 from tools.kubernetes.cluster import Cluster
 
 SERVICE = "chat"

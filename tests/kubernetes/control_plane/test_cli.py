@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cli.flipping import flip
+from fulcrum_cli.assignment.write import flip
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
 from tests.kubernetes.control_plane.commands import CommandLine, Service, make_all

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api import PDInstance, PDService
-from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import Account, ClusterSettings
-from fulcrum_operator.plan.pod import pod_of
+from fulcrum_operator.manifests.children import children_of
+from fulcrum_operator.manifests.engine_pod import pod_of
+from fulcrum_operator.manifests.names import Account, ClusterSettings
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 

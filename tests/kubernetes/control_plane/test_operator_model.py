@@ -1,7 +1,6 @@
 """A model of real engines is read by a pod before they start. The test plays that pod, and its node."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.models import excerpt, parse_model_config
 from fulcrum_operator.engines import vllm
-from fulcrum_operator.engines.kinds import engine_request
+from fulcrum_operator.engines.from_spec import engine_request
 from tests.kubernetes.control_plane.operators import (
     Kubelet,
     OperatorProcess,
@@ -18,9 +17,9 @@ from tests.kubernetes.control_plane.operators import (
     some_address,
     until,
 )
+from tests.paths import MODELS
 from tools.kubernetes.cluster import Cluster
 
-FOLDER = Path(__file__).parents[2] / "fixtures" / "models"
 SPEC: dict[str, Any] = {
     "model": "acme/model",
     "modelSource": {"pvc": "models", "path": "llama"},
@@ -39,7 +38,7 @@ READER = "chat-model"
 
 def words_of(model: str) -> str:
     """The last words of the pod that reads this model."""
-    return json.dumps(excerpt(json.loads((FOLDER / model / "config.json").read_text())))
+    return json.dumps(excerpt(json.loads((MODELS / model / "config.json").read_text())))
 
 
 @pytest.fixture

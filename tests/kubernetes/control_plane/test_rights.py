@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from fulcrum_core.api import PDService
-from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import Account, ClusterSettings
-from tests.kubernetes.clusters import REPO
+from fulcrum_operator.manifests.children import children_of
+from fulcrum_operator.manifests.names import Account, ClusterSettings
 from tests.kubernetes.nodes.rights import Right, rights_of
+from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -49,9 +49,9 @@ def rendered(namespace: str) -> list[dict[str, Any]]:
         "namespace": namespace,
         "release": f"{namespace}-fulcrum",
     }
-    program = [sys.executable, "-m", "tests.helm.renderer_program", str(REPO / "helm" / "fulcrum")]
+    program = [sys.executable, "-m", "tests.helm.renderer_program", str(ROOT / "helm" / "fulcrum")]
     answer = subprocess.run(
-        program, input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=REPO
+        program, input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=ROOT
     )
     text = json.loads(answer.stdout)["files"]["fulcrum/templates/rbac.yaml"]
     return [made for made in yaml.safe_load_all(text) if made]

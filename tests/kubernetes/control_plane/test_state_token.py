@@ -7,7 +7,7 @@ import pytest
 
 from fulcrum_cluster.client import open_cluster
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_router.callers import AUDIENCE, NotAllowed, ServiceAccounts
+from fulcrum_router.control.auth import AUDIENCE, NotAllowed, ServiceAccounts
 from tools.kubernetes.cluster import API_SERVER, Cluster
 
 

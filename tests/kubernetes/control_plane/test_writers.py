@@ -20,7 +20,7 @@ from fulcrum_autoscaler.journal import Journal
 from fulcrum_autoscaler.loop import Autoscaler
 from fulcrum_autoscaler.meters import Families, Meters
 from fulcrum_autoscaler.policy import Action
-from fulcrum_cli.flipping import cordon, flip
+from fulcrum_cli.assignment.write import cordon, flip
 from fulcrum_cluster.client import RestStore, open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import IdentitySpec, PDAssignment, PDInstance, PDPool, PDService, Resource
@@ -28,9 +28,9 @@ from fulcrum_core.errors import Conflict, InvalidInput, NotFound, StoreUnavailab
 from fulcrum_core.ports import EngineObservation, EventType, InstanceKey, Listing, R, Store, WatchEvent
 from fulcrum_core.state import FlipWanted, InstanceState, RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_operator.controller.reconcile import Cluster as Reached
+from fulcrum_operator.controller.reconcile import ServiceKey, reconcile
 from fulcrum_operator.plan.observed import EngineFacts
-from fulcrum_operator.reconcile import Cluster as Reached
-from fulcrum_operator.reconcile import ServiceKey, reconcile
 from tests.conftest import Figure
 from tests.unit.autoscaler.builders import decode, prefill, router
 from tests.unit.operator.builders import engine

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tests.kubernetes.clusters import REPO
+from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 
-CHART = REPO / "helm" / "fulcrum"
+CHART = ROOT / "helm" / "fulcrum"
 RELEASE, NAMESPACE = "fulcrum", "fulcrum-system"
 PROGRAM = "tests.kubernetes.nodes.helm_program"
 IMAGE, NEXT_IMAGE = "localhost/fulcrum:1", "localhost/fulcrum:2"
@@ -53,7 +53,7 @@ class Helm:
             "options": options,
         }
         done = subprocess.run(
-            [sys.executable, "-m", PROGRAM], input=json.dumps(asked), capture_output=True, text=True, cwd=REPO
+            [sys.executable, "-m", PROGRAM], input=json.dumps(asked), capture_output=True, text=True, cwd=ROOT
         )
         if done.returncode:
             raise RuntimeError(done.stderr)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.conftest import Figure
-from tests.kubernetes.clusters import REPO
 from tests.kubernetes.nodes.service import MODEL, Service
+from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
@@ -60,8 +60,8 @@ class Load:
         self._tell = tell
         command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={RATE}"]
         self._process = subprocess.Popen(
-            node.command("env", "--chdir", REPO, *command, f"--seed={seed}"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=REPO,
+            node.command("env", "--chdir", ROOT, *command, f"--seed={seed}"),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         self._windows: dict[str, dict[str, Any]] = {}
         self._names = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.flipping import Written, flip
+from fulcrum_cli.assignment.write import Written, flip
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
 from fulcrum_simulator.client import percentile

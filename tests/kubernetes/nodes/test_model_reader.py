@@ -13,10 +13,11 @@ from fulcrum_core.models import excerpt
 from tests.conftest import Figure
 from tests.kubernetes.nodes.pods import list_pods
 from tests.kubernetes.nodes.service import Service
+from tests.paths import MODELS
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
-CONFIG = Path(__file__).parents[2] / "fixtures" / "models" / "llama-3.1-8b" / "config.json"
+CONFIG = MODELS / "llama-3.1-8b" / "config.json"
 
 
 @pytest.fixture

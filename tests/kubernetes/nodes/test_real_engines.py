@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from fulcrum_cli.local import engine_environment
 from fulcrum_core.api import conditions as words
-from fulcrum_operator.local import engine_environment
 from tests.conftest import Figure
 from tests.engines.asking import Answer, Ask, Way, alone, ask, every_kind, prompts, until_answered_by
 from tests.engines.real import DEADLINE_S, START_S, require_engines

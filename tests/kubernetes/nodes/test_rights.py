@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from fulcrum_core.api import PDService
-from fulcrum_operator.plan.children import children_of
-from fulcrum_operator.plan.labels import Account, ClusterSettings
+from fulcrum_operator.manifests.children import children_of
+from fulcrum_operator.manifests.names import Account, ClusterSettings
 from tests.kubernetes.nodes.installation import NAMESPACE
 from tests.kubernetes.nodes.load import loaded
 from tests.kubernetes.nodes.rights import Right, granted, refused, rights_of, used

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fulcrum_cli.__main__ import main
+from tests.paths import ROOT
 
 Cli = Callable[..., str]
 
@@ -93,7 +94,7 @@ def test_a_tier_that_does_not_exist_is_named(refused: Cli, tmp_path: Path) -> No
 
 def test_a_profile_under_its_physical_floor_is_refused(refused: Cli, tmp_path: Path) -> None:
     profile = tmp_path / "fast.yaml"
-    shipped = Path(__file__).parents[3] / "core" / "fulcrum_core" / "data" / "profiles" / "laptop.yaml"
+    shipped = ROOT / "core" / "fulcrum_core" / "data" / "profiles" / "laptop.yaml"
     profile.write_text(shipped.read_text().replace("t0: 1.8e-2", "t0: 1.0e-3"))
     path = manifest(tmp_path, [f"engine: {{type: Simulated, profile: {profile}}}"])
     assert refused("up", "--local", "-f", str(path)).startswith(

@@ -10,7 +10,8 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[3]
+from tests.paths import ROOT
+
 ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 HASH = re.compile(r"    --hash=sha256:[0-9a-f]{64}( \\)?")

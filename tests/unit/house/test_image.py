@@ -1,13 +1,12 @@
 """What the two ways to make the image promise alike."""
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tools.image.build import FILES, UNUSED, USER, name_of
 
-ROOT = Path(__file__).parents[3]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 

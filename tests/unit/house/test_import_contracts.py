@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.paths import ROOT
+
 ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[3]
+from tests.paths import ROOT
+
 ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
 PACKAGES = [ROOT / room / f"fulcrum_{room}" for room in ROOMS]
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
@@ -150,7 +151,12 @@ def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
 
 def test_a_local_run_needs_no_cluster() -> None:
     """`make play` installs nothing for Kubernetes; so nothing that a local run starts may import that."""
-    started = ("fulcrum_cli.__main__", "fulcrum_cli.up", "fulcrum_operator.local", "fulcrum_router.__main__")
+    started = (
+        "fulcrum_cli.__main__",
+        "fulcrum_cli.commands.up",
+        "fulcrum_cli.local",
+        "fulcrum_router.__main__",
+    )
     loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.__main__; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
     assert {"kopf", "kubernetes", "jwt", "cryptography"} & set(done.stdout.split()) == set()

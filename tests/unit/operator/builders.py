@@ -17,8 +17,8 @@ from fulcrum_core.api import (
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
+from fulcrum_operator.manifests.names import Account, ClusterSettings
 from fulcrum_operator.plan import Observed
-from fulcrum_operator.plan.labels import Account, ClusterSettings
 from fulcrum_operator.plan.observed import EngineFacts
 from tests.unit.core.states import instance_state, router_state
 

@@ -2,20 +2,18 @@
 
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec
 from fulcrum_core.hardware import hardware_of
 from fulcrum_core.models import ModelFacts, parse_model_config
 from fulcrum_core.values import Role, Slo
-from fulcrum_operator.engines.kinds import engine_request
+from fulcrum_operator.engines.from_spec import engine_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.request import EngineRequest
 from fulcrum_operator.engines.vllm import POD, VERSION, plan_engine
 from fulcrum_operator.plan.pools import desired_pools
-
-MODELS = Path(__file__).parents[2] / "fixtures" / "models"
+from tests.paths import MODELS
 
 
 @dataclass(frozen=True, slots=True)

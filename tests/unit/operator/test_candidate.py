@@ -8,7 +8,7 @@ import pytest
 from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_operator.__main__ import Candidate, _parser
-from fulcrum_operator.kubernetes.metrics import Meters
+from fulcrum_operator.controller.metrics import Meters
 
 pytestmark = pytest.mark.looptime
 

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.engine import Engine, EngineRequest, ExportKv, Finished
 from fulcrum_simulator.server.exposition import Counter, Gauge, Histogram, label_set, number
 from fulcrum_simulator.server.metrics import CacheShape, EngineMetrics, one_two_five
+from tests.paths import GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "vllm_metrics.json"
 CACHE = CacheShape(block_tokens=32, num_blocks=2048, kv_bytes=67108864, max_model_tokens=4096)
 OWN = {"fulcrum_engine_lateness_seconds", "fulcrum_engine_lateness_seconds_created"}
 
@@ -73,8 +72,8 @@ def test_names_types_labels_and_edges_are_those_of_a_real_pair() -> None:
     found = structure_of(new_metrics().render(engine.gauges, engine.stats).decode())
     assert found.keys() >= OWN
     ours = {name: family for name, family in found.items() if name not in OWN}
-    assert ours == json.loads(GOLDEN.read_text())
-    assert list(ours) == list(json.loads(GOLDEN.read_text()))
+    assert ours == json.loads((GOLDEN / "vllm_metrics.json").read_text())
+    assert list(ours) == list(json.loads((GOLDEN / "vllm_metrics.json").read_text()))
 
 
 def test_a_prefill_leg_and_a_plain_request_move_what_they_move_on_vllm() -> None:

@@ -1,14 +1,13 @@
 """The excerpt of a config.json has the facts of the whole and fits where it has to."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fulcrum_core.models import excerpt, parse_model_config
+from tests.paths import MODELS
 
-FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
 LEAST = {
     "architectures": ["SomeForCausalLM"],
     "num_hidden_layers": 2,
@@ -16,20 +15,20 @@ LEAST = {
     "hidden_size": 64,
     "max_position_embeddings": 128,
 }
-MODELS = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
+NAMES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 
 
 def config(model: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((FOLDER / model / "config.json").read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = json.loads((MODELS / model / "config.json").read_text(encoding="utf-8"))
     return loaded
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", NAMES)
 def test_an_excerpt_has_the_facts_of_the_whole(model: str) -> None:
     assert parse_model_config(excerpt(config(model))) == parse_model_config(config(model))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", NAMES)
 def test_an_excerpt_fits_into_the_last_words_of_a_container(model: str) -> None:
     assert len(json.dumps(excerpt(config(model)))) <= 3072
 

@@ -1,7 +1,6 @@
 """Facts and sizes, held against what the models' authors publish."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from fulcrum_core.models import (
     transfer_buffer_bytes,
     weight_bytes,
 )
+from tests.paths import MODELS
 
-FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
 MIB, GIB = 2**20, 2**30
 
 
 def config(name: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
     return loaded
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,11 @@ from fulcrum_core.models import (
     parse_model_config,
     weight_bytes,
 )
-
-FOLDER = Path(__file__).parents[3] / "fixtures" / "models"
+from tests.paths import MODELS
 
 
 def facts(name: str) -> ModelFacts:
-    return parse_model_config(json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8")))
+    return parse_model_config(json.loads((MODELS / name / "config.json").read_text(encoding="utf-8")))
 
 
 def test_a_model_that_fits_is_told_with_its_numbers() -> None:

@@ -1,0 +1,1 @@
+"""One module per command; `play` and `doctor` have packages of their own."""

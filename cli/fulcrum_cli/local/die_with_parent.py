@@ -1,0 +1,22 @@
+"""`python -m fulcrum_cli.local.die_with_parent PROGRAM …`: exec a program that ends with its parent process.
+
+For programs that are not ours and do not see to that themselves.
+"""
+
+import os
+import sys
+
+from fulcrum_cluster.process import die_with_parent, exit_with_error
+
+
+def main() -> None:
+    """Becomes the program; returns never."""
+    die_with_parent()
+    try:
+        os.execvp(sys.argv[1], sys.argv[1:])
+    except OSError as error:
+        exit_with_error(f"{sys.argv[1]} cannot be started: {(error.strerror or 'unknown error').lower()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Which local run or cluster a command talks to, and the connection to it."""

@@ -1,0 +1,1 @@
+"""Arguments, output, signals and logs of one command."""

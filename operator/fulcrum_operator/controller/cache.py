@@ -1,0 +1,274 @@
+"""What the operator last heard of every object that it cares for: passes read this, never the API server.
+
+Watches, lists and the answers to the operator's own writes all end here, in any order: of two states of one
+object the newer one stays, and what is known to be deleted does not come back with a late event.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import structlog
+from pydantic import ValidationError
+
+from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
+from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
+from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_operator.controller.ownership import owned_fields
+from fulcrum_operator.controller.reconcile import ServiceKey
+
+R = TypeVar("R", bound=Resource)
+Stored = Resource | Object
+_Place = tuple[ObjectKind, str]
+"""A kind and a namespace."""
+
+_OURS = {kind_of_resource(kind): kind for kind in KINDS}
+_SERVICE = kind_of_resource(PDService)
+_STATUS = ("status", "endpoints")
+OWNED = "owned"
+"""Under this key an object that is not a pod has which of its fields are ours."""
+_REMEMBERED = 10_000
+"""So many of the deleted are known, the latest: events are late by seconds."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """An object of ours that its model cannot read: of another version, or edited by force."""
+
+    namespace: str
+    name: str
+    kind: type[Resource]
+    uid: str
+    version: int
+    service: str | None
+    """Whom it belongs to; None for a QoSTier, which is of every service in its namespace."""
+    why: str
+    """The field and the rule."""
+
+    @property
+    def meta(self) -> ObjectMeta:
+        """As much of its metadata as an Event about it needs."""
+        return ObjectMeta.model_construct(namespace=self.namespace, name=self.name, uid=self.uid)
+
+    @property
+    def words(self) -> str:
+        """Which object, which field, and what is wrong with it."""
+        return f"{self.kind.kind_name()} {self.name} cannot be read: {self.why}"
+
+
+class Cache:
+    """Objects by kind, namespace and name.
+
+    Args:
+        on_change: Called with each service that a change may concern.
+    """
+
+    def __init__(self, on_change: Callable[[ServiceKey], None]) -> None:
+        self._on_change = on_change
+        self._held: dict[_Place, dict[str, Stored]] = {}
+        self._gone: dict[tuple[ObjectKind, str, str], int] = {}
+        self._unread: dict[tuple[ObjectKind, str, str], Unreadable] = {}
+
+    def take(self, kind: ObjectKind, body: Object) -> None:
+        """Hold an object as a watch, a list or an answer said it."""
+        stored = _stored(kind, body)
+        if isinstance(stored, Unreadable):
+            self._pass_over(kind, stored)
+        else:
+            self._put(kind, stored)
+
+    def take_resource(self, obj: Resource) -> None:
+        """Hold an object of ours as the store answered it."""
+        self._put(kind_of_resource(type(obj)), obj)
+
+    def drop(self, kind: ObjectKind, namespace: str, name: str, *, version: str = "") -> None:
+        """Forget an object that was deleted, at `version` if that is known."""
+        objects = self._held.get((kind, namespace), {})
+        before = objects.get(name)
+        self._read_again(kind, namespace, name, version=_number(version))
+        at = _number(version) or _version(before)
+        if before is not None and _version(before) > at:
+            return
+        self._gone[kind, namespace, name] = max(at, self._gone.pop((kind, namespace, name), 0))
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        if before is not None:
+            del objects[name]
+            self._tell(before)
+
+    def relisted(self, kind: ObjectKind, namespace: str, bodies: Iterable[Object], version: str) -> None:
+        """Take in a whole list of a kind, in one namespace or in all (""), and forget what it lacks."""
+        listed = set()
+        for body in bodies:
+            meta = body["metadata"]
+            listed.add((meta.get("namespace", ""), meta["name"]))
+            self.take(kind, body)
+        at = _number(version)
+        for place, name, stored in list(self._all(kind, namespace)):
+            if (place, name) not in listed and _version(stored) <= at:
+                self.drop(kind, place, name, version=version)
+        for held, place, name in list(self._unread):
+            if held == kind and namespace in ("", place) and (place, name) not in listed:
+                self._read_again(kind, place, name, version=at)
+
+    def resource(self, kind: type[R], namespace: str, name: str) -> R | None:
+        """One object of ours."""
+        return cast(R | None, self._held.get((kind_of_resource(kind), namespace), {}).get(name))
+
+    def resources(self, kind: type[R], namespace: str) -> tuple[R, ...]:
+        """All objects of one of our kinds in a namespace ("": in all), by namespace and name."""
+        found = sorted(self._all(kind_of_resource(kind), namespace), key=lambda item: item[:2])
+        return tuple(cast(R, stored) for _, _, stored in found)
+
+    def object(self, kind: ObjectKind, namespace: str, name: str) -> Object | None:
+        """One object of any other kind, as far as the operator reads it."""
+        return cast(Object | None, self._held.get((kind, namespace), {}).get(name))
+
+    def objects(self, kind: ObjectKind, namespace: str) -> tuple[Object, ...]:
+        """All objects of another kind in a namespace, by name."""
+        held = self._held.get((kind, namespace), {})
+        return tuple(cast(Object, held[name]) for name in sorted(held))
+
+    def unreadable(self, key: ServiceKey) -> tuple[Unreadable, ...]:
+        """What cannot be read of a service, or of what it may name."""
+        found = (each for each in self._unread.values() if each.namespace == key.namespace)
+        return tuple(each for each in found if each.service in (None, key.name))
+
+    def services(self) -> tuple[ServiceKey, ...]:
+        """Every service that there is, whether it can be read or not."""
+        read = {ServiceKey(place, name) for place, name, _ in self._all(_SERVICE, "")}
+        unread = {ServiceKey(place, name) for kind, place, name in self._unread if kind == _SERVICE}
+        return tuple(sorted(read | unread))
+
+    def _services_of(self, namespace: str) -> tuple[ServiceKey, ...]:
+        return tuple(key for key in self.services() if key.namespace == namespace)
+
+    def _all(self, kind: ObjectKind, namespace: str) -> Iterator[tuple[str, str, Stored]]:
+        for (held, place), objects in self._held.items():
+            if held == kind and namespace in ("", place):
+                yield from ((place, name, stored) for name, stored in objects.items())
+
+    def _put(self, kind: ObjectKind, stored: Stored) -> None:
+        namespace, name = _key(stored)
+        objects = self._held.setdefault((kind, namespace), {})
+        before, version = objects.get(name), _version(stored)
+        if version <= max(_version(before), self._gone.get((kind, namespace, name), 0)):
+            return
+        self._gone.pop((kind, namespace, name), None)
+        self._read_again(kind, namespace, name, version=version)
+        objects[name] = stored
+        self._tell(stored)
+
+    def _pass_over(self, kind: ObjectKind, found: Unreadable) -> None:
+        """What was last read of it stands, if it ever was."""
+        place = kind, found.namespace, found.name
+        held = self._held.get((kind, found.namespace), {}).get(found.name)
+        known = self._unread.get(place)
+        newest = max(_version(held), self._gone.get(place, 0), known.version if known else 0)
+        if found.version <= newest:
+            return
+        self._unread[place] = found
+        if known is None or known.why != found.why:
+            _log.error(
+                "object cannot be read",
+                kind=kind.kind,
+                name=found.name,
+                namespace=found.namespace,
+                why=found.why,
+            )
+            self._tell_of(found)
+
+    def _read_again(self, kind: ObjectKind, namespace: str, name: str, *, version: int) -> None:
+        known = self._unread.get((kind, namespace, name))
+        if known is not None and (not version or known.version <= version):
+            del self._unread[kind, namespace, name]
+            self._tell_of(known)
+
+    def _tell_of(self, found: Unreadable) -> None:
+        if found.service is not None:
+            self._on_change(ServiceKey(found.namespace, found.service))
+            return
+        for key in self._services_of(found.namespace):
+            self._on_change(key)
+
+    def _tell(self, stored: Stored) -> None:
+        for key in self._concerned(stored):
+            self._on_change(key)
+
+    def _concerned(self, stored: Stored) -> Iterable[ServiceKey]:
+        namespace, name = _key(stored)
+        match stored:
+            case PDService() | PDAssignment():
+                return (ServiceKey(namespace, name),)
+            case PDPool() | PDInstance():
+                return (ServiceKey(namespace, stored.spec.service),)
+            case QoSTier():
+                return self._services_of(namespace)
+            case dict():
+                service = stored["metadata"].get("labels", {}).get(SERVICE_LABEL)
+                return (ServiceKey(namespace, service),) if service else ()
+            case _:
+                return ()
+
+
+def _stored(kind: ObjectKind, body: Object) -> Stored | Unreadable:
+    ours = _OURS.get(kind)
+    if ours is None:
+        return _slim(kind, body)
+    try:
+        return ours.model_validate(body, extra="ignore")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        meta = body["metadata"]
+        return Unreadable(
+            namespace=meta.get("namespace", ""),
+            name=meta["name"],
+            kind=ours,
+            uid=meta.get("uid", ""),
+            version=_number(meta.get("resourceVersion", "")),
+            service=_service_of(ours, body),
+            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+        )
+
+
+def _service_of(kind: type[Resource], body: Object) -> str | None:
+    meta = body["metadata"]
+    if kind is QoSTier:
+        return None
+    if kind in (PDService, PDAssignment):
+        return str(meta["name"])
+    return str((meta.get("labels") or {}).get(SERVICE_LABEL) or (body.get("spec") or {}).get("service"))
+
+
+def _slim(kind: ObjectKind, body: Object) -> Object:
+    """What the operator reads of objects that are not its own kinds: their specs it wrote itself."""
+    meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
+    parts = {key: body[key] for key in _STATUS if key in body}
+    if kind == POD:
+        if "nodeName" in body.get("spec", {}):
+            parts["spec"] = {"nodeName": body["spec"]["nodeName"]}
+    elif (owned := owned_fields(body)) is not None:
+        parts[OWNED] = owned
+    return {"metadata": meta, **parts}
+
+
+def _key(stored: Stored) -> tuple[str, str]:
+    if isinstance(stored, Resource):
+        return stored.metadata.namespace, stored.metadata.name
+    meta: Mapping[str, Any] = stored["metadata"]
+    return meta.get("namespace", ""), meta["name"]
+
+
+def _version(stored: Stored | None) -> int:
+    if stored is None:
+        return 0
+    if isinstance(stored, Resource):
+        return _number(stored.metadata.resource_version)
+    return _number(stored["metadata"].get("resourceVersion", ""))
+
+
+def _number(version: str) -> int:
+    """Versions of one API server can be compared as numbers (since 1.35 that is promised)."""
+    return int(version) if version.isdigit() else 0

@@ -1,0 +1,138 @@
+"""kopf, as far as it is used: it watches, and every event goes into the cache. Nothing else is asked of it.
+
+No handler but `on.event`: others would put finalizers and annotations on users' objects. Nor is it told of
+what a relist lacks, so the cache is compared with a list of our own soon after one, and now and then.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import kopf
+
+from fulcrum_cluster.access import Access
+from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
+from fulcrum_core.api import KINDS
+from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_operator.controller.cache import Cache
+from fulcrum_operator.controller.children import WATCHED
+
+LABELLED = (POD, *WATCHED)
+"""Followed only where they carry `SERVICE_LABEL`."""
+FOLLOWED = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED)
+
+_BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
+
+
+def selector(kind: ObjectKind) -> str:
+    """The label selector for a kind's lists and watches."""
+    return SERVICE_LABEL if kind in LABELLED else ""
+
+
+class Feed:
+    """Watches of everything that is followed; `run` until `stop` is set.
+
+    Args:
+        access: How to reach the API server.
+        cache: What is fed.
+        namespace: Only this one; "": all.
+    """
+
+    def __init__(self, access: Access, cache: Cache, *, namespace: str) -> None:
+        self._access, self._cache, self._namespace = access, cache, namespace
+
+    async def run(
+        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
+    ) -> None:
+        """Feed the cache.
+
+        Args:
+            stop: Ends it.
+            on_started: Called after kopf has taken over the process' signals.
+            on_listed: Called when a watch begins with a list, at the start and after a gap.
+        """
+        logging.getLogger("kopf").setLevel(logging.WARNING)
+        others = asyncio.all_tasks()
+        session = _session(self._access)
+        try:
+            tasks = await kopf.spawn_tasks(
+                registry=self._registry(session, on_listed),
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not self._namespace,
+                namespaces=[self._namespace] if self._namespace else [],
+                stop_flag=stop,
+            )
+            on_started()
+            await kopf.run_tasks(tasks, ignored=others)
+        finally:
+            await session.close()
+
+    def _registry(
+        self, session: aiohttp.ClientSession, on_listed: Callable[[], None]
+    ) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return kopf.AiohttpSession(
+                server=self._access.url, aiohttp_session=session, default_namespace=self._access.namespace
+            )
+
+        kopf.on.login(registry=registry)(login)
+        for kind in FOLLOWED:
+            self._follow(registry, kind, on_listed)
+        return registry
+
+    def _follow(
+        self, registry: kopf.OperatorRegistry, kind: ObjectKind, on_listed: Callable[[], None]
+    ) -> None:
+        async def heard(event: Any, **_: Any) -> None:
+            take(self._cache, kind, event)
+            if event["type"] is None:  # how kopf marks what a list said
+                on_listed()
+
+        group, _, version = kind.api_version.rpartition("/")
+        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(heard)
+
+
+def take(cache: Cache, kind: ObjectKind, event: Any) -> None:
+    """Take one event of a watch into the cache."""
+    body = event["object"]
+    if event["type"] == "DELETED":
+        meta = body["metadata"]
+        cache.drop(kind, meta.get("namespace", ""), meta["name"], version=meta["resourceVersion"])
+    else:
+        cache.take(kind, dict(body))
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.networking.error_backoffs = _BACKOFFS_S
+    settings.watching.chunk_size = 500
+    for kind in LABELLED:
+        group, _, version = kind.api_version.rpartition("/")
+        settings.watching.label_selectors[group, version, kind.plural] = SERVICE_LABEL
+    return settings
+
+
+def _session(access: Access) -> aiohttp.ClientSession:
+    """kopf's own would read the token once: this one has the `Access` say it for each request."""
+
+    async def with_token(
+        request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        token = access.token
+        header = await token.header() if token else None
+        if header:
+            request.headers["Authorization"] = header
+        answer = await handler(request)
+        if answer.status == 401 and token:
+            token.refused()
+        return answer
+
+    connector = aiohttp.TCPConnector(limit=0, ssl=access.tls if access.tls else True)
+    return aiohttp.ClientSession(connector=connector, middlewares=(with_token,), proxy=access.proxy)

@@ -1,0 +1,1 @@
+"""The engine and model reader pods of a cluster: created, observed, probed."""

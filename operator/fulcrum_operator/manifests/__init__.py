@@ -1,0 +1,1 @@
+"""The Kubernetes objects that the operator creates, as dictionaries. Pure."""

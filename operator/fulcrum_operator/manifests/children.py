@@ -1,0 +1,279 @@
+"""What stands around a service's engines: its router, where clients find it, and who may do what.
+
+All are plain manifests, owned by the PDService. The Lease and the EndpointSlice are made empty, once:
+from then on they belong to the routers, of which the active one fills in who it is and where.
+"""
+
+import math
+from typing import Any
+
+from fulcrum_core.api import PDService
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
+from fulcrum_core.api.meta import GROUP
+from fulcrum_operator.manifests.names import (
+    HTTP_PORT,
+    SERVICE_PORT,
+    SIDE_CHANNEL_PORT,
+    STATE_PORT,
+    ClusterSettings,
+    component_labels,
+    container_security,
+    engine_selector,
+    from_field,
+    image_pull_secrets,
+    owned_by,
+    pod_security,
+    router_selector,
+    usual_labels,
+)
+
+MADE_ONCE = frozenset({"Lease", "EndpointSlice"})
+"""Kinds that are created where they are missing and never written again."""
+
+HAND_OVER_S = 5
+"""How long a router that was told to end lets its successor take over before it drains."""
+TEARDOWN_S = 10
+
+_FOLLOW = ["list", "watch"]
+_CHANGE = ["get", "patch"]
+
+
+def children_of(service: PDService, settings: ClusterSettings, *, wanted: int) -> tuple[dict[str, Any], ...]:
+    """Everything that the service needs besides its instances, in the order in which to make it.
+
+    Args:
+        service: Whose children they are.
+        settings: What holds for all services.
+        wanted: Instances that the service shall have, over all pools.
+    """
+    return (
+        _account(service, "engine"),
+        _account(service, "router"),
+        _role(service),
+        _role_binding(service),
+        _lease(service),
+        _service(service),
+        _endpoint_slice(service),
+        _router_policy(service, settings),
+        _engine_policy(service, settings),
+        _router_budget(service),
+        _engine_budget(service, wanted),
+        _deployment(service, settings),
+    )
+
+
+def endpoint_of(service: PDService) -> str:
+    """Where clients inside the cluster reach the service."""
+    return f"http://{service.metadata.name}.{service.metadata.namespace}.svc"
+
+
+def _child(service: PDService, api_version: str, kind: str, suffix: str, **fields: Any) -> dict[str, Any]:
+    meta = service.metadata
+    part = "fulcrum-engine" if suffix in ("engine", "engines") else "fulcrum-router"
+    metadata = {
+        "name": f"{meta.name}-{suffix}" if suffix else meta.name,
+        "namespace": meta.namespace,
+        "labels": {**usual_labels(meta.name, part), SERVICE_LABEL: meta.name},
+        "ownerReferences": owned_by(service),
+    }
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
+
+
+def _account(service: PDService, suffix: str) -> dict[str, Any]:
+    """No pod gets a token that does not ask for one."""
+    return _child(service, "v1", "ServiceAccount", suffix, automountServiceAccountToken=False)
+
+
+def _role(service: PDService) -> dict[str, Any]:
+    name = [f"{service.metadata.name}-router"]
+    kinds = ["pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers"]
+    rules = [
+        {"apiGroups": [GROUP], "resources": kinds, "verbs": _FOLLOW},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": _FOLLOW},
+        _rule_on("coordination.k8s.io", "leases", name),
+        _rule_on("discovery.k8s.io", "endpointslices", name),
+    ]
+    return _child(service, "rbac.authorization.k8s.io/v1", "Role", "router", rules=rules)
+
+
+def _rule_on(group: str, resource: str, names: list[str]) -> dict[str, Any]:
+    return {"apiGroups": [group], "resources": [resource], "resourceNames": names, "verbs": _CHANGE}
+
+
+def _role_binding(service: PDService) -> dict[str, Any]:
+    name, namespace = f"{service.metadata.name}-router", service.metadata.namespace
+    return _child(
+        service,
+        "rbac.authorization.k8s.io/v1",
+        "RoleBinding",
+        "router",
+        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+    )
+
+
+def _lease(service: PDService) -> dict[str, Any]:
+    return _child(service, "coordination.k8s.io/v1", "Lease", "router", spec={})
+
+
+def _service(service: PDService) -> dict[str, Any]:
+    """Without a selector: of the routers that are ready, only the active one gets traffic."""
+    ports = [
+        {"name": "http", "port": SERVICE_PORT, "targetPort": HTTP_PORT, "protocol": "TCP"},
+        {"name": "state", "port": STATE_PORT, "targetPort": STATE_PORT, "protocol": "TCP"},
+    ]
+    return _child(service, "v1", "Service", "", spec={"type": "ClusterIP", "ports": ports})
+
+
+def _endpoint_slice(service: PDService) -> dict[str, Any]:
+    """Ports have the names of the Service's: that is how kube-proxy matches them."""
+    made = _child(service, "discovery.k8s.io/v1", "EndpointSlice", "router", addressType="IPv4", endpoints=[])
+    made["metadata"]["labels"] |= {
+        "kubernetes.io/service-name": service.metadata.name,
+        "endpointslice.kubernetes.io/managed-by": "fulcrum-router",
+    }
+    made["ports"] = [
+        {"name": "http", "port": HTTP_PORT, "protocol": "TCP"},
+        {"name": "state", "port": STATE_PORT, "protocol": "TCP"},
+    ]
+    return made
+
+
+def _router_policy(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+    """Clients come from anywhere, readers of the state from the operator and the autoscaler only."""
+    callers = [_operator(settings), _autoscaler(settings)]
+    ingress = [_ingress([], HTTP_PORT), _ingress(callers, STATE_PORT)]
+    return _policy(service, "router", router_selector(service), ingress)
+
+
+def _engine_policy(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+    """KV transfer has no authentication: nothing but engines of the same service may reach its ports.
+
+    A real engine's transport listens where the kernel puts it: its peers may reach all of them.
+    """
+    callers = [_pods(router_selector(service)), _operator(settings)]
+    peers = [_pods(engine_selector(service))]
+    simulated = service.spec.engine.type == "Simulated"
+    between = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}
+    ingress = [_ingress(callers, HTTP_PORT), between]
+    return _policy(service, "engines", engine_selector(service), ingress)
+
+
+def _policy(
+    service: PDService, suffix: str, selector: dict[str, str], ingress: list[dict[str, Any]]
+) -> dict[str, Any]:
+    spec = {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": ingress}
+    return _child(service, "networking.k8s.io/v1", "NetworkPolicy", suffix, spec=spec)
+
+
+def _ingress(callers: list[dict[str, Any]], port: int) -> dict[str, Any]:
+    ports = [{"port": port, "protocol": "TCP"}]
+    return {"from": callers, "ports": ports} if callers else {"ports": ports}
+
+
+def _pods(labels: dict[str, str]) -> dict[str, Any]:
+    return {"podSelector": {"matchLabels": labels}}
+
+
+def _operator(settings: ClusterSettings) -> dict[str, Any]:
+    return _component("operator", settings.operator.namespace)
+
+
+def _autoscaler(settings: ClusterSettings) -> dict[str, Any]:
+    return _component("autoscaler", settings.autoscaler.namespace)
+
+
+def _component(name: str, namespace: str) -> dict[str, Any]:
+    there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    return there | _pods(component_labels(name))
+
+
+def _router_budget(service: PDService) -> dict[str, Any]:
+    return _budget(service, "router", router_selector(service), 1)
+
+
+def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
+    """An integer: percentages need a parent with /scale, which the pods' owner is not.
+
+    One instance at a time may be evicted, none where that would break the floors; never more than there
+    are, so that a service below its floors says so in its status and not here.
+    """
+    floors = service.spec.roles.floors()
+    least = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
+    return _budget(service, "engines", engine_selector(service), least)
+
+
+def _budget(service: PDService, suffix: str, selector: dict[str, str], least: int) -> dict[str, Any]:
+    spec = {
+        "minAvailable": least,
+        "selector": {"matchLabels": selector},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    }
+    return _child(service, "policy/v1", "PodDisruptionBudget", suffix, spec=spec)
+
+
+def _deployment(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+    selector = router_selector(service)
+    labels = {**usual_labels(service.metadata.name, "fulcrum-router"), ROUTER_LABEL: service.metadata.name}
+    spec = {
+        "replicas": settings.router_replicas,
+        "revisionHistoryLimit": 3,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 1}},
+        "selector": {"matchLabels": selector},
+        "template": {"metadata": {"labels": labels}, "spec": _router_pod(service, settings)},
+    }
+    return _child(service, "apps/v1", "Deployment", "router", spec=spec)
+
+
+def _router_pod(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+    """The one pod with a token for the API: it watches."""
+    apart = {
+        "topologyKey": "kubernetes.io/hostname",
+        "labelSelector": {"matchLabels": router_selector(service)},
+    }
+    preferred = [{"weight": 100, "podAffinityTerm": apart}]
+    return {
+        "serviceAccountName": f"{service.metadata.name}-router",
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": HAND_OVER_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S,
+        "securityContext": pod_security(),
+        **image_pull_secrets(settings),
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
+        "containers": [_router_container(service, settings)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+
+
+def _router_container(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+    ready = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 2}
+    alive = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5}
+    return {
+        "name": "router",
+        "image": settings.image,
+        "command": ["python", "-m", "fulcrum_router"],
+        "args": _router_arguments(service, settings),
+        "env": [from_field("POD_NAME", "metadata.name"), from_field("POD_IP", "status.podIP")],
+        "ports": [
+            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
+            {"name": "state", "containerPort": STATE_PORT, "protocol": "TCP"},
+        ],
+        "resources": settings.router_resources,
+        "readinessProbe": ready | {"failureThreshold": 3},
+        "livenessProbe": alive
+        | {"failureThreshold": 6, "initialDelaySeconds": 10, "terminationGracePeriodSeconds": 5},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": container_security(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+
+
+def _router_arguments(service: PDService, settings: ClusterSettings) -> list[str]:
+    name, namespace = service.metadata.name, service.metadata.namespace
+    callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
+    return [
+        *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
+        *("--host", "0.0.0.0", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
+        *("--state-callers", callers, "--lease", f"{name}-router"),
+        *("--identity", "$(POD_NAME)", "--address", "$(POD_IP)"),
+    ]

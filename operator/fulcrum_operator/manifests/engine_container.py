@@ -1,0 +1,149 @@
+"""What the engine's type decides of a pod: the program, its environment, ports and volumes."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.hardware import Vendor
+from fulcrum_core.models import Fit
+from fulcrum_operator.engines import simulated, vllm
+from fulcrum_operator.engines.from_spec import engine_request
+from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
+from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.manifests.names import HTTP_PORT, SIDE_CHANNEL_PORT, from_field
+from fulcrum_operator.plan.model import facts_of, model_key
+from fulcrum_operator.plan.pools import pool_role
+
+_HOME = {"HOME": "/tmp", "USER": "engine"}
+"""The user of a pod has no home: what engines cache for themselves goes where they may write."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Parts of one engine's pod, as Kubernetes spells them.
+
+    `image` is None for the operator's own; `startup_s` is None where others know it.
+    """
+
+    image: str | None
+    command: list[str]
+    args: list[str]
+    env: list[dict[str, Any]]
+    ports: list[dict[str, Any]]
+    mounts: list[dict[str, Any]] = field(default_factory=list)
+    volumes: list[dict[str, Any]] = field(default_factory=list)
+    startup_s: float | None = None
+
+
+def engine_parts(instance: PDInstance, service: PDService) -> EngineParts:
+    """What the engine of this instance brings into its pod.
+
+    Raises:
+        InvalidInput: if it cannot be started as the service asks.
+    """
+    return (
+        _simulated(instance, service)
+        if instance.spec.engine.type == "Simulated"
+        else _vllm(instance, service)
+    )
+
+
+def _simulated(instance: PDInstance, service: PDService) -> EngineParts:
+    made = simulated.arguments(
+        instance,
+        host="$(POD_IP)",
+        port=HTTP_PORT,
+        side_channel_port=SIDE_CHANNEL_PORT,
+        shutdown_timeout_s=service.spec.drain.timeout,
+    )
+    return EngineParts(
+        image=instance.spec.engine.image,
+        command=["python", "-m", simulated.PROGRAM],
+        args=[*made, *instance.spec.engine.args],
+        env=[from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in instance.spec.engine.env)],
+        ports=[_port("http", HTTP_PORT), _port("side-channel", SIDE_CHANNEL_PORT)],
+    )
+
+
+def _vllm(instance: PDInstance, service: PDService) -> EngineParts:
+    request = real_request(instance, service)
+    return _of(vllm.launch_engine(request, vllm.POD), instance.spec.engine.image or _default_image(request))
+
+
+def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
+    """What is asked for an instance of a real engine in a pod.
+
+    Where the model was not read before it was made, what follows from the model is left to the engine.
+    """
+    return engine_request(
+        service,
+        instance.spec,
+        pool_role=pool_role(instance, service),
+        role=instance.spec.role,
+        facts=facts_of(instance.spec.model_facts),
+    )
+
+
+def fit_of(request: EngineRequest, instance: PDInstance, service: PDService) -> Fit:
+    """Whether its hardware holds the model, by what was read of it whenever that was."""
+    known = service.status.model
+    if request.facts is None and known is not None and known.key == model_key(instance.spec):
+        return replace(request, facts=facts_of(known.facts)).fit
+    return request.fit
+
+
+def _default_image(request: EngineRequest) -> str:
+    if request.hardware.vendor is not Vendor.NVIDIA:
+        rule = f"is needed: there is no default for {request.hardware.name}"
+        raise InvalidInput("spec.engine.image", "missing", rule)
+    return vllm.IMAGE
+
+
+def _of(launch: EngineLaunch, image: str) -> EngineParts:
+    home = [{"name": name, "value": value} for name, value in _HOME.items()]
+    return EngineParts(
+        image=image,
+        command=list(launch.command[:2]),
+        args=list(launch.command[2:]),
+        env=[*home, *(variable_of(variable) for variable in launch.env)],
+        ports=[_port(port.name, port.number) for port in launch.ports],
+        mounts=[mount_of(volume) for volume in launch.volumes],
+        volumes=[volume_of(volume) for volume in launch.volumes],
+        startup_s=launch.startup_s,
+    )
+
+
+def _port(name: str, number: int) -> dict[str, Any]:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def variable_of(variable: EnvVar) -> dict[str, Any]:
+    """The variable of a container."""
+    if variable.field:
+        return from_field(variable.name, variable.field)
+    if variable.secret:
+        key = {"name": variable.secret, "key": "token"}
+        return {"name": variable.name, "valueFrom": {"secretKeyRef": key}}
+    return {"name": variable.name, "value": variable.value}
+
+
+def mount_of(volume: Volume) -> dict[str, Any]:
+    """Where a container finds the volume."""
+    mount = {"name": volume.name, "mountPath": volume.mount}
+    return {**mount, "readOnly": True} if volume.read_only else mount
+
+
+def volume_of(volume: Volume) -> dict[str, Any]:
+    """The volume of a pod."""
+    return {"name": volume.name, **_source(volume)}
+
+
+def _source(volume: Volume) -> dict[str, Any]:
+    if volume.kind == "claim":
+        return {"persistentVolumeClaim": {"claimName": volume.source, "readOnly": volume.read_only}}
+    if volume.kind == "path":
+        return {"hostPath": {"path": volume.source, "type": "Directory"}}
+    memory = {"medium": "Memory"} if volume.kind == "memory" else {}
+    size = {} if volume.size_bytes is None else {"sizeLimit": str(volume.size_bytes)}
+    return {"emptyDir": {**memory, **size}}

@@ -1,0 +1,175 @@
+"""The pod of one instance: the engine, its probes, how it ends, and where it may run.
+
+Made directly, one for each PDInstance and under its name. It is role-neutral: what an instance does at the
+moment is a label that is patched, and nothing selects by it.
+"""
+
+import math
+from typing import Any
+
+from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.labels import INSTANCE_LABEL, POOL_LABEL, REVISION_LABEL, SERVICE_LABEL
+from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.engines.from_spec import DEVICE
+from fulcrum_operator.manifests.engine_container import EngineParts, engine_parts
+from fulcrum_operator.manifests.names import (
+    ClusterSettings,
+    container_security,
+    engine_selector,
+    image_pull_secrets,
+    owned_by,
+    pod_security,
+    usual_labels,
+)
+from fulcrum_operator.manifests.pod_template import laid_over
+
+ENGINE = "engine"
+"""The container that a pool's template names to change it."""
+
+PRE_STOP_S = 2
+"""Between the deletion of a pod and its SIGTERM: routers see the deletion and send nothing more."""
+TEARDOWN_S = 10
+"""From the last request to the exit of the process."""
+STARTUP_FACTOR = 10
+"""Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
+STARTUP_LEAST_S = 60
+READY_PERIOD_S = 2
+"""So late may be seen that an engine serves."""
+LIVENESS = {
+    "periodSeconds": 5,
+    "timeoutSeconds": 5,
+    "failureThreshold": 6,
+    "terminationGracePeriodSeconds": 5,
+}
+"""Half a minute of silence: a busy engine is not a dead one. What hangs will not drain, either."""
+
+SIMULATED = {"cpu": "100m", "memory": "64Mi"}
+"""What a simulated engine asks of its node: with nothing asked for, it starves first on a busy one."""
+
+
+def pod_of(
+    instance: PDInstance, service: PDService, settings: ClusterSettings, *, startup_s: float
+) -> dict[str, Any]:
+    """The pod that runs the instance, with its pool's template over it.
+
+    The template cannot change what the operator finds its pods by: name, labels of ours, owner. An engine
+    that cannot be started as the service asks is InvalidInput.
+
+    Args:
+        instance: What runs in it, on what hardware, under which template.
+        service: How long a drain may take.
+        settings: What holds for all services.
+        startup_s: From the start of the engine's process to serving, as known of the engine.
+    """
+    made: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(instance),
+        "spec": _spec(instance, service, settings, startup_s),
+    }
+    pod = laid_over(made, instance.spec.template or {})
+    meta = _map(pod.get("metadata"), "metadata")
+    labels = {**_map(meta.get("labels"), "metadata.labels"), **made["metadata"]["labels"]}
+    pod["metadata"] = {**meta, **made["metadata"], "labels": labels}
+    return pod
+
+
+def _map(said: object, path: str) -> dict[str, Any]:
+    """What a template makes of a part that has to be a map; null takes out what is put in again."""
+    if said is None or isinstance(said, dict):
+        return said or {}
+    raise InvalidInput(f"template.{path}", said, "must be a map")
+
+
+def grace_period_s(service: PDService) -> int:
+    """How long the kubelet lets an engine of this service end: preStop, drain and teardown."""
+    return PRE_STOP_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S
+
+
+def _metadata(instance: PDInstance) -> dict[str, Any]:
+    spec, meta = instance.spec, instance.metadata
+    labels = {
+        **usual_labels(spec.service, "fulcrum-engine"),
+        SERVICE_LABEL: spec.service,
+        POOL_LABEL: spec.pool,
+        INSTANCE_LABEL: meta.name,
+    }
+    if spec.revision:
+        labels[REVISION_LABEL] = spec.revision
+    owners = owned_by(instance)
+    return {"name": meta.name, "namespace": meta.namespace, "labels": labels, "ownerReferences": owners}
+
+
+def _spec(
+    instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
+) -> dict[str, Any]:
+    engine = engine_parts(instance, service)
+    return {
+        "serviceAccountName": f"{service.metadata.name}-engine",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": grace_period_s(service),
+        "securityContext": pod_security(),
+        **image_pull_secrets(settings),
+        "topologySpreadConstraints": [_spread(service)],
+        "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *engine.volumes],
+    }
+
+
+def _spread(service: PDService) -> dict[str, Any]:
+    """Over hosts where possible: a lost node then costs few instances."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": engine_selector(service)},
+    }
+
+
+def _container(
+    instance: PDInstance, engine: EngineParts, settings: ClusterSettings, startup_s: float
+) -> dict[str, Any]:
+    return {
+        "name": ENGINE,
+        "image": engine.image or settings.image,
+        "command": engine.command,
+        "args": engine.args,
+        "env": engine.env,
+        "ports": engine.ports,
+        **_resources(instance),
+        **_probes(startup_s),
+        "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": container_security(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *engine.mounts],
+    }
+
+
+def _resources(instance: PDInstance) -> dict[str, Any]:
+    """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
+    simulated = instance.spec.engine.type == "Simulated"
+    hardware = instance.spec.hardware or (None if simulated else DEVICE)
+    if hardware is None:
+        return {"resources": {"requests": SIMULATED}}
+    asked = {hardware.resource: str(hardware.count)}
+    limits = {"limits": asked} if "/" in hardware.resource else {}
+    return {"resources": {"requests": asked, **limits}}
+
+
+def _probes(startup_s: float) -> dict[str, Any]:
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    budget_s = max(STARTUP_LEAST_S, STARTUP_FACTOR * startup_s)
+    period_s = max(1, min(READY_PERIOD_S, round(startup_s / 20)))
+    startup = {
+        "periodSeconds": period_s,
+        "timeoutSeconds": 2,
+        "failureThreshold": math.ceil(budget_s / period_s),
+    }
+    readiness = {"periodSeconds": READY_PERIOD_S, "timeoutSeconds": 2, "failureThreshold": 3}
+    return {
+        "startupProbe": health | startup,
+        "readinessProbe": health | readiness,
+        "livenessProbe": health | LIVENESS,
+    }

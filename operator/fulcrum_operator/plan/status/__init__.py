@@ -1,0 +1,1 @@
+"""What the status of a PDService says: one module per condition. Pure."""

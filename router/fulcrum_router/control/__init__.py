@@ -1,0 +1,1 @@
+"""The router as seen by the control plane: state port, authentication, failover, metrics."""

@@ -1,0 +1,1 @@
+"""One request: read from the client, prefilled on one instance, decoded on another, relayed back."""

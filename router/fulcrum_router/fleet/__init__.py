@@ -1,0 +1,1 @@
+"""The service's instances: their load, health and pending KV transfers."""

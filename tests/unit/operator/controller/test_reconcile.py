@@ -1,0 +1,402 @@
+"""A pass over a service, on the memory store with engines that obey at once."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from fulcrum_cluster.memory import MemoryStore
+from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService, Refusal
+from fulcrum_core.assignment import with_flip
+from fulcrum_core.errors import Conflict
+from fulcrum_core.merge import merge_diff
+from fulcrum_core.ports import EngineObservation, InstanceKey
+from fulcrum_core.state import RouterState
+from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_operator.controller.reconcile import Cluster, ServiceKey, reconcile
+from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from tests.unit.operator.builders import (
+    EXITED,
+    FACTS,
+    NOW_S,
+    STARTING,
+    D,
+    P,
+    engine,
+    router,
+    service,
+    tier,
+    wish,
+)
+
+KEY = ServiceKey("default", "chat")
+
+
+@dataclass
+class Engines:
+    """A runtime whose engines start when told by `come_up`, and end at once."""
+
+    seen: dict[str, EngineObservation] = field(default_factory=dict)
+    startups_s: dict[str, float] = field(default_factory=dict)
+
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
+        name = instance.metadata.name
+        self.startups_s[name] = startup_s
+        self.seen[name] = engine(name, STARTING)
+
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
+        del self.seen[key.name]
+
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        assert namespace == KEY.namespace
+        return tuple(self.seen[name] for name in sorted(self.seen))
+
+    def come_up(self, *names: str) -> None:
+        for name in names or tuple(self.seen):
+            self.seen[name] = engine(name, restarts=self.seen[name].restarts)
+
+    def die(self, name: str) -> None:
+        self.seen[name] = engine(name, EXITED, exit_reason="signal SIGKILL")
+
+    def start_again(self, name: str) -> None:
+        self.seen[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")
+
+
+@dataclass
+class Router:
+    """A router that answers what it is told to."""
+
+    says: RouterState | None = None
+    asked: int = 0
+
+    def endpoint(self, key: ServiceKey) -> str | None:
+        assert key == KEY
+        return "http://127.0.0.1:8000"
+
+    async def ledger(self, key: ServiceKey) -> RouterState | None:
+        assert key == KEY
+        self.asked += 1
+        return self.says
+
+
+@dataclass
+class Clock:
+    """Stands still until moved."""
+
+    at_s: float = NOW_S
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+
+@dataclass
+class World:
+    """The service `chat` and all around it."""
+
+    clock: Clock
+    store: MemoryStore
+    engines: Engines
+    router: Router
+    cluster: Cluster
+
+    async def passes(self) -> float | None:
+        """Pass until nothing changes any more; returns what the last pass wants."""
+        for _ in range(10):
+            before = await self.version()
+            wanted_s = await reconcile(KEY, self.cluster)
+            if await self.version() == before:
+                return wanted_s
+        raise AssertionError("passes go on changing things")
+
+    async def version(self) -> str:
+        return (await self.store.list(PDService, namespace="default")).resource_version
+
+    async def up(self, **spec: Any) -> None:
+        """A service that serves."""
+        await self.store.create(service(**spec))
+        await self.passes()
+        self.engines.come_up()
+        await self.passes()
+
+    async def instances(self) -> dict[str, PDInstance]:
+        found = await self.store.list(PDInstance, namespace="default")
+        return {instance.metadata.name: instance for instance in found.items}
+
+    async def phases(self) -> dict[str, str]:
+        return {name: instance.status.phase.value for name, instance in (await self.instances()).items()}
+
+    async def roles(self) -> dict[str, Role | None]:
+        return {name: instance.status.role for name, instance in (await self.instances()).items()}
+
+    async def assignment(self) -> PDAssignment:
+        return await self.store.get(PDAssignment, "chat", namespace="default")
+
+    async def service(self) -> PDService:
+        return await self.store.get(PDService, "chat", namespace="default")
+
+    async def flip(self, name: str, to: Role, by: Actor = Actor.PERSON) -> None:
+        now = await self.assignment()
+        spec = with_flip(now.spec, name, to, by=by, reason="asked", now_s=self.clock.at_s)
+        patch = {"spec": merge_diff(now.spec.dump(), spec.dump())}
+        await self.store.patch(PDAssignment, "chat", patch, namespace="default")
+
+    async def scale(self, replicas: int) -> None:
+        patch = {"spec": {"replicas": replicas}}
+        await self.store.patch(PDPool, "chat-flex", patch, namespace="default")
+
+
+@pytest.fixture
+def world() -> World:
+    clock, engines, seen = Clock(), Engines(), Router()
+    store = MemoryStore(clock)
+    cluster = Cluster(
+        store=store,
+        runtime=engines,
+        clock=clock,
+        engine_facts=lambda _: FACTS,
+        router=seen,
+    )
+    return World(clock, store, engines, seen, cluster)
+
+
+async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: World) -> None:
+    await world.store.create(service(instances=4))
+    await world.passes()
+    made = {
+        kind.kind_name(): [
+            obj.metadata.name for obj in (await world.store.list(kind, namespace="default")).items
+        ]
+        for kind in KINDS
+    }
+    names = ["chat-0", "chat-1", "chat-2", "chat-3"]
+    assert (made, await world.phases(), world.engines.startups_s) == (
+        {
+            "PDService": ["chat"],
+            "PDPool": ["chat-flex"],
+            "PDInstance": names,
+            "PDAssignment": ["chat"],
+            "QoSTier": [],
+        },
+        dict.fromkeys(names, "Starting"),
+        dict.fromkeys(names, FACTS.startup_s),
+    )
+
+
+async def test_engines_that_come_up_serve_their_roles(world: World) -> None:
+    await world.up(instances=4)
+    status = (await world.service()).status
+    assert (await world.phases(), await world.roles(), status.ready, status.ratio) == (
+        dict.fromkeys(["chat-0", "chat-1", "chat-2", "chat-3"], "Serving"),
+        {"chat-0": P, "chat-1": P, "chat-2": D, "chat-3": D},
+        "4/4",
+        "2:2",
+    )
+
+
+async def test_a_pass_that_finds_everything_as_planned_writes_nothing(world: World) -> None:
+    await world.up(instances=4)
+    before = await world.version()
+    world.clock.at_s += 3600
+    looks_at_hand_offs_s = 10.0
+    assert (await reconcile(KEY, world.cluster), await world.version()) == (looks_at_hand_offs_s, before)
+
+
+async def test_a_new_operator_finds_everything_as_planned(world: World) -> None:
+    await world.up(instances=4)
+    world.clock.at_s += 60
+    await world.flip("chat-0", D)
+    await world.passes()
+    before = await world.version()
+    await reconcile(KEY, replace(world.cluster, memory={}))
+    assert await world.version() == before
+
+
+async def test_deleted_with_the_service_its_engines_end(world: World) -> None:
+    await world.up(instances=2)
+    await world.store.delete(PDService, "chat", namespace="default")
+    await world.passes()
+    assert (world.engines.seen, await world.instances(), world.cluster.memory) == ({}, {}, {})
+
+
+async def test_a_flip_shows_as_the_effective_role_in_one_pass(world: World) -> None:
+    await world.up(instances=4)
+    await world.flip("chat-0", D)
+    await reconcile(KEY, world.cluster)
+    assert await world.roles() == {"chat-0": D, "chat-1": P, "chat-2": D, "chat-3": D}
+
+
+async def test_a_wish_below_the_floor_is_written_back_once_and_then_rests(world: World) -> None:
+    await world.up(instances=2)
+    before = (await world.assignment()).spec
+    await world.flip("chat-0", D)
+    await world.passes()
+    reason = "0 instances would serve Prefill, the floor is 1; leaving: chat-0"
+    refusal = Refusal(role=D, reason=reason, until=NOW_S + REFUSED_FOR_S)
+    entry = before.roles["chat-0"].model_copy(update={"refused": refusal})
+    expected = wish({**before.roles, "chat-0": entry}, last_prefill_to_decode=NOW_S)
+    assert (await world.assignment()).spec == expected
+
+
+async def test_a_dead_engine_is_failed_then_starts_then_serves_elsewhere(world: World) -> None:
+    await world.up(instances=2)
+    trace = []
+    for change in (world.engines.die, world.engines.start_again, world.engines.come_up):
+        change("chat-1")
+        await reconcile(KEY, world.cluster)
+        status = (await world.instances())["chat-1"].status
+        trace.append((status.phase, status.endpoint, status.role, status.restarts))
+    assert trace == [
+        (Phase.FAILED, None, None, 0),
+        (Phase.STARTING, None, None, 1),
+        (Phase.SERVING, "127.0.0.1:9001", D, 1),
+    ]
+
+
+async def test_scaling_up_makes_instances_of_the_role_with_fewer(world: World) -> None:
+    await world.up(pools=[{"name": "flex", "instances": {"min": 2, "max": 4}}])
+    await world.scale(4)
+    await world.passes()
+    roles = {name: entry.role for name, entry in (await world.assignment()).spec.roles.items()}
+    assert (roles, await world.phases()) == (
+        {"chat-0": P, "chat-1": D, "chat-2": D, "chat-3": P},
+        {"chat-0": "Serving", "chat-1": "Serving", "chat-2": "Starting", "chat-3": "Starting"},
+    )
+
+
+async def scaled_to_three(world: World) -> None:
+    await world.up(pools=[{"name": "flex", "instances": {"min": 4, "max": 4}}])
+    await world.store.patch(
+        PDService,
+        "chat",
+        {"spec": {"pools": [{"name": "flex", "instances": {"min": 1, "max": 4}}]}},
+        namespace="default",
+    )
+    await world.scale(3)
+    world.router.says = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
+    await world.passes()
+
+
+async def test_scaling_down_cordons_drains_and_ends_the_cheapest(world: World) -> None:
+    await scaled_to_three(world)
+    generation = (await world.assignment()).metadata.generation
+    drains = await world.phases()
+    world.router.says = router(generation, {"chat-2": 0})
+    await world.passes()
+    assert (
+        drains,
+        await world.phases(),
+        sorted((await world.assignment()).spec.roles),
+        sorted(world.engines.seen),
+    ) == (
+        {"chat-0": "Serving", "chat-1": "Serving", "chat-2": "Draining", "chat-3": "Serving"},
+        {"chat-0": "Serving", "chat-1": "Serving", "chat-3": "Serving"},
+        ["chat-0", "chat-1", "chat-3"],
+        ["chat-0", "chat-1", "chat-3"],
+    )
+
+
+async def test_scaling_up_again_while_it_drains_keeps_the_instance(world: World) -> None:
+    await scaled_to_three(world)
+    await world.scale(4)
+    await world.passes()
+    entry = (await world.assignment()).spec.roles["chat-2"]
+    assert (await world.phases(), entry.cordoned) == (
+        dict.fromkeys(["chat-0", "chat-1", "chat-2", "chat-3"], "Serving"),
+        False,
+    )
+
+
+async def test_a_drain_that_never_ends_is_cut_at_its_deadline(world: World) -> None:
+    await scaled_to_three(world)
+    world.clock.at_s += 121
+    world.router.says = None
+    await world.passes()
+    assert sorted(await world.phases()) == ["chat-0", "chat-1", "chat-3"]
+
+
+async def test_the_router_is_asked_now_and_then_unless_something_depends_on_it(world: World) -> None:
+    await world.up(instances=4)
+    asked = []
+    for pause_s in (0.0, 1.0, 1.0, 60.0, 9.0, 1.0):  # soon again in the first minute
+        world.clock.at_s += pause_s
+        await world.flip("chat-0", D)
+        await world.passes()
+        asked.append(world.router.asked)
+    assert asked == [1, 1, 2, 3, 3, 4]
+
+
+async def test_the_router_of_a_single_instance_is_asked_too_for_it_counts_requests(world: World) -> None:
+    await world.up(instances=1)
+    world.clock.at_s += 3600
+    asked = world.router.asked
+    assert (await reconcile(KEY, world.cluster), world.router.asked) == (10.0, asked + 1)
+
+
+async def test_counts_alone_wait_for_their_turn_and_are_written_then(world: World) -> None:
+    await world.up(instances=4)
+    world.clock.at_s += 4
+    await world.flip("chat-0", D)
+    await world.passes()
+    ratios = []
+    for pause_s in (0.0, 5.0, 1.0):
+        world.clock.at_s += pause_s
+        wanted_s = await world.passes()
+        assert wanted_s is not None
+        ratios.append((await world.service()).status.ratio)
+    assert ratios == ["2:2", "2:2", "1:3"]
+
+
+async def test_a_condition_is_written_at_once(world: World) -> None:
+    await world.up(instances=4)
+    world.engines.die("chat-0")
+    await reconcile(KEY, world.cluster)
+    status = (await world.service()).status
+    assert (
+        status.ready,
+        {c.type for c in status.conditions if c.type == "Degraded" and c.status == "True"},
+    ) == (
+        "3/4",
+        {"Degraded"},
+    )
+
+
+async def test_a_tier_that_is_made_later_is_accepted_then(world: World) -> None:
+    await world.up(instances=2, qosTiers=["gold"])
+
+    async def verdict() -> str:
+        return next(c.reason for c in (await world.service()).status.conditions if c.type == "TiersAccepted")
+
+    before = await verdict()
+    await world.store.create(tier("gold"))
+    await world.passes()
+    assert (before, await verdict()) == ("TierNotFound", "TiersFound")
+
+
+class Racing:
+    """A store in which somebody patches the assignment just before we do."""
+
+    def __init__(self, store: MemoryStore, race: Callable[[], Awaitable[None]]) -> None:
+        self._store, self._race = store, race
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def patch(self, kind: Any, name: str, patch: Any, **options: Any) -> Any:
+        if kind is PDAssignment:
+            await self._race()
+        return await self._store.patch(kind, name, patch, **options)
+
+
+async def test_who_writes_the_assignment_first_wins(world: World) -> None:
+    await world.up(instances=4, roles={"prefill": {"min": 1}})
+    await world.store.patch(
+        PDService, "chat", {"spec": {"roles": {"decode": {"min": 2}}}}, namespace="default"
+    )
+    racing: Any = Racing(world.store, lambda: world.flip("chat-3", P))
+    with pytest.raises(Conflict):
+        await reconcile(KEY, replace(world.cluster, store=racing))
+    assert (await world.assignment()).spec.roles["chat-3"].role is P

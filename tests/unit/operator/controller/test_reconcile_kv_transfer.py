@@ -1,0 +1,56 @@
+"""What the operator writes about hand-offs: the finding at once, and nothing while the finding stays."""
+
+from typing import Any
+
+import pytest
+
+from fulcrum_core.api import PDService
+from fulcrum_core.state import PairState, RouterState
+from fulcrum_operator.controller.reconcile import reconcile
+from tests.unit.operator.builders import router
+from tests.unit.operator.controller.test_reconcile import KEY, World
+from tests.unit.operator.controller.test_reconcile import world as world  # a fixture
+
+
+def says(reason: str, count: int = 1) -> RouterState:
+    pair = PairState(
+        prefill="chat-0",
+        decode="chat-1",
+        proven=count,
+        recomputed=count,
+        unknown=0,
+        last_proven_s=float(count),
+        handshake_s=0.1,
+        seconds_per_1k_tokens=0.01 * count,
+        last_reason=reason,
+    )
+    return router().model_copy(update={"pairs": (pair,)})
+
+
+async def verdict(world: World) -> tuple[str, str]:
+    service: Any = await world.store.get(PDService, KEY.name, namespace=KEY.namespace)
+    return next((c.status, c.reason) for c in service.status.conditions if c.type == "KVTransferVerified")
+
+
+async def test_an_hour_of_proven_hand_offs_is_written_once(world: World) -> None:
+    await world.up(instances=4)
+    world.clock.at_s += 10
+    world.router.says = says("Proven")
+    await world.passes()
+    found, before = await verdict(world), await world.version()
+    for look in range(360):
+        world.clock.at_s += 10
+        world.router.says = says("Proven", count=look)
+        assert await reconcile(KEY, world.cluster) == pytest.approx(10.0)
+    assert (found, await world.version()) == (("True", "Verified"), before)
+
+
+async def test_a_finding_that_changes_is_written_at_once(world: World) -> None:
+    await world.up(instances=4)
+    seen = []
+    for reason in ("Proven", "HandshakeFailed", "Proven"):
+        world.clock.at_s += 10
+        world.router.says = says(reason)
+        await world.passes()
+        seen.append(await verdict(world))
+    assert seen == [("True", "Verified"), ("False", "HandshakeFailed"), ("True", "Verified")]

@@ -1,0 +1,310 @@
+"""The pod of an instance, and what stands around a service: whole manifests, and the rules they keep."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.labels import ROLE_LABEL
+from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.manifests.children import children_of
+from fulcrum_operator.manifests.engine_pod import PRE_STOP_S, TEARDOWN_S, pod_of
+from fulcrum_operator.manifests.model_reader_pod import reader_pod
+from fulcrum_operator.manifests.pod_template import laid_over
+from fulcrum_operator.plan.model import Read, model_key
+from tests.unit.operator.builders import SETTINGS, service
+
+PLAIN: dict[str, Any] = {"engine": {}}
+CHANGED: dict[str, Any] = {
+    "revision": "0a1b2c3d4e",
+    "role": "Decode",
+    "engine": {
+        "image": "registry.example/engine@sha256:0123",
+        "args": ["--seed", "7"],
+        "env": [{"name": "UCX_TLS", "value": "tcp"}],
+    },
+    "hardware": {"resource": "nvidia.com/gpu", "count": 4},
+    "template": {
+        "metadata": {"labels": {"team": "chat"}, "annotations": {"example.com/note": "kept"}},
+        "spec": {
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "containers": [
+                {
+                    "name": "engine",
+                    "resources": {"limits": {"memory": "64Gi"}},
+                    "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+                },
+                {"name": "sidecar", "image": "localhost/busybox:1"},
+            ],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
+        },
+    },
+}
+
+
+def instance(**spec: Any) -> PDInstance:
+    """The instance chat-0 of chat's one pool."""
+    made = {"service": "chat", "pool": "chat-flex", "model": "m", **spec}
+    return PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u-chat-0"}, "spec": made})
+
+
+def pod(spec: dict[str, Any] | None = None, *, startup_s: float = 7.0, **of_service: Any) -> dict[str, Any]:
+    """The pod of that instance."""
+    return pod_of(instance(**(spec or PLAIN)), service(**of_service), SETTINGS, startup_s=startup_s)
+
+
+def children(chat: PDService | None = None, *, wanted: int = 4) -> dict[tuple[str, str], dict[str, Any]]:
+    """The service's children by kind and name."""
+    made = children_of(chat or service(), SETTINGS, wanted=wanted)
+    return {(child["kind"], child["metadata"]["name"]): child for child in made}
+
+
+def text_of(*manifests: dict[str, Any]) -> str:
+    """As a person would write them: no anchors for what stands there twice."""
+    return yaml.safe_dump_all(json.loads(json.dumps(manifests)), sort_keys=False)
+
+
+def pod_specs() -> Iterable[dict[str, Any]]:
+    """Every pod that the operator has run."""
+    yield pod()["spec"]
+    yield pod(CHANGED)["spec"]
+    yield children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    start = instance(**PLAIN, modelSource={"pvc": "models"}).spec.start
+    yield reader_pod(Read(start, model_key(start), 1), service(), SETTINGS)["spec"]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [("pod-plain", PLAIN), ("pod-changed-by-its-pool", CHANGED)],
+    ids=lambda value: str(value)[:12],
+)
+def test_the_pod_of_an_instance_is_this(
+    golden: Callable[[str, str], None], name: str, spec: dict[str, Any]
+) -> None:
+    golden(f"manifests/{name}.yaml", text_of(pod(spec)))
+
+
+def test_what_stands_around_a_service_is_this(golden: Callable[[str, str], None]) -> None:
+    made = children_of(service(), SETTINGS, wanted=4)
+    golden("manifests/children.yaml", text_of(*made))
+
+
+@pytest.mark.parametrize(
+    ("template", "path"),
+    [({"metadata": "x"}, "template.metadata"), ({"metadata": {"labels": ["x"]}}, "template.metadata.labels")],
+)
+def test_a_template_that_makes_no_pod_is_refused_by_its_path(template: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidInput, match="must be a map") as refused:
+        pod(PLAIN | {"template": template})
+    assert refused.value.path == path
+
+
+@pytest.mark.parametrize("template", [{"metadata": None}, {"metadata": {"labels": None}}])
+def test_a_template_cannot_take_away_what_the_operator_finds_a_pod_by(template: dict[str, Any]) -> None:
+    assert pod(PLAIN | {"template": template})["metadata"] == pod(PLAIN)["metadata"]
+
+
+def test_a_template_cannot_hide_a_pod_from_the_operator() -> None:
+    hiding = {
+        "metadata": {
+            "name": "other",
+            "namespace": "elsewhere",
+            "ownerReferences": [],
+            "labels": {"fulcrum.dev/service": "other", "team": "chat"},
+        }
+    }
+    made = pod(PLAIN | {"template": hiding})["metadata"]
+    assert made == pod()["metadata"] | {"labels": pod()["metadata"]["labels"] | {"team": "chat"}}
+
+
+def test_a_pod_has_time_to_drain() -> None:
+    made = pod(drain={"timeout": "90s"})["spec"]
+    engine = made["containers"][0]
+    shutdown = engine["args"][engine["args"].index("--shutdown-timeout") + 1]
+    assert (made["terminationGracePeriodSeconds"], shutdown) == (PRE_STOP_S + 90 + TEARDOWN_S, "90")
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "budget_s"), [(0.0, 60), (0.3, 60), (7.0, 70), (180.0, 1800), (1200.0, 12000)]
+)
+def test_an_engine_may_take_ten_times_as_long_to_start_as_is_known(startup_s: float, budget_s: int) -> None:
+    probe = pod(startup_s=startup_s)["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= budget_s
+    assert probe["periodSeconds"] * (probe["failureThreshold"] - 1) < budget_s
+
+
+def test_every_pod_is_restricted() -> None:
+    def is_restricted(spec: dict[str, Any]) -> bool:
+        of_pod = spec["securityContext"]
+        ours = [container for container in spec["containers"] if container["name"] != "sidecar"]
+        return (
+            of_pod["runAsNonRoot"] is True
+            and of_pod["runAsUser"] > 0
+            and of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+            and all(
+                container["securityContext"]["allowPrivilegeEscalation"] is False
+                and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                and container["securityContext"]["readOnlyRootFilesystem"] is True
+                for container in ours
+            )
+        )
+
+    assert [is_restricted(spec) for spec in pod_specs()] == [True, True, True, True]
+
+
+def test_only_routers_get_a_token() -> None:
+    tokens = [spec["automountServiceAccountToken"] for spec in pod_specs()]
+    accounts = [
+        child["automountServiceAccountToken"]
+        for (kind, _), child in children().items()
+        if kind == "ServiceAccount"
+    ]
+    assert (tokens, accounts) == ([False, False, True, False], [False, False])
+
+
+def test_no_selector_knows_a_role() -> None:
+    """A flip must take a pod out of nothing."""
+    assert ROLE_LABEL not in yaml.safe_dump_all([*children().values(), pod()])
+
+
+def test_every_child_goes_with_its_service() -> None:
+    owners = {str(child["metadata"]["ownerReferences"]) for child in children().values()}
+    expected = {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": "PDService",
+        "name": "chat",
+        "uid": "u-service",
+        "controller": True,
+    }
+    assert owners == {str([expected])}
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    """Whether a selector of labels takes something with these labels."""
+    return selector.items() <= labels.items()
+
+
+def test_selectors_of_engines_take_engines_and_those_of_routers_routers() -> None:
+    made = children()
+    engine = pod()["metadata"]["labels"]
+    router = made["Deployment", "chat-router"]["spec"]["template"]["metadata"]["labels"]
+    found = {
+        name: (selects(selector, engine), selects(selector, router))
+        for name, selector in {
+            "budget of engines": made["PodDisruptionBudget", "chat-engines"]["spec"]["selector"][
+                "matchLabels"
+            ],
+            "budget of routers": made["PodDisruptionBudget", "chat-router"]["spec"]["selector"][
+                "matchLabels"
+            ],
+            "policy of engines": made["NetworkPolicy", "chat-engines"]["spec"]["podSelector"]["matchLabels"],
+            "policy of routers": made["NetworkPolicy", "chat-router"]["spec"]["podSelector"]["matchLabels"],
+            "deployment": made["Deployment", "chat-router"]["spec"]["selector"]["matchLabels"],
+        }.items()
+    }
+    assert found == {
+        "budget of engines": (True, False),
+        "budget of routers": (False, True),
+        "policy of engines": (True, False),
+        "policy of routers": (False, True),
+        "deployment": (False, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "floors", "least"),
+    [
+        pytest.param(8, (1, 1), 7, id="one of many may go"),
+        pytest.param(3, (1, 1), 2, id="one of three may go"),
+        pytest.param(2, (1, 1), 2, id="neither of two may go: each is the last of its role"),
+        pytest.param(8, (3, 5), 8, id="none may go where all are at the floors"),
+        pytest.param(1, (1, 1), 1, id="a single instance may not go"),
+        pytest.param(0, (1, 1), 0, id="nothing is held where nothing is wanted"),
+    ],
+)
+def test_evictions_leave_what_the_floors_ask_for(wanted: int, floors: tuple[int, int], least: int) -> None:
+    chat = service(
+        instances=max(8, wanted), roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}}
+    )
+    budget = children(chat, wanted=wanted)["PodDisruptionBudget", "chat-engines"]["spec"]
+    assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (least, "AlwaysAllow")
+
+
+def test_the_side_channel_is_open_to_engines_of_the_service_alone() -> None:
+    engine = pod()["metadata"]["labels"]
+    ingress = children()["NetworkPolicy", "chat-engines"]["spec"]["ingress"]
+    (peers,) = (rule["from"] for rule in ingress if rule["ports"] == [{"port": 5600, "protocol": "TCP"}])
+    (peer,) = peers
+    other = engine | {"fulcrum.dev/service": "other"}
+    assert set(peer) == {"podSelector"}, "no namespaceSelector: its own namespace"
+    assert selects(peer["podSelector"]["matchLabels"], engine)
+    assert not selects(peer["podSelector"]["matchLabels"], other)
+
+
+def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
+    changing = [
+        (rule["apiGroups"], rule["resources"], rule.get("resourceNames"))
+        for rule in children()["Role", "chat-router"]["rules"]
+        if not set(rule["verbs"]) <= {"get", "list", "watch"}
+    ]
+    assert changing == [
+        (["coordination.k8s.io"], ["leases"], ["chat-router"]),
+        (["discovery.k8s.io"], ["endpointslices"], ["chat-router"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made", "patch", "merged"),
+    [
+        pytest.param({"a": 1}, {"b": 2}, {"a": 1, "b": 2}, id="adds"),
+        pytest.param({"a": 1}, {"a": None}, {}, id="a null removes"),
+        pytest.param({"m": {"a": 1, "b": 2}}, {"m": {"b": 3}}, {"m": {"a": 1, "b": 3}}, id="maps merge"),
+        pytest.param({"command": ["a"]}, {"command": ["b"]}, {"command": ["b"]}, id="other lists replace"),
+        pytest.param(
+            {"containers": [{"name": "engine", "image": "a", "tty": True}]},
+            {"containers": [{"name": "more"}, {"name": "engine", "image": "b"}]},
+            {"containers": [{"name": "engine", "image": "b", "tty": True}, {"name": "more"}]},
+            id="containers merge by name, new ones come last",
+        ),
+        pytest.param(
+            {"env": [{"name": "POD_IP", "valueFrom": {}}]},
+            {"env": [{"name": "A", "value": "1"}]},
+            {"env": [{"name": "POD_IP", "valueFrom": {}}, {"name": "A", "value": "1"}]},
+            id="variables merge by name",
+        ),
+        pytest.param({"a": [1]}, {"a": {"b": 1}}, {"a": {"b": 1}}, id="another type replaces"),
+    ],
+)
+def test_a_template_is_laid_over_as_kubernetes_would(
+    made: dict[str, Any], patch: dict[str, Any], merged: dict[str, Any]
+) -> None:
+    assert laid_over(made, patch) == merged
+
+
+_VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "env", "a"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+_MAPS = st.dictionaries(st.sampled_from(["containers", "env", "volumes", "a", "b"]), _VALUES, max_size=4)
+
+
+@given(patch=_MAPS)
+def test_whatever_a_template_holds_a_pod_comes_of_it(patch: dict[str, Any]) -> None:
+    """Nonsense is for the API server to refuse: with its words, in a condition."""
+    assert pod(PLAIN | {"template": {"spec": patch}})["metadata"]["name"] == "chat-0"
+
+
+@given(made=_MAPS, patch=_MAPS)
+def test_laying_over_changes_neither_of_both(made: dict[str, Any], patch: dict[str, Any]) -> None:
+    before = repr((made, patch))
+    laid_over(made, patch)
+    assert repr((made, patch)) == before

@@ -1,0 +1,168 @@
+"""Tokens of ServiceAccounts: who is let in, by keys made here."""
+
+import json
+import time
+from typing import Any
+
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
+
+from fulcrum_core.errors import StoreUnavailable
+from fulcrum_router.control.auth import (
+    AUDIENCE,
+    LEEWAY_S,
+    REFRESH_S,
+    NotAllowed,
+    ServiceAccounts,
+    SharedToken,
+)
+
+ISSUER = "https://kubernetes.default.svc"
+OPERATOR = "system:serviceaccount:fulcrum:operator"
+NOW_S = 1_800_000_000.0
+RSA = {name: rsa.generate_private_key(public_exponent=65537, key_size=2048) for name in ("one", "two")}
+EC = ec.generate_private_key(ec.SECP256R1())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at_s = NOW_S
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+
+class Server:
+    """The API server's keys."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.away = False
+        self.asked = 0
+
+    async def get_path(self, path: str) -> Any:
+        if self.away:
+            raise StoreUnavailable("away")
+        if path == "/.well-known/openid-configuration":
+            return {"issuer": ISSUER}
+        assert path == "/openid/v1/jwks"
+        self.asked += 1
+        return {"keys": [_jwk(name) for name in self.names]}
+
+
+def _jwk(name: str) -> dict[str, Any]:
+    if name == "ec":
+        return {**json.loads(ECAlgorithm.to_jwk(EC.public_key())), "kid": name, "alg": "ES256"}
+    return {**json.loads(RSAAlgorithm.to_jwk(RSA[name].public_key())), "kid": name, "alg": "RS256"}
+
+
+def token(key: str = "one", *, kid: str | None = None, algorithm: str = "RS256", **changes: Any) -> str:
+    claims = {
+        "iss": ISSUER,
+        "aud": [AUDIENCE],
+        "sub": OPERATOR,
+        "exp": NOW_S + 600,
+        "nbf": NOW_S - 1,
+        **changes,
+    }
+    signing: Any = EC if key == "ec" else RSA[key]
+    kept = {name: value for name, value in claims.items() if value is not None}
+    return jwt.encode(kept, signing, algorithm=algorithm, headers={"kid": kid or key})
+
+
+def accounts(server: Server, clock: Clock) -> ServiceAccounts:
+    return ServiceAccounts(server.get_path, [OPERATOR], clock=clock)
+
+
+async def verdict(checked: ServiceAccounts, given: str) -> str:
+    try:
+        await checked.check(given)
+    except NotAllowed as error:
+        return str(error)
+    return "let in"
+
+
+async def test_a_caller_s_token_is_let_in_and_keys_are_read_once() -> None:
+    server = Server("one", "ec")
+    checked = accounts(server, Clock())
+    given = [token(), token("ec", algorithm="ES256"), token()]
+    assert [await verdict(checked, one) for one in given] == ["let in"] * 3
+    assert server.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        pytest.param(
+            token(sub="system:serviceaccount:fulcrum:other"), "is none of the callers", id="another account"
+        ),
+        pytest.param(token(aud=["https://kubernetes.default.svc"]), "Audience", id="for another audience"),
+        pytest.param(token(iss="https://elsewhere"), "issuer", id="of another cluster"),
+        pytest.param(token(exp=NOW_S - LEEWAY_S - 1), "the token is over", id="over"),
+        pytest.param(token(nbf=NOW_S + LEEWAY_S + 1), "is not valid yet", id="of the future"),
+        pytest.param(token(exp=None), "exp", id="for ever"),
+        pytest.param(token(sub=None), "sub", id="of nobody"),
+        pytest.param(token("two", kid="one"), "ignature", id="signed by somebody else"),
+        pytest.param(token("two"), "a key that the API server does not name", id="by an unknown key"),
+        pytest.param("", "a ServiceAccount's token", id="nothing"),
+        pytest.param("a.b.c", "a ServiceAccount's token", id="no token"),
+        pytest.param(
+            jwt.encode({"sub": OPERATOR, "aud": AUDIENCE}, key="", algorithm="none", headers={"kid": "one"}),
+            "a ServiceAccount's token",
+            id="not signed",
+        ),
+        pytest.param(
+            jwt.encode({"sub": OPERATOR}, key="x" * 64, algorithm="HS256", headers={"kid": "one"}),
+            "a ServiceAccount's token",
+            id="signed with a shared secret",
+        ),
+    ],
+)
+async def test_nobody_else_is(given: str, reason: str) -> None:
+    assert reason in await verdict(accounts(Server("one"), Clock()), given)
+
+
+async def test_known_keys_stand_while_the_api_server_is_away() -> None:
+    server, clock = Server("one"), Clock()
+    checked = accounts(server, clock)
+    await checked.refresh()
+    server.away = True
+    clock.at_s += 3 * REFRESH_S
+    assert await verdict(checked, token()) == "let in"
+    assert "does not name" in await verdict(checked, token("two"))
+    assert await verdict(checked, token()) == "let in"
+
+
+async def test_a_new_key_is_found_and_strangers_do_not_make_the_router_ask_all_the_time() -> None:
+    server, clock = Server("one"), Clock()
+    checked = accounts(server, clock)
+    assert await verdict(checked, token()) == "let in"
+    server.names = ("two",)
+    for _ in range(10):
+        assert "does not name" in await verdict(checked, token("two"))
+    assert server.asked == 1
+    clock.at_s += REFRESH_S
+    assert await verdict(checked, token("two")) == "let in"
+    assert "does not name" in await verdict(checked, token()), "a key that was withdrawn"
+    assert server.asked == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "let_in"), [("secret", True), ("secre", False), ("", False), ("sécret", False)]
+)
+async def test_the_shared_token_of_a_local_run(given: str, let_in: bool) -> None:
+    try:
+        await SharedToken("secret").check(given)
+    except NotAllowed:
+        assert not let_in
+    else:
+        assert let_in
+
+
+def test_the_tokens_here_are_of_their_time() -> None:
+    assert abs(time.time() - NOW_S) > LEEWAY_S, "the clock given counts, not the machine's"

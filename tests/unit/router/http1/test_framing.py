@@ -1,0 +1,131 @@
+"""Framing of engines' answers, split anywhere."""
+
+import pytest
+
+from fulcrum_router.http1.framing import (
+    CHUNKED,
+    UNTIL_CLOSE,
+    ChunkWalk,
+    FramingError,
+    chunk,
+    dechunk,
+    parse_head,
+)
+
+
+def head(*lines: str, status: str = "HTTP/1.1 200 OK") -> bytes:
+    return "\r\n".join((status, *lines, "", "")).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        pytest.param(head("Content-Length: 12"), (200, 12, True, False), id="a length"),
+        pytest.param(head("transfer-encoding: chunked"), (200, CHUNKED, True, False), id="chunked"),
+        pytest.param(head(), (200, UNTIL_CLOSE, False, False), id="neither: until the engine closes"),
+        pytest.param(
+            head("content-length: 1", "Connection: Close"), (200, 1, False, False), id="the engine will close"
+        ),
+        pytest.param(
+            head("content-length: 1", status="HTTP/1.0 200 OK"), (200, 1, False, False), id="HTTP/1.0 closes"
+        ),
+        pytest.param(
+            head("content-length: 1", "connection: keep-alive", status="HTTP/1.0 200 OK"),
+            (200, 1, True, False),
+            id="unless it says otherwise",
+        ),
+        pytest.param(
+            head("Transfer-Encoding: chunked", "Content-Type: text/event-stream; charset=utf-8"),
+            (200, CHUNKED, True, True),
+            id="a stream of events",
+        ),
+        pytest.param(head(status="HTTP/1.1 204 No Content"), (204, 0, True, False), id="204 has no body"),
+        pytest.param(
+            head("content-length: 5", status="HTTP/1.1 304 Same"), (304, 0, True, False), id="nor 304"
+        ),
+        pytest.param(
+            head("x-content-length: 5", "content-length: 7"), (200, 7, True, False), id="whole names only"
+        ),
+    ],
+)
+def test_heads(raw: bytes, expected: tuple[int, int, bool, bool]) -> None:
+    read = parse_head(raw)
+    assert (read.status, read.length, read.keep_alive, read.event_stream) == expected
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(b"220 mail ready\r\n\r\n", id="another protocol"),
+        pytest.param(head(status="HTTP/1.1 abc OK"), id="no status"),
+        pytest.param(head("content-length: -1"), id="a negative length"),
+        pytest.param(head("content-length: 1", "transfer-encoding: chunked"), id="two framings"),
+        pytest.param(head("transfer-encoding: gzip, chunked"), id="an encoding that is not ours to relay"),
+    ],
+)
+def test_heads_that_are_none(raw: bytes) -> None:
+    with pytest.raises(FramingError):
+        parse_head(raw)
+
+
+def test_our_fields_stand_in_front_and_hop_by_hop_fields_go() -> None:
+    raw = head("Connection: keep-alive", "a: 1", "Keep-Alive: timeout=5", "b: 2")
+    assert parse_head(raw).with_fields(b"x-ours: 1\r\n") == head("x-ours: 1", "a: 1", "b: 2")
+    assert parse_head(head("a: 1")).with_fields(b"") == head("a: 1")
+    assert parse_head(head()).with_fields(b"") == head()
+
+
+EVENTS = [b"data: one\n\n", b"data: two and more\n\n", b"data: [DONE]\n\n"]
+ENDS = [b"0\r\n\r\n", b"0\r\nx-trailer: 1\r\nother: 2\r\n\r\n", b"00;ext=1\r\n\r\n"]
+BODIES = [b"".join(map(chunk, EVENTS)) + end for end in ENDS]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["plain", "with trailers", "with an extension"])
+def test_the_end_is_found_wherever_a_body_is_split(body: bytes) -> None:
+    for first in range(len(body) + 1):
+        for second in range(first, len(body) + 1):
+            walk = ChunkWalk()
+            pieces = [piece for piece in (body[:first], body[first:second], body[second:]) if piece]
+            ends = [(walk.feed(piece), walk.done) for piece in pieces]
+            assert ends[-1] == (len(pieces[-1]), True)
+            assert not any(done for _, done in ends[:-1])
+
+
+def test_what_is_passed_on_so_far_always_ends_with_a_whole_chunk() -> None:
+    body = BODIES[0]
+    boundaries = {0, len(body)}
+    for count in range(1, len(EVENTS) + 1):
+        boundaries.add(len(b"".join(map(chunk, EVENTS[:count]))))
+    for split in range(1, len(body)):
+        walk = ChunkWalk()
+        assert walk.feed(body[:split]) in boundaries
+
+
+def test_a_body_byte_by_byte() -> None:
+    walk = ChunkWalk()
+    whole = [walk.feed(BODIES[1][i : i + 1]) for i in range(len(BODIES[1]))]
+    assert (sum(whole), walk.done) == (len(EVENTS) + 1, True), "one whole chunk after each, and the end"
+
+
+def test_what_follows_the_end_is_told_apart() -> None:
+    walk = ChunkWalk()
+    assert (walk.feed(BODIES[0] + b"HTTP/1.1 200"), walk.done) == (len(BODIES[0]), True)
+
+
+@pytest.mark.parametrize("line", [b"zz\r\n", b"-5\r\n", b"\r\n", b";x\r\n"], ids=repr)
+def test_sizes_that_are_none(line: bytes) -> None:
+    with pytest.raises(FramingError):
+        ChunkWalk().feed(line)
+
+
+def test_a_size_line_without_end_is_refused() -> None:
+    walk = ChunkWalk()
+    for _ in range(40):
+        walk.feed(b"0" * 100)
+    with pytest.raises(FramingError):
+        walk.feed(b"0" * 100)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=["plain", "with trailers", "with an extension"])
+def test_dechunk_gives_the_content(body: bytes) -> None:
+    assert dechunk(body) == b"".join(EVENTS)
