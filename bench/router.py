@@ -1,13 +1,17 @@
 """The router's CPU per request beside vllm-router's, in one interleaved run over mock engines.
 
-    ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16]
+    ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16] [--against CHECKOUT]
 
 DIR holds the harness: bench.py, mockvllm.c and loadgen.c. The two C programs, and vllm-router in an
 environment of its own, are made once in a cache folder. Scenarios are the harness's: `ns` is PD with
 short prompts and one token, 32 connections; `s16` streams 16 tokens on 64 connections. Every run counts only
 if the mock saw as many decodes with a hand-off as prefill legs, none recomputed and none bad.
 
-Exit code 1 if CPU per request in `ns` is not below half of vllm-router's.
+With `--against` the other system is the router of another checkout, whose `.venv` has been made: before and
+after a change, in one run.
+
+Exit code 1 if CPU per request in `ns` is not below half of vllm-router's, or above 1.03 times that of the
+other checkout.
 """
 
 import argparse
@@ -17,14 +21,15 @@ import statistics
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PEER = "vllm-router==0.1.17"
-OURS, THEIRS = "fulcrum", "vllm-router"
+OURS = "fulcrum"
 PREFILL, DECODE = (7701, 7702), (7703, 7704)
-BAR = 0.5
+BAR, BAR_AGAINST = 0.5, 1.03
+"""Highest ratio to vllm-router, and to another checkout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,9 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
     harness = Path(folder)
-    _build(harness, cache)
-    results = _run(harness, cache, given)
-    return _report(results)
+    _build_programs(harness, cache)
+    ours, other = _fulcrum(Path(sys.executable), port=7901), {}
+    if given.against is None:
+        _install_peer(cache)
+        other["vllm-router"] = _vllm_router(cache)
+    else:
+        other["other checkout"] = _fulcrum(given.against.absolute() / ".venv" / "bin" / "python", port=7801)
+    results = _run(harness, cache, given, {OURS: ours, **other})
+    return _report(results, *other, bar=BAR if given.against is None else BAR_AGAINST)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,28 +59,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--secs", type=float, default=4.0, help="seconds of a run (%(default)s)")
     parser.add_argument("--scenarios", default="ns", help="of the harness, by commas (%(default)s)")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="another checkout, in place of vllm-router"
+    )
     return parser
 
 
-def _build(harness: Path, cache: Path) -> None:
+def _build_programs(harness: Path, cache: Path) -> None:
     programs = cache / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     for name in ("mockvllm", "loadgen"):
         source, program = harness / f"{name}.c", programs / name
         if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
             subprocess.run(["cc", "-O2", "-w", "-o", program, source, "-lm"], check=True)
+
+
+def _install_peer(cache: Path) -> None:
     peer = cache / "venv"
     if not (peer / "bin" / "vllm-router").exists():
         venv.create(peer, with_pip=True)
         subprocess.run([peer / "bin" / "python", "-m", "pip", "install", "--quiet", PEER], check=True)
 
 
-def _run(harness: Path, cache: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
-    systems, out = cache / "systems.py", cache / "results.json"
-    systems.write_text(f"SUTS = {_systems(cache)!r}\n", encoding="utf-8")
+def _run(
+    harness: Path, cache: Path, given: argparse.Namespace, systems: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    described, out = cache / "systems.py", cache / "results.json"
+    described.write_text(f"SUTS = {dict(systems)!r}\n", encoding="utf-8")
     command = [
-        *(sys.executable, str(harness / "bench.py"), "--config", str(systems), "--logs", str(cache / "logs")),
-        *("--suts", f"{OURS},{THEIRS}", "--scen", given.scenarios, "--out", str(out)),
+        *(
+            sys.executable,
+            str(harness / "bench.py"),
+            "--config",
+            str(described),
+            "--logs",
+            str(cache / "logs"),
+        ),
+        *("--suts", ",".join(systems), "--scen", given.scenarios, "--out", str(out)),
         *("--rounds", str(given.rounds), "--secs", str(given.secs)),
     ]
     subprocess.run(command, check=True, env={**os.environ, "BENCH_BIN": str(cache / "bin")})
@@ -77,31 +103,37 @@ def _run(harness: Path, cache: Path, given: argparse.Namespace) -> list[dict[str
     return results
 
 
-def _systems(cache: Path) -> dict[str, Any]:
-    def urls(flag: str, ports: Sequence[int]) -> list[str]:
-        return [part for port in ports for part in (flag, f"http://127.0.0.1:{port}")]
+def _fulcrum(python: Path, *, port: int) -> dict[str, Any]:
+    """The router of the checkout that this interpreter's environment belongs to."""
 
     def endpoints(ports: Sequence[int]) -> str:
         return ",".join(f"127.0.0.1:{port}" for port in ports)
 
     static = ["--static", f"prefill={endpoints(PREFILL)}", f"decode={endpoints(DECODE)}"]
-    ours = [sys.executable, "-m", "fulcrum_router", "--service", "mock", "--port", "7901", *static]
-    theirs = [
+    command = [str(python), "-m", "fulcrum_router", "--service", "mock", "--port", str(port), *static]
+    return {"port": port, "cmd": [command]}
+
+
+def _vllm_router(cache: Path) -> dict[str, Any]:
+    def urls(flag: str, ports: Sequence[int]) -> list[str]:
+        return [part for port in ports for part in (flag, f"http://127.0.0.1:{port}")]
+
+    command = [
         *(str(cache / "venv" / "bin" / "vllm-router"), "--host", "127.0.0.1", "--port", "7801"),
         *("--prometheus-port", "27601", "--log-level", "warning", "--worker-startup-check-interval", "1"),
         *("--vllm-pd-disaggregation", "--policy", "round_robin"),
         *urls("--prefill", PREFILL),
         *urls("--decode", DECODE),
     ]
-    return {OURS: {"port": 7901, "cmd": [ours]}, THEIRS: {"port": 7801, "cmd": [theirs]}}
+    return {"port": 7801, "cmd": [command]}
 
 
-def _report(results: Sequence[dict[str, Any]]) -> int:
+def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int:
     """One line per system and scenario, from the least disturbed half of its runs."""
     below = True
     for scenario in dict.fromkeys(run["scen"] for run in results):
         cpu: dict[str, float] = {}
-        for name in (OURS, THEIRS):
+        for name in (OURS, other):
             runs = [run for run in results if run["scen"] == scenario and run["sut"] == name]
             sound = [run for run in runs if _is_sound(run)]
             quiet = sorted(sound, key=lambda run: float(run["foreign"]))[: max(1, (len(sound) + 1) // 2)]
@@ -112,11 +144,11 @@ def _report(results: Sequence[dict[str, Any]]) -> int:
             rate = statistics.median(run["rps"] for run in quiet)
             dropped = f", {len(runs) - len(sound)} runs not sound" if len(sound) < len(runs) else ""
             print(
-                f"{scenario:6} {name:12} {cpu[name]:7.1f} us CPU a request, {rate:7.0f} requests/s{dropped}"
+                f"{scenario:6} {name:14} {cpu[name]:7.1f} us CPU a request, {rate:7.0f} requests/s{dropped}"
             )
-        ratio = cpu[OURS] / cpu[THEIRS]
-        print(f"{scenario:6} ratio        {ratio:7.2f}")
-        below = below and (scenario != "ns" or ratio < BAR)
+        ratio = cpu[OURS] / cpu[other]
+        print(f"{scenario:6} ratio          {ratio:7.2f}")
+        below = below and (scenario != "ns" or ratio < bar)
     return 0 if below else 1
 
 
