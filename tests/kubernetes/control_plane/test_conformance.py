@@ -16,7 +16,7 @@ from fulcrum_cluster.transport import Http
 from fulcrum_core.api import QoSTier
 from fulcrum_core.errors import Gone, NotFound, StoreUnavailable
 from fulcrum_core.ports import Store
-from tests.integration.conformance.test_store_contract import (  # noqa: F401 - collected here again
+from tests.integration.cluster.test_store_contract import (  # noqa: F401 - collected here again
     TestApplying,
     TestCreating,
     TestDeleting,

@@ -1,4 +1,4 @@
-"""What the memory store does beyond the contract of every adapter (`tests/integration/conformance`)."""
+"""What the memory store does beyond the contract of every adapter (`tests/integration/cluster`)."""
 
 import asyncio
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.state import FlipWanted, RouterState
 from fulcrum_core.values import Role
 from fulcrum_simulator.text import output_text, prompt_digest
-from tests.integration.engine_server.servers import DEADLINE_S, MODEL, Server, launch, ready
+from tests.integration.simulator.servers import DEADLINE_S, MODEL, Server, launch, ready
 
 TOKEN = "a-token"
 FLIPS = 20

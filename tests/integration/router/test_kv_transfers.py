@@ -12,7 +12,18 @@ import yaml
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_router.policy import PairKey
-from tests.integration.engine_server.servers import (
+from tests.integration.router.fake_engines import (
+    Answering,
+    FakeEngine,
+    Script,
+    World,
+    event_chunk,
+    quick_settings,
+    routed,
+    running,
+    until,
+)
+from tests.integration.simulator.servers import (
     BLOCK,
     BLOCKS,
     DEADLINE_S,
@@ -24,18 +35,7 @@ from tests.integration.engine_server.servers import (
     prompt_of,
     ready,
 )
-from tests.integration.engine_server.servers import Server as Engine
-from tests.integration.router_engines import (
-    Answering,
-    FakeEngine,
-    Script,
-    World,
-    event_chunk,
-    quick_settings,
-    routed,
-    running,
-    until,
-)
+from tests.integration.simulator.servers import Server as Engine
 
 PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 CHUNKS = [

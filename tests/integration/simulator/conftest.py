@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fulcrum_core.profiles import load_profile
-from tests.integration.engine_server.servers import BLOCK, BLOCKS, Client, Server, Start, launch, ready
+from tests.integration.simulator.servers import BLOCK, BLOCKS, Client, Server, Start, launch, ready
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.engine_server.servers import (
+from tests.integration.simulator.servers import (
     MODEL,
     Client,
     Server,

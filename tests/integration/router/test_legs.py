@@ -12,7 +12,7 @@ import pytest
 from fulcrum_core.values import Role
 from fulcrum_router.counters import Outcome
 from fulcrum_router.policy import PairKey, Proof
-from tests.integration.router_engines import (
+from tests.integration.router.fake_engines import (
     DEADLINE_S,
     Answering,
     FakeEngine,

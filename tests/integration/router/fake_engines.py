@@ -16,8 +16,8 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.router import Router
 from fulcrum_router.server import Server, bind
 from fulcrum_router.settings import Settings, Tier, Timeouts
-from tests.integration.engine_server.servers import MODEL
-from tests.integration.engine_server.servers import Server as Engine
+from tests.integration.simulator.servers import MODEL
+from tests.integration.simulator.servers import Server as Engine
 
 DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)

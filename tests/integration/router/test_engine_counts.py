@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fulcrum_core.state import InstanceState
 from fulcrum_router.control.state_port import picture
-from tests.integration.router_engines import Answering, FakeEngine, World, running, until
+from tests.integration.router.fake_engines import Answering, FakeEngine, World, running, until
 
 
 def counts(running: int, waiting: int) -> bytes:

@@ -15,9 +15,17 @@ import pytest
 from fulcrum_router.fleet import instances as fleet_instances
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.observe import engines as engine_probes
-from tests.integration.engine_server.servers import DEADLINE_S, MODEL, answer_to, launch, ready
-from tests.integration.engine_server.servers import Server as Engine
-from tests.integration.router_engines import FakeEngine, World, hang, quick_settings, routed, running, until
+from tests.integration.router.fake_engines import (
+    FakeEngine,
+    World,
+    hang,
+    quick_settings,
+    routed,
+    running,
+    until,
+)
+from tests.integration.simulator.servers import DEADLINE_S, MODEL, answer_to, launch, ready
+from tests.integration.simulator.servers import Server as Engine
 
 TOKENS = 8
 HUNG_S = 6.0

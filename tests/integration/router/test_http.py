@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fulcrum_router.data_path import downstream as client_module
-from tests.integration.router_engines import (
+from tests.integration.router.fake_engines import (
     DEADLINE_S,
     Answering,
     FakeEngine,

@@ -17,7 +17,7 @@ from fulcrum_router.control.state_port import picture
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import Canaries
 from fulcrum_router.policy import PairKey, Proof
-from tests.integration.router_engines import (
+from tests.integration.router.fake_engines import (
     DEADLINE_S,
     Answering,
     FakeEngine,

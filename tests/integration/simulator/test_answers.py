@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fulcrum_simulator.text import output_text, prompt_digest, render_chat
-from tests.integration.engine_server.servers import (
+from tests.integration.simulator.servers import (
     BLOCK,
     BLOCKS,
     DEADLINE_S,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.engine_server.servers import (
+from tests.integration.simulator.servers import (
     MODEL,
     PREFILL_ONLY,
     Client,

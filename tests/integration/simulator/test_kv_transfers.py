@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from tests.integration.engine_server.servers import (
+from tests.integration.simulator.servers import (
     BLOCK,
     BLOCKS,
     Client,
