@@ -5,26 +5,48 @@ SHELL := bash
 .DELETE_ON_ERROR:
 
 bin := .venv/bin
-# What `make check` runs; the rest of tests/ needs processes and ports and runs in `make test`.
+# Levels 0 and 1, which `make check` runs in two lots.
 unit_tests := tests/unit tests/helm
 world_tests := tests/properties tests/simulation
+# Level 2, which `make test` runs in two lots: whole local services, and single programs.
+service_tests := tests/integration/cli tests/examples
+program_tests := tests/integration $(addprefix --ignore=,$(service_tests))
 
-.PHONY: help play test kubernetes check generate verify lock cli engine bench clean \
-	setup-engines check-format check-lint check-types check-contracts check-worlds check-units
+.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench clean \
+	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-worlds check-units \
+	test-services test-programs
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: check kubernetes setup-engines ## everything that this machine can carry; says by name what it left out
-	$(bin)/python -m pytest $(addprefix --ignore=,$(unit_tests) $(world_tests)) $(ARGS)
+test: check ## check, and the tests of processes on the loopback network: no root, nothing outside this folder
+	@$(MAKE) --no-print-directory -j2 -O test-services test-programs
+	@echo "LEFT OUT levels 3 and 4, a real Kubernetes: make test-kubernetes; level 5, real vLLM: make test-engines"
 
-kubernetes: .venv/.dev ## what the tests on a real Kubernetes need: packages, and a program built once (minutes)
+test-services: .venv/.dev
+	@tools/test services $(service_tests) $(ARGS)
+
+test-programs: .venv/.dev
+	@tools/test programs $(program_tests) $(ARGS)
+
+test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; as root; says first what it installs and builds
+	@tools/test kubernetes tests/kubernetes $(ARGS)
+
+test-engines: setup-engines ## real vLLM on this machine's CPUs; says first that it fetches 6 GB
+	@tools/test engines tests/engines $(ARGS)
+
+test-all: ## all of the tests above, one after the other
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-engines
+	@$(MAKE) --no-print-directory test-kubernetes
+
+setup-kubernetes: .venv/.dev
 	@tools/kubernetes/setup
 
-setup-engines: # what the tests of real engines need: `make engine`, and a library; fails never
+setup-engines: .venv/.dev
 	@tools/engine/setup
 
 # Each on its own and two at a time, the longest first, so that `make -k check` shows all that is wrong, soon.
@@ -44,10 +66,10 @@ check-contracts: .venv/.dev
 	$(bin)/lint-imports --cache-dir .cache/import-linter --no-logo
 
 check-worlds: .venv/.dev
-	$(bin)/python -m pytest -q $(world_tests)
+	@tools/test worlds -q $(world_tests)
 
 check-units: .venv/.dev
-	$(bin)/python -m pytest -q $(unit_tests)
+	@tools/test units -q $(unit_tests)
 
 generate: .venv/.dev ## rewrite what is made from code: crds/, the kinds and the table of values in the chart
 	$(bin)/python -m fulcrum_core.api.crds crds

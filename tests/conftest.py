@@ -5,14 +5,16 @@ A run that fails by chance must be repeatable, so one seed drives Hypothesis and
 are listed by name under a heading of their own.
 """
 
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+
+from tests.paths import GOLDEN, ROOT
 
 settings.register_profile("fulcrum", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fulcrum")
@@ -47,6 +49,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 Figure = Callable[[str], None]
 
+TARGETS = {
+    "integration": "test",
+    "examples": "test",
+    "kubernetes": "test-kubernetes",
+    "engines": "test-engines",
+}
+"""The make targets that run a folder of tests; `check` runs the others."""
+
 _FIGURES: list[str] = []
 
 
@@ -61,7 +71,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """`golden(path, text)` fails unless the file `path` below tests/golden/ holds this very text."""
 
     def compare(path: str, text: str) -> None:
-        file = Path(__file__).parent / "golden" / path
+        file = GOLDEN / path
         if request.config.option.rewrite_golden:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
@@ -103,11 +113,12 @@ def _skips(reports: Iterable[pytest.TestReport]) -> list[str]:
 
 
 def _folders_not_asked_for(config: pytest.Config) -> Iterator[str]:
-    here = Path(__file__).parent
+    if os.environ.get("TEST_LOT"):
+        return  # `tools/test` runs the other folders, too
     asked = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     if not all(path.is_dir() for path in asked):
         return  # somebody runs one file; the list of all the rest would be noise
-    for folder in sorted(here.iterdir()):
+    for folder in sorted((ROOT / "tests").iterdir()):
         touched = any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked)
         if not touched and any(folder.rglob("test_*.py")):
-            yield f"tests/{folder.name}: not asked for, make test runs it"
+            yield f"tests/{folder.name}: not asked for, make {TARGETS.get(folder.name, 'check')} runs it"

@@ -24,6 +24,8 @@ def main() -> None:
     try:
         if options.command == "check":
             check_machine()
+        elif options.command == "program":
+            print(cached())
         elif options.command == "build":
             _build()
         else:
@@ -39,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "kubernetes-for-tests")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="say whether a cluster can run here")
+    commands.add_parser("program", help="print where the program is, or will be once it is built")
     commands.add_parser("build", help="build the program, once, and print where it is")
     up = commands.add_parser("up")
     up.add_argument("--nodes", type=int, default=1)
