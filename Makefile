@@ -73,7 +73,7 @@ check-units: .venv/.dev
 
 generate: .venv/.dev ## rewrite what is made from code: crds/, the kinds and the table of values in the chart
 	$(bin)/python -m fulcrum_core.api.crds crds
-	$(bin)/python tools/chart.py crds helm/fulcrum
+	$(bin)/python tools/generate_chart.py crds helm/fulcrum
 
 verify: .venv/.dev ## fail if crds/ or the chart is not what the code makes
 	tools/verify

@@ -23,19 +23,19 @@ import uvloop
 
 from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import LoadGenerator, Target
-from fulcrum_simulator.engine import Engine, EngineRequest, TokenOut
+from fulcrum_simulator.client import LoadGenerator, LoadTarget
+from fulcrum_simulator.engine import Engine, EngineRequest, OutputToken
 from fulcrum_simulator.text import prompt_digest
 from fulcrum_simulator.workload import WorkloadRequest
 
-BAR = 0.05
+MEAN_DIFFERENCE_MAX = 0.05
 MODEL = "bench"
 NO_SLO = Slo(ttft_s=60.0, tpot_s=60.0)
-BUSY = 0.35  # share of the engine's time that the prompts alone ask for
+PROMPT_UTILIZATION = 0.35  # share of the engine's time that the prompts alone ask for
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class MeanLatencies:
     """Mean TTFT and TPOT over all requests, seconds."""
 
     ttft_s: float
@@ -49,35 +49,35 @@ def make_workload(profile: EngineProfile, *, seed: int, seconds: float) -> list[
     mean_s = fmean(prefill.ttft_s(tokens) for tokens in range(64, 769, 64))
     requests: list[WorkloadRequest] = []
     arrival_s = 0.0
-    while (arrival_s := arrival_s + rng.expovariate(BUSY / mean_s)) < seconds:
+    while (arrival_s := arrival_s + rng.expovariate(PROMPT_UTILIZATION / mean_s)) < seconds:
         request = WorkloadRequest(arrival_s, rng.randrange(64, 769), rng.randrange(8, 65))
         requests.append(request)
     return requests
 
 
-def on_virtual_clock(profile: EngineProfile, workload: list[WorkloadRequest]) -> Means:
+def run_on_virtual_clock(profile: EngineProfile, workload: list[WorkloadRequest]) -> MeanLatencies:
     """The pure model: time moves from event to event."""
     engine = Engine(profile, engine_id="virtual")
-    coming = deque(enumerate(workload))
-    times: dict[str, list[float]] = {str(index): [] for index, _ in coming}
+    pending = deque(enumerate(workload))
+    times: dict[str, list[float]] = {str(index): [] for index, _ in pending}
     now_s = 0.0
-    while coming or engine.gauges.running or engine.gauges.waiting:
-        while coming and coming[0][1].arrival_s <= now_s:
-            engine.submit(_as_engine_request(*coming.popleft()))
+    while pending or engine.gauges.running or engine.gauges.waiting:
+        while pending and pending[0][1].arrival_s <= now_s:
+            engine.submit(_build_engine_request(*pending.popleft()))
         step = engine.start_step(now_s)
         if step is None:
-            now_s = coming[0][1].arrival_s
+            now_s = pending[0][1].arrival_s
             continue
         now_s += step.duration_s
         for event in engine.finish_step(now_s):
-            if isinstance(event, TokenOut):
+            if isinstance(event, OutputToken):
                 times[event.request_id].append(now_s)
     arrivals = [request.arrival_s for request in workload]
     ttfts = [token_s[0] - arrival_s for token_s, arrival_s in zip(times.values(), arrivals, strict=True)]
-    return Means(fmean(ttfts), fmean((t[-1] - t[0]) / (len(t) - 1) for t in times.values()))
+    return MeanLatencies(fmean(ttfts), fmean((t[-1] - t[0]) / (len(t) - 1) for t in times.values()))
 
 
-def _as_engine_request(index: int, request: WorkloadRequest) -> EngineRequest:
+def _build_engine_request(index: int, request: WorkloadRequest) -> EngineRequest:
     return EngineRequest(
         id=str(index),
         arrival_s=request.arrival_s,
@@ -87,36 +87,36 @@ def _as_engine_request(index: int, request: WorkloadRequest) -> EngineRequest:
     )
 
 
-async def over_loopback(port: int, workload: list[WorkloadRequest], *, seed: int) -> Means:
+async def run_over_loopback(port: int, workload: list[WorkloadRequest], *, seed: int) -> MeanLatencies:
     """The real server, asked by the load generator. RuntimeError if a request did not end right."""
-    generator = LoadGenerator(Target(host="127.0.0.1", port=port, model=MODEL), slo=NO_SLO, seed=seed)
-    await generator.play(workload)
+    generator = LoadGenerator(LoadTarget(host="127.0.0.1", port=port, model=MODEL), slo=NO_SLO, seed=seed)
+    await generator.send(workload)
     await generator.finish(timeout_s=60.0)
-    outcomes = generator.tally.since(float("-inf"))
+    outcomes = generator.results.since(float("-inf"))
     await generator.close()
     wrong = [
         outcome for outcome in outcomes if outcome.ttft_s is None or outcome.tpot_s is None or outcome.reason
     ]
     if wrong or len(outcomes) != len(workload):
         raise RuntimeError(f"{len(wrong)} of {len(outcomes)} requests went wrong, first: {wrong[:1]}")
-    return Means(
+    return MeanLatencies(
         fmean(outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None),
         fmean(outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None),
     )
 
 
-def in_real_time(
+def run_in_real_time(
     profile: str, workload: list[WorkloadRequest], *, seed: int
-) -> tuple[Means, dict[str, float]]:
+) -> tuple[MeanLatencies, dict[str, float]]:
     """Start a server, run the workload, return the means and the server's own lateness."""
     command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "bench", "--model", MODEL]
     with subprocess.Popen([*command, "--profile", profile], stdout=subprocess.PIPE, text=True) as server:
         try:
             line = server.stdout.readline() if server.stdout else ""
             port = json.loads(line.removeprefix("ready "))["port"]
-            means = uvloop.run(over_loopback(port, workload, seed=seed))
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/simulator/stats") as answer:
-                return means, json.load(answer)["lateness_ms"]
+            means = uvloop.run(run_over_loopback(port, workload, seed=seed))
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/simulator/stats") as response:
+                return means, json.load(response)["lateness_ms"]
         finally:
             server.terminate()
 
@@ -129,21 +129,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32))
     parser.add_argument("--for", dest="seconds", type=float, default=20.0, metavar="SECONDS")
     parser.add_argument("--profile", default="laptop")
-    given = parser.parse_args()
-    profile = load_profile(given.profile)
-    workload = make_workload(profile, seed=given.seed, seconds=given.seconds)
-    print(f"seed {given.seed}, profile {profile.name}, {len(workload)} requests in {given.seconds:g} s")
-    virtual = on_virtual_clock(profile, workload)
-    real, lateness_ms = in_real_time(given.profile, workload, seed=given.seed)
+    options = parser.parse_args()
+    profile = load_profile(options.profile)
+    workload = make_workload(profile, seed=options.seed, seconds=options.seconds)
+    print(f"seed {options.seed}, profile {profile.name}, {len(workload)} requests in {options.seconds:g} s")
+    virtual = run_on_virtual_clock(profile, workload)
+    real, lateness_ms = run_in_real_time(options.profile, workload, seed=options.seed)
     print("              virtual        real  difference")
     rows = [("TTFT", virtual.ttft_s, real.ttft_s), ("TPOT", virtual.tpot_s, real.tpot_s)]
-    apart = [found / expected - 1 for _, expected, found in rows]
-    for (name, expected, found), share in zip(rows, apart, strict=True):
+    differences = [found / expected - 1 for _, expected, found in rows]
+    for (name, expected, found), share in zip(rows, differences, strict=True):
         print(f"mean {name}  {expected * 1000:9.2f} ms {found * 1000:9.2f} ms     {share:+.2%}")
     print(
         f"lateness ms   p50 {lateness_ms['p50']:g}, p99 {lateness_ms['p99']:g}, max {lateness_ms['max']:.2f}"
     )
-    return 0 if all(abs(share) <= BAR for share in apart) else 1
+    return 0 if all(abs(share) <= MEAN_DIFFERENCE_MAX for share in differences) else 1
 
 
 if __name__ == "__main__":

@@ -26,39 +26,46 @@ import aiohttp
 
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api.pdassignment import PDAssignment
-from fulcrum_core.assignment import AssignmentRules, may_apply, with_flip
-from fulcrum_core.merge import merge_diff
+from fulcrum_core.assignment import AssignmentRules, apply_flip, may_apply
+from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Store
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
 from fulcrum_simulator.text import output_text, prompt_digest
-from tests.kubernetes.clusters import AUDIT, apply_crds, fresh_namespace
-from tests.kubernetes.control_plane.routed import MODEL, SERVICE, Router, Stack, engine_servers, routed
+from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
+from tests.kubernetes.control_plane.service_stack import (
+    MODEL,
+    SERVICE,
+    RoutedService,
+    RouterProcess,
+    engine_servers,
+    routed,
+)
 from tools.kubernetes.cluster import Cluster
 
-BAR_S = 0.1
+APPLIED_P99_MAX_S = 0.1
 TOKENS = 4
-POLL_S = 10.0
+POLL_TIMEOUT_S = 10.0
 RULES = AssignmentRules(prefill_to_decode_cooldown_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class FlipTiming:
     """One flip; all in seconds from the decision."""
 
     written_s: float
     """Until the API server had answered the write."""
     applied_s: float
     """Until the router dispatched by it, by its own clock, which is the same machine's."""
-    told_s: float
+    poll_answered_s: float
     """Until a poll at the state port was answered."""
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def run_control_plane() -> Iterator[Cluster]:
     """A control plane of its own."""
     with tempfile.TemporaryDirectory(prefix="flip-latency-") as folder:
-        made = Cluster(Path(folder), audit=AUDIT)
+        made = Cluster(Path(folder), audit=AUDIT_POLICY)
         made.start(0)
         try:
             apply_crds(made)
@@ -67,93 +74,95 @@ def cluster() -> Iterator[Cluster]:
             made.stop()
 
 
-async def flips(stack: Stack, router: Router, count: int) -> list[Flip]:
+async def measure_flips(stack: RoutedService, router: RouterProcess, count: int) -> list[FlipTiming]:
     """Instances in turn to the other role and back, each flip when the one before is acknowledged."""
-    done: list[Flip] = []
+    done: list[FlipTiming] = []
     headers = {"authorization": f"Bearer {stack.token}"}
     async with open_store(stack.store) as store, aiohttp.ClientSession(headers=headers) as session:
         names = list(stack.engines)
         for turn in range(count):
-            done.append(await _flip(store, session, stack, router, names[turn // 2 % len(names)]))
+            done.append(await _measure_flip(store, session, stack, router, names[turn // 2 % len(names)]))
             await asyncio.sleep(0.02)  # so that no flip profits from a watch that is busy anyway
     return done
 
 
-async def _flip(
-    store: Store, session: aiohttp.ClientSession, stack: Stack, router: Router, name: str
-) -> Flip:
+async def _measure_flip(
+    store: Store, session: aiohttp.ClientSession, stack: RoutedService, router: RouterProcess, name: str
+) -> FlipTiming:
     current = await store.get(PDAssignment, SERVICE, namespace=stack.namespace)
     to = Role.DECODE if current.spec.roles[name].role is Role.PREFILL else Role.PREFILL
-    query = {"min_generation": str(current.metadata.generation + 1), "timeout_s": str(POLL_S)}
+    query = {"min_generation": str(current.metadata.generation + 1), "timeout_s": str(POLL_TIMEOUT_S)}
     polling = asyncio.create_task(_poll(session, f"{router.state_url}/state", query))
     await asyncio.sleep(0.005)  # the poll is there before the flip, as the autoscaler's next one may be
     decided_s = time.time()
-    wish = with_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
-    verdict = may_apply(current.spec, wish, stack.engines.keys(), RULES, now_s=decided_s)
+    desired = apply_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
+    verdict = may_apply(current.spec, desired, stack.engines.keys(), RULES, now_s=decided_s)
     if not verdict.allowed:
         raise RuntimeError(verdict.reason)
     await store.patch(
         PDAssignment,
         SERVICE,
-        {"spec": merge_diff(current.spec.dump(), wish.dump())},
+        {"spec": create_merge_patch(current.spec.dump(), desired.dump())},
         namespace=stack.namespace,
         resource_version=current.metadata.resource_version,
     )
     written_s = time.time()
-    state, told_s = await polling
+    state, poll_answered_s = await polling
     if state.generation <= current.metadata.generation:
         raise RuntimeError(f"the router stays at generation {state.generation}")
-    return Flip(written_s - decided_s, state.acknowledged_at_s - decided_s, told_s - decided_s)
+    return FlipTiming(written_s - decided_s, state.acknowledged_at_s - decided_s, poll_answered_s - decided_s)
 
 
 async def _poll(
     session: aiohttp.ClientSession, url: str, query: Mapping[str, str]
 ) -> tuple[RouterState, float]:
-    async with session.get(url, params=query) as answer:
-        content = await answer.read()
-        told_s = time.time()
-        return RouterState.model_validate_json(content), told_s
+    async with session.get(url, params=query) as response:
+        content = await response.read()
+        poll_answered_s = time.time()
+        return RouterState.model_validate_json(content), poll_answered_s
 
 
-class Load:
+class CheckedLoad:
     """Requests at a steady rate, each checked."""
 
     def __init__(self, url: str, rate: float) -> None:
         self._url, self._rate = url, rate
-        self.answered = self.wrong = 0
+        self.completed = self.wrong = 0
 
     async def run(self) -> None:
         """Until cancelled; then what is under way is waited for."""
-        began_s, asking = time.monotonic(), set[asyncio.Task[None]]()
+        began_s, running = time.monotonic(), set[asyncio.Task[None]]()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             try:
                 for number in itertools.count():
                     await asyncio.sleep(max(0.0, began_s + number / self._rate - time.monotonic()))
-                    task = asyncio.create_task(self._ask(session, number))
-                    asking.add(task)
-                    task.add_done_callback(asking.discard)
+                    task = asyncio.create_task(self._send(session, number))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
             finally:
-                if asking:
-                    await asyncio.wait(asking)
+                if running:
+                    await asyncio.wait(running)
 
-    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
+    async def _send(self, session: aiohttp.ClientSession, number: int) -> None:
         prompt = f"{number} {secrets.token_hex(16)} " * 4
         body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS}
-        async with session.post(self._url, json=body) as answer:
-            content: Any = await answer.json()
-            right = answer.status == 200 and content["choices"][0]["text"] == output_text(
+        async with session.post(self._url, json=body) as response:
+            content: Any = await response.json()
+            right = response.status == 200 and content["choices"][0]["text"] == output_text(
                 prompt_digest(prompt.encode()), TOKENS
             )
-        self.answered += 1
+        self.completed += 1
         self.wrong += not right
 
 
-async def measure(stack: Stack, router: Router, args: argparse.Namespace) -> tuple[list[Flip], Load]:
+async def measure(
+    stack: RoutedService, router: RouterProcess, args: argparse.Namespace
+) -> tuple[list[FlipTiming], CheckedLoad]:
     """The flips and the load beside them."""
-    load = Load(router.url, args.rate)
+    load = CheckedLoad(router.url, args.rate)
     loading = asyncio.create_task(load.run())
     await asyncio.sleep(1.0)
-    done = await flips(stack, router, args.flips)
+    done = await measure_flips(stack, router, args.flips)
     loading.cancel()
     await asyncio.wait([loading])
     return done, load
@@ -164,29 +173,29 @@ def main() -> int:
     args = _parser().parse_args()
     autoscaling = {"mode": "Off", "flip": {"prefillToDecodeCooldown": "0s"}}
     with (
-        cluster() as control_plane,
-        fresh_namespace(control_plane) as namespace,
+        run_control_plane() as control_plane,
+        temporary_namespace(control_plane) as namespace,
         engine_servers(args.engines) as engines,
         routed(control_plane, namespace, engines, autoscaling=autoscaling) as stack,
     ):
         router = stack.start_router()
-        router.process.ready()
+        router.process.wait_ready()
         while stack.serving(router) != set(engines):
             time.sleep(0.05)
         done, load = asyncio.run(measure(stack, router, args))
-    print(f"{len(done)} flips, {load.answered} requests at {args.rate:g}/s, {load.wrong} failed or wrong")
-    for name, words in (
+    print(f"{len(done)} flips, {load.completed} requests at {args.rate:g}/s, {load.wrong} failed or wrong")
+    for name, label in (
         ("written_s", "decision to written"),
         ("applied_s", "decision to generation applied"),
-        ("told_s", "decision to poll answered"),
+        ("poll_answered_s", "decision to poll response"),
     ):
         values = sorted(getattr(flip, name) for flip in done)
-        shown = [f"p{share} {1000 * _share(values, share):6.1f} ms" for share in (50, 90, 99)]
-        print(f"{words:32}", "  ".join(shown), f" max {1000 * values[-1]:6.1f} ms")
-    return int(load.wrong > 0 or _share(sorted(flip.applied_s for flip in done), 99) > BAR_S)
+        shown = [f"p{share} {1000 * _percentile(values, share):6.1f} ms" for share in (50, 90, 99)]
+        print(f"{label:32}", "  ".join(shown), f" max {1000 * values[-1]:6.1f} ms")
+    return int(load.wrong > 0 or _percentile(sorted(flip.applied_s for flip in done), 99) > APPLIED_P99_MAX_S)
 
 
-def _share(values: list[float], share: int) -> float:
+def _percentile(values: list[float], share: int) -> float:
     return values[min(len(values) - 1, len(values) * share // 100)]
 
 

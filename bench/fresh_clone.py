@@ -18,17 +18,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FLIP = re.compile(r"\S+ (Prefill|Decode) → (Prefill|Decode):")
-FIRST_FLIP_S, ENVIRONMENT_MB, END_S = 60.0, 300.0, 2.0
+FLIP_LINE_PATTERN = re.compile(r"\S+ (Prefill|Decode) → (Prefill|Decode):")
+FIRST_FLIP_MAX_S, ENVIRONMENT_MAX_MB, END_MAX_S = 60.0, 300.0, 2.0
 
 
-def size_mb(folder: Path) -> float:
+def measure_size_mb(folder: Path) -> float:
     """What the folder takes on disk, in MB (10⁶ bytes)."""
     files = (path.lstat() for path in folder.rglob("*"))
     return sum(file.st_blocks for file in files) * 512 / 1e6
 
 
-def started_in(clone: Path) -> list[str]:
+def list_processes_of(clone: Path) -> list[str]:
     """Processes whose program lies in the clone's environment."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -46,14 +46,14 @@ def measure(clone: Path) -> tuple[float, float]:
     command = ["make", "play", "ARGS=--headless"]
     play = subprocess.Popen(command, cwd=clone, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert play.stdout is not None
-    flip = next(filter(FLIP.search, play.stdout), None)
+    flip = next(filter(FLIP_LINE_PATTERN.search, play.stdout), None)
     if flip is None:
         raise SystemExit(f"error: make play ended with {play.wait()} before a flip")
     first_flip_s = time.monotonic() - began_s
     print(flip.rstrip(), flush=True)
     began_s = time.monotonic()
     os.killpg(play.pid, signal.SIGINT)
-    while play.poll() is None or started_in(clone):
+    while play.poll() is None or list_processes_of(clone):
         time.sleep(0.01)
     return first_flip_s, time.monotonic() - began_s
 
@@ -63,11 +63,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         clone = Path(folder) / "clone"
         first_flip_s, end_s = measure(clone)
-        environment_mb = size_mb(clone / ".venv")
+        environment_mb = measure_size_mb(clone / ".venv")
     print(f"first flip after {first_flip_s:.1f} s from the start of the clone")
     print(f"environment {environment_mb:.0f} MB")
     print(f"everything ended {end_s:.2f} s after Ctrl-C")
-    good = first_flip_s <= FIRST_FLIP_S and environment_mb <= ENVIRONMENT_MB and end_s <= END_S
+    good = first_flip_s <= FIRST_FLIP_MAX_S and environment_mb <= ENVIRONMENT_MAX_MB and end_s <= END_MAX_S
     return 0 if good else 1
 
 

@@ -22,29 +22,29 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api.meta import parse_time
-from tests.kubernetes.clusters import AUDIT, apply_crds, fresh_namespace
-from tests.kubernetes.control_plane.operators import (
-    Kubelet,
+from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
+from tests.kubernetes.control_plane.operator_process import (
+    FakeKubelet,
+    NamespaceClient,
     OperatorProcess,
-    Space,
-    engines_at,
-    operators,
-    some_address,
-    until,
+    operator_starter,
+    pick_loopback_address,
+    serve_engines,
+    wait_until,
 )
 from tools.kubernetes.cluster import Cluster
 
-RSS_BAR_MB = 200.0
-CPU_BAR = 0.02
-ACT_BAR_S = 1.0
+RSS_MAX_MB = 200.0
+CPU_MAX = 0.02
+ACTION_MAX_S = 1.0
 READS = frozenset({"get", "list", "watch"})
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def run_control_plane() -> Iterator[Cluster]:
     """A control plane of its own."""
     with tempfile.TemporaryDirectory(prefix="operator-scale-") as folder:
-        made = Cluster(Path(folder), audit=AUDIT)
+        made = Cluster(Path(folder), audit=AUDIT_POLICY)
         made.start(0)
         try:
             apply_crds(made)
@@ -57,81 +57,86 @@ def main() -> int:
     """Prints the figures; returns the exit code."""
     args = _parser().parse_args()
     with (
-        cluster() as control_plane,
-        fresh_namespace(control_plane) as namespace,
+        run_control_plane() as control_plane,
+        temporary_namespace(control_plane) as namespace,
         tempfile.TemporaryDirectory() as logs,
-        operators(control_plane, namespace, Path(logs)) as start,
+        operator_starter(control_plane, namespace, Path(logs)) as start,
     ):
-        figures = measured(Space(control_plane, namespace), start(), args)
+        figures = measure_all(NamespaceClient(control_plane, namespace), start(), args)
     print(json.dumps(figures, indent=2))
-    return int(not held(figures))
+    return int(not meets_limits(figures))
 
 
-def measured(space: Space, operator: OperatorProcess, args: argparse.Namespace) -> dict[str, Any]:
+def measure_all(api: NamespaceClient, operator: OperatorProcess, args: argparse.Namespace) -> dict[str, Any]:
     """Bring everything up, be quiet, make changes."""
     names = [f"s{number}" for number in range(args.services)]
-    address = some_address()
-    with engines_at(address):
-        until(operator.leads, "the operator to lead")
-        up_s = _up(space, Kubelet(space, address), operator, names, args.instances)
-        quiet = _quiet(space, operator, args.quiet)
-        took_s = sorted(_change(space, names[number % len(names)]) for number in range(args.changes))
+    address = pick_loopback_address()
+    with serve_engines(address):
+        wait_until(operator.is_leader, "the operator to lead")
+        startup_s = _start_services(api, FakeKubelet(api, address), operator, names, args.instances)
+        quiet = _measure_quiet_time(api, operator, args.quiet)
+        took_s = sorted(_measure_change_s(api, names[number % len(names)]) for number in range(args.changes))
     return {
         "instances": args.instances,
         "services": args.services,
-        "up_s": round(up_s, 1),
+        "startup_s": round(startup_s, 1),
         **quiet,
         "rss_after_mb": round(operator.rss_mb(), 1),
-        "act_median_s": round(took_s[len(took_s) // 2], 3),
-        "act_max_s": round(took_s[-1], 3),
+        "action_median_s": round(took_s[len(took_s) // 2], 3),
+        "action_max_s": round(took_s[-1], 3),
     }
 
 
-def held(figures: dict[str, Any]) -> bool:
-    """Whether every bar is held."""
+def meets_limits(figures: dict[str, Any]) -> bool:
+    """Whether every limit is met."""
     return bool(
-        figures["rss_after_mb"] <= RSS_BAR_MB
-        and figures["quiet_cpu"] <= CPU_BAR
+        figures["rss_after_mb"] <= RSS_MAX_MB
+        and figures["quiet_cpu"] <= CPU_MAX
         and not figures["quiet_writes"]
-        and figures["act_max_s"] <= ACT_BAR_S
+        and figures["action_max_s"] <= ACTION_MAX_S
     )
 
 
-def _up(space: Space, kubelet: Kubelet, operator: OperatorProcess, names: list[str], instances: int) -> float:
+def _start_services(
+    api: NamespaceClient, kubelet: FakeKubelet, operator: OperatorProcess, names: list[str], instances: int
+) -> float:
     """All services, with all instances serving; returns the seconds that took."""
     began_s = time.monotonic()
     shares = [instances // len(names) + (index < instances % len(names)) for index in range(len(names))]
     for name, share in zip(names, shares, strict=True):
-        space.service(name, instances=share)
+        api.service(name, instances=share)
     done: set[str] = set()
 
     def serve() -> bool:
         if operator.process.poll() is not None:
             sys.exit(f"error: the operator ended: {operator.log.read_text().splitlines()[-1]}")
         time.sleep(0.5)  # to read 200 pods costs more than to look after them
-        for pod in set(space.names("pods")) - done:
+        for pod in set(api.names("pods")) - done:
             if pod.rpartition("-")[2].isdigit():
-                kubelet.ready(pod)
+                kubelet.set_ready(pod)
                 done.add(pod)
-        phases = space.phases()
+        phases = api.phases()
         return len(phases) == instances and set(phases.values()) == {"Serving"}
 
-    until(serve, "all instances to serve", timeout_s=300)
-    until(lambda: all(_settled(space, *pair) for pair in zip(names, shares, strict=True)), "the statuses")
+    wait_until(serve, "all instances to serve", timeout_s=300)
+    wait_until(
+        lambda: all(_has_settled_status(api, *pair) for pair in zip(names, shares, strict=True)),
+        "the statuses",
+    )
     return time.monotonic() - began_s
 
 
-def _settled(space: Space, name: str, share: int) -> bool:
-    return bool(space.get("pdservices", name)["status"]["ready"] == f"{share}/{share}")
+def _has_settled_status(api: NamespaceClient, name: str, share: int) -> bool:
+    return bool(api.get("pdservices", name)["status"]["ready"] == f"{share}/{share}")
 
 
-def _quiet(space: Space, operator: OperatorProcess, quiet_s: float) -> dict[str, Any]:
+def _measure_quiet_time(api: NamespaceClient, operator: OperatorProcess, quiet_s: float) -> dict[str, Any]:
     """What the operator uses and writes while nothing happens."""
     time.sleep(12.0)  # a status may be put off for ten seconds
     began, cpu_s = time.time(), operator.cpu_s()
     time.sleep(quiet_s)
     used = (operator.cpu_s() - cpu_s) / quiet_s
-    found = writes(space.cluster, space.name, began, began + quiet_s)
+    found = count_writes(api.cluster, api.name, began, began + quiet_s)
     return {
         "quiet_s": quiet_s,
         "quiet_cpu": round(used, 4),
@@ -140,19 +145,21 @@ def _quiet(space: Space, operator: OperatorProcess, quiet_s: float) -> dict[str,
     }
 
 
-def _change(space: Space, service: str) -> float:
+def _measure_change_s(api: NamespaceClient, service: str) -> float:
     """Flip an instance; returns the seconds from the answer to that until the operator has written for it."""
     instance = f"{service}-0"
-    now = space.get("pdassignments", service)["spec"]["roles"][instance]["role"]
+    now = api.get("pdassignments", service)["spec"]["roles"][instance]["role"]
     role = "Decode" if now == "Prefill" else "Prefill"
     entry = {"role": role, "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": secrets.token_hex(4)}
-    space.patch("pdassignments", service, {"spec": {"roles": {instance: entry}}})
-    return until(
-        lambda: space.get("pdinstances", instance)["status"]["role"] == role, f"{instance} to be {role}"
+    api.patch("pdassignments", service, {"spec": {"roles": {instance: entry}}})
+    return wait_until(
+        lambda: api.get("pdinstances", instance)["status"]["role"] == role, f"{instance} to be {role}"
     )
 
 
-def writes(cluster: Cluster, namespace: str, since_s: float, until_s: float) -> Counter[tuple[str, str]]:
+def count_writes(
+    cluster: Cluster, namespace: str, since_s: float, until_s: float
+) -> Counter[tuple[str, str]]:
     """Writes of operators in a namespace in some seconds, by verb and kind, but for Leases."""
     found: Counter[tuple[str, str]] = Counter()
     for line in cluster.audit_log.read_text().splitlines():

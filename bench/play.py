@@ -25,7 +25,7 @@ from typing import Any
 RECORDING = "azure_code_2023.csv.gz"
 FLIPS = 1500
 """Enough for the load to be there most of the time: 300 are made before its first answers are out."""
-SETTLED_S = 10.0
+SETTLING_TIME_S = 10.0
 """The split starts somewhere arbitrary; flips of a steady load count from here."""
 
 Report = dict[str, Any]
@@ -40,20 +40,20 @@ class Case:
     judge: Callable[..., Iterable[Verdict]]
 
 
-def unharmed(report: Report) -> Iterable[Verdict]:
+def judge_requests(report: Report) -> Iterable[Verdict]:
     """Every request is accounted for and none went wrong; the machine kept up."""
     requests = report["requests"]
     ended = sum(requests[ending] for ending in ("ok", "failed", "broken", "wrong"))
-    harmed = f"{requests['failed']} failed, {requests['wrong']} wrong of {requests['offered']}"
-    yield requests["failed"] == requests["wrong"] == 0, harmed
+    requests_text = f"{requests['failed']} failed, {requests['wrong']} wrong of {requests['offered']}"
+    yield requests["failed"] == requests["wrong"] == 0, requests_text
     yield requests["offered"] == ended, f"{requests['offered'] - ended} not accounted for"
-    yield not report["machine_too_slow"], f"engine lateness {report['engine_lateness_ms_p99']} ms (p99)"
+    yield not report["machine_too_slow"], f"engine lateness {report['engine_lateness_p99_ms']} ms (p99)"
 
 
-def moving(auto: Report, off: Report) -> Iterable[Verdict]:
+def judge_moving(auto: Report, off: Report) -> Iterable[Verdict]:
     """Flips follow the load, and it pays."""
-    yield from unharmed(auto)
-    yield from unharmed(off)
+    yield from judge_requests(auto)
+    yield from judge_requests(off)
     to = [flip["to"] for flip in auto["flips"]]
     counts = to.count("Prefill"), to.count("Decode")
     yield min(counts) >= 2, f"{counts[0]} flips to Prefill, {counts[1]} to Decode"
@@ -61,45 +61,45 @@ def moving(auto: Report, off: Report) -> Iterable[Verdict]:
     yield shares[0] - shares[1] >= 0.1, f"attainment {shares[0]:.1%} with Auto, {shares[1]:.1%} with Off"
 
 
-def steady(report: Report) -> Iterable[Verdict]:
+def judge_steady(report: Report) -> Iterable[Verdict]:
     """No reason, no flips."""
-    yield from unharmed(report)
-    late = sum(flip["at_s"] > SETTLED_S for flip in report["flips"])
-    yield late <= 1, f"{late} flips after the first {SETTLED_S:g} s, {len(report['flips'])} in all"
+    yield from judge_requests(report)
+    late = sum(flip["at_s"] > SETTLING_TIME_S for flip in report["flips"])
+    yield late <= 1, f"{late} flips after the first {SETTLING_TIME_S:g} s, {len(report['flips'])} in all"
 
 
-def trace(report: Report) -> Iterable[Verdict]:
+def judge_trace(report: Report) -> Iterable[Verdict]:
     """A recorded load flips instances, too."""
-    yield from unharmed(report)
+    yield from judge_requests(report)
     yield bool(report["flips"]), f"{len(report['flips'])} flips, attainment {report['attainment']:.1%}"
 
 
-def flips(report: Report) -> Iterable[Verdict]:
+def judge_flips(report: Report) -> Iterable[Verdict]:
     """From the decision to the router's acknowledgement."""
-    yield from unharmed(report)
+    yield from judge_requests(report)
     forced = [flip for flip in report["flips"] if flip["ack_ms"] is not None]
     yield len(forced) >= FLIPS, f"{len(forced)} flips acknowledged"
-    yield report["flip_ack_ms_p99"] <= 20.0, f"acknowledged within {report['flip_ack_ms_p99']} ms (p99)"
+    yield report["flip_ack_p99_ms"] <= 20.0, f"acknowledged within {report['flip_ack_p99_ms']} ms (p99)"
 
 
-def kill(report: Report) -> Iterable[Verdict]:
+def judge_kill(report: Report) -> Iterable[Verdict]:
     """Before its first byte a request goes elsewhere; after it, its stream ends in an error event."""
-    yield from unharmed(report)
+    yield from judge_requests(report)
     requests = report["requests"]
-    told = f"{requests['broken']} broken, {requests['broken_silently']} of them without an error event"
-    yield requests["broken_silently"] == 0, told
+    broken_text = f"{requests['broken']} broken, {requests['broken_silently']} of them without an error event"
+    yield requests["broken_silently"] == 0, broken_text
 
 
 CASES = {
-    "moving": Case((("--mode", "Auto"), ("--mode", "Off")), moving),
-    "steady": Case((("--load", "steady"),), steady),
-    "trace": Case((("--speed", "4"),), trace),
-    "flips": Case((("--mode", "Off", "--flips", str(FLIPS)),), flips),
-    "kill": Case((("--kill-every", "5s"),), kill),
+    "moving": Case((("--mode", "Auto"), ("--mode", "Off")), judge_moving),
+    "steady": Case((("--load", "steady"),), judge_steady),
+    "trace": Case((("--speed", "4"),), judge_trace),
+    "flips": Case((("--mode", "Off", "--flips", str(FLIPS)),), judge_flips),
+    "kill": Case((("--kill-every", "5s"),), judge_kill),
 }
 
 
-def play(*options: str) -> Report:
+def run_play(*options: str) -> Report:
     """One run's report; of what it prints all but the flips goes to the screen."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
@@ -129,7 +129,7 @@ def main() -> int:
     if given.case == "trace":
         common += ["--trace", str(given.trace)]
     case = CASES[given.case]
-    verdicts = list(case.judge(*(play(*options, *common) for options in case.runs)))
+    verdicts = list(case.judge(*(run_play(*options, *common) for options in case.runs)))
     print()
     for held, found in verdicts:
         print(f"{'ok  ' if held else 'MISS'}  {found}")

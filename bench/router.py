@@ -25,16 +25,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PEER = "vllm-router==0.1.17"
-OURS = "fulcrum"
+VLLM_ROUTER_PACKAGE = "vllm-router==0.1.17"
+FULCRUM = "fulcrum"
 PREFILL, DECODE = (7701, 7702), (7703, 7704)
-BAR, BAR_AGAINST = 0.5, 1.03
+CPU_RATIO_MAX, BAR_AGAINST = 0.5, 1.03
 """Highest ratio to vllm-router, and to another checkout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what is missing, run, and print the table."""
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     folder = os.environ.get("ROUTER_BENCH")
     if not folder or not (Path(folder) / "bench.py").is_file():
         print(f"error: ROUTER_BENCH ({folder or 'nothing'}) is not a folder with bench.py", file=sys.stderr)
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness = Path(folder)
     _build_programs(harness, cache)
     ours, other = _fulcrum(Path(sys.executable), port=7901), {}
-    if given.against is None:
+    if options.against is None:
         _install_peer(cache)
         other["vllm-router"] = _vllm_router(cache)
     else:
-        other["other checkout"] = _fulcrum(given.against.absolute() / ".venv" / "bin" / "python", port=7801)
-    results = _run(harness, cache, given, {OURS: ours, **other})
-    return _report(results, *other, bar=BAR if given.against is None else BAR_AGAINST)
+        other["other checkout"] = _fulcrum(options.against.absolute() / ".venv" / "bin" / "python", port=7801)
+    results = _run(harness, cache, options, {FULCRUM: ours, **other})
+    return _report(results, *other, bar=CPU_RATIO_MAX if options.against is None else BAR_AGAINST)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,11 +78,13 @@ def _install_peer(cache: Path) -> None:
     peer = cache / "venv"
     if not (peer / "bin" / "vllm-router").exists():
         venv.create(peer, with_pip=True)
-        subprocess.run([peer / "bin" / "python", "-m", "pip", "install", "--quiet", PEER], check=True)
+        subprocess.run(
+            [peer / "bin" / "python", "-m", "pip", "install", "--quiet", VLLM_ROUTER_PACKAGE], check=True
+        )
 
 
 def _run(
-    harness: Path, cache: Path, given: argparse.Namespace, systems: Mapping[str, Any]
+    harness: Path, cache: Path, options: argparse.Namespace, systems: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     described, out = cache / "systems.py", cache / "results.json"
     described.write_text(f"SUTS = {dict(systems)!r}\n", encoding="utf-8")
@@ -95,8 +97,8 @@ def _run(
             "--logs",
             str(cache / "logs"),
         ),
-        *("--suts", ",".join(systems), "--scen", given.scenarios, "--out", str(out)),
-        *("--rounds", str(given.rounds), "--secs", str(given.secs)),
+        *("--suts", ",".join(systems), "--scen", options.scenarios, "--out", str(out)),
+        *("--rounds", str(options.rounds), "--secs", str(options.secs)),
     ]
     subprocess.run(command, check=True, env={**os.environ, "BENCH_BIN": str(cache / "bin")})
     results: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
@@ -130,29 +132,29 @@ def _vllm_router(cache: Path) -> dict[str, Any]:
 
 def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int:
     """One line per system and scenario, from the least disturbed half of its runs."""
-    below = True
+    meets_limit = True
     for scenario in dict.fromkeys(run["scen"] for run in results):
         cpu: dict[str, float] = {}
-        for name in (OURS, other):
+        for name in (FULCRUM, other):
             runs = [run for run in results if run["scen"] == scenario and run["sut"] == name]
-            sound = [run for run in runs if _is_sound(run)]
-            quiet = sorted(sound, key=lambda run: float(run["foreign"]))[: max(1, (len(sound) + 1) // 2)]
+            valid = [run for run in runs if _is_valid(run)]
+            quiet = sorted(valid, key=lambda run: float(run["foreign"]))[: max(1, (len(valid) + 1) // 2)]
             if not quiet:
-                print(f"error: {name} has no sound run of {scenario}", file=sys.stderr)
+                print(f"error: {name} has no valid run of {scenario}", file=sys.stderr)
                 return 1
             cpu[name] = statistics.median(run["cpu_us_req"] for run in quiet)
             rate = statistics.median(run["rps"] for run in quiet)
-            dropped = f", {len(runs) - len(sound)} runs not sound" if len(sound) < len(runs) else ""
+            dropped = f", {len(runs) - len(valid)} runs not valid" if len(valid) < len(runs) else ""
             print(
                 f"{scenario:6} {name:14} {cpu[name]:7.1f} us CPU a request, {rate:7.0f} requests/s{dropped}"
             )
-        ratio = cpu[OURS] / cpu[other]
+        ratio = cpu[FULCRUM] / cpu[other]
         print(f"{scenario:6} ratio          {ratio:7.2f}")
-        below = below and (scenario != "ns" or ratio < bar)
-    return 0 if below else 1
+        meets_limit = meets_limit and (scenario != "ns" or ratio < bar)
+    return 0 if meets_limit else 1
 
 
-def _is_sound(run: dict[str, Any]) -> bool:
+def _is_valid(run: dict[str, Any]) -> bool:
     """Whether it was PD all through: each prefill leg with its decode, nothing recomputed, nothing bad."""
     seen: dict[str, int] = run["mock"]
     prefills, decodes = seen.get("prefill_leg_total", 0), seen.get("decode_remote_total", 0)

@@ -20,25 +20,25 @@ import uvloop
 
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.process import announce_ready, die_with_parent
-from fulcrum_cluster.server import serve_store
+from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api import ObjectMeta, PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.meta import format_time
 from fulcrum_core.values import Actor, Role
 
-BAR_MS = 10.0
+P99_MAX_MS = 10.0
 NAMESPACE = "default"
 
 
-async def serve(path: Path) -> None:
+async def run_store(path: Path) -> None:
     """The store's process: serves until it is ended."""
     async with serve_store(MemoryStore(SystemClock()), path):
         announce_ready()
         await asyncio.Event().wait()
 
 
-async def watch(path: Path, flips: int) -> None:
+async def run_watcher(path: Path, flips: int) -> None:
     """The watcher's process: prints when it had each change in hand."""
     arrived_s: list[float] = []
     async with open_store(f"unix:{path}") as store:
@@ -52,9 +52,9 @@ async def watch(path: Path, flips: int) -> None:
     print("\n".join(map(repr, arrived_s)))
 
 
-async def write(path: Path, flips: int) -> tuple[list[float], list[float]]:
+async def write_flips(path: Path, flips: int) -> tuple[list[float], list[float]]:
     """When each flip was decided, and when its write was answered."""
-    decided_s, answered_s = [], []
+    decided_s, written_s = [], []
     async with open_store(f"unix:{path}") as store:
         current = await store.get(PDAssignment, "chat", namespace=NAMESPACE)
         for flip in range(flips):
@@ -65,12 +65,12 @@ async def write(path: Path, flips: int) -> tuple[list[float], list[float]]:
             current = await store.patch(
                 PDAssignment, "chat", patch, namespace=NAMESPACE, resource_version=version
             )
-            answered_s.append(time.time())
+            written_s.append(time.time())
             await asyncio.sleep(0.005)
-    return decided_s, answered_s
+    return decided_s, written_s
 
 
-async def prepare(path: Path) -> None:
+async def create_assignment(path: Path) -> None:
     """An assignment of eight instances."""
     role = RoleAssignment(role=Role.PREFILL, since=time.time(), by=Actor.OPERATOR, reason="as found" * 12)
     spec = PDAssignmentSpec(service="chat", roles={f"chat-{index}": role for index in range(8)})
@@ -78,7 +78,7 @@ async def prepare(path: Path) -> None:
         await store.create(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec))
 
 
-def spawn(part: str, path: Path, flips: int) -> subprocess.Popen[str]:
+def start_process(part: str, path: Path, flips: int) -> subprocess.Popen[str]:
     """Another process of this measurement, once it is ready."""
     command = [sys.executable, __file__, "--part", part, "--socket", str(path), "--flips", str(flips)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -87,7 +87,7 @@ def spawn(part: str, path: Path, flips: int) -> subprocess.Popen[str]:
     return process
 
 
-def report(what: str, values_s: list[float]) -> float:
+def print_quantiles(what: str, values_s: list[float]) -> float:
     """Print the quantiles; the 99th percentile in milliseconds."""
     ordered = sorted(value * 1000 for value in values_s)
     p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
@@ -99,20 +99,20 @@ def measure(flips: int) -> int:
     """Run the three processes and print what they saw."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sock"
-        server = spawn("serve", path, flips)
+        server = start_process("serve", path, flips)
         try:
-            uvloop.run(prepare(path))
-            watcher = spawn("watch", path, flips)
-            decided_s, answered_s = uvloop.run(write(path, flips))
+            uvloop.run(create_assignment(path))
+            watcher = start_process("watch", path, flips)
+            decided_s, written_s = uvloop.run(write_flips(path, flips))
             arrived_s = [float(line) for line in watcher.communicate(timeout=60)[0].split()]
         finally:
             server.terminate()
             server.communicate()
-    pairs = zip(decided_s, answered_s, strict=True)
-    report("decision -> answered", [answered - decided for decided, answered in pairs])
+    pairs = zip(decided_s, written_s, strict=True)
+    print_quantiles("decision -> answered", [answered - decided for decided, answered in pairs])
     arrivals = zip(decided_s, arrived_s, strict=True)
-    p99_ms = report("decision -> watcher", [arrived - decided for decided, arrived in arrivals])
-    return 0 if p99_ms <= BAR_MS else 1
+    p99_ms = print_quantiles("decision -> watcher", [arrived - decided for decided, arrived in arrivals])
+    return 0 if p99_ms <= P99_MAX_MS else 1
 
 
 def main() -> int:
@@ -125,7 +125,11 @@ def main() -> int:
     if arguments.part is None:
         return measure(arguments.flips)
     die_with_parent()
-    part = serve(arguments.socket) if arguments.part == "serve" else watch(arguments.socket, arguments.flips)
+    part = (
+        run_store(arguments.socket)
+        if arguments.part == "serve"
+        else run_watcher(arguments.socket, arguments.flips)
+    )
     uvloop.run(part)
     return 0
 

@@ -47,7 +47,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-Figure = Callable[[str], None]
+RecordMeasurement = Callable[[str], None]
 
 TARGETS = {
     "integration": "test",
@@ -57,13 +57,13 @@ TARGETS = {
 }
 """The make targets that run a folder of tests; `check` runs the others."""
 
-_FIGURES: list[str] = []
+_MEASUREMENTS: list[str] = []
 
 
 @pytest.fixture(scope="session")
-def figure() -> Figure:
-    """`figure("what: so much")` is printed at the end of the run."""
-    return _FIGURES.append
+def record_measurement() -> RecordMeasurement:
+    """`record_measurement("what: so much")` is printed at the end of the run."""
+    return _MEASUREMENTS.append
 
 
 @pytest.fixture
@@ -75,14 +75,14 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         if request.config.option.rewrite_golden:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-        held = file.read_text(encoding="utf-8") if file.exists() else ""
-        assert text == held, f"tests/golden/{path} is not this; --rewrite-golden writes it"
+        recorded = file.read_text(encoding="utf-8") if file.exists() else ""
+        assert text == recorded, f"tests/golden/{path} is not this; --rewrite-golden writes it"
 
     return compare
 
 
 @pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
+def reset_logging() -> Iterator[None]:
     """Where a program that runs within a test sends its log lines ends with the test."""
     yield
     structlog.reset_defaults()
@@ -90,21 +90,21 @@ def own_logging() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tells what was measured, names what this run did not show, and the seed that repeats it."""
-    if _FIGURES:
+    if _MEASUREMENTS:
         terminalreporter.section("measured")
-        for line in _FIGURES:
+        for line in _MEASUREMENTS:
             terminalreporter.line(line)
     terminalreporter.section("left out", yellow=True, bold=True)
     left_out = [
-        *_skips(terminalreporter.stats.get("skipped", [])),
-        *_folders_not_asked_for(config),
+        *_list_skipped_tests(terminalreporter.stats.get("skipped", [])),
+        *_list_folders_not_run(config),
     ]
     for line in left_out:
         terminalreporter.line(f"LEFT OUT {line}", yellow=True)
     terminalreporter.line(f"seed: repeat this run with --seed {config.option.seed}")
 
 
-def _skips(reports: Iterable[pytest.TestReport]) -> list[str]:
+def _list_skipped_tests(reports: Iterable[pytest.TestReport]) -> list[str]:
     by_reason: dict[str, set[str]] = defaultdict(set)
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -112,13 +112,13 @@ def _skips(reports: Iterable[pytest.TestReport]) -> list[str]:
     return [f"{name}: {reason}" for reason in sorted(by_reason) for name in sorted(by_reason[reason])]
 
 
-def _folders_not_asked_for(config: pytest.Config) -> Iterator[str]:
+def _list_folders_not_run(config: pytest.Config) -> Iterator[str]:
     if os.environ.get("TEST_LOT"):
         return  # `tools/test` runs the other folders, too
-    asked = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    if not all(path.is_dir() for path in asked):
+    requested = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
+    if not all(path.is_dir() for path in requested):
         return  # somebody runs one file; the list of all the rest would be noise
     for folder in sorted((ROOT / "tests").iterdir()):
-        touched = any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in asked)
+        touched = any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in requested)
         if not touched and any(folder.rglob("test_*.py")):
             yield f"tests/{folder.name}: not asked for, make {TARGETS.get(folder.name, 'check')} runs it"

@@ -12,12 +12,12 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from fulcrum_autoscaler.journal import Journals
-from fulcrum_autoscaler.meters import Families
+from fulcrum_autoscaler.decision_history import DecisionHistories
+from fulcrum_autoscaler.metrics import AutoscalerMetrics
 from fulcrum_autoscaler.options import Options, parse_options
-from fulcrum_autoscaler.routers import HttpRouter, open_routers
+from fulcrum_autoscaler.router_client import HttpRouterClient, open_http_client_for_all
 from fulcrum_autoscaler.server import make_app
-from fulcrum_autoscaler.services import Services
+from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
@@ -41,36 +41,38 @@ async def _serve(options: Options) -> None:
     stopped = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopped.set)
-    journals, families = Journals(), Families()
+    histories, metrics = DecisionHistories(), AutoscalerMetrics()
     async with (
         open_store(options.store, program="fulcrum-autoscaler") as store,
-        open_routers(options.token_file) as client,
+        open_http_client_for_all(options.token_file) as client,
     ):
-        services = Services(
+        supervisor = AutoscalerSupervisor(
             store,
             namespace=options.namespace,
-            only=options.service,
-            router_of=lambda namespace, service: HttpRouter(client, options.router_of(namespace, service)),
+            only_service=options.service,
+            router_client_for=lambda namespace, service: HttpRouterClient(
+                client, options.router_url(namespace, service)
+            ),
             clock=SystemClock(),
-            journals=journals,
-            families=families,
+            histories=histories,
+            metrics=metrics,
         )
-        app = make_app(journals, families.registry, lambda: services.ready)
-        async with _listening(app, options.host, options.port) as port:
+        app = make_app(histories, metrics.registry, lambda: supervisor.ready)
+        async with _serve_http(app, options.host, options.port) as port:
             announce_ready(port=port)
-            await _until(stopped, services.run())
+            await _run_until(stopped, supervisor.run())
 
 
-async def _until(stopped: asyncio.Event, forever: Coroutine[Any, Any, None]) -> None:
+async def _run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
     """Run this until `stopped`; what fails before that is raised."""
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(forever)
+        task = group.create_task(work)
         await stopped.wait()
         task.cancel()
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+async def _serve_http(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
     """Serve `app`, and give the port it is bound to."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
     await runner.setup()

@@ -12,46 +12,46 @@ from typing import Protocol
 
 import structlog
 
-from fulcrum_autoscaler.journal import Journal
-from fulcrum_autoscaler.meters import Meters
+from fulcrum_autoscaler.decision_history import DecisionHistory
+from fulcrum_autoscaler.metrics import ServiceMetrics
 from fulcrum_autoscaler.policy import (
     Action,
-    Decision,
-    FlipRules,
-    Memory,
+    AutoscalingRules,
+    FlipDecision,
+    MonitorState,
     Observation,
     Trigger,
-    answer,
-    monitor,
-    proposal,
+    decide_on_flip_request,
+    decide_on_tick,
+    propose_assignment,
 )
-from fulcrum_autoscaler.routers import RouterAway, RouterPort
+from fulcrum_autoscaler.router_client import RouterClient, RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import may_apply, rules_of
+from fulcrum_core.assignment import build_assignment_rules, may_apply
 from fulcrum_core.errors import Conflict, FulcrumError
-from fulcrum_core.merge import merge_diff
+from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Clock, Store
-from fulcrum_core.state import FlipWanted, RouterState
+from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Phase
 
 log = structlog.get_logger()
 
-WRITE_TRIES = 4
+WRITE_ATTEMPTS_MAX = 4
 """How often a flip is decided anew after somebody else's write before it is given up."""
-ACK_WAIT_S = 0.25
+ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
 """How long the router is given to apply the generation that a decision starts from."""
-WANTED_POLL_S = 5.0
+FLIP_REQUEST_POLL_S = 5.0
 """"Flip wanted" is waited for so long at a time: a router whose node is gone says nothing at all."""
-AFTER_REFUSAL_S = 0.1
+REFUSAL_PAUSE_S = 0.1
 """Pause after a refused "flip wanted": an overloaded router asks with every request."""
 
-Decide = Callable[[Observation, FlipRules, float], tuple[Memory, Decision]]
+DecisionFunction = Callable[[Observation, AutoscalingRules, float], tuple[MonitorState, FlipDecision]]
 
 
-class Desired(Protocol):
+class ServiceObjects(Protocol):
     """The objects of one service as last seen. None or empty where there are none yet."""
 
     def service(self) -> PDService | None:
@@ -71,137 +71,150 @@ class Desired(Protocol):
         ...
 
 
-class Autoscaler:
+class ServiceAutoscaler:
     """The loop of one service."""
 
     def __init__(
         self,
         *,
-        desired: Desired,
+        objects: ServiceObjects,
         store: Store,
-        router: RouterPort,
+        router: RouterClient,
         clock: Clock,
-        journal: Journal,
-        meters: Meters,
+        history: DecisionHistory,
+        metrics: ServiceMetrics,
     ) -> None:
-        self._desired, self._store, self._router = desired, store, router
-        self._clock, self._journal, self._meters = clock, journal, meters
-        self._memory = Memory()
-        self._deciding = asyncio.Lock()
+        self._objects, self._store, self._router = objects, store, router
+        self._clock, self._history, self._metrics = clock, history, metrics
+        self._monitor_state = MonitorState()
+        self._decision_lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Tick and answer until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tick_for_ever())
-            tasks.create_task(self._answer_for_ever())
+            tasks.create_task(self._run_ticks())
+            tasks.create_task(self._handle_flip_requests())
 
-    async def tick(self) -> Decision:
+    async def tick(self) -> FlipDecision:
         """One pass of the monitor."""
-        return await self._decide(
-            Trigger.TICK, lambda seen, rules, now_s: monitor(self._memory, seen, rules, now_s=now_s)
+        return await self._decide_and_record(
+            Trigger.TICK,
+            lambda observation, rules, now_s: decide_on_tick(
+                self._monitor_state, observation, rules, now_s=now_s
+            ),
         )
 
-    async def answer(self, wanted: FlipWanted) -> Decision:
+    async def handle_flip_request(self, request: FlipRequest) -> FlipDecision:
         """Answer one "flip wanted". A flip starts the monitor's count again: its passes saw the old split."""
 
-        def decide(seen: Observation, rules: FlipRules, now_s: float) -> tuple[Memory, Decision]:
-            decision = answer(wanted, seen, rules, now_s=now_s)
-            return (Memory() if decision.action is Action.FLIP else self._memory), decision
+        def decide(
+            observation: Observation, rules: AutoscalingRules, now_s: float
+        ) -> tuple[MonitorState, FlipDecision]:
+            decision = decide_on_flip_request(request, observation, rules, now_s=now_s)
+            return (MonitorState() if decision.action is Action.FLIP else self._monitor_state), decision
 
-        return await self._decide(Trigger.WANTED, decide)
+        return await self._decide_and_record(Trigger.FLIP_REQUEST, decide)
 
-    async def answer_next(self, after: int) -> int:
+    async def handle_next_flip_request(self, after: int) -> int:
         """Wait for one "flip wanted" after number `after`, answer it, and say from which number to go on.
 
         What the router wanted before it had applied a flip, that flip has answered: one burst of requests
         shall not flip an instance for each of them.
         """
-        wanted = await self._router.flip_wanted(after=after, timeout_s=WANTED_POLL_S)
-        if wanted is None:  # a router that was restarted meanwhile counts from 0 again
-            return min(after, (await self._router.state(min_generation=0, timeout_s=0)).flip_wanted_seq)
-        decision = await self.answer(wanted)
+        request = await self._router.wait_for_flip_request(after=after, timeout_s=FLIP_REQUEST_POLL_S)
+        if request is None:  # a router that was restarted meanwhile counts from 0 again
+            return min(after, (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq)
+        decision = await self.handle_flip_request(request)
         if decision.action is Action.FLIP:
-            state = await self._router.state(min_generation=decision.generation + 1, timeout_s=ACK_WAIT_S)
-            return max(wanted.seq, state.flip_wanted_seq)
-        await asyncio.sleep(AFTER_REFUSAL_S)
-        return wanted.seq
+            state = await self._router.get_state(
+                min_generation=decision.generation + 1, timeout_s=ACKNOWLEDGEMENT_TIMEOUT_S
+            )
+            return max(request.seq, state.flip_request_seq)
+        await asyncio.sleep(REFUSAL_PAUSE_S)
+        return request.seq
 
-    async def _tick_for_ever(self) -> None:
+    async def _run_ticks(self) -> None:
         due_s = self._clock.monotonic_s()
         while True:
             await self.tick()
             now_s = self._clock.monotonic_s()
-            due_s = max(due_s + self._interval_s(), now_s)
+            due_s = max(due_s + self._tick_interval_s(), now_s)
             await asyncio.sleep(due_s - now_s)
 
-    async def _answer_for_ever(self) -> None:
+    async def _handle_flip_requests(self) -> None:
         while True:
             try:
                 # A restarted router counts from 0 again, and what it wanted before we came is no news.
-                after = (await self._router.state(min_generation=0, timeout_s=0)).flip_wanted_seq
+                after = (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq
                 while True:
-                    after = await self.answer_next(after)
-            except RouterAway:
-                await asyncio.sleep(self._interval_s())
+                    after = await self.handle_next_flip_request(after)
+            except RouterUnavailable:
+                await asyncio.sleep(self._tick_interval_s())
 
-    def _interval_s(self) -> float:
-        service = self._desired.service()
+    def _tick_interval_s(self) -> float:
+        service = self._objects.service()
         return service.spec.autoscaling.arrow.interval if service else 1.0
 
-    async def _decide(self, trigger: Trigger, decide: Decide) -> Decision:
-        async with self._deciding:
+    async def _decide_and_record(self, trigger: Trigger, decide: DecisionFunction) -> FlipDecision:
+        async with self._decision_lock:
             decision = await self._decide_and_write(trigger, decide)
-        self._journal.record(decision)
-        self._meters.count(decision)
+        self._history.record(decision)
+        self._metrics.record_decision(decision)
         if decision.action is Action.FLIP:
             log.info("instance flipped", instance=decision.instance, to=decision.to, reason=decision.reason)
         return decision
 
-    async def _decide_and_write(self, trigger: Trigger, decide: Decide) -> Decision:
-        service, assignment = self._desired.service(), self._desired.assignment()
+    async def _decide_and_write(self, trigger: Trigger, decide: DecisionFunction) -> FlipDecision:
+        service, assignment = self._objects.service(), self._objects.assignment()
         if service is None or assignment is None:
             missing = "PDService" if service is None else "PDAssignment"
-            return self._hold(trigger, f"cannot tell: the store shows no {missing}")
-        judge = rules_of(service.spec, self._desired.pools(), self._desired.instances())
-        rules = FlipRules.of(service.spec, assignment=judge)
+            return self._hold_decision(trigger, f"cannot tell: the store shows no {missing}")
+        assignment_rules = build_assignment_rules(
+            service.spec, self._objects.pools(), self._objects.instances()
+        )
+        rules = AutoscalingRules.from_spec(service.spec, assignment_rules=assignment_rules)
         try:
-            for _ in range(WRITE_TRIES):
-                seen = await self._observe(assignment)
-                memory, decision = decide(seen, rules, self._clock.now_s())
+            for _ in range(WRITE_ATTEMPTS_MAX):
+                observation = await self._observe(assignment)
+                monitor_state, decision = decide(observation, rules, self._clock.now_s())
                 if decision.action is Action.FLIP:
-                    wish = proposal(assignment.spec, decision)
-                    refusal = await self._refusal(service, assignment, wish)
+                    proposed = propose_assignment(assignment.spec, decision)
+                    refusal = await self._recheck_flip(service, assignment, proposed)
                     if refusal:
-                        return _unwritten(decision, f"what serves has changed: {refusal}")
-                    if not await self._wrote(assignment, wish):
+                        return _refuse_unwritten(decision, f"what serves has changed: {refusal}")
+                    if not await self._write_flip(assignment, proposed):
                         name, namespace = assignment.metadata.name, assignment.metadata.namespace
                         assignment = await self._store.get(PDAssignment, name, namespace=namespace)
                         continue
-                self._memory = memory
+                self._monitor_state = monitor_state
                 return decision
         except FulcrumError as error:
-            return _unwritten(decision, f"the store refused: {error}")
-        return _unwritten(decision, f"others wrote the assignment first, {WRITE_TRIES} times")
+            return _refuse_unwritten(decision, f"the store refused: {error}")
+        return _refuse_unwritten(decision, f"others wrote the assignment first, {WRITE_ATTEMPTS_MAX} times")
 
     async def _observe(self, assignment: PDAssignment) -> Observation:
         generation = assignment.metadata.generation
-        state = await self._state(generation)
-        seen = Observation(
+        state = await self._read_router_state(generation)
+        observation = Observation(
             assignment=assignment.spec,
             generation=generation,
-            ready=_serving(self._desired.instances()),
+            ready=_serving_names(self._objects.instances()),
             router=state,
         )
-        self._meters.observe(seen, now_s=self._clock.now_s())
-        return seen
+        self._metrics.record_observation(observation, now_s=self._clock.now_s())
+        return observation
 
-    async def _state(self, generation: int) -> RouterState | None:
+    async def _read_router_state(self, generation: int) -> RouterState | None:
         try:
-            return await self._router.state(min_generation=generation, timeout_s=ACK_WAIT_S)
-        except RouterAway:
+            return await self._router.get_state(
+                min_generation=generation, timeout_s=ACKNOWLEDGEMENT_TIMEOUT_S
+            )
+        except RouterUnavailable:
             return None
 
-    async def _refusal(self, service: PDService, assignment: PDAssignment, wish: PDAssignmentSpec) -> str:
+    async def _recheck_flip(
+        self, service: PDService, assignment: PDAssignment, proposed: PDAssignmentSpec
+    ) -> str:
         """Why the flip may not be, judged by instances read after the assignment; empty if it may.
 
         Watches tell of instances and of the assignment apart: an instance that was replaced under its name
@@ -212,33 +225,33 @@ class Autoscaler:
         instances = [i for i in listed.items if i.spec.service == service.metadata.name]
         verdict = may_apply(
             assignment.spec,
-            wish,
-            _serving(instances),
-            rules_of(service.spec, self._desired.pools(), instances),
+            proposed,
+            _serving_names(instances),
+            build_assignment_rules(service.spec, self._objects.pools(), instances),
             now_s=self._clock.now_s(),
         )
         return "" if verdict.allowed else verdict.reason
 
-    async def _wrote(self, assignment: PDAssignment, wish: PDAssignmentSpec) -> bool:
+    async def _write_flip(self, assignment: PDAssignment, proposed: PDAssignmentSpec) -> bool:
         """Whether the flip was written; False if somebody else wrote since the assignment was read."""
         try:
             await self._store.patch(
                 PDAssignment,
                 assignment.metadata.name,
-                {"spec": merge_diff(assignment.spec.dump(), wish.dump())},
+                {"spec": create_merge_patch(assignment.spec.dump(), proposed.dump())},
                 namespace=assignment.metadata.namespace,
                 resource_version=assignment.metadata.resource_version,
             )
         except Conflict:
-            self._meters.conflicts.inc()
+            self._metrics.write_conflicts.inc()
             return False
         return True
 
-    def _hold(self, trigger: Trigger, reason: str) -> Decision:
-        return Decision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)
+    def _hold_decision(self, trigger: Trigger, reason: str) -> FlipDecision:
+        return FlipDecision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)
 
 
-def _serving(instances: Iterable[PDInstance]) -> frozenset[str]:
+def _serving_names(instances: Iterable[PDInstance]) -> frozenset[str]:
     return frozenset(
         i.metadata.name
         for i in instances
@@ -246,6 +259,6 @@ def _serving(instances: Iterable[PDInstance]) -> frozenset[str]:
     )
 
 
-def _unwritten(decision: Decision, reason: str) -> Decision:
+def _refuse_unwritten(decision: FlipDecision, reason: str) -> FlipDecision:
     """A decision to flip that could not be written. The next tick decides anew."""
     return replace(decision, action=Action.REFUSE, reason=f"{decision.reason}; not written: {reason}")

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 
-IN_CLUSTER_STATE = "http://{service}.{namespace}.svc:9091"
+IN_CLUSTER_ROUTER_STATE_URL = "http://{service}.{namespace}.svc:9091"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Options:
     host: str
     port: int
 
-    def router_of(self, namespace: str, service: str) -> str:
+    def router_url(self, namespace: str, service: str) -> str:
         """The URL of a service's state port."""
         return self.router_state.format(namespace=namespace, service=service)
 
@@ -39,35 +39,37 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         InvalidInput: for a value that breaks a rule.
         SystemExit: code 2 and one line on stderr for arguments that cannot be parsed.
     """
-    given = _parser().parse_args(arguments)
-    if not 0 <= given.port <= 65535:  # uvloop would bind what is left of it in 16 bits
-        raise InvalidInput("--port", given.port, "is not between 0 and 65535")
-    local = given.store.startswith("unix:")
-    if given.router_state is None and local:
+    parsed = _parser().parse_args(arguments)
+    if not 0 <= parsed.port <= 65535:  # uvloop would bind what is left of it in 16 bits
+        raise InvalidInput("--port", parsed.port, "is not between 0 and 65535")
+    local = parsed.store.startswith("unix:")
+    if parsed.router_state is None and local:
         raise InvalidInput("--router-state", "nothing", "is required in a local run")
-    namespace = given.namespace if given.namespace is not None else "" if given.service is None else "default"
+    namespace = (
+        parsed.namespace if parsed.namespace is not None else "" if parsed.service is None else "default"
+    )
     options = Options(
-        service=given.service,
+        service=parsed.service,
         namespace=namespace,
-        store=given.store,
-        router_state=given.router_state or IN_CLUSTER_STATE,
-        token_file=given.token_file,
-        host=given.host,
-        port=given.port,
+        store=parsed.store,
+        router_state=parsed.router_state or IN_CLUSTER_ROUTER_STATE_URL,
+        token_file=parsed.token_file,
+        host=parsed.host,
+        port=parsed.port,
     )
     _check_url(options)
-    _check_token(given.token_file)
+    _check_token(parsed.token_file)
     return options
 
 
 def _check_url(options: Options) -> None:
     """A URL that leads somewhere, for every service."""
     try:
-        parts = urlsplit(options.router_of("namespace", "service"))
-        leads = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(options.router_url("namespace", "service"))
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except (ValueError, KeyError, IndexError, AttributeError):
-        leads = False
-    if not leads:
+        is_valid = False
+    if not is_valid:
         rule = "is not http://HOST:PORT, with {service} and {namespace} for those of each service"
         raise InvalidInput("--router-state", options.router_state, rule)
     if options.service is None and "{service}" not in options.router_state:
@@ -94,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--service", help="name of the PDService; without it all that there are")
     add("--namespace", help="their namespace (default with --service, else all)")
     add("--store", required=True, help="where the objects are: unix:PATH, kubeconfig:[PATH] or in-cluster")
-    add("--router-state", help=f"URL of a router's state port ({IN_CLUSTER_STATE.replace('%', '%%')})")
+    add(
+        "--router-state",
+        help=f"URL of a router's state port ({IN_CLUSTER_ROUTER_STATE_URL.replace('%', '%%')})",
+    )
     add(
         "--token-file", required=True, type=Path, help="file with the token for state ports; read at each use"
     )

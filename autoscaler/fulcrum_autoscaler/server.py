@@ -6,13 +6,13 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from fulcrum_autoscaler.journal import Journals
+from fulcrum_autoscaler.decision_history import DecisionHistories
 
 _DEFAULT_LIMIT = 100
 
 
 def make_app(
-    journals: Journals, registry: CollectorRegistry, is_ready: Callable[[], bool]
+    histories: DecisionHistories, registry: CollectorRegistry, is_ready: Callable[[], bool]
 ) -> web.Application:
     """`/decisions?namespace=&service=&limit=` (JSON list, newest last), `/metrics`, `/healthz`, `/readyz`."""
 
@@ -21,7 +21,7 @@ def make_app(
         if not limit.isdecimal():
             return web.json_response({"error": f"limit ({limit}) must be a whole number"}, status=400)
         namespace, service = (request.query.get(name) or None for name in ("namespace", "service"))
-        return web.json_response(journals.recent(int(limit), namespace=namespace, service=service))
+        return web.json_response(histories.recent(int(limit), namespace=namespace, service=service))
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

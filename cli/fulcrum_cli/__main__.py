@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fulcrum_cli.terminal.program import program_name
+from fulcrum_cli.program_name import program_name
 from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
@@ -24,9 +24,9 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(requested: bool) -> None:
     """Prints the version and leaves; looked up only when asked for, as the look-up takes its time."""
-    if wanted:
+    if requested:
         from importlib.metadata import version
 
         print(f"{program_name()} {version('fulcrum')}")
@@ -34,20 +34,25 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def everything(
-    _show: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+def global_options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Keeps the split between prefill and decode right while requests run."""
 
 
-Service = Annotated[str | None, typer.Argument(help="Name of the service; not needed where only one runs.")]
-Instance = Annotated[str, typer.Argument(help="Name of the instance.")]
-Output = Annotated[str | None, typer.Option("-o", "--output", help="json or yaml.")]
-Kubeconfig = Annotated[Path | None, typer.Option(help="A cluster, by this kubeconfig.")]
-Context = Annotated[str | None, typer.Option(help="A cluster, by this context of the kubeconfig.")]
-Namespace = Annotated[str | None, typer.Option("-n", "--namespace", help="A cluster, in it this namespace.")]
+ServiceArgument = Annotated[
+    str | None, typer.Argument(help="Name of the service; not needed where only one runs.")
+]
+InstanceArgument = Annotated[str, typer.Argument(help="Name of the instance.")]
+OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="json or yaml.")]
+KubeconfigOption = Annotated[Path | None, typer.Option(help="A cluster, by this kubeconfig.")]
+ContextOption = Annotated[str | None, typer.Option(help="A cluster, by this context of the kubeconfig.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option("-n", "--namespace", help="A cluster, in it this namespace.")
+]
 
 
 @app.command()
@@ -81,7 +86,7 @@ def play(
     ] = None,
 ) -> None:
     """Run a service under load and watch it change roles."""
-    from fulcrum_cli.play.command import run
+    from fulcrum_cli.commands.play import run
     from fulcrum_cli.play.options import parse_options
 
     options = parse_options(
@@ -119,7 +124,7 @@ def plan(
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or the folder that holds it.")
     ] = None,
-    output: Output = None,
+    output: OutputOption = None,
 ) -> None:
     """Say what a manifest would start, and whether the model fits. Nothing is applied."""
     from fulcrum_cli.commands.plan import run
@@ -129,101 +134,101 @@ def plan(
 
 @app.command()
 def status(
-    service: Service = None,
-    output: Output = None,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-    namespace: Namespace = None,
+    service: ServiceArgument = None,
+    output: OutputOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
 ) -> None:
     """Show services: roles, phases, conditions. Of one service every instance."""
     from fulcrum_cli.commands.status import run
-    from fulcrum_cli.target.target import asked
+    from fulcrum_cli.target.selection import make_target_options
 
-    run(asked(kubeconfig, context, namespace), service, output=output)
+    run(make_target_options(kubeconfig, context, namespace), service, output=output)
 
 
 @app.command()
 def flip(
-    instance: Instance,
+    instance: InstanceArgument,
     to: Annotated[str, typer.Option(help="Prefill or Decode, in any case.")],
     pin: Annotated[str | None, typer.Option(help="Keep it there so long, such as 10m.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Until it plays the role; exit code 1 if not.")
     ] = False,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-    namespace: Namespace = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
 ) -> None:
     """Give an instance the other role, now. The floors of the service stand above it."""
     from fulcrum_cli.commands.flip import run
-    from fulcrum_cli.target.target import asked
+    from fulcrum_cli.target.selection import make_target_options
 
-    code = run(asked(kubeconfig, context, namespace), instance, to=to, pin=pin, wait=wait)
+    code = run(make_target_options(kubeconfig, context, namespace), instance, to=to, pin=pin, wait=wait)
     raise typer.Exit(code)
 
 
 @app.command()
 def drain(
-    instance: Instance,
+    instance: InstanceArgument,
     wait: Annotated[
         bool, typer.Option("--wait", help="Until no request is left on it; exit code 1 if not.")
     ] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Let it take new work again.")] = False,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-    namespace: Namespace = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
 ) -> None:
     """Give an instance no new work, until --undo takes that back."""
     from fulcrum_cli.commands.drain import run
-    from fulcrum_cli.target.target import asked
+    from fulcrum_cli.target.selection import make_target_options
 
-    raise typer.Exit(run(asked(kubeconfig, context, namespace), instance, wait=wait, undo=undo))
+    raise typer.Exit(run(make_target_options(kubeconfig, context, namespace), instance, wait=wait, undo=undo))
 
 
 @app.command()
 def explain(
-    service: Service = None,
+    service: ServiceArgument = None,
     limit: Annotated[int, typer.Option(help="How many; a run of held ones is one.")] = 20,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-    namespace: Namespace = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
 ) -> None:
     """Tell the last decisions and why, and what is refused now."""
     from fulcrum_cli.commands.explain import run
-    from fulcrum_cli.target.target import asked
+    from fulcrum_cli.target.selection import make_target_options
 
-    run(asked(kubeconfig, context, namespace), service, limit=limit)
+    run(make_target_options(kubeconfig, context, namespace), service, limit=limit)
 
 
 @app.command()
 def doctor(
-    output: Output = None,
-    kubeconfig: Kubeconfig = None,
-    context: Context = None,
-    namespace: Namespace = None,
+    output: OutputOption = None,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
 ) -> None:
     """Look for the usual troubles and say what to do. Exit code 1 if there is a problem."""
-    from fulcrum_cli.doctor.command import run
-    from fulcrum_cli.target.target import asked
+    from fulcrum_cli.commands.doctor import run
+    from fulcrum_cli.target.selection import make_target_options
 
-    raise typer.Exit(run(asked(kubeconfig, context, namespace), output=output))
+    raise typer.Exit(run(make_target_options(kubeconfig, context, namespace), output=output))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(given or ["--help"], prog_name=program_name(), standalone_mode=False)
+        code = app(argv or ["--help"], prog_name=program_name(), standalone_mode=False)
     except typer.TyperException as error:
-        _refuse(error.format_message())
+        _exit_with_error(error.format_message())
     except FulcrumError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code or 0)
 
 
-def _refuse(message: str) -> None:
+def _exit_with_error(message: str) -> None:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 

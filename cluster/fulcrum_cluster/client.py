@@ -12,11 +12,11 @@ from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from fulcrum_cluster.access import Access, find_access
-from fulcrum_cluster.memory import applied_document
-from fulcrum_cluster.objects import Object, ObjectApi, ObjectKind, Page, kind_of_body, kind_of_resource
-from fulcrum_cluster.statuses import error_of
-from fulcrum_cluster.transport import Http
+from fulcrum_cluster.client_config import ClientConfig, resolve_client_config
+from fulcrum_cluster.error_status import error_from_status
+from fulcrum_cluster.memory_store import build_applied_document
+from fulcrum_cluster.objects import Object, ObjectApi, ObjectKind, ObjectList, kind_of_body, kind_of_resource
+from fulcrum_cluster.transport import HttpClient
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import Gone, InvalidInput, StoreUnavailable
 from fulcrum_core.ports import EventType, Listing, WatchEvent
@@ -25,31 +25,33 @@ R = TypeVar("R", bound=Resource)
 
 _MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
-_STRICT = {"fieldValidation": "Strict"}
-_DRY = {"dryRun": "All"}
-_PAGE = 500
-_SOCKET_SILENCE_S = 30.0  # its bookmarks come every 10 s
-_SERVER_SILENCE_S = 100.0  # an API server's come about every minute
-_WATCH_S = (240, 300)  # how long to ask for: many watches shall not end together
+_STRICT_VALIDATION = {"fieldValidation": "Strict"}
+_DRY_RUN = {"dryRun": "All"}
+_PAGE_SIZE = 500
+_SOCKET_IDLE_TIMEOUT_S = 30.0  # its bookmarks come every 10 s
+_SERVER_IDLE_TIMEOUT_S = 100.0  # an API server's come about every minute
+_WATCH_TIMEOUT_RANGE_S = (240, 300)  # how long to ask for: many watches shall not end together
 
 
 class RestObjects:
     """`fulcrum_cluster.objects.ObjectApi` over HTTP."""
 
-    def __init__(self, http: Http, *, rng: random.Random) -> None:
+    def __init__(self, http: HttpClient, *, rng: random.Random) -> None:
         self._http, self._rng = http, rng
 
     async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
         """The object, or `NotFound`."""
-        return await self._object("GET", kind.path(namespace, name))
+        return await self._request_object("GET", kind.path(namespace, name))
 
-    async def list(self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = "") -> Page:
+    async def list(
+        self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
+    ) -> ObjectList:
         """All that the selectors choose in the namespace ("": in all), and the version to watch from."""
         query = _selectors(labels, fields)
         try:
-            return await self._pages(kind.path(namespace), {**query, "limit": str(_PAGE)})
+            return await self._list_pages(kind.path(namespace), {**query, "limit": str(_PAGE_SIZE)})
         except Gone:  # the pages outlived the server's memory: all at once, then
-            return await self._pages(kind.path(namespace), query)
+            return await self._list_pages(kind.path(namespace), query)
 
     async def watch(
         self, kind: ObjectKind, *, namespace: str, since: str, labels: str = "", fields: str = ""
@@ -60,11 +62,11 @@ class RestObjects:
             "watch": "true",
             "resourceVersion": since,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(self._rng.randint(*_WATCH_S)),
+            "timeoutSeconds": str(self._rng.randint(*_WATCH_TIMEOUT_RANGE_S)),
         }
-        async with self._http.lines(kind.path(namespace), query=query) as lines:
+        async with self._http.stream_lines(kind.path(namespace), query=query) as lines:
             async for line in lines:
-                yield _event(line)
+                yield _parse_event(line)
 
     async def create(
         self, kind: ObjectKind, body: Mapping[str, Any], *, namespace: str, dry_run: bool = False
@@ -75,8 +77,8 @@ class RestObjects:
             raise InvalidInput(
                 "metadata.resourceVersion", version, "must not be set on an object to be created"
             )
-        query = {**_STRICT, **(_DRY if dry_run else {})}
-        return await self._object("POST", kind.path(namespace), body=body, query=query)
+        query = {**_STRICT_VALIDATION, **(_DRY_RUN if dry_run else {})}
+        return await self._request_object("POST", kind.path(namespace), body=body, query=query)
 
     async def apply(
         self, body: Mapping[str, Any], *, manager: str, force: bool = False, dry_run: bool = False
@@ -85,10 +87,12 @@ class RestObjects:
 
         To the server the same manager's plain writes (create, patch) are another's.
         """
-        query = {**_STRICT, "fieldManager": manager, **(_DRY if dry_run else {})}
+        query = {**_STRICT_VALIDATION, "fieldManager": manager, **(_DRY_RUN if dry_run else {})}
         if force:
             query["force"] = "true"
-        return await self._object("PATCH", _address(body), body=body, content_type=_APPLY_PATCH, query=query)
+        return await self._request_object(
+            "PATCH", _object_path(body), body=body, content_type=_APPLY_PATCH, query=query
+        )
 
     async def patch(
         self,
@@ -104,11 +108,13 @@ class RestObjects:
         if resource_version is not None:
             patch = {**patch, "metadata": {**patch.get("metadata", {}), "resourceVersion": resource_version}}
         path = kind.path(namespace, name, subresource)
-        return await self._object("PATCH", path, body=patch, content_type=_MERGE_PATCH, query=_STRICT)
+        return await self._request_object(
+            "PATCH", path, body=patch, content_type=_MERGE_PATCH, query=_STRICT_VALIDATION
+        )
 
     async def replace(self, body: Mapping[str, Any]) -> Object:
         """The whole object anew; `Conflict` if its metadata.resourceVersion is not current."""
-        return await self._object("PUT", _address(body), body=body, query=_STRICT)
+        return await self._request_object("PUT", _object_path(body), body=body, query=_STRICT_VALIDATION)
 
     async def delete(
         self,
@@ -127,21 +133,21 @@ class RestObjects:
             options["preconditions"] = {"uid": uid}
         await self._http.request("DELETE", kind.path(namespace, name), body=options)
 
-    async def get_path(self, path: str) -> Any:
+    async def get_raw(self, path: str) -> Any:
         """What the server answers at a path: JSON read, anything else as text."""
-        return await self._http.request("GET", path, plain=True)
+        return await self._http.request("GET", path, allow_text=True)
 
-    async def _object(self, method: str, path: str, **sent: Any) -> Object:
-        answer = await self._http.request(method, path, **sent)
-        if not isinstance(answer, dict):
+    async def _request_object(self, method: str, path: str, **sent: Any) -> Object:
+        response = await self._http.request(method, path, **sent)
+        if not isinstance(response, dict):
             raise StoreUnavailable(f"{path} is answered with something that is no object")
-        return answer
+        return response
 
-    async def _pages(self, path: str, query: Mapping[str, str]) -> Page:
+    async def _list_pages(self, path: str, query: Mapping[str, str]) -> ObjectList:
         items: list[Object] = []
         more: dict[str, str] = {}
         while True:
-            body = await self._object("GET", path, query={**query, **more})
+            body = await self._request_object("GET", path, query={**query, **more})
             items += body["items"] or ()
             if not body["metadata"].get("continue"):
                 return items, body["metadata"]["resourceVersion"]
@@ -151,7 +157,7 @@ class RestObjects:
 class RestStore:
     """`fulcrum_core.ports.Store` over a REST client. To be closed, or used as a context."""
 
-    def __init__(self, http: Http, *, rng: random.Random) -> None:
+    def __init__(self, http: HttpClient, *, rng: random.Random) -> None:
         self._http = http
         self._objects: ObjectApi = RestObjects(http, rng=rng)
 
@@ -167,7 +173,7 @@ class RestStore:
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
         """The object, or `NotFound`."""
-        return _read(kind, await self._objects.get(kind_of_resource(kind), name, namespace=namespace))
+        return _parse_object(kind, await self._objects.get(kind_of_resource(kind), name, namespace=namespace))
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
         """All objects of the kind in the namespace ("": in all), and the version a watch continues from."""
@@ -176,9 +182,9 @@ class RestStore:
         unreadable: list[tuple[str, str]] = []
         for body in bodies:
             try:
-                items.append(_read(kind, body))
+                items.append(_parse_object(kind, body))
             except StoreUnavailable:
-                unreadable.append(_key(body))
+                unreadable.append(_namespaced_name(body))
         return Listing(tuple(items), version, tuple(unreadable))
 
     async def watch(
@@ -188,16 +194,20 @@ class RestStore:
         stream = self._objects.watch(kind_of_resource(kind), namespace=namespace, since=since)
         async with aclosing(stream) as events:
             async for event, body in events:
-                yield _watch_event(kind, event, body)
+                yield _to_watch_event(kind, event, body)
 
     async def create(self, obj: R) -> R:
         """The stored object, or `AlreadyExists`. The status given is dropped."""
         kind, namespace = kind_of_resource(type(obj)), obj.metadata.namespace
-        return _read(type(obj), await self._objects.create(kind, _sent(obj), namespace=namespace))
+        return _parse_object(
+            type(obj), await self._objects.create(kind, _without_status(obj), namespace=namespace)
+        )
 
     async def apply(self, obj: R, *, manager: str) -> R:
         """Server-side apply of the fields set when `obj` was made; `Conflict` over a field of another."""
-        return _read(type(obj), await self._objects.apply(applied_document(obj), manager=manager))
+        return _parse_object(
+            type(obj), await self._objects.apply(build_applied_document(obj), manager=manager)
+        )
 
     async def patch(
         self,
@@ -212,7 +222,7 @@ class RestStore:
         body = await self._objects.patch(
             kind_of_resource(kind), name, patch, namespace=namespace, resource_version=resource_version
         )
-        return _read(kind, body)
+        return _parse_object(kind, body)
 
     async def patch_status(
         self,
@@ -232,14 +242,14 @@ class RestStore:
             resource_version=resource_version,
             subresource="status",
         )
-        return _read(kind, body)
+        return _parse_object(kind, body)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """Delete the object, and later all that only it owned; `NotFound` if there is none."""
         await self._objects.delete(kind_of_resource(kind), name, namespace=namespace, uid=uid)
 
 
-class Cluster:
+class ClusterClient:
     """Everything in one cluster, over one pool of connections. To be closed, or used as a context.
 
     Attributes:
@@ -249,13 +259,17 @@ class Cluster:
         url: The API server's address.
     """
 
-    def __init__(self, access: Access, *, program: str = "fulcrum", silence_s: float | None = None) -> None:
-        silence_s = silence_s or (_SOCKET_SILENCE_S if access.socket else _SERVER_SILENCE_S)
-        self._http = Http(access, silence_s=silence_s, program=program)
+    def __init__(
+        self, config: ClientConfig, *, program: str = "fulcrum", idle_timeout_s: float | None = None
+    ) -> None:
+        idle_timeout_s = idle_timeout_s or (
+            _SOCKET_IDLE_TIMEOUT_S if config.socket else _SERVER_IDLE_TIMEOUT_S
+        )
+        self._http = HttpClient(config, idle_timeout_s=idle_timeout_s, program=program)
         rng = random.Random()
         self.store = RestStore(self._http, rng=rng)
         self.objects: ObjectApi = RestObjects(self._http, rng=rng)
-        self.namespace, self.url = access.namespace, access.url
+        self.namespace, self.url = config.namespace, config.url
 
     async def __aenter__(self) -> Self:
         return self
@@ -268,49 +282,51 @@ class Cluster:
         await self._http.aclose()
 
 
-def open_cluster(address: str, *, program: str = "fulcrum") -> Cluster:
-    """The cluster at a `--store` address (see `access`). `program` is the name under which it sees us."""
-    return Cluster(find_access(address), program=program)
+def open_cluster(address: str, *, program: str = "fulcrum") -> ClusterClient:
+    """The cluster at a `--store` address (see `resolve_client_config`). `program` is the name under which
+    it sees us."""
+    return ClusterClient(resolve_client_config(address), program=program)
 
 
-def open_store(address: str, *, program: str = "fulcrum", silence_s: float | None = None) -> RestStore:
-    """The store at a `--store` address (see `access`), as processes are told it on their command line.
+def open_store(address: str, *, program: str = "fulcrum", idle_timeout_s: float | None = None) -> RestStore:
+    """The store at a `--store` address (see `resolve_client_config`), as processes are told it on their
+    command line.
 
     Args:
         address: `unix:PATH`, `kubeconfig:[PATH][#CONTEXT]` or `in-cluster`; anything else is `InvalidInput`.
         program: The name under which an API server sees us.
-        silence_s: A watch without even a bookmark for so long raises `StoreUnavailable`.
+        idle_timeout_s: A watch without even a bookmark for so long raises `StoreUnavailable`.
     """
-    return Cluster(find_access(address), program=program, silence_s=silence_s).store
+    return ClusterClient(resolve_client_config(address), program=program, idle_timeout_s=idle_timeout_s).store
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:
     return {key: value for key, value in (("labelSelector", labels), ("fieldSelector", fields)) if value}
 
 
-def _address(body: Mapping[str, Any]) -> str:
+def _object_path(body: Mapping[str, Any]) -> str:
     metadata = body.get("metadata", {})
     return kind_of_body(body).path(metadata.get("namespace", ""), metadata["name"])
 
 
-def _event(line: bytes) -> tuple[EventType, Object]:
+def _parse_event(line: bytes) -> tuple[EventType, Object]:
     body = json.loads(line)
     if body["type"] == "ERROR":
-        raise error_of(body["object"])
+        raise error_from_status(body["object"])
     return EventType(body["type"]), body["object"]
 
 
-def _watch_event(kind: type[R], event: EventType, body: Object) -> WatchEvent[R]:
+def _to_watch_event(kind: type[R], event: EventType, body: Object) -> WatchEvent[R]:
     version = body["metadata"]["resourceVersion"]
     if event is EventType.BOOKMARK:
         return WatchEvent(event, None, version)
     try:
-        return WatchEvent(event, _read(kind, body), version)
+        return WatchEvent(event, _parse_object(kind, body), version)
     except StoreUnavailable:
-        return WatchEvent(event, None, version, _key(body))
+        return WatchEvent(event, None, version, _namespaced_name(body))
 
 
-def _read(kind: type[R], body: Object) -> R:
+def _parse_object(kind: type[R], body: Object) -> R:
     """What the store says, passing over fields that a newer writer knows; it refused unknown ones already."""
     try:
         return kind.model_validate(body, extra="ignore")
@@ -318,13 +334,13 @@ def _read(kind: type[R], body: Object) -> R:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise StoreUnavailable(
-            f'{kind.kind_name()} "{"/".join(_key(body))}" cannot be read: {where}: {first["msg"]}'
+            f'{kind.kind_name()} "{"/".join(_namespaced_name(body))}" cannot be read: {where}: {first["msg"]}'
         ) from error
 
 
-def _key(body: Object) -> tuple[str, str]:
+def _namespaced_name(body: Object) -> tuple[str, str]:
     return body["metadata"].get("namespace", ""), body["metadata"]["name"]
 
 
-def _sent(obj: Resource) -> dict[str, Any]:
+def _without_status(obj: Resource) -> dict[str, Any]:
     return {key: value for key, value in obj.dump().items() if key != "status"}

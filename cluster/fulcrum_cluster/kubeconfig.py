@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from fulcrum_cluster.access import Access
+from fulcrum_cluster.client_config import ClientConfig
 from fulcrum_core.errors import InvalidInput
 
-_BROKEN = (
+_LIBRARY_ERRORS = (
     ValueError,
     LookupError,
     TypeError,
@@ -25,7 +25,7 @@ _BROKEN = (
 )  # what the library raises over a broken file
 
 
-def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> Access:
+def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> ClientConfig:
     """The way that a context of a kubeconfig says, or `InvalidInput` in one line."""
     try:
         from kubernetes import client, config
@@ -35,39 +35,39 @@ def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> A
     configuration = client.Configuration()
     try:
         # The library writes inline certificates and keys to files, and leaves them there if it is killed.
-        with tempfile.TemporaryDirectory() as folder, _complaints() as said:
+        with tempfile.TemporaryDirectory() as folder, _capture_logged_errors() as errors:
             contexts, active = library.list_kube_config_contexts(path)
             library.load_kube_config(
                 path, context, configuration, persist_config=False, temp_file_path=folder
             )
             tls = _tls(configuration)
-    except (library.ConfigException, yaml.YAMLError, OSError, *_BROKEN) as error:
+    except (library.ConfigException, yaml.YAMLError, OSError, *_LIBRARY_ERRORS) as error:
         rule = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput("--store", address, f"cannot be read as a kubeconfig: {rule}") from error
-    if said:
-        raise InvalidInput("--store", address, f"gives no credentials: {said[0]}")
+    if errors:
+        raise InvalidInput("--store", address, f"gives no credentials: {errors[0]}")
     chosen = next((item for item in contexts if item["name"] == context), active)
-    return Access(
+    return ClientConfig(
         url=configuration.host,
         tls=tls,
-        token=_ConfiguredToken(configuration) if configuration.api_key else None,
+        token=KubeconfigToken(configuration) if configuration.api_key else None,
         server_name=configuration.tls_server_name,
         proxy=configuration.proxy,
         namespace=chosen["context"].get("namespace") or "default",
     )
 
 
-class _ConfiguredToken:
+class KubeconfigToken:
     """The token that the library holds, renewed by it when it ends."""
 
     def __init__(self, configuration: Any) -> None:
         self._configuration = configuration
 
-    async def header(self) -> str | None:
+    async def authorization_header(self) -> str | None:
         """The header. In a thread: an exec plugin is a program that may take its time."""
         return await asyncio.to_thread(self._configuration.get_api_key_with_prefix, "BearerToken")
 
-    def refused(self) -> None:
+    def invalidate(self) -> None:
         """Nothing to do: the library renews what its plugin dated, and what is not dated stays."""
 
 
@@ -84,18 +84,18 @@ def _tls(configuration: Any) -> ssl.SSLContext | None:
 
 
 @contextlib.contextmanager
-def _complaints() -> Iterator[list[str]]:
+def _capture_logged_errors() -> Iterator[list[str]]:
     """What the library logs as an error instead of raising it: an exec plugin that failed."""
-    said: list[str] = []
+    errors: list[str] = []
 
-    class _Listener(logging.Handler):
+    class _ErrorCollector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(" ".join(record.getMessage().split()))
+            errors.append(" ".join(record.getMessage().split()))
 
-    root, listener = logging.getLogger(), _Listener(logging.ERROR)
+    root, collector = logging.getLogger(), _ErrorCollector(logging.ERROR)
     others = root.handlers
-    root.handlers = [listener]
+    root.handlers = [collector]
     try:
-        yield said
+        yield errors
     finally:
         root.handlers = others

@@ -10,7 +10,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import EventType
 
 Object = dict[str, Any]
-Page = tuple[list[Object], str]
+ObjectList = tuple[list[Object], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def kind_of_resource(resource: type[Resource]) -> ObjectKind:
     return ObjectKind(version, resource.plural, resource.kind_name())
 
 
-_KNOWN = {
+_KINDS_BY_NAME = {
     (kind.api_version, kind.kind): kind
     for kind in (
         *(POD, SERVICE, CONFIG_MAP, SECRET, SERVICE_ACCOUNT, NODE, NAMESPACE, EVENT, DEPLOYMENT, REPLICA_SET),
@@ -77,7 +77,7 @@ _KNOWN = {
 
 def kind_of_body(body: Mapping[str, Any]) -> ObjectKind:
     """Where an object lives, from its own apiVersion and kind; `InvalidInput` if that is none of these."""
-    kind = _KNOWN.get((body.get("apiVersion", ""), body.get("kind", "")))
+    kind = _KINDS_BY_NAME.get((body.get("apiVersion", ""), body.get("kind", "")))
     if kind is None:
         raise InvalidInput("kind", f"{body.get('apiVersion')} {body.get('kind')}", "is not known here")
     return kind
@@ -94,7 +94,9 @@ class ObjectApi(Protocol):
         """The object, or `NotFound`."""
         ...
 
-    async def list(self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = "") -> Page:
+    async def list(
+        self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
+    ) -> ObjectList:
         """All that the selectors choose in the namespace ("": in all), and the version to watch from."""
         ...
 
@@ -148,6 +150,6 @@ class ObjectApi(Protocol):
         """Delete it and, later, what it owns; `Conflict` if `uid` is given and it is another one by now."""
         ...
 
-    async def get_path(self, path: str) -> Any:
+    async def get_raw(self, path: str) -> Any:
         """What the server answers at a path: JSON read, anything else as text."""
         ...

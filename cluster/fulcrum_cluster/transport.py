@@ -11,18 +11,24 @@ from typing import Any
 
 import httpx
 
-from fulcrum_cluster.access import Access
-from fulcrum_cluster.bucket import Bucket
-from fulcrum_cluster.statuses import error_of
+from fulcrum_cluster.client_config import ClientConfig
+from fulcrum_cluster.error_status import error_from_status
+from fulcrum_cluster.token_bucket import TokenBucket
 from fulcrum_core.errors import FulcrumError, StoreUnavailable
 
-_ANSWER_S = 10.0
-_HEAD_S = 5.0  # of a stream: an API server that starts may take a watch and never begin with it
-_RATE, _BURST = 100.0, 200  # far above what any program of ours needs; client-go's 5 and 10 are below it
-_BUSY_TRIES, _BUSY_WAIT_S = 3, 2.0
+_RESPONSE_TIMEOUT_S = 10.0
+_RESPONSE_HEADERS_TIMEOUT_S = (
+    5.0  # of a stream: an API server that starts may take a watch and never begin with it
+)
+_REQUESTS_PER_S, _BURST_REQUESTS = (
+    100.0,
+    200,
+)  # far above what any program of ours needs; client-go's 5 and 10 are below it
+_TRIES_MAX, _RETRY_WAIT_MAX_S = 3, 2.0
 
-_FAILURES = (httpx.RequestError, ssl.SSLError)
-"""What keeps an answer from coming; httpx passes on as they are the errors of a TLS stream that is broken."""
+_CONNECTION_ERRORS = (httpx.RequestError, ssl.SSLError)
+"""What keeps an response from coming; httpx passes on as they are the errors of a TLS stream that is
+broken."""
 
 _Call = Callable[..., Awaitable[httpx.Response]]
 """A request that lacks its headers only."""
@@ -44,24 +50,24 @@ _KEEPALIVE = (
 )
 
 
-class Http:
+class HttpClient:
     """HTTP with our errors: what does not answer is `StoreUnavailable`.
 
     Args:
-        access: Where to, and as whom.
-        silence_s: A stream on which nothing came for so long is given up.
+        config: Where to, and as whom.
+        idle_timeout_s: A stream on which nothing came for so long is given up.
         program: What asks, for the server's logs and as field manager of writes that name none.
     """
 
-    def __init__(self, access: Access, *, silence_s: float, program: str) -> None:
-        self._access = access
-        self._stream_timeout = httpx.Timeout(_ANSWER_S, read=silence_s)
-        self._bucket = None if access.socket else Bucket(_RATE, _BURST)
-        self._extensions = {"sni_hostname": access.server_name} if access.server_name else {}
+    def __init__(self, config: ClientConfig, *, idle_timeout_s: float, program: str) -> None:
+        self._config = config
+        self._stream_timeout = httpx.Timeout(_RESPONSE_TIMEOUT_S, read=idle_timeout_s)
+        self._bucket = None if config.socket else TokenBucket(_REQUESTS_PER_S, _BURST_REQUESTS)
+        self._extensions = {"sni_hostname": config.server_name} if config.server_name else {}
         self._client = httpx.AsyncClient(
-            transport=_transport(access),
-            base_url=access.url,
-            timeout=_ANSWER_S,
+            transport=_transport(config),
+            base_url=config.url,
+            timeout=_RESPONSE_TIMEOUT_S,
             trust_env=False,
             headers={"user-agent": program, "accept": "application/json"},
         )
@@ -74,9 +80,9 @@ class Http:
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
         query: Mapping[str, str] | None = None,
-        plain: bool = False,
+        allow_text: bool = False,
     ) -> Any:
-        """The JSON answer; an error status raises the error that it says. A busy server is asked again.
+        """The JSON response; an error status raises the error that it says. A busy server is asked again.
 
         Args:
             method: Of HTTP.
@@ -84,29 +90,31 @@ class Http:
             body: What is sent.
             content_type: Of what is sent.
             query: Behind the path.
-            plain: Give an answer that is no JSON as text instead of refusing it.
+            allow_text: Give a response that is no JSON as text instead of refusing it.
         """
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"content-type": content_type}
-        if plain:
+        if allow_text:
             headers["accept"] = "application/json, */*"  # the keys of tokens are JSON of a type of their own
         call = partial(
             self._client.request, method, path, content=content, params=query, extensions=self._extensions
         )
-        for tries_left in reversed(range(_BUSY_TRIES)):
-            answer = await self._answer(call, headers)
-            wait_s = _busy_for_s(answer)
-            if wait_s is None or wait_s > _BUSY_WAIT_S or not tries_left:
+        for tries_left in reversed(range(_TRIES_MAX)):
+            response = await self._send_with_token_retry(call, headers)
+            wait_s = _too_many_requests_wait_s(response)
+            if wait_s is None or wait_s > _RETRY_WAIT_MAX_S or not tries_left:
                 break
             await asyncio.sleep(wait_s)
-        if plain and not answer.is_error and "json" not in answer.headers.get("content-type", ""):
-            return answer.text
-        return self._json(answer, body)
+        if allow_text and not response.is_error and "json" not in response.headers.get("content-type", ""):
+            return response.text
+        return self._parse_json(response, body)
 
     @asynccontextmanager
-    async def lines(self, path: str, *, query: Mapping[str, str]) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of a streamed answer, each as soon as it is whole."""
-        headers = await self._credentials()
+    async def stream_lines(
+        self, path: str, *, query: Mapping[str, str]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The lines of a streamed response, each as soon as it is whole."""
+        headers = await self._authorization_headers()
         stream = self._client.stream(
             "GET",
             path,
@@ -117,117 +125,121 @@ class Http:
         )
         try:
             async with AsyncExitStack() as open_streams:
-                answer = await self._begun(open_streams, stream)
-                if answer.is_error:
-                    self._heed(answer)
-                    await answer.aread()
-                    self._json(answer, None)
-                yield _lines(answer)
-        except _FAILURES as error:
-            raise self._unavailable(error) from error
+                response = await self._open_stream(open_streams, stream)
+                if response.is_error:
+                    self._invalidate_refused_token(response)
+                    await response.aread()
+                    self._parse_json(response, None)
+                yield _split_lines(response)
+        except _CONNECTION_ERRORS as error:
+            raise self._unavailable_error(error) from error
 
-    async def _begun(
+    async def _open_stream(
         self, open_streams: AsyncExitStack, stream: AbstractAsyncContextManager[httpx.Response]
     ) -> httpx.Response:
-        """The head of a stream, within `_HEAD_S`."""
+        """The head of a stream, within `_RESPONSE_HEADERS_TIMEOUT_S`."""
         try:
-            async with asyncio.timeout(_HEAD_S):
+            async with asyncio.timeout(_RESPONSE_HEADERS_TIMEOUT_S):
                 return await open_streams.enter_async_context(stream)
         except TimeoutError as error:
-            raise StoreUnavailable(f"{self._access.words} does not begin to answer") from error
+            raise StoreUnavailable(f"{self._config.display_name} does not begin to answer") from error
 
     async def aclose(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _answer(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
-        answer = await self._ask(call, headers)
-        if answer.status_code == httpx.codes.UNAUTHORIZED and self._access.token:
-            self._heed(answer)  # a token that was renewed a moment ago deserves a second try
-            answer = await self._ask(call, headers)
-        return answer
+    async def _send_with_token_retry(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
+        response = await self._send(call, headers)
+        if response.status_code == httpx.codes.UNAUTHORIZED and self._config.token:
+            self._invalidate_refused_token(
+                response
+            )  # a token that was renewed a moment ago deserves a second try
+            response = await self._send(call, headers)
+        return response
 
-    async def _ask(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
-        headers = {**headers, **await self._credentials()}
+    async def _send(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
+        headers = {**headers, **await self._authorization_headers()}
         try:
             return await call(headers=headers)
-        except _FAILURES as error:
-            raise self._unavailable(error) from error
+        except _CONNECTION_ERRORS as error:
+            raise self._unavailable_error(error) from error
 
-    async def _credentials(self) -> dict[str, str]:
+    async def _authorization_headers(self) -> dict[str, str]:
         if self._bucket:
-            await self._bucket.take()
+            await self._bucket.acquire()
         try:
-            header = await self._access.token.header() if self._access.token else None
+            header = await self._config.token.authorization_header() if self._config.token else None
         except OSError as error:
             raise StoreUnavailable(f"{error.filename} cannot be read: {error.strerror}") from error
         return {"authorization": header} if header else {}
 
-    def _heed(self, answer: httpx.Response) -> None:
-        if answer.status_code == httpx.codes.UNAUTHORIZED and self._access.token:
-            self._access.token.refused()
+    def _invalidate_refused_token(self, response: httpx.Response) -> None:
+        if response.status_code == httpx.codes.UNAUTHORIZED and self._config.token:
+            self._config.token.invalidate()
 
-    def _json(self, answer: httpx.Response, sent: Mapping[str, Any] | None) -> Any:
+    def _parse_json(self, response: httpx.Response, sent: Mapping[str, Any] | None) -> Any:
         try:
-            body = answer.json()
+            body = response.json()
         except ValueError as error:
-            raise self._unreadable(answer) from error
-        if answer.is_error:
-            raise self._refusal(answer, body, sent)
+            raise self._not_json_error(response) from error
+        if response.is_error:
+            raise self._refusal(response, body, sent)
         return body
 
-    def _refusal(self, answer: httpx.Response, body: Any, sent: Mapping[str, Any] | None) -> FulcrumError:
+    def _refusal(self, response: httpx.Response, body: Any, sent: Mapping[str, Any] | None) -> FulcrumError:
         status = body if isinstance(body, Mapping) else {}
-        error = error_of({"code": answer.status_code, **status}, sent)
+        error = error_from_status({"code": response.status_code, **status}, sent)
         if isinstance(error, StoreUnavailable):
-            error.retry_after_s = error.retry_after_s or _retry_after_s(answer)
+            error.retry_after_s = error.retry_after_s or _retry_after_s(response)
         return error
 
-    def _unreadable(self, answer: httpx.Response) -> FulcrumError:
-        message = f"{self._access.words} answered {answer.status_code} without JSON"
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            return error_of(
+    def _not_json_error(self, response: httpx.Response) -> FulcrumError:
+        message = f"{self._config.display_name} answered {response.status_code} without JSON"
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return error_from_status(
                 {
                     "code": 404,
-                    "message": f"{answer.request.url.path} is not there: is its CRD installed?",
+                    "message": f"{response.request.url.path} is not there: is its CRD installed?",
                 }
             )
-        return StoreUnavailable(message, retry_after_s=_retry_after_s(answer))
+        return StoreUnavailable(message, retry_after_s=_retry_after_s(response))
 
-    def _unavailable(self, error: Exception) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._access.words} does not answer: {error or type(error).__name__}")
+    def _unavailable_error(self, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self._config.display_name} does not answer: {error or type(error).__name__}"
+        )
 
 
-def _transport(access: Access) -> httpx.AsyncHTTPTransport:
+def _transport(config: ClientConfig) -> httpx.AsyncHTTPTransport:
     # Each watch holds a connection, so there is no upper bound. Without TLS, verify=False spares loading
     # certificates at start; with it, the context says what to verify.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=60)
-    if access.socket:
-        return httpx.AsyncHTTPTransport(uds=str(access.socket), verify=False, limits=limits)
+    if config.socket:
+        return httpx.AsyncHTTPTransport(uds=str(config.socket), verify=False, limits=limits)
     return httpx.AsyncHTTPTransport(
-        verify=access.tls or False,
+        verify=config.tls or False,
         limits=limits,
-        proxy=access.proxy or None,
+        proxy=config.proxy or None,
         socket_options=_KEEPALIVE,
         trust_env=False,
     )
 
 
-def _busy_for_s(answer: httpx.Response) -> float | None:
+def _too_many_requests_wait_s(response: httpx.Response) -> float | None:
     """How long a server that did not even look at the request (429) wants to be left alone."""
-    if answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+    if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
         return None
-    return _retry_after_s(answer)
+    return _retry_after_s(response)
 
 
-def _retry_after_s(answer: httpx.Response) -> float | None:
-    said = answer.headers.get("retry-after", "")
+def _retry_after_s(response: httpx.Response) -> float | None:
+    said = response.headers.get("retry-after", "")
     return float(said) if said.isdecimal() else None
 
 
-async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _split_lines(response: httpx.Response) -> AsyncIterator[bytes]:
     held: list[bytes] = []
-    async for chunk in answer.aiter_raw():
+    async for chunk in response.aiter_raw():
         first, *rest = chunk.split(b"\n")
         held.append(first)
         for part in rest:

@@ -15,8 +15,8 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool, fixed_role
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.decisions import Verdict
-from fulcrum_core.spelling import format_count
-from fulcrum_core.transfer import compatibility_groups
+from fulcrum_core.formatting import format_count
+from fulcrum_core.kv_compatibility import assign_compatibility_groups
 from fulcrum_core.values import Actor, FlipStrategy, Role
 
 CLOCK_SKEW_S = 5.0
@@ -32,13 +32,13 @@ class AssignmentRules:
     """Instances of pools that never flip."""
     floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
     """The service's own floors: an assignment that was patched by hand cannot lower them."""
-    groups: Mapping[str, int] = field(default_factory=dict)
+    compatibility_groups: Mapping[str, int] = field(default_factory=dict)
     """Which instances can exchange KV: those of one number. Nobody is in a group of his own by default."""
-    restarts: frozenset[str] = frozenset()
+    restarted_by_flip: frozenset[str] = frozenset()
     """Instances that are started anew for a flip: until then they serve neither role."""
 
 
-def rules_of(
+def build_assignment_rules(
     spec: PDServiceSpec, pools: Iterable[PDPool], instances: Iterable[PDInstance]
 ) -> AssignmentRules:
     """What judges the assignment of a service with these pools and instances."""
@@ -48,26 +48,26 @@ def rules_of(
     return AssignmentRules(
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         fixed_roles={name: role for name, role in fixed.items() if role is not None},
-        floors=spec.roles.floors(),
-        groups=groups_of(instances),
-        restarts=restarts_of(instances),
+        floors=spec.roles.to_floors(),
+        compatibility_groups=group_by_compatibility(instances),
+        restarted_by_flip=find_restarted_by_flip(instances),
     )
 
 
-def groups_of(instances: Iterable[PDInstance]) -> dict[str, int]:
+def group_by_compatibility(instances: Iterable[PDInstance]) -> dict[str, int]:
     """The compatibility group of each instance, by what its engine was seen to be."""
     identities = {i.metadata.name: i.status.identity for i in instances}
-    return compatibility_groups(
-        {name: known.value() if known else None for name, known in identities.items()}
+    return assign_compatibility_groups(
+        {name: known.to_identity() if known else None for name, known in identities.items()}
     )
 
 
-def restarts_of(instances: Iterable[PDInstance]) -> frozenset[str]:
+def find_restarted_by_flip(instances: Iterable[PDInstance]) -> frozenset[str]:
     """Those whose engine was started for one role, and is started anew for the other."""
     return frozenset(
         i.metadata.name
         for i in instances
-        if i.spec.role or i.spec.role_at_start or i.status.strategy is FlipStrategy.RESTART
+        if i.spec.role or i.spec.role_fixed_at_start or i.status.flip_strategy is FlipStrategy.RESTART
     )
 
 
@@ -75,7 +75,9 @@ def awaits_restart(instance: PDInstance, entry: RoleAssignment) -> bool:
     """Whether its engine was started for the role that it shall leave: it refuses the one it shall take."""
     started = instance.spec.role or instance.status.role
     return (
-        bool(restarts_of([instance])) and started in (Role.PREFILL, Role.DECODE) and started is not entry.role
+        bool(find_restarted_by_flip([instance]))
+        and started in (Role.PREFILL, Role.DECODE)
+        and started is not entry.role
     )
 
 
@@ -101,39 +103,40 @@ def may_apply(
     if refusal:
         return Verdict(False, refusal)
     for role in (Role.PREFILL, Role.DECODE):
-        floor = max(rules.floors.of(role), proposed.floors.of(role))
+        floor = max(rules.floors.for_role(role), proposed.floors.for_role(role))
         refusal = _refuse_floor(role, floor, current, proposed, ready, rules)
         refusal = refusal or _refuse_last_assigned(role, floor, current, proposed)
-        refusal = refusal or _refuse_one_sided(role, current, proposed, ready, rules)
+        refusal = refusal or _refuse_group_without_role(role, current, proposed, ready, rules)
         if refusal:
             return Verdict(False, refusal)
     return Verdict(True, "within floors, cooldown and pins")
 
 
-def serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
+def list_serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
     """Names of the ready, not cordoned instances assigned to `role`, sorted."""
     chosen = (n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned)
     return tuple(sorted(chosen))
 
 
-def effective_roles(
+def resolve_effective_roles(
     roles: Mapping[str, RoleAssignment],
     ready: Iterable[str],
     groups: Mapping[str, int] | None = None,
     *,
-    restarts: Collection[str] = (),
+    restarted_by_flip: Collection[str] = (),
 ) -> dict[str, Role]:
     """The role each ready instance plays: the one assigned, or Both where nobody could take the other.
 
     That is an instance that is the only one to take work, and, while several compatibility groups serve,
-    everybody in a group that has one role only: no pair across groups can exchange KV. Of `restarts`, whose
+    everybody in a group that has one role only: no pair across groups can exchange KV. Of
+    `restarted_by_flip`, whose
     engines were started for one role, only those that decode can do without the others: they compute a
     prompt themselves, while one that was started to prefill refuses to decode.
     """
     names = sorted(name for name in ready if name in roles)
     working = [name for name in names if not roles[name].cordoned] or names
     played = {name: Role(roles[name].role) for name in names}
-    alone = {name for name in names if name not in restarts or played[name] is Role.DECODE}
+    alone = {name for name in names if name not in restarted_by_flip or played[name] is Role.DECODE}
     group = dict.fromkeys(names, 0) | {name: groups[name] for name in names if groups and name in groups}
     if len(working) == 1:
         return played | dict.fromkeys(alone.intersection(working), Role.BOTH)
@@ -145,7 +148,7 @@ def effective_roles(
     return played
 
 
-def with_flip(
+def apply_flip(
     current: PDAssignmentSpec,
     instance: str,
     to: Role,
@@ -175,7 +178,7 @@ def with_flip(
         }
     )
     if before.cordoned:  # a flip changes whose word the role is, not whose the cordon is
-        entry = entry.model_copy(update={"cordoned_by": before.cordoner})
+        entry = entry.model_copy(update={"cordoned_by": before.effective_cordoned_by})
     changes = before.role is not to
     last = current.last_prefill_to_decode
     if changes and to is Role.DECODE:
@@ -201,24 +204,24 @@ def _refuse_entry(
     fixed = rules.fixed_roles.get(name)
     if fixed is not None and after.role is not fixed:
         return f"instance {name!r} belongs to a pool that only serves {fixed}"
-    if before is None or _taken_back(before, after):
+    if before is None or _is_operator_rollback(before, after):
         return None
     if before.role is after.role:
         return _refuse_unpinning(name, before, after, now_s=now_s)
     if after.since > now_s + CLOCK_SKEW_S:
         return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
-    if before.cordoner is Actor.OPERATOR and after.cordoned:
-        return f"instance {name!r} is about to leave: {before.why_cordoned}"
+    if before.effective_cordoned_by is Actor.OPERATOR and after.cordoned:
+        return f"instance {name!r} is about to leave: {before.effective_cordon_reason}"
     if after.by is Actor.PERSON:
         return None  # a person's word beats pins, refusals and the cooldown; never the floors
     if before.pinned_until is not None and before.pinned_until > after.since:
-        return _pinned(name, before.role, before.pinned_until - after.since)
+        return _pinned_message(name, before.role, before.pinned_until - after.since)
     if before.refused and before.refused.role is after.role and before.refused.until > after.since:
         return f"the flip of instance {name!r} to {after.role} was refused: {before.refused.reason}"
     return _refuse_cooldown(name, current, proposed, rules)
 
 
-def _taken_back(before: RoleAssignment, after: RoleAssignment) -> bool:
+def _is_operator_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
     """Whether this is the operator's refusal of the flip to `before.role`.
 
     A reader that took the flip for good, because it knew less, has to follow, whatever the time.
@@ -235,10 +238,10 @@ def _refuse_unpinning(
         return None
     if after.pinned_until is not None and after.pinned_until >= until_s:
         return None
-    return _pinned(name, before.role, until_s - now_s)
+    return _pinned_message(name, before.role, until_s - now_s)
 
 
-def _pinned(name: str, role: Role, left_s: float) -> str:
+def _pinned_message(name: str, role: Role, left_s: float) -> str:
     return f"instance {name!r} is pinned to {role} for {format_duration(round(left_s, 1))} more"
 
 
@@ -280,9 +283,9 @@ def _refuse_floor(
     ready: Collection[str],
     rules: AssignmentRules,
 ) -> str | None:
-    away = {name for name in rules.restarts if _flipped(name, current, proposed)}
-    before = serving(current.roles, ready, role)
-    after = serving(proposed.roles, frozenset(ready) - away, role)
+    away = {name for name in rules.restarted_by_flip if _is_flipped(name, current, proposed)}
+    before = list_serving(current.roles, ready, role)
+    after = list_serving(proposed.roles, frozenset(ready) - away, role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
@@ -290,12 +293,12 @@ def _refuse_floor(
     return f"{left} would serve {role}, the floor is {floor}; leaving: {lost}"
 
 
-def _flipped(name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
+def _is_flipped(name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec) -> bool:
     before, after = current.roles.get(name), proposed.roles.get(name)
     return before is not None and after is not None and before.role is not after.role
 
 
-def _refuse_one_sided(
+def _refuse_group_without_role(
     role: Role,
     current: PDAssignmentSpec,
     proposed: PDAssignmentSpec,
@@ -303,14 +306,14 @@ def _refuse_one_sided(
     rules: AssignmentRules,
 ) -> str | None:
     """While several groups serve that cannot exchange KV, no flip takes a role's last from one of them."""
-    if len({rules.groups.get(name, 0) for name in ready}) < 2:
+    if len({rules.compatibility_groups.get(name, 0) for name in ready}) < 2:
         return None
-    stays = {name for name in serving(proposed.roles, ready, role.other) if name in current.roles}
-    for name in sorted(stays & set(serving(current.roles, ready, role))):
-        group = rules.groups.get(name, 0)
-        mates = [mate for mate in ready if rules.groups.get(mate, 0) == group and mate != name]
-        had = serving(current.roles, mates, role.other)
-        if had and not serving(proposed.roles, mates, role):
+    stays = {name for name in list_serving(proposed.roles, ready, role.other) if name in current.roles}
+    for name in sorted(stays & set(list_serving(current.roles, ready, role))):
+        group = rules.compatibility_groups.get(name, 0)
+        mates = [mate for mate in ready if rules.compatibility_groups.get(mate, 0) == group and mate != name]
+        had = list_serving(current.roles, mates, role.other)
+        if had and not list_serving(proposed.roles, mates, role):
             return f"instance {name!r} is the last to serve {role} among those that can exchange KV with it"
     return None
 
@@ -323,8 +326,8 @@ def _refuse_last_assigned(
     Instances that leave the map do not count: dropping one that is gone for good must always be possible.
     """
     staying = [name for name in current.roles if name in proposed.roles]
-    before = serving(current.roles, staying, role)
-    after = serving(proposed.roles, proposed.roles, role)
+    before = list_serving(current.roles, staying, role)
+    after = list_serving(proposed.roles, proposed.roles, role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))

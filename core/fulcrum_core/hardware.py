@@ -19,31 +19,31 @@ class Fabric(StrEnum):
     TCP = "TCP"
 
     @property
-    def bytes_s(self) -> float:
+    def bytes_per_s(self) -> float:
         """What an instance can count on: 400 and 200 Gbit/s cards, NVLink 4, 25 Gbit/s Ethernet.
 
         `AUTO` counts as the slowest: what is planned with it then holds anywhere.
         """
-        return _FABRIC_BYTES_S[self]
+        return _FABRIC_BYTES_PER_S[self]
 
     @property
-    def least_bytes_s(self) -> float:
+    def min_bytes_per_s(self) -> float:
         """Below this rate it is not what carries the KV; 0: nothing is slower than it.
 
         A quarter of what can be counted on, as blocks are small and a card is shared; of NVLink a fifteenth,
         which they do not fill. TCP gives half of the least of these.
         """
-        return _LEAST_BYTES_S.get(self, 0.0)
+        return _MIN_FABRIC_BYTES_PER_S.get(self, 0.0)
 
 
-_FABRIC_BYTES_S = {
+_FABRIC_BYTES_PER_S = {
     Fabric.INFINIBAND: 40e9,
     Fabric.ROCE: 20e9,
     Fabric.NVLINK: 600e9,
     Fabric.TCP: 2.5e9,
     Fabric.AUTO: 2.5e9,
 }
-_LEAST_BYTES_S = {Fabric.INFINIBAND: 10e9, Fabric.ROCE: 5e9, Fabric.NVLINK: 40e9}
+_MIN_FABRIC_BYTES_PER_S = {Fabric.INFINIBAND: 10e9, Fabric.ROCE: 5e9, Fabric.NVLINK: 40e9}
 
 
 class Vendor(StrEnum):
@@ -62,34 +62,35 @@ class HardwareFacts:
         name: As in the table, or as the manifest calls it.
         vendor: Whose software stack; decides transports and kernels.
         memory_bytes: Of one device; 0: unknown.
-        bandwidth_bytes_s: Of its memory; 0: unknown.
+        bandwidth_bytes_per_s: Of its memory; 0: unknown.
         flops: Peak at 16 bits; 0: unknown.
-        capability: NVIDIA's compute capability × 10 (90: Hopper, 100: Blackwell); 0: not NVIDIA, or unknown.
+        compute_capability: NVIDIA's compute capability × 10 (90: Hopper, 100: Blackwell); 0: not NVIDIA, or
+        unknown.
         fabric: What carries KV to another instance.
     """
 
     name: str
     vendor: Vendor
     memory_bytes: int = 0
-    bandwidth_bytes_s: float = 0.0
+    bandwidth_bytes_per_s: float = 0.0
     flops: float = 0.0
-    capability: int = 0
+    compute_capability: int = 0
     fabric: Fabric = Fabric.AUTO
 
     @property
-    def known(self) -> bool:
+    def memory_known(self) -> bool:
         """Whether its memory is known, without which nothing can be said to fit."""
         return self.memory_bytes > 0
 
     @property
-    def fp8(self) -> bool:
+    def supports_fp8(self) -> bool:
         """Whether it multiplies in FP8: Ada and later, and MI300."""
-        return self.capability >= 89 or self.vendor is Vendor.AMD
+        return self.compute_capability >= 89 or self.vendor is Vendor.AMD
 
     @property
-    def fp4(self) -> bool:
+    def supports_fp4(self) -> bool:
         """Whether it multiplies in FP4: Blackwell."""
-        return self.capability >= 100
+        return self.compute_capability >= 100
 
 
 def _nvidia(name: str, mib: int, tb_s: float, tflops: float, capability: int) -> HardwareFacts:
@@ -97,9 +98,9 @@ def _nvidia(name: str, mib: int, tb_s: float, tflops: float, capability: int) ->
         name=name,
         vendor=Vendor.NVIDIA,
         memory_bytes=mib * MIB,
-        bandwidth_bytes_s=tb_s * 1e12,
+        bandwidth_bytes_per_s=tb_s * 1e12,
         flops=tflops * 1e12,
-        capability=capability,
+        compute_capability=capability,
     )
 
 
@@ -111,7 +112,7 @@ CPU = HardwareFacts(name="CPU", vendor=Vendor.CPU, fabric=Fabric.TCP)
 UNKNOWN_GPU = HardwareFacts(name="GPU", vendor=Vendor.NVIDIA)
 """A device that nobody described: an NVIDIA one of unknown size."""
 
-_TABLE = {
+_DEVICES = {
     facts.name: facts
     for facts in (
         _nvidia("H100-SXM", 81559, 3.35, 989.5, 90),
@@ -131,7 +132,7 @@ _TABLE = {
     )
 }
 
-_SPELLINGS = {
+_ALIASES = {
     "H100": "H100-SXM",
     "H100-80GB-HBM3": "H100-SXM",
     "H100-SXM5": "H100-SXM",
@@ -157,10 +158,10 @@ _SPELLINGS = {
 def find_hardware(name: str) -> HardwareFacts | None:
     """The device of that name, also as nodes are labelled (`NVIDIA-H100-80GB-HBM3`); None: unknown."""
     plain = name.upper().replace("_", "-").removeprefix("NVIDIA-").removeprefix("AMD-")
-    return _TABLE.get(name) or _TABLE.get(_SPELLINGS.get(plain, plain))
+    return _DEVICES.get(name) or _DEVICES.get(_ALIASES.get(plain, plain))
 
 
-def hardware_of(
+def resolve_hardware(
     name: str = "", *, resource: str = "", memory_bytes: int | None = None, fabric: Fabric | None = None
 ) -> HardwareFacts:
     """A device as a manifest describes it: what it says stands over the table.
@@ -169,7 +170,7 @@ def hardware_of(
     an NVIDIA device of unknown size.
     """
     found = find_hardware(name) if name else None
-    facts = found or _unnamed(resource)
+    facts = found or _hardware_by_resource(resource)
     if name and found is None:
         facts = replace(facts, name=name)
     if memory_bytes is not None:
@@ -177,7 +178,7 @@ def hardware_of(
     return facts if fabric is None else replace(facts, fabric=fabric)
 
 
-def _unnamed(resource: str) -> HardwareFacts:
+def _hardware_by_resource(resource: str) -> HardwareFacts:
     if resource == "cpu":
         return CPU
     if resource.startswith("amd.com/"):

@@ -90,14 +90,14 @@ class StepModel:
     def step_s(self, prefill_chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int]) -> float:
         """Duration of a step with these `(done, chunk)` prompt pieces and these decode contexts."""
         chunks = list(prefill_chunks)
-        return self.step_of_sums_s(
+        return self.step_from_sums_s(
             prefill_tokens=sum(chunk for _, chunk in chunks),
             attention=sum((done + chunk) ** 2 - done**2 for done, chunk in chunks),
             decodes=len(decode_contexts),
             context_tokens=sum(decode_contexts),
         )
 
-    def step_of_sums_s(
+    def step_from_sums_s(
         self, *, prefill_tokens: int, attention: int, decodes: int, context_tokens: int
     ) -> float:
         """The same from its four sums: Σchunk, Σ[(done + chunk)² - done²], B and Σctx."""

@@ -168,7 +168,7 @@ class EngineObservation:
     """The image it runs, by digest, where there is one."""
     since_s: float | None = None
     """Since when it is in this state, where that is known; unix seconds."""
-    ending: bool = False
+    terminating: bool = False
     """Its end was asked for, by us or by somebody else. While it still serves its state is RUNNING."""
     node_lost: bool = False
     """It counts as LOST because its node is not heard of; who reaches the engine itself knows better."""
@@ -181,12 +181,12 @@ class EngineRuntime(Protocol):
         """Have the instance's engine run; one that exits is started again with back-off.
 
         It is expected to serve `startup_s` after a start; one that takes much longer is started again, too.
-        An engine of that key that is there already, even one that is ending, is left as it is.
+        An engine of that key that is there already, even one that is terminating, is left as it is.
         """
         ...
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
-        """Ask the engine to end, and do not wait for it: `observe` shows it, `ending`, until it is gone.
+        """Ask the engine to end, and do not wait for it: `observe` shows it, `terminating`, until it is gone.
 
         One that is drained gets a few seconds for it: KV that it still holds is nobody's, such as a probe's.
         """

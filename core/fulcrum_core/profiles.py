@@ -47,8 +47,8 @@ class EngineProfile(BaseModel):
     weight_bytes: Count = Field(description="Weights of the model, bytes.")
     tensor_parallel: Count = Field(description="GPUs of an instance.")
     peak_flops: Positive = Field(description="Peak of one GPU, FLOP/s.")
-    hbm_bytes_s: Positive = Field(description="Memory bandwidth of one GPU, bytes/s.")
-    link_bytes_s: Positive = Field(description="KV transfer between two instances, bytes/s.")
+    hbm_bytes_per_s: Positive = Field(description="Memory bandwidth of one GPU, bytes/s.")
+    link_bytes_per_s: Positive = Field(description="KV transfer between two instances, bytes/s.")
     link_setup_s: NotNegative = Field(description="Fixed part of a KV transfer, seconds.")
     handshake_s: NotNegative = Field(description="First contact of a pair, seconds.")
     startup_s: NotNegative = Field(description="From process start to serving, seconds.")
@@ -72,7 +72,7 @@ def load_profile(name_or_path: str) -> EngineProfile:
     physical floor.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
-        return parse_profile(_read(name_or_path), source=name_or_path)
+        return parse_profile(_read_file(name_or_path), source=name_or_path)
     if name_or_path not in PROFILE_NAMES:
         raise InvalidInput(
             "profile", name_or_path, f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"
@@ -83,15 +83,15 @@ def load_profile(name_or_path: str) -> EngineProfile:
 def parse_profile(text: str, *, source: str) -> EngineProfile:
     """The profile that this YAML text describes, its floors checked; `source` names it in errors."""
     try:
-        profile = EngineProfile.model_validate(_mapping(text, source))
+        profile = EngineProfile.model_validate(_parse_mapping(text, source))
     except ValidationError as error:
-        raise _first_problem(error, source) from error
-    _check_shape(profile, source)
-    _check_floors(profile, source)
+        raise _first_invalid_field(error, source) from error
+    _check_sizes(profile, source)
+    _check_physical_limits(profile, source)
     return profile
 
 
-def _read(path: str) -> str:
+def _read_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +99,7 @@ def _read(path: str) -> str:
         raise InvalidInput("profile", path, f"cannot be read: {reason.lower()}") from error
 
 
-def _mapping(text: str, source: str) -> dict[str, Any]:
+def _parse_mapping(text: str, source: str) -> dict[str, Any]:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -110,7 +110,7 @@ def _mapping(text: str, source: str) -> dict[str, Any]:
     return content
 
 
-def _first_problem(error: ValidationError, source: str) -> InvalidInput:
+def _first_invalid_field(error: ValidationError, source: str) -> InvalidInput:
     """Pydantic's first finding in our one-line form."""
     first = error.errors()[0]
     path = ".".join([source, *map(str, first["loc"])])
@@ -123,7 +123,7 @@ def _first_problem(error: ValidationError, source: str) -> InvalidInput:
             return InvalidInput(path, first["input"], first["msg"].replace("Input should", "must"))
 
 
-def _check_shape(profile: EngineProfile, source: str) -> None:
+def _check_sizes(profile: EngineProfile, source: str) -> None:
     if profile.max_seqs > profile.token_budget:
         rule = f"is greater than token_budget ({profile.token_budget}): a decode step would not fit"
         raise InvalidInput(f"{source}.max_seqs", profile.max_seqs, rule)
@@ -132,19 +132,24 @@ def _check_shape(profile: EngineProfile, source: str) -> None:
         raise InvalidInput(f"{source}.kv_capacity_tokens", profile.kv_capacity_tokens, rule)
 
 
-def _check_floors(profile: EngineProfile, source: str) -> None:
+def _check_physical_limits(profile: EngineProfile, source: str) -> None:
     """Arithmetic and memory bandwidth bound a step from below, whatever was fitted."""
     flops = profile.tensor_parallel * profile.peak_flops
-    bandwidth = profile.tensor_parallel * profile.hbm_bytes_s
+    bandwidth = profile.tensor_parallel * profile.hbm_bytes_per_s
     floors = (
         ("b", profile.b, 2 * profile.params / flops, "2*params/(tensor_parallel*peak_flops)"),
         (
             "d2",
             profile.d2,
             profile.kv_bytes_per_token / bandwidth,
-            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)",
+            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_per_s)",
         ),
-        ("t0", profile.t0, profile.weight_bytes / bandwidth, "weight_bytes/(tensor_parallel*hbm_bytes_s)"),
+        (
+            "t0",
+            profile.t0,
+            profile.weight_bytes / bandwidth,
+            "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
+        ),
     )
     for field, value, floor, formula in floors:
         if value < floor:

@@ -78,7 +78,7 @@ class Slo:
     ttft_s: float
     tpot_s: float
 
-    def met(self, *, ttft_s: float, tpot_s: float | None) -> bool:
+    def is_met(self, *, ttft_s: float, tpot_s: float | None) -> bool:
         """Whether one finished request met both objectives; with a single output token TPOT counts as met."""
         return ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
 
@@ -88,12 +88,13 @@ KV_LEASE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class EngineIdentity:
     """What an engine is to those that it exchanges KV blocks with.
 
     `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
     back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_lease_s`
-    is for how long it keeps the blocks of a hand-off that nobody fetches, `kv_wire_s` the longest that its
+    is for how long it keeps the blocks of a hand-off that nobody fetches, `kv_transfer_s_per_1k_tokens` the
+    longest that its
     declared fabric takes for the KV of 1,000 tokens (0: not known): those two need not agree. `kv_heads` are
     the model's; 0: not known, and not held against it.
     """
@@ -111,4 +112,4 @@ class Identity:
     latent: bool = False
     kv_heads: int = 0
     kv_lease_s: float = KV_LEASE_S
-    kv_wire_s: float = 0.0
+    kv_transfer_s_per_1k_tokens: float = 0.0

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
-from fulcrum_cluster.access import find_access
-from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.client import ClusterClient, open_cluster
+from fulcrum_cluster.client_config import resolve_client_config
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.lease import OPERATOR_TIMING, ClusterLease, Elector, StepDown
+from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.controller.metrics import Meters, make_app
-from fulcrum_operator.manifests.names import Account, ClusterSettings
+from fulcrum_operator.controller.metrics import Metrics, make_http_app
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 
 if TYPE_CHECKING:
-    from fulcrum_operator.controller.leader import Leader, Options
+    from fulcrum_operator.controller.leader import Leader, OperatorOptions
 
 _log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     try:
-        sys.exit(asyncio.run(_serve(args)))
+        sys.exit(asyncio.run(_run_operator(args)))
     except (InvalidInput, OSError) as error:
         exit_with_error(error)
 
@@ -53,47 +53,52 @@ def _parser() -> argparse.ArgumentParser:
     add("--image-pull-secret", action="append", default=[], help="for these images; may be repeated")
     add("--lease-namespace", required=True, help="where the Lease is, and this operator")
     add("--identity", required=True, help="who this process is among the operators: its pod's name")
-    add("--account", default="fulcrum-operator", help="its ServiceAccount, and the name of the Lease")
-    add("--autoscaler-account", type=_account, help="the autoscaler's, as NAMESPACE:NAME")
+    add("--service-account", default="fulcrum-operator", help="its ServiceAccount, and the name of the Lease")
+    add("--autoscaler-service-account", type=_parse_account, help="the autoscaler's, as NAMESPACE:NAME")
     add("--token-file", type=Path, required=True, help="token for routers' state ports; may be replaced")
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
     add("--router-replicas", type=int, default=2, help="routers of a service, of which one is active")
     add(
-        "--router-resources", type=_resources, default={}, help="of their containers, as JSON (default: none)"
+        "--router-resources",
+        type=_parse_resources,
+        default={},
+        help="of their containers, as JSON (default: none)",
     )
     add("--host", default="0.0.0.0", help="address to serve /healthz, /readyz and /metrics on")
     add("--port", type=int, default=9093, help="port for them; 0: any free one")
     return parser
 
 
-def _account(text: str) -> Account:
+def _parse_account(text: str) -> ServiceAccount:
     namespace, colon, name = text.partition(":")
     if not (namespace and colon and name):
         raise argparse.ArgumentTypeError(f"{text} is not NAMESPACE:NAME")
-    return Account(namespace, name)
+    return ServiceAccount(namespace, name)
 
 
-def _resources(text: str) -> dict[str, Any]:
+def _parse_resources(text: str) -> dict[str, Any]:
     try:
-        asked = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        asked = None
-    if not isinstance(asked, dict) or not set(asked) <= {"requests", "limits", "claims"}:
+        parsed = None
+    if not isinstance(parsed, dict) or not set(parsed) <= {"requests", "limits", "claims"}:
         raise argparse.ArgumentTypeError(f"{text} is not a container's resources as JSON")
-    return asked
+    return parsed
 
 
-async def _serve(args: argparse.Namespace) -> int:
+async def _run_operator(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    meters = Meters()
+    metrics = Metrics()
     async with (
         open_cluster(args.store, program="fulcrum-operator") as cluster,
-        open_cluster(args.store, program="fulcrum-operator") as own,  # a renewal waits for nothing else
+        open_cluster(
+            args.store, program="fulcrum-operator"
+        ) as lease_cluster,  # a renewal waits for nothing else
     ):
-        candidate = Candidate(cluster, own.objects, args, meters, stop)
-        app = make_app(meters, candidate.unready, candidate.dead)
-        async with _listening(app, args.host, args.port) as port:
+        candidate = Candidate(cluster, lease_cluster.objects, args, metrics, stop)
+        app = make_http_app(metrics, candidate.unready_reason, candidate.unhealthy_reason)
+        async with _serve_http(app, args.host, args.port) as port:
             announce_ready(port=port)
             return await candidate.run()
 
@@ -103,49 +108,49 @@ class Candidate:
 
     Args:
         cluster: The API server.
-        lease: The same, for the Lease alone.
+        lease_objects: The same, for the Lease alone.
         args: The command line.
-        meters: What is measured.
+        metrics: What is measured.
         stop: Set when the process shall end.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
-        lease: ObjectApi,
+        cluster: ClusterClient,
+        lease_objects: ObjectApi,
         args: argparse.Namespace,
-        meters: Meters,
+        metrics: Metrics,
         stop: asyncio.Event,
     ) -> None:
-        self._cluster, self._args, self._meters, self._stop = cluster, args, meters, stop
-        self._elected, self._lost = asyncio.Event(), False
+        self._cluster, self._args, self._metrics, self._stop = cluster, args, metrics, stop
+        self._elected, self._lease_lost = asyncio.Event(), False
         self._leader: Leader | None = None
-        self._elector = Elector(
-            ClusterLease(lease, args.account, namespace=args.lease_namespace),
+        self._elector = LeaderElector(
+            KubernetesLease(lease_objects, args.service_account, namespace=args.lease_namespace),
             identity=args.identity,
             timing=OPERATOR_TIMING,
             step_down=StepDown.AT_DEADLINE,
             clock=SystemClock(),
             rng=random.Random(),
-            on_change=self._on_change,
+            on_change=self._on_leadership_change,
         )
 
-    def unready(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Why it is not ready; None if it leads and has seen everything, or stands by."""
         if self._leader is not None:
             return None if self._leader.synced else "listing"
-        return None if self._elector.holder is not None else "has not seen the lease"
+        return None if self._elector.holder is not None else "has not read the Lease yet"
 
-    def dead(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Why it must be started anew, if it does not end by itself; None while it is of use."""
-        return "stands for election no more" if self._lost else None
+        return "leader election has ended" if self._lease_lost else None
 
     async def run(self) -> int:
         """Until told to stop, or the lease is lost; returns the exit code."""
         election = asyncio.get_running_loop().create_task(self._elector.run())
         election.add_done_callback(self._on_election_ended)
         try:
-            await _first(self._elected, self._stop)
+            await _wait_for_any(self._elected, self._stop)
             if not self._stop.is_set():
                 await self._lead()
         finally:
@@ -153,65 +158,66 @@ class Candidate:
             election.cancel()
             await asyncio.gather(election, return_exceptions=True)
             await self._elector.release()
-        return 1 if self._lost else 0
+        return 1 if self._lease_lost else 0
 
     async def _lead(self) -> None:
         # Half of what the process needs is needed by the leader only.
-        from fulcrum_operator.controller.kopf_feed import Feed
+        from fulcrum_operator.controller.kopf_feed import KopfFeed
         from fulcrum_operator.controller.leader import Leader
 
-        access, args = find_access(self._args.store), self._args
+        access, args = resolve_client_config(self._args.store), self._args
         self._leader = Leader(
             self._cluster,
-            lambda cache: Feed(access, cache, namespace=args.namespace),
-            _options(args),
-            self._meters,
+            lambda cache: KopfFeed(access, cache, namespace=args.namespace),
+            _operator_options(args),
+            self._metrics,
             lambda: self._elector.leading,
         )
-        work = asyncio.get_running_loop().create_task(
+        leading = asyncio.get_running_loop().create_task(
             self._leader.run(self._stop, on_started=lambda: _stop_on_signals(self._stop))
         )
         stopping = asyncio.get_running_loop().create_task(self._stop.wait())
-        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         await self._leader.aclose()
         await self._elector.release()  # at once: what is left of the feed writes nothing
         self._stop.set()
-        await work
+        await leading
 
     def _on_election_ended(self, election: asyncio.Task[None]) -> None:
         """Of itself it never ends: whoever does not stand for election any more is of no use."""
         _log.error("election ended", error=repr(election.exception()))
-        self._lost = True
+        self._lease_lost = True
         self._stop.set()
 
-    def _on_change(self, leads: bool) -> None:
-        self._meters.leader.set(int(leads))
-        if leads:
+    def _on_leadership_change(self, is_leader: bool) -> None:
+        self._metrics.leader.set(int(is_leader))
+        if is_leader:
             self._elected.set()
         elif not self._stop.is_set():
             _log.error("lease lost", holder=self._elector.holder)
-            self._lost = True
+            self._lease_lost = True
             self._stop.set()
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from fulcrum_operator.controller.leader import Options
-    from fulcrum_operator.controller.router import STATE_URL
+def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
+    from fulcrum_operator.controller.leader import OperatorOptions
+    from fulcrum_operator.controller.router import STATE_URL_TEMPLATE
 
-    own = Account(args.lease_namespace, args.account)
-    return Options(
-        settings=ClusterSettings(
+    operator_account = ServiceAccount(args.lease_namespace, args.service_account)
+    return OperatorOptions(
+        settings=InstallationSettings(
             image=args.image,
-            operator=own,
-            autoscaler=args.autoscaler_account or Account(args.lease_namespace, "fulcrum-autoscaler"),
+            operator=operator_account,
+            autoscaler=args.autoscaler_service_account
+            or ServiceAccount(args.lease_namespace, "fulcrum-autoscaler"),
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
             router_resources=args.router_resources,
         ),
         namespace=args.namespace,
         token_file=args.token_file,
-        router_state=args.router_state or STATE_URL,
+        router_state=args.router_state or STATE_URL_TEMPLATE,
     )
 
 
@@ -220,7 +226,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
 
 
-async def _first(*events: asyncio.Event) -> None:
+async def _wait_for_any(*events: asyncio.Event) -> None:
     """Returns when one of these is set."""
     waits = [asyncio.get_running_loop().create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +235,7 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+async def _serve_http(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

@@ -11,7 +11,7 @@ import uvloop
 
 from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router.options import Options, parse_options
+from fulcrum_router.options import RouterOptions, parse_options
 from fulcrum_router.server import serve
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_with_error(error)
 
 
-async def _run(options: Options) -> None:
+async def _run(options: RouterOptions) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -3,22 +3,22 @@
 import asyncio
 import time
 
-from fulcrum_core.state import FlipWanted
+from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
 
-FLIP_PATIENCE_S = 0.05
+FLIP_WAIT_S = 0.05
 """How long a request waits for a flip that it wants."""
-FLIP_SILENCE_S = 1.0
+FLIP_WAIT_BACKOFF_S = 1.0
 """After a wait in vain, requests do not wait for the same role for this long."""
 
 
-class Signal:
+class Notifier:
     """Wakes everybody who waits."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    def fire(self) -> None:
+    def notify_all(self) -> None:
         """Wake them."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
@@ -39,20 +39,20 @@ class Signal:
         return True
 
 
-class Epoch:
+class AppliedAssignment:
     """The last PDAssignment generation applied: the router's acknowledgement."""
 
     def __init__(self) -> None:
         self.generation = 0
-        self.at_s = 0.0
-        self._advanced = Signal()
+        self.applied_at_s = 0.0
+        self._advanced = Notifier()
 
-    def advance(self, generation: int, at_s: float) -> None:
+    def advance(self, generation: int, applied_at_s: float) -> None:
         """Requests are dispatched by this generation from now on."""
-        self.generation, self.at_s = generation, at_s
-        self._advanced.fire()
+        self.generation, self.applied_at_s = generation, applied_at_s
+        self._advanced.notify_all()
 
-    async def reached(self, generation: int, timeout_s: float) -> bool:
+    async def wait_until_reached(self, generation: int, timeout_s: float) -> bool:
         """Whether that generation, or a later one, is applied within the time."""
         deadline = time.monotonic() + timeout_s
         while self.generation < generation:
@@ -61,38 +61,38 @@ class Epoch:
                 return self.generation >= generation
         return True
 
-    async def next(self, timeout_s: float) -> bool:
+    async def wait_until_next(self, timeout_s: float) -> bool:
         """Whether another generation is applied within the time."""
         return await self._advanced.wait(timeout_s)
 
 
-class FlipBoard:
+class FlipRequests:
     """The flips that dispatch wants, for whoever can grant them."""
 
-    def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch
-        self.last: FlipWanted | None = None
-        self.wait_for_grant = False
+    def __init__(self, applied: AppliedAssignment) -> None:
+        self._applied = applied
+        self.last: FlipRequest | None = None
+        self.wait_for_flip = False
         """Whether somebody acts on a wish: then the request waits a little for the new generation."""
-        self._silent_until_s: dict[Role, float] = {}
-        self._wished = Signal()
+        self._no_wait_until_s: dict[Role, float] = {}
+        self._submitted = Notifier()
 
     @property
     def seq(self) -> int:
         """How many wishes there were."""
         return self.last.seq if self.last else 0
 
-    async def ask(self, role: Role, reason: str) -> None:
+    async def submit(self, role: Role, reason: str) -> None:
         """Publish the wish; returns when roles have changed or the patience is over."""
-        self.last = FlipWanted(seq=self.seq + 1, role=role, reason=reason)
-        self._wished.fire()
-        if not self.wait_for_grant or time.monotonic() < self._silent_until_s.get(role, 0.0):
+        self.last = FlipRequest(seq=self.seq + 1, role=role, reason=reason)
+        self._submitted.notify_all()
+        if not self.wait_for_flip or time.monotonic() < self._no_wait_until_s.get(role, 0.0):
             return
-        if not await self._epoch.next(FLIP_PATIENCE_S):
-            self._silent_until_s[role] = time.monotonic() + FLIP_SILENCE_S
+        if not await self._applied.wait_until_next(FLIP_WAIT_S):
+            self._no_wait_until_s[role] = time.monotonic() + FLIP_WAIT_BACKOFF_S
 
-    async def after(self, seq: int, timeout_s: float) -> FlipWanted | None:
+    async def wait_after(self, seq: int, timeout_s: float) -> FlipRequest | None:
         """The last wish, as soon as there is one later than `seq`; None when the time is over."""
         if self.seq <= seq:
-            await self._wished.wait(timeout_s)
+            await self._submitted.wait(timeout_s)
         return self.last if self.seq > seq else None

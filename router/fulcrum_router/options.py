@@ -9,11 +9,11 @@ from pathlib import Path
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
-from fulcrum_router.fleet.instances import split_endpoint
+from fulcrum_router.fleet.instances import parse_endpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class RouterOptions:
     """One router. A port of 0 lets the system choose."""
 
     service: str
@@ -31,7 +31,7 @@ class Options:
     lease: str | None = None
     """Name of Lease and EndpointSlice, where several routers take turns; then who and where this one is:"""
     identity: str = ""
-    address: str = ""
+    advertise_address: str = ""
 
     @property
     def has_state_port(self) -> bool:
@@ -39,14 +39,14 @@ class Options:
         return self.token is not None or bool(self.state_callers)
 
 
-def parse_options(arguments: Sequence[str] | None) -> Options:
+def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
     """The options in `arguments` (None: the command line's).
 
     Raises:
         InvalidInput: for a value that breaks a rule.
         SystemExit: code 2 and one line on stderr for arguments that cannot be parsed.
     """
-    given = _parser().parse_args(arguments)
+    given = _build_parser().parse_args(arguments)
     if (given.store is None) == (given.static is None):
         raise InvalidInput(
             "--store", given.store or "nothing", "is required, unless --static is given in its place"
@@ -54,43 +54,45 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     if given.store is not None and (given.token_file is None) == (given.state_callers is None):
         both = "both" if given.token_file is not None else "nothing"
         raise InvalidInput("--token-file", both, "or --state-callers, one of them, is required with --store")
-    _check_cluster(given)
+    _check_cluster_options(given)
     for name, port in (("--port", given.port), ("--state-port", given.state_port)):
         if not 0 <= port <= 65535:
             raise InvalidInput(name, port, "is not between 0 and 65535")
-    return Options(
+    return RouterOptions(
         service=given.service,
         namespace=given.namespace,
         host=given.host,
         port=given.port,
         state_port=given.state_port,
-        token=None if given.token_file is None else _token(given.token_file),
-        state_callers=_subjects(given.state_callers),
+        token=None if given.token_file is None else _read_token(given.token_file),
+        state_callers=_parse_subjects(given.state_callers),
         store=given.store,
-        static=tuple(_endpoints(given.static or ())),
+        static=tuple(_parse_endpoints(given.static or ())),
         lease=given.lease,
         identity=given.identity or "",
-        address=given.address or "",
+        advertise_address=given.advertise_address or "",
     )
 
 
-def _check_cluster(given: argparse.Namespace) -> None:
+def _check_cluster_options(given: argparse.Namespace) -> None:
     """What only has a meaning in a cluster, and goes together there."""
     local = given.store is None or given.store.startswith("unix:")
-    for name in ("state_callers", "lease", "identity", "address"):
+    for name in ("state_callers", "lease", "identity", "advertise_address"):
         value, option = getattr(given, name), f"--{name.replace('_', '-')}"
         if value is not None and local:
             raise InvalidInput(option, value, "has a meaning in a cluster only")
-        if name in ("identity", "address") and bool(value) is not bool(given.lease):
+        if name in ("identity", "advertise_address") and bool(value) is not bool(given.lease):
             raise InvalidInput(option, value or "nothing", "and --lease go together")
-    if given.address:
+    if given.advertise_address:
         try:
-            ipaddress.ip_address(given.address)
+            ipaddress.ip_address(given.advertise_address)
         except ValueError:
-            raise InvalidInput("--address", given.address, "is not an IP address") from None
+            raise InvalidInput(
+                "--advertise-address", given.advertise_address, "is not an IP address"
+            ) from None
 
 
-def _subjects(text: str | None) -> tuple[str, ...]:
+def _parse_subjects(text: str | None) -> tuple[str, ...]:
     subjects = () if text is None else tuple(text.split(","))
     for subject in subjects:
         parts = subject.split(":")
@@ -99,7 +101,7 @@ def _subjects(text: str | None) -> tuple[str, ...]:
     return subjects
 
 
-def _token(path: Path) -> str:
+def _read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -110,7 +112,7 @@ def _token(path: Path) -> str:
     return token
 
 
-def _endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
+def _parse_endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
     found: list[tuple[Role, str, int]] = []
     for group in groups:
         name, _, endpoints = group.partition("=")
@@ -119,13 +121,13 @@ def _endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
             raise InvalidInput("--static", group, "is not prefill=HOST:PORT,… or decode=HOST:PORT,…")
         for endpoint in endpoints.split(","):
             try:
-                found.append((role, *split_endpoint(endpoint)))
+                found.append((role, *parse_endpoint(endpoint)))
             except ValueError:
                 raise InvalidInput("--static", endpoint, "is not HOST:PORT") from None
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="fulcrum_router", description="Routes one service's requests.", allow_abbrev=False
     )
@@ -148,5 +150,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--state-callers", metavar="SUBJECT,…", help="ServiceAccounts that may call the state port")
     add("--lease", help="name of the Lease and the EndpointSlice by which several routers take turns")
     add("--identity", help="with --lease: the name of this router, its pod's")
-    add("--address", help="with --lease: the IP address at which clients reach this router")
+    add("--advertise-address", help="with --lease: the IP address at which clients reach this router")
     return parser

@@ -10,58 +10,60 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
-from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router.control.auth import Callers, ServiceAccounts, SharedToken
-from fulcrum_router.control.background_task import beside
-from fulcrum_router.control.failover import Failover, Place
-from fulcrum_router.control.metrics import registry_of
+from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
+from fulcrum_router.control.background_task import background_task
+from fulcrum_router.control.failover import Failover, RouterEndpoint
+from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.kv_transfer.canaries import Canaries
-from fulcrum_router.observe.engines import Prober
-from fulcrum_router.observe.objects import Watches
-from fulcrum_router.options import Options
+from fulcrum_router.kv_transfer.canaries import CanaryScheduler
+from fulcrum_router.observe.engines import EngineProber
+from fulcrum_router.observe.objects import StoreWatcher
+from fulcrum_router.options import RouterOptions
 from fulcrum_router.router import Router
-from fulcrum_router.settings import DEFAULT_TIER, Settings, Tier, Timeouts
+from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
 
-SWEEP_S = 0.1
+SWEEP_INTERVAL_S = 0.1
 """How exactly time-outs are kept."""
-YOUNG_OBJECTS = 50_000
+GC_THRESHOLD_OBJECTS = 50_000
 """So many more objects than at the last collection are due to a leak of cycles, not to requests in flight."""
-WARM_S = 5.0
+SYNC_TIMEOUT_S = 5.0
 """How long a router of a cluster waits at its start to know what it serves; then it listens anyway."""
-GRACE_S = 0.7
+SHUTDOWN_GRACE_S = 0.7
 """How long requests in flight get at the end of a router that no other one follows."""
 
 
-class Server:
+class RouterServer:
     """The clients' port, and the sweep that guards all waiting."""
 
-    def __init__(self, router: Router, *, sweep_s: float = SWEEP_S, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, router: Router, *, sweep_s: float = SWEEP_INTERVAL_S, grace_s: float = SHUTDOWN_GRACE_S
+    ) -> None:
         self.router, self.grace_s = router, grace_s
         self._sweep_s = sweep_s
-        self.clients = ClientServer(router, registry_of(router))
+        self.clients = ClientServer(router, build_registry(router))
 
-    async def _sweep(self) -> None:
+    async def _check_deadlines(self) -> None:
         """End what waits too long, until cancelled."""
         while True:
             await asyncio.sleep(self._sweep_s)
             now_s = time.monotonic()
             self.router.tick(now_s)
-            self.router.fleet.check(now_s)
-            self.clients.check(now_s)
+            self.router.fleet.enforce_timeouts(now_s)
+            self.clients.enforce_timeouts(now_s)
 
     @contextlib.asynccontextmanager
     async def listening(self, bound: socket.socket) -> AsyncIterator[None]:
         """Serve clients on a bound socket; at the end requests in flight get a moment."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(self.clients, sock=bound, backlog=4096)
-        async with beside(self._sweep()), beside(Prober(self.router).run()):
+        async with background_task(self._check_deadlines()), background_task(EngineProber(self.router).run()):
             try:
                 yield
             finally:
@@ -79,115 +81,119 @@ class Server:
             connection.abort()
 
 
-async def serve(options: Options, stopped: asyncio.Event, *, announce: Callable[..., None]) -> None:
+async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Callable[..., None]) -> None:
     """Run one router until `stopped`."""
-    clients, state = bind(options.host, options.port, "--port"), None
+    clients, state = bind_socket(options.host, options.port, "--port"), None
     if options.has_state_port:
-        state = bind(options.host, options.state_port, "--state-port")
+        state = bind_socket(options.host, options.state_port, "--state-port")
     router = Router()
     ports = {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
-        cluster = watches = failover = None
+        cluster = watcher = failover = None
         if options.store is not None:
             cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
-            watches = await _follow(stack, router, cluster, options)
+            watcher = await _watch_store(stack, router, cluster, options)
         else:
             configure_statically(router, options)
         if state is not None:
-            callers = _callers(options, cluster)
-            if isinstance(callers, ServiceAccounts):
-                await stack.enter_async_context(beside(callers.refresh()))
-            await stack.enter_async_context(_state_port(router, callers, state))
+            authenticator = _make_authenticator(options, cluster)
+            if isinstance(authenticator, ServiceAccountAuthenticator):
+                await stack.enter_async_context(background_task(authenticator.refresh_keys()))
+            await stack.enter_async_context(_serve_state_port(router, authenticator, state))
             ports["state_port"] = _port(state)
-        if watches is not None and options.lease is not None:
-            await _warm(watches)
-        server = Server(router)
+        if watcher is not None and options.lease is not None:
+            await _wait_until_synced(watcher)
+        server = RouterServer(router)
         await stack.enter_async_context(server.listening(clients))
         if cluster is not None:
-            await stack.enter_async_context(beside(Canaries(router, rng=random.Random()).run()))
+            await stack.enter_async_context(
+                background_task(CanaryScheduler(router, rng=random.Random()).run())
+            )
         announce(**ports)
-        if cluster is not None and watches is not None and options.lease is not None:
-            failover = _failover(router, cluster, options, **ports)
+        if cluster is not None and watcher is not None and options.lease is not None:
+            failover = _make_failover(router, cluster, options, **ports)
         gc.collect()
         gc.freeze()  # what start-up left is never garbage: keep collections short, they delay every request
-        gc.set_threshold(YOUNG_OBJECTS)  # and rare: a request leaves no cycles
-        if failover is None or watches is None:
+        gc.set_threshold(GC_THRESHOLD_OBJECTS)  # and rare: a request leaves no cycles
+        if failover is None or watcher is None:
             await stopped.wait()
         else:
-            await _take_turns(failover, watches, stopped)
-            server.grace_s = router.settings.drain_s if router.settings else GRACE_S
+            await _run_election(failover, watcher, stopped)
+            server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
 
 
-async def _follow(
-    stack: contextlib.AsyncExitStack, router: Router, cluster: Cluster, options: Options
-) -> Watches:
+async def _watch_store(
+    stack: contextlib.AsyncExitStack, router: Router, cluster: ClusterClient, options: RouterOptions
+) -> StoreWatcher:
     """Watch the store for as long as the stack stands."""
-    watches = Watches(
+    watcher = StoreWatcher(
         router,
         cluster.store,
         service=options.service,
         namespace=options.namespace,
         objects=None if options.lease is None else cluster.objects,
     )
-    await stack.enter_async_context(beside(watches.run()))
-    return watches
+    await stack.enter_async_context(background_task(watcher.run()))
+    return watcher
 
 
-async def _warm(watches: Watches) -> None:
+async def _wait_until_synced(watcher: StoreWatcher) -> None:
     """Who started anew may still be the one clients are led to: better no answer than "not known yet"."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WARM_S):
-            await watches.synced()
+        async with asyncio.timeout(SYNC_TIMEOUT_S):
+            await watcher.wait_until_synced()
 
 
-def _callers(options: Options, cluster: Cluster | None) -> Callers:
+def _make_authenticator(options: RouterOptions, cluster: ClusterClient | None) -> Authenticator:
     if options.token is not None or cluster is None:
-        return SharedToken(options.token or "")
-    return ServiceAccounts(cluster.objects.get_path, options.state_callers, clock=SystemClock())
+        return SharedTokenAuthenticator(options.token or "")
+    return ServiceAccountAuthenticator(cluster.objects.get_raw, options.state_callers, clock=SystemClock())
 
 
-def _failover(router: Router, cluster: Cluster, options: Options, *, port: int, state_port: int) -> Failover:
-    place = Place(
+def _make_failover(
+    router: Router, cluster: ClusterClient, options: RouterOptions, *, port: int, state_port: int
+) -> Failover:
+    endpoint = RouterEndpoint(
         name=options.lease or "",
         namespace=options.namespace,
         identity=options.identity,
-        address=options.address,
+        address=options.advertise_address,
         port=port,
         state_port=state_port,
     )
-    return Failover(router, cluster.objects, place, clock=SystemClock(), rng=random.Random())
+    return Failover(router, cluster.objects, endpoint, clock=SystemClock(), rng=random.Random())
 
 
-async def _take_turns(failover: Failover, watches: Watches, stopped: asyncio.Event) -> None:
+async def _run_election(failover: Failover, watcher: StoreWatcher, stopped: asyncio.Event) -> None:
     """Stand for election once warm; when `stopped`, hand over first."""
 
-    async def stand() -> None:
-        await watches.synced()
+    async def run_when_synced() -> None:
+        await watcher.wait_until_synced()
         await failover.run()
 
-    async with beside(stand()):
+    async with background_task(run_when_synced()):
         await stopped.wait()
     await failover.hand_over()
 
 
-def configure_statically(router: Router, options: Options) -> None:
+def configure_statically(router: Router, options: RouterOptions) -> None:
     """Fixed endpoints, roles and default settings."""
-    tier = Tier(DEFAULT_TIER, SloSpec().slo())
-    settings = Settings(
+    tier = Tier(DEFAULT_TIER, SloSpec().to_slo())
+    settings = ServiceSettings(
         service=options.service,
         model=options.service,
-        timeouts=Timeouts.of(TimeoutsSpec()),
+        timeouts=Timeouts.from_spec(TimeoutsSpec()),
         default_tier=tier,
     )
-    router.configure(settings, last_to_decode_s=None)
+    router.configure(settings, last_prefill_to_decode_s=None)
     for number, (role, host, port) in enumerate(options.static):
         instance = Instance(f"{options.service}-{number}")
-        instance.place(host, port)
+        instance.set_endpoint(host, port)
         instance.assign(role)
         router.fleet.add(instance)
 
 
-def bind(host: str, port: int, option: str) -> socket.socket:
+def bind_socket(host: str, port: int, option: str) -> socket.socket:
     """A bound socket, so that a port in use is one line for the user.
 
     Raises:
@@ -210,9 +216,11 @@ def _port(bound: socket.socket) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _state_port(router: Router, callers: Callers, bound: socket.socket) -> AsyncIterator[None]:
+async def _serve_state_port(
+    router: Router, authenticator: Authenticator, bound: socket.socket
+) -> AsyncIterator[None]:
     runner = web.AppRunner(
-        make_app(router, callers), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
+        make_app(router, authenticator), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
     )
     await runner.setup()
     try:

@@ -25,8 +25,8 @@ def prompt_digest(prompt: bytes) -> bytes:
 
 def output_token(digest: bytes, index: int) -> str:
     """The `index`-th token (from 0) of the answer to the prompt with this digest: three letters, a space."""
-    word = hashlib.blake2b(digest + index.to_bytes(4, "big"), digest_size=3).digest()
-    return "".join(chr(ord("a") + byte % 26) for byte in word) + " "
+    letters = hashlib.blake2b(digest + index.to_bytes(4, "big"), digest_size=3).digest()
+    return "".join(chr(ord("a") + byte % 26) for byte in letters) + " "
 
 
 def output_text(digest: bytes, tokens: int) -> str:

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.older import PROGRAM
-from tests.engines.own_router import Twin, twin
-from tests.engines.real import RealService, Services, Up, manifest, require_engines, up_already
-from tests.engines.short import SHORT
+from tests.engines.in_process_router import ExtraEngine, start_extra_engine
+from tests.engines.older_vllm import OLDER_VLLM_PROGRAM
+from tests.engines.services import (
+    LocalServices,
+    RunningService,
+    VllmService,
+    build_manifest,
+    find_running_service,
+    require_engines,
+)
+from tests.engines.short_lease import SHORT_LEASE_SPEC
 
 
 @pytest.fixture
@@ -21,15 +28,15 @@ def rng(request: pytest.FixtureRequest, seed: int) -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
     """What is brought up with them leaves nothing in shared memory."""
     require_engines()
     before = shared_memory()
-    made = Services(tmp_path_factory.mktemp("services"))
+    made = LocalServices(tmp_path_factory.mktemp("services"))
     try:
         yield made
     finally:
-        made.end()
+        made.stop_all()
     assert shared_memory() - before == set()
 
 
@@ -39,51 +46,52 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def pair_up(services: Services) -> Up:
+def pair_service(services: LocalServices) -> RunningService:
     """Two engines with NIXL, up for the whole run.
 
     ENGINE_TESTS_SERVICE names the folder (XDG_RUNTIME_DIR) of such a service that is up and stays up, for
     work on a test.
     """
     if folder := os.environ.get("ENGINE_TESTS_SERVICE"):
-        return up_already(Path(folder))
-    return services.up("pair", manifest())
+        return find_running_service(Path(folder))
+    return services.start("pair", build_manifest())
 
 
 @pytest.fixture(scope="session")
-def short_up(services: Services) -> Up:
-    """Two engines, configured by hand as `SHORT` says: another lease, another block size, little memory."""
-    return services.up("short", manifest(**SHORT))
+def short_lease_service(services: LocalServices) -> RunningService:
+    """Two engines, configured by hand as `SHORT_LEASE_SPEC` says: another lease, another block size, little
+    memory."""
+    return services.start("short_lease", build_manifest(**SHORT_LEASE_SPEC))
 
 
 @pytest.fixture(scope="session")
-def older_begun(pair_up: Up) -> Iterator[Twin]:
+def older_engine_starting(pair_service: RunningService) -> Iterator[ExtraEngine]:
     """One like the pair's, but older, on its way up."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # for sockets, by a short name
         program = Path(folder, "older.py")
-        program.write_text(PROGRAM, encoding="utf-8")
-        with twin(pair_up, Path(folder), program) as begun:
-            yield begun
+        program.write_text(OLDER_VLLM_PROGRAM, encoding="utf-8")
+        with start_extra_engine(pair_service, Path(folder), program) as engine:
+            yield engine
 
 
 @pytest.fixture(scope="session")
-def beside(request: pytest.FixtureRequest) -> None:
+def start_older_engine_early(request: pytest.FixtureRequest) -> None:
     """What later tests need comes up beside what this one needs: an engine on its way takes half a minute,
     and one of two processors.
     """
-    if any("older_begun" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("older_begun")
+    if any("older_engine_starting" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("older_engine_starting")
 
 
 @pytest.fixture
-async def short(short_up: Up) -> AsyncIterator[RealService]:
+async def short_lease(short_lease_service: RunningService) -> AsyncIterator[VllmService]:
     """Those, at rest before each test."""
-    async with short_up.opened() as service:
+    async with short_lease_service.connect() as service:
         yield service
 
 
 @pytest.fixture
-async def pair(pair_up: Up) -> AsyncIterator[RealService]:
+async def pair(pair_service: RunningService) -> AsyncIterator[VllmService]:
     """The pair, at rest before each test."""
-    async with pair_up.opened() as service:
+    async with pair_service.connect() as service:
         yield service

@@ -5,51 +5,60 @@ import re
 
 import pytest
 
-from fulcrum_router.policy import Proof
-from tests.engines.asking import alone, ask
-from tests.engines.own_router import CANARY_TOKENS, Recording, ids, members_of, of_ids, own_router
-from tests.engines.real import RealService
+from fulcrum_router.policy import TransferOutcome
+from tests.engines.in_process_router import (
+    CANARY_TOKENS,
+    RecordingRandom,
+    build_token_request,
+    generate_token_ids,
+    list_engine_entries,
+    run_in_process_router,
+)
+from tests.engines.requests import compute_reference_tokens, send
+from tests.engines.services import VllmService
 
 pytestmark = pytest.mark.timeout(600)
 
 
-async def test_clients_that_share_a_canarys_prompt_get_right_tokens_from_kv_of_their_own(
-    pair: RealService, rng: random.Random, seed: int
+async def test_requests_with_the_prompt_of_a_canary_get_right_tokens_and_their_own_kv_transfer(
+    pair: VllmService, rng: random.Random, seed: int
 ) -> None:
-    """Its token ids and its priority are taken by the engines: both directions are proven."""
-    chosen = Recording(seed)
-    prefill, decode = await members_of(pair)
-    async with own_router(prefill, decode) as own:
-        async with own.canaries(chosen):
-            await own.until_known("Proven")
-        flown = own.router.pairs.pairs
-        assert {(key, pair.counts[Proof.PROVEN]) for key, pair in flown.items()} == {
+    """Its token ids and its priority are taken by the engines: both directions are verified."""
+    chosen = RecordingRandom(seed)
+    prefill, decode = await list_engine_entries(pair)
+    async with run_in_process_router(prefill, decode) as in_process:
+        async with in_process.canaries(chosen):
+            await in_process.wait_for_reasons("Verified")
+        verified_pairs = in_process.router.pairs.pairs
+        assert {(key, pair.counts[TransferOutcome.VERIFIED]) for key, pair in verified_pairs.items()} == {
             ((prefill.name, decode.name), 1),
             ((decode.name, prefill.name), 1),
         }
-    prompt = chosen.given[:CANARY_TOKENS]
-    for number, shared in enumerate((prompt, [*prompt[:256], *ids(rng, 80)], [*prompt, *ids(rng, 200)])):
-        asked = of_ids(shared, stream=number == 1)
-        expected = await alone(pair.client, await pair.engine_url(decode.name), asked)
-        before = await computed(pair, prefill.name), await fetched(pair, decode.name)
-        answer = await ask(pair.client, pair.url, asked)
-        after = await computed(pair, prefill.name), await fetched(pair, decode.name)
-        assert (answer.status, answer.tokens, answer.prefill) == (200, expected, prefill.name)
+    prompt = chosen.drawn[:CANARY_TOKENS]
+    for number, shared in enumerate(
+        (prompt, [*prompt[:256], *generate_token_ids(rng, 80)], [*prompt, *generate_token_ids(rng, 200)])
+    ):
+        request = build_token_request(shared, stream=number == 1)
+        expected = await compute_reference_tokens(pair.client, await pair.engine_url(decode.name), request)
+        before = await read_computed_tokens(pair, prefill.name), await read_fetched_tokens(pair, decode.name)
+        response = await send(pair.client, pair.url, request)
+        after = await read_computed_tokens(pair, prefill.name), await read_fetched_tokens(pair, decode.name)
+        assert (response.status, response.tokens, response.prefill) == (200, expected, prefill.name)
         if number == 0:  # the others share blocks with this one
             assert [now - then for now, then in zip(after, before, strict=True)] == [CANARY_TOKENS] * 2
 
 
-async def computed(pair: RealService, name: str) -> float:
+async def read_computed_tokens(pair: VllmService, name: str) -> float:
     """Prompt tokens that the engine has computed."""
-    return await _from(pair, name, "local_compute")
+    return await _read_prompt_tokens(pair, name, "local_compute")
 
 
-async def fetched(pair: RealService, name: str) -> float:
+async def read_fetched_tokens(pair: VllmService, name: str) -> float:
     """Prompt tokens whose KV it has fetched."""
-    return await _from(pair, name, "external_kv_transfer")
+    return await _read_prompt_tokens(pair, name, "external_kv_transfer")
 
 
-async def _from(pair: RealService, name: str, source: str) -> float:
+async def _read_prompt_tokens(pair: VllmService, name: str, source: str) -> float:
     text = (await pair.client.get(f"{await pair.engine_url(name)}/metrics")).text
     found = re.findall(
         rf'^vllm:prompt_tokens_by_source_total{{[^}}]*source="{source}"[^}}]*}} (\S+)$', text, re.MULTILINE

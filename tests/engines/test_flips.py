@@ -8,10 +8,17 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fulcrum_core.state import RouterState
-from tests.conftest import Figure
-from tests.engines.asking import Ask, alone, ask, every_kind, prompts, until_answered_by
-from tests.engines.real import D, P, RealService
+from fulcrum_core.router_state import RouterState
+from tests.conftest import RecordMeasurement
+from tests.engines.requests import (
+    CompletionRequest,
+    compute_reference_tokens,
+    generate_mixed_requests,
+    generate_prompts,
+    send,
+    send_until_routed,
+)
+from tests.engines.services import D, P, VllmService
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,96 +27,99 @@ T = TypeVar("T")
 REQUESTS, CONCURRENCY = 200, 8
 
 
-async def test_flips_each_second_lose_no_request_and_change_no_token(
-    pair: RealService, figure: Figure, rng: random.Random
+async def test_flips_each_second_fail_no_request_and_change_no_token(
+    pair: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
-    asked = every_kind(rng, REQUESTS)
-    before = await pair.state()
-    flips = asyncio.create_task(flip_each_second(pair))
+    requests = generate_mixed_requests(rng, REQUESTS)
+    before = await pair.read_state()
+    flips = asyncio.create_task(swap_roles_each_second(pair))
     began_s = time.monotonic()
-    asking = few_at_a_time([ask(pair.client, pair.url, one) for one in asked])
-    answers = await asyncio.wait_for(asking, 300)
+    sending = gather_bounded([send(pair.client, pair.url, one) for one in requests])
+    responses = await asyncio.wait_for(sending, 300)
     took_s = time.monotonic() - began_s
     flips.cancel()
     swaps = (await asyncio.gather(flips, return_exceptions=True))[0]
     assert isinstance(swaps, int)
-    await pair.at_rest()
-    alone_on = await pair.engine_url(await pair.engine(D))
-    expected = await few_at_a_time([alone(pair.client, alone_on, one) for one in asked])
-    wrong = [n for n, answer in enumerate(answers) if answer.tokens != expected[n]]
-    handed = sum(answer.prefill not in (None, answer.decode) for answer in answers)
-    directions = {answer.way for answer in answers}
-    after = await pair.state()
-    proven, recomputed, unknown = (
-        now - then for now, then in zip(proofs(after), proofs(before), strict=True)
+    await pair.wait_until_idle()
+    reference_url = await pair.engine_url(await pair.find_instance(D))
+    expected = await gather_bounded(
+        [compute_reference_tokens(pair.client, reference_url, one) for one in requests]
     )
-    figure(
+    wrong = [n for n, response in enumerate(responses) if response.tokens != expected[n]]
+    transferred = sum(response.prefill not in (None, response.decode) for response in responses)
+    directions = {response.route for response in responses}
+    after = await pair.read_state()
+    verified, recomputed, unknown = (
+        now - then
+        for now, then in zip(count_transfer_outcomes(after), count_transfer_outcomes(before), strict=True)
+    )
+    record_measurement(
         f"{REQUESTS} requests, {CONCURRENCY} at a time, {swaps} swaps of both roles in {took_s:.1f} s: "
-        f"{REQUESTS - len(wrong)} token-identical, {handed} handed over between engines; "
-        f"{proven} hand-offs proven, {recomputed} recomputed, {unknown} unknown"
+        f"{REQUESTS - len(wrong)} token-identical, {transferred} transferred between engines; "
+        f"{verified} hand-offs verified, {recomputed} recomputed, {unknown} unknown"
     )
-    assert ([answer.status for answer in answers], wrong) == ([200] * REQUESTS, [])
+    assert ([response.status for response in responses], wrong) == ([200] * REQUESTS, [])
     assert swaps >= 3
-    assert handed > REQUESTS / 2
+    assert transferred > REQUESTS / 2
     assert len({pair for pair in directions if pair[0] != pair[1]}) >= 2
-    assert failures(after) == failures(before)
+    assert count_failures(after) == count_failures(before)
 
 
-async def few_at_a_time(asked: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What they all return."""
-    room = asyncio.Semaphore(CONCURRENCY)
+    limit = asyncio.Semaphore(CONCURRENCY)
 
     async def one(each: Coroutine[Any, Any, T]) -> T:
-        async with room:
+        async with limit:
             return await each
 
-    return await asyncio.gather(*map(one, asked))
+    return await asyncio.gather(*map(one, coroutines))
 
 
-async def flip_each_second(pair: RealService) -> int:
+async def swap_roles_each_second(pair: VllmService) -> int:
     """Swaps the roles until cancelled; how often."""
     swaps = 0
     try:
         while True:
             await asyncio.sleep(1.0)
-            await pair.swap()
+            await pair.swap_roles()
             swaps += 1
     except asyncio.CancelledError:
         return swaps
 
 
-def failures(state: RouterState) -> tuple[int, int]:
+def count_failures(state: RouterState) -> tuple[int, int]:
     """Requests that failed and streams that broke."""
     return sum(tier.failed for tier in state.tiers), sum(tier.broken for tier in state.tiers)
 
 
-def proofs(state: RouterState) -> tuple[int, int, int]:
-    """Hand-offs that were proven, recomputed, and of which nobody can tell."""
+def count_transfer_outcomes(state: RouterState) -> tuple[int, int, int]:
+    """Hand-offs that were verified, recomputed, and of which nobody can tell."""
     pairs = state.pairs
-    return sum(p.proven for p in pairs), sum(p.recomputed for p in pairs), sum(p.unknown for p in pairs)
+    return sum(p.verified for p in pairs), sum(p.recomputed for p in pairs), sum(p.unknown for p in pairs)
 
 
-async def test_a_flip_of_a_warm_pair_gives_right_tokens_at_once(
-    pair: RealService, figure: Figure, rng: random.Random
+async def test_first_token_after_a_flip_of_a_warm_pair_is_right(
+    pair: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
     for _ in range(2):  # both directions have handed over before
-        await ask(pair.client, pair.url, Ask(prompts(rng, 1)[0], 2))
-        await pair.swap()
-        await pair.at_rest()
-    waits_s = [await first_token_s(pair, rng) for _ in range(6)]
-    figure(f"flip of a warm pair, decision to first correct token: {listed_ms(waits_s)} ms")
+        await send(pair.client, pair.url, CompletionRequest(generate_prompts(rng, 1)[0], 2))
+        await pair.swap_roles()
+        await pair.wait_until_idle()
+    waits_s = [await measure_flip_to_token_s(pair, rng) for _ in range(6)]
+    record_measurement(f"flip of a warm pair, decision to first correct token: {format_ms(waits_s)} ms")
 
 
-async def first_token_s(pair: RealService, rng: random.Random) -> float:
+async def measure_flip_to_token_s(pair: VllmService, rng: random.Random) -> float:
     """From the write of a flip to the first token of a request that took the new way."""
-    asked = Ask(prompts(rng, 1, (60, 60))[0], 1)
-    old = await pair.engine(P), await pair.engine(D)
-    right = await alone(pair.client, await pair.engine_url(old[1]), asked)
+    request = CompletionRequest(generate_prompts(rng, 1, (60, 60))[0], 1)
+    old = await pair.find_instance(P), await pair.find_instance(D)
+    right = await compute_reference_tokens(pair.client, await pair.engine_url(old[1]), request)
     began_s = time.monotonic()
-    await pair.swap()
-    await until_answered_by(old[::-1], lambda one: ask(pair.client, pair.url, one), asked, right)
+    await pair.swap_roles()
+    await send_until_routed(old[::-1], lambda one: send(pair.client, pair.url, one), request, right)
     return time.monotonic() - began_s
 
 
-def listed_ms(waits_s: list[float]) -> str:
+def format_ms(waits_s: list[float]) -> str:
     return ", ".join(f"{wait_s * 1000:.0f}" for wait_s in waits_s)

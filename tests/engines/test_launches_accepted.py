@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.local import engine_environment
-from tests.engines.real import require_engines
-from tests.unit.operator.engine_cases import CASES, plan_of
+from fulcrum_cli.local import find_engine_environment
+from tests.engines.services import require_engines
+from tests.unit.operator.engine_cases import CASES, plan_case
 
 
-def judged(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
+def find_launch_problems(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
     """What the engines object to, by launch: one process for all, because importing them takes its time."""
     require_engines()
     run = subprocess.run(
-        [engine_environment() / "bin/python", Path(__file__).with_name("judge_launches.py")],
+        [find_engine_environment() / "bin/python", Path(__file__).with_name("check_launches.py")],
         input=json.dumps(launches),
         capture_output=True,
         text=True,
@@ -30,13 +30,13 @@ def judged(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
         },
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    answer: dict[str, list[str]] = json.loads(run.stdout)
-    return answer
+    problems_by_name: dict[str, list[str]] = json.loads(run.stdout)
+    return problems_by_name
 
 
 @pytest.mark.timeout(300)  # importing the engines takes 15 s, and many times that on a busy machine
-def test_the_engines_take_every_flag_variable_and_key() -> None:
-    plans = {case.name: plan_of(case).launch for case in CASES}
+def test_engines_accept_every_generated_flag_variable_and_key() -> None:
+    plans = {case.name: plan_case(case).launch for case in CASES}
     launches = {
         name: {"argv": list(launch.command[2:]), "env": [variable.name for variable in launch.env]}
         for name, launch in plans.items()
@@ -49,12 +49,12 @@ def test_the_engines_take_every_flag_variable_and_key() -> None:
             "--attention-backend",
             "NONE",
             "--kv-transfer-config",
-            _wrong_config(),
+            _build_wrong_config(),
         ],
         "env": ["VLLM_NO_SUCH_VARIABLE"],
     }
-    problems = judged({**launches, "wrong": wrong})
-    found = problems.pop("wrong")  # the judge itself is judged: it does find what is wrong
+    problems = find_launch_problems({**launches, "wrong": wrong})
+    found = problems.pop("wrong")  # the check itself is checked: it does find what is wrong
     assert problems == {name: [] for name in launches}
     assert found == [
         "vLLM reads no variable VLLM_NO_SUCH_VARIABLE",
@@ -65,7 +65,7 @@ def test_the_engines_take_every_flag_variable_and_key() -> None:
     ]
 
 
-def _wrong_config() -> str:
+def _build_wrong_config() -> str:
     nixl = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",

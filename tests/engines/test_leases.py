@@ -15,27 +15,51 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_router.policy import Proof
-from tests.conftest import Figure
-from tests.engines.asking import Answer, Ask, alone, ask, prefilled
-from tests.engines.own_router import CANARY_TOKENS, Recording, ids, members_of, of_ids, own_router
-from tests.engines.real import D, P, RealService
-from tests.engines.short import BLOCK, KV_BYTES, LEASE_S, LONGEST, TRANSFER
+from fulcrum_router.policy import TransferOutcome
+from tests.conftest import RecordMeasurement
+from tests.engines.in_process_router import (
+    CANARY_TOKENS,
+    RecordingRandom,
+    build_token_request,
+    generate_token_ids,
+    list_engine_entries,
+    run_in_process_router,
+)
+from tests.engines.requests import (
+    CompletionRequest,
+    CompletionResponse,
+    compute_reference_tokens,
+    request_prefill,
+    send,
+)
+from tests.engines.services import D, P, VllmService
+from tests.engines.short_lease import BLOCK, KV_BYTES, KV_TRANSFER_CONFIG, LEASE_S, MAX_MODEL_LENGTH
 
 pytestmark = pytest.mark.timeout(600)
 
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 
-async def test_engine_and_router_go_by_the_lease_that_the_engine_was_started_with(short: RealService) -> None:
-    """It stands in the user's own arguments here. That nothing has expired is told before anything has."""
-    for name, instance in (await short.instances()).items():
-        command = Path(f"/proc/{await short.leader(name)}/cmdline").read_text(encoding="utf-8").split("\0")
+async def test_engine_status_reports_the_lease_that_the_engine_was_started_with(
+    short_lease: VllmService,
+) -> None:
+    """It stands in the user's own arguments here. That nothing has expired is reported before anything
+    has."""
+    for name, instance in (await short_lease.list_instances()).items():
+        command = (
+            Path(f"/proc/{await short_lease.find_leader_pid(name)}/cmdline")
+            .read_text(encoding="utf-8")
+            .split("\0")
+        )
         given = [value for option, value in pairwise(command) if option == "--kv-transfer-config"]
-        told = instance.status.identity
-        assert told is not None
-        assert (json.loads(given[-1]), told.kv_lease, told.block_size) == (TRANSFER, LEASE_S, BLOCK)
-        metrics = (await short.client.get(f"{await short.engine_url(name)}/metrics")).text
+        identity = instance.status.identity
+        assert identity is not None
+        assert (json.loads(given[-1]), identity.kv_lease, identity.block_size) == (
+            KV_TRANSFER_CONFIG,
+            LEASE_S,
+            BLOCK,
+        )
+        metrics = (await short_lease.client.get(f"{await short_lease.engine_url(name)}/metrics")).text
         assert f"\n{EXPIRED}{{" in metrics
 
 
@@ -43,52 +67,56 @@ async def test_engine_and_router_go_by_the_lease_that_the_engine_was_started_wit
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("held", [RealService.paused, RealService.stopped], ids=["paused", "stopped"])
-async def test_a_decode_leg_that_is_held_back_longer_than_the_lease_gives_right_tokens(
-    short: RealService,
+@pytest.mark.parametrize(
+    "hold", [VllmService.pause_engine, VllmService.suspend_process], ids=["paused", "stopped"]
+)
+async def test_decode_leg_delayed_beyond_the_lease_gives_right_tokens(
+    short_lease: VllmService,
     rng: random.Random,
-    held: Callable[[RealService, str], AbstractAsyncContextManager[None]],
+    hold: Callable[[VllmService, str], AbstractAsyncContextManager[None]],
     *,
     stream: bool,
 ) -> None:
-    prefill, decode = await short.engine(P), await short.engine(D)
-    url = await short.engine_url(decode)
-    asked, bare = (of_ids(ids(rng, 250), stream=stream) for _ in range(2))
-    expected = [await alone(short.client, url, one) for one in (asked, bare)]
-    async with churning(short, prefill, rng) as churn, held(short, decode):
-        routed = asyncio.create_task(ask(short.client, short.url, asked))
-        params = await prefilled(short.client, await short.engine_url(prefill), bare)
+    prefill, decode = await short_lease.find_instance(P), await short_lease.find_instance(D)
+    url = await short_lease.engine_url(decode)
+    request, bare = (build_token_request(generate_token_ids(rng, 250), stream=stream) for _ in range(2))
+    expected = [await compute_reference_tokens(short_lease.client, url, one) for one in (request, bare)]
+    async with churn_blocks(short_lease, prefill, rng) as churn, hold(short_lease, decode):
+        routed = asyncio.create_task(send(short_lease.client, short_lease.url, request))
+        params = await request_prefill(short_lease.client, await short_lease.engine_url(prefill), bare)
         direct = asyncio.create_task(
-            ask(short.client, url, replace(bare, more={**bare.more, "kv_transfer_params": params}))
+            send(short_lease.client, url, replace(bare, extra={**bare.extra, "kv_transfer_params": params}))
         )
         await asyncio.sleep(LEASE_S)  # the lease itself
-        await churn.overwrites()
-    unguarded, answer = await direct, await routed
+        await churn.wait_for_overwrite()
+    unguarded, response = await direct, await routed
     assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # so the hazard is there
-    assert (answer.status, answer.tokens) == (200, expected[0])
+    assert (response.status, response.tokens) == (200, expected[0])
 
 
 @dataclass(slots=True)
-class Churn:
+class BlockChurn:
     """How many long prompts an engine has computed one after the other."""
 
     prompts: int = 0
 
-    async def overwrites(self) -> None:
+    async def wait_for_overwrite(self) -> None:
         """Returns once every block that is free now holds something else."""
-        enough = self.prompts + 2 + KV_BYTES // (1024 * LONGEST)
+        enough = self.prompts + 2 + KV_BYTES // (1024 * MAX_MODEL_LENGTH)
         while self.prompts < enough:
             await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def churning(short: RealService, name: str, rng: random.Random) -> AsyncIterator[Churn]:
+async def churn_blocks(short_lease: VllmService, name: str, rng: random.Random) -> AsyncIterator[BlockChurn]:
     """The engine looks at leases in here, and reuses what is free: it is never without work."""
-    url, done = await short.engine_url(name), Churn()
+    url, done = await short_lease.engine_url(name), BlockChurn()
 
     async def churn() -> None:
         while True:
-            await ask(short.client, url, of_ids(ids(rng, LONGEST - 8), 1))
+            await send(
+                short_lease.client, url, build_token_request(generate_token_ids(rng, MAX_MODEL_LENGTH - 8), 1)
+            )
             done.prompts += 1
 
     task = asyncio.create_task(churn())
@@ -102,83 +130,94 @@ async def churning(short: RealService, name: str, rng: random.Random) -> AsyncIt
 
 # --- the race -----------------------------------------------------------------------------------------------
 
-AGES_S = {
+TRANSFER_AGES_S = {
     "in time": [0.3 + 0.08 * n for n in range(20)],
     "near it": [LEASE_S + 0.05 * (n - 10) for n in range(20)],
     "late": [LEASE_S + 0.1 * n for n in range(20)],
 }
-"""How long before decode is let go its legs are asked for."""
+"""How long before decode is resumed its requests are sent."""
 
 
-async def test_hand_offs_let_go_around_their_deadline_give_right_tokens(
-    short: RealService, figure: Figure, rng: random.Random
+async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
+    short_lease: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
     """Twenty at a time, each of another age; and who asks the same while decode may hold wrong KV for it."""
-    prefill, decode = await short.engine(P), await short.engine(D)
-    url = await short.engine_url(decode)
-    for name, ages_s in AGES_S.items():
-        asked = [of_ids(ids(rng, rng.randint(140, 250)), stream=n % 2 == 0) for n in range(len(ages_s))]
-        expected = [await alone(short.client, url, one) for one in asked]
-        async with churning(short, prefill, rng):
-            waiting = await let_go_together(short, decode, asked, ages_s)
-            again = await asyncio.gather(*(ask(short.client, short.url, one) for one in asked))
-        answers = await asyncio.gather(*waiting)
-        for what, given in (("", answers), (", asked again at once", again)):
+    prefill, decode = await short_lease.find_instance(P), await short_lease.find_instance(D)
+    url = await short_lease.engine_url(decode)
+    for name, ages_s in TRANSFER_AGES_S.items():
+        requests = [
+            build_token_request(generate_token_ids(rng, rng.randint(140, 250)), stream=n % 2 == 0)
+            for n in range(len(ages_s))
+        ]
+        expected = [await compute_reference_tokens(short_lease.client, url, one) for one in requests]
+        async with churn_blocks(short_lease, prefill, rng):
+            waiting = await resume_decode_together(short_lease, decode, requests, ages_s)
+            again = await asyncio.gather(
+                *(send(short_lease.client, short_lease.url, one) for one in requests)
+            )
+        responses = await asyncio.gather(*waiting)
+        for what, given in (("", responses), (", sent again at once", again)):
             wrong = [n for n, one in enumerate(given) if (one.status, one.tokens) != (200, expected[n])]
-            local = [one.local for one in given if one.local]
-            figure(
+            local = [one.local_prefill_reason for one in given if one.local_prefill_reason]
+            record_measurement(
                 f"20 hand-offs let go {min(ages_s):.2f} to {max(ages_s):.2f} s old, lease {LEASE_S} s{what}: "
                 f"{len(given) - len(local)} handed on, {len(local)} computed again, {len(wrong)} wrong"
             )
             assert (name, wrong) == (name, [])
-        sources = [one.local for one in answers]
+        sources = [one.local_prefill_reason for one in responses]
         if name == "in time":
             assert None in sources
         if name == "late":
             assert "lease_expired" in sources
 
 
-async def let_go_together(
-    short: RealService, decode: str, asked: list[Ask], ages_s: list[float]
-) -> list[asyncio.Task[Answer]]:
-    """Each is asked so long before decode, which is held back, is let go."""
-    go_s = time.monotonic() + max(ages_s) + 0.1
-    waiting: dict[int, asyncio.Task[Answer]] = {}
-    async with short.paused(decode):
-        for number in sorted(range(len(asked)), key=lambda n: -ages_s[n]):
-            await asyncio.sleep(max(0.0, go_s - ages_s[number] - time.monotonic()))
-            waiting[number] = asyncio.create_task(ask(short.client, short.url, asked[number]))
-        await asyncio.sleep(max(0.0, go_s - time.monotonic()))
-    return [waiting[number] for number in range(len(asked))]
+async def resume_decode_together(
+    short_lease: VllmService, decode: str, requests: list[CompletionRequest], ages_s: list[float]
+) -> list[asyncio.Task[CompletionResponse]]:
+    """Send each request that long before decode, which is paused, is resumed."""
+    resume_at_s = time.monotonic() + max(ages_s) + 0.1
+    waiting: dict[int, asyncio.Task[CompletionResponse]] = {}
+    async with short_lease.pause_engine(decode):
+        for number in sorted(range(len(requests)), key=lambda n: -ages_s[n]):
+            await asyncio.sleep(max(0.0, resume_at_s - ages_s[number] - time.monotonic()))
+            waiting[number] = asyncio.create_task(send(short_lease.client, short_lease.url, requests[number]))
+        await asyncio.sleep(max(0.0, resume_at_s - time.monotonic()))
+    return [waiting[number] for number in range(len(requests))]
 
 
 # --- a canary that is late ----------------------------------------------------------------------------------
 
 
-async def test_a_canary_that_fetched_too_late_proves_nothing_and_leaves_nothing_that_a_client_gets(
-    short: RealService, rng: random.Random, seed: int
+async def test_late_canary_counts_as_recomputed_and_its_cached_kv_reaches_no_client(
+    short_lease: VllmService, rng: random.Random, seed: int
 ) -> None:
     """What it has cached is another prompt's KV: under its own salt."""
-    prefill, decode = await members_of(short)
-    chosen = Recording(seed)
-    async with own_router(prefill, decode) as own, AsyncExitStack() as held:
-        churn = await held.enter_async_context(churning(short, prefill.name, rng))
-        await held.enter_async_context(short.paused(decode.name))
-        async with own.canaries(chosen):
+    prefill, decode = await list_engine_entries(short_lease)
+    chosen = RecordingRandom(seed)
+    async with run_in_process_router(prefill, decode) as in_process, AsyncExitStack() as held:
+        churn = await held.enter_async_context(churn_blocks(short_lease, prefill.name, rng))
+        await held.enter_async_context(short_lease.pause_engine(decode.name))
+        async with in_process.canaries(chosen):
             await asyncio.sleep(LEASE_S)  # the lease itself
-            await churn.overwrites()
-            own.router.active = False  # no other one is sent after it, as to a suspect pair it would be
+            await churn.wait_for_overwrite()
+            in_process.router.active = (
+                False  # no other one is sent after it, as to a suspect pair it would be
+            )
             await held.aclose()
-            counts = own.pair(prefill.name, decode.name).counts
-            await short.until(lambda: _counted(counts))
-            assert counts == {Proof.PROVEN: 0, Proof.RECOMPUTED: 1, Proof.UNKNOWN: 0}
-    url = await short.engine_url(decode.name)
-    asked = of_ids(chosen.given[:CANARY_TOKENS])
-    expected = await alone(short.client, url, asked)
-    for where in (url, short.url):
-        answer = await ask(short.client, where, asked)
-        assert (answer.status, answer.tokens) == (200, expected)
+            counts = in_process.pair(prefill.name, decode.name).counts
+            await short_lease.wait_until(lambda: _has_outcome(counts))
+            assert counts == {
+                TransferOutcome.VERIFIED: 0,
+                TransferOutcome.RECOMPUTED: 1,
+                TransferOutcome.UNKNOWN: 0,
+            }
+    url = await short_lease.engine_url(decode.name)
+    request = build_token_request(chosen.drawn[:CANARY_TOKENS])
+    expected = await compute_reference_tokens(short_lease.client, url, request)
+    for where in (url, short_lease.url):
+        response = await send(short_lease.client, where, request)
+        assert (response.status, response.tokens) == (200, expected)
 
 
-async def _counted(counts: dict[Proof, int]) -> bool:
+async def _has_outcome(counts: dict[TransferOutcome, int]) -> bool:
     return sum(counts.values()) > 0

@@ -8,44 +8,45 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Figure
-from tests.engines.asking import Ask, alone, ask, prompts
-from tests.engines.real import RealService, Services, Up, manifest
+from tests.conftest import RecordMeasurement
+from tests.engines.requests import CompletionRequest, compute_reference_tokens, generate_prompts, send
+from tests.engines.services import LocalServices, RunningService, VllmService, build_manifest
 
 pytestmark = pytest.mark.timeout(900)
 
 REQUESTS, FLIPS = 60, 6
-HITS = "lmcache_mp_lookup_hit_tokens_total"
+CACHE_HITS_METRIC = "lmcache_mp_lookup_hit_tokens_total"
 
 
 @pytest.fixture(scope="module")
-def tiers_up(services: Services, beside: None) -> Iterator[Up]:  # noqa: ARG001
+def tiers_service(services: LocalServices, start_older_engine_early: None) -> Iterator[RunningService]:  # noqa: ARG001
     """Two engines with a cache server each."""
-    tiers = manifest(kvTransfer={"connector": "NIXLWithLMCache"}, kvCache={"cpu": "256Mi"})
-    yield services.up("tiers", tiers)
-    services.let_go("tiers")
+    tiers = build_manifest(kvTransfer={"connector": "NIXLWithLMCache"}, kvCache={"cpu": "256Mi"})
+    yield services.start("tiers", tiers)
+    services.stop("tiers")
 
 
 @pytest.fixture
-async def tiers(tiers_up: Up) -> AsyncIterator[RealService]:
+async def tiers(tiers_service: RunningService) -> AsyncIterator[VllmService]:
     """The engines, at rest."""
-    async with tiers_up.opened() as service:
+    async with tiers_service.connect() as service:
         yield service
 
 
-async def test_second_turns_find_their_first_in_memory_while_roles_flip(
-    tiers: RealService, figure: Figure, rng: random.Random
+async def test_second_turns_hit_the_lmcache_tier_while_roles_flip(
+    tiers: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
     first = [
-        Ask(prompt, 8, chat=n % 2 == 1) for n, prompt in enumerate(prompts(rng, REQUESTS // 2, (110, 140)))
+        CompletionRequest(prompt, 8, chat=n % 2 == 1)
+        for n, prompt in enumerate(generate_prompts(rng, REQUESTS // 2, (110, 140)))
     ]
-    wrong = await asked_and_wrong(tiers, first)
-    await forget(tiers)
-    before = await hits(tiers)
+    wrong = await send_and_collect_errors(tiers, first)
+    await reset_prefix_caches(tiers)
+    before = await count_cache_hits(tiers)
     second = [replace(one, prompt=f"{one.prompt} and then? {rng.random()}") for one in first]
-    wrong += await asked_and_wrong(tiers, second)
-    found = await hits(tiers) - before
-    figure(
+    wrong += await send_and_collect_errors(tiers, second)
+    found = await count_cache_hits(tiers) - before
+    record_measurement(
         f"NIXL with LMCache: {REQUESTS} requests, {FLIPS} swaps of both roles, {len(wrong)} wrong or failed; "
         f"second turns found {found:.0f} tokens in memory"
     )
@@ -53,32 +54,34 @@ async def test_second_turns_find_their_first_in_memory_while_roles_flip(
     assert found >= 256 * REQUESTS / 4  # a chunk for half of them, at least
 
 
-async def asked_and_wrong(tiers: RealService, asked: list[Ask]) -> list[str]:
-    """Ask them all with half of the flips on the way; what was not right."""
+async def send_and_collect_errors(tiers: VllmService, requests: list[CompletionRequest]) -> list[str]:
+    """Send them all with half of the flips on the way; what was not right."""
     wrong = []
-    for number, one in enumerate(asked):
-        if number % (len(asked) // (FLIPS // 2)) == 5:
-            await tiers.swap()
-        answer = await ask(tiers.client, tiers.url, one)
-        expected = await alone(tiers.client, await tiers.engine_url("chat-0"), one)
-        if (answer.status, answer.tokens) != (200, expected):
-            wrong.append(f"{answer} instead of {expected}")
+    for number, one in enumerate(requests):
+        if number % (len(requests) // (FLIPS // 2)) == 5:
+            await tiers.swap_roles()
+        response = await send(tiers.client, tiers.url, one)
+        expected = await compute_reference_tokens(tiers.client, await tiers.engine_url("chat-0"), one)
+        if (response.status, response.tokens) != (200, expected):
+            wrong.append(f"{response} instead of {expected}")
     return wrong
 
 
-async def forget(tiers: RealService) -> None:
+async def reset_prefix_caches(tiers: VllmService) -> None:
     """The engines' own caches are empty afterwards; the tiers' are not."""
     for name in ("chat-0", "chat-1"):
-        answer = await tiers.client.post(f"{await tiers.engine_url(name)}/reset_prefix_cache")
-        answer.raise_for_status()
+        response = await tiers.client.post(f"{await tiers.engine_url(name)}/reset_prefix_cache")
+        response.raise_for_status()
 
 
-async def hits(tiers: RealService) -> float:
-    """Tokens that both cache servers were asked for and had."""
+async def count_cache_hits(tiers: VllmService) -> float:
+    """Tokens that both cache servers looked up and found."""
     total = 0.0
     for name in ("chat-0", "chat-1"):
-        said = Path(f"/proc/{await tiers.leader(name)}/cmdline").read_text(encoding="utf-8")
-        port = re.findall(r"--http-port (\d+)", said)[0]
+        command_line = Path(f"/proc/{await tiers.find_leader_pid(name)}/cmdline").read_text(encoding="utf-8")
+        port = re.findall(r"--http-port (\d+)", command_line)[0]
         text = (await tiers.client.get(f"http://127.0.0.1:{port}/metrics")).text
-        total += sum(float(value) for value in re.findall(rf"^{HITS}\S* (\S+)$", text, re.MULTILINE))
+        total += sum(
+            float(value) for value in re.findall(rf"^{CACHE_HITS_METRIC}\S* (\S+)$", text, re.MULTILINE)
+        )
     return total

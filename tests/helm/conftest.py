@@ -15,12 +15,12 @@ from tests.paths import ROOT
 CHART = ROOT / "helm" / "fulcrum"
 
 
-class Refused(Exception):
+class ChartRefusedError(Exception):
     """Helm does not render the chart with these values."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedChart:
     """What Helm made of the chart."""
 
     files: dict[str, str]
@@ -29,14 +29,14 @@ class Rendered:
     findings: list[dict[str, Any]]
     """What the linter says."""
 
-    def the(self, kind: str, name: str) -> dict[str, Any]:
+    def find(self, kind: str, name: str) -> dict[str, Any]:
         """The one object of that kind and name."""
         (found,) = (
             made for made in self.objects if made["kind"] == kind and made["metadata"]["name"] == name
         )
         return found
 
-    def kinds(self) -> set[str]:
+    def list_kinds(self) -> set[str]:
         """All kinds among the objects."""
         return {made["kind"] for made in self.objects}
 
@@ -44,21 +44,21 @@ class Rendered:
 class Renderer:
     """Helm in a process beside the tests. Called with values, it gives what they make of the chart."""
 
-    def __init__(self, asks: IO[str], answers: IO[str]) -> None:
-        self._asks, self._answers = asks, answers
+    def __init__(self, requests: IO[str], responses: IO[str]) -> None:
+        self._requests, self._responses = requests, responses
 
     def __call__(
         self, *, release: str = "fulcrum", namespace: str = "fulcrum-system", **values: Any
-    ) -> Rendered:
-        asked = {"values": values, "namespace": namespace, "release": release}
-        print(json.dumps(asked), file=self._asks, flush=True)
-        answer = json.loads(self._answers.readline())
-        if "error" in answer:
-            raise Refused(answer["error"])
-        files = {name.partition("/templates/")[2]: text for name, text in answer["files"].items()}
+    ) -> RenderedChart:
+        request = {"values": values, "namespace": namespace, "release": release}
+        print(json.dumps(request), file=self._requests, flush=True)
+        response = json.loads(self._responses.readline())
+        if "error" in response:
+            raise ChartRefusedError(response["error"])
+        files = {name.partition("/templates/")[2]: text for name, text in response["files"].items()}
         texts = (text for name, text in files.items() if name.endswith(".yaml"))
         objects = [made for text in texts for made in yaml.safe_load_all(text) if made]
-        return Rendered(files, objects, answer["findings"])
+        return RenderedChart(files, objects, response["findings"])
 
 
 @pytest.fixture(scope="session")

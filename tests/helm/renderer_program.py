@@ -11,14 +11,16 @@ from helm_python import Chart, HelmError, lint
 from helm_python.config import Config
 
 
-def rendered(chart: Chart, folder: str, asked: dict[str, Any]) -> dict[str, Any]:
+def render_chart(chart: Chart, folder: str, request: dict[str, Any]) -> dict[str, Any]:
     """The files of the chart under these values, and what the linter says of it."""
-    values, namespace = asked["values"], asked["namespace"]
-    nowhere = "apiVersion: v1\nkind: Config\n"
+    values, namespace = request["values"], request["namespace"]
+    empty_kubeconfig = "apiVersion: v1\nkind: Config\n"
     try:
         chart.validate_schema(values)
-        with Config(kubeconfig_content=nowhere, namespace=namespace) as config:
-            files = config.render(chart, values, name=asked["release"], namespace=namespace, is_install=True)
+        with Config(kubeconfig_content=empty_kubeconfig, namespace=namespace) as config:
+            files = config.render(
+                chart, values, name=request["release"], namespace=namespace, is_install=True
+            )
         findings = lint(folder, values, strict=True, namespace=namespace)["messages"]
     except HelmError as error:
         return {"error": str(error)}
@@ -29,7 +31,7 @@ def main(folder: str) -> None:
     """Answer until the end of the input."""
     chart = Chart.load(folder)
     for line in sys.stdin:
-        print(json.dumps(rendered(chart, folder, json.loads(line))), flush=True)
+        print(json.dumps(render_chart(chart, folder, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from fulcrum_operator.__main__ import main as operator
-from fulcrum_operator.manifests.children import children_of
-from fulcrum_operator.manifests.names import Account, ClusterSettings, component_labels
-from tests.helm.conftest import CHART, Refused, Rendered, Renderer
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount, component_labels
+from tests.helm.conftest import CHART, ChartRefusedError, RenderedChart, Renderer
 from tests.paths import ROOT
 from tests.unit.operator.builders import service
 
 WATCHED = "team-a"
-ALL: dict[str, Any] = {
+ALL_VALUES_CHANGED: dict[str, Any] = {
     "nameOverride": "pd",
     "watchNamespace": WATCHED,
     "image": {
@@ -49,13 +49,13 @@ ALL: dict[str, Any] = {
 Golden = Callable[[str, str], None]
 
 
-def text_of(made: Rendered) -> str:
+def join_files(made: RenderedChart) -> str:
     """All files but the kinds, which are generated, as one text."""
     files = sorted((name, text) for name, text in made.files.items() if not name.startswith("crds/"))
     return "\n".join(f"# {name}\n{text.strip()}\n" for name, text in files if text.strip())
 
 
-def programs(made: Rendered) -> dict[str, dict[str, Any]]:
+def list_pod_specs(made: RenderedChart) -> dict[str, dict[str, Any]]:
     """The pods' specs of both Deployments, and of the test."""
     found = {
         made["metadata"]["name"]: made["spec"]["template"]["spec"]
@@ -67,14 +67,19 @@ def programs(made: Rendered) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [pytest.param("chart-defaults", {}, id="defaults"), pytest.param("chart-changed", ALL, id="all changed")],
+    [
+        pytest.param("chart-defaults", {}, id="defaults"),
+        pytest.param("chart-changed", ALL_VALUES_CHANGED, id="all changed"),
+    ],
 )
-def test_the_chart_makes_this(golden: Golden, render: Renderer, name: str, values: dict[str, Any]) -> None:
-    golden(f"manifests/{name}.yaml", text_of(render(**values)))
+def test_rendered_chart_equals_its_golden_file(
+    golden: Golden, render: Renderer, name: str, values: dict[str, Any]
+) -> None:
+    golden(f"manifests/{name}.yaml", join_files(render(**values)))
 
 
-@pytest.mark.parametrize("values", [{}, ALL], ids=["defaults", "all changed"])
-def test_the_linter_has_nothing_to_say(render: Renderer, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("values", [{}, ALL_VALUES_CHANGED], ids=["defaults", "all changed"])
+def test_helm_lint_reports_nothing(render: Renderer, values: dict[str, Any]) -> None:
     findings = [finding["error"] for finding in render(**values).findings]
     assert [finding for finding in findings if finding != "icon is recommended"] == []
 
@@ -99,16 +104,18 @@ def test_the_linter_has_nothing_to_say(render: Renderer, values: dict[str, Any])
         pytest.param({"fullnameOverride": "x" * 47}, "fullnameOverride", id="a name that leaves no room"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(render: Renderer, values: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused, match=named):
+def test_invalid_value_is_refused_by_its_name(render: Renderer, values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ChartRefusedError, match=named):
         render(**values)
 
 
-def test_one_namespace_needs_nothing_of_the_cluster(render: Renderer) -> None:
+def test_chart_for_one_namespace_has_no_cluster_scoped_object(render: Renderer) -> None:
     made = render(watchNamespace=WATCHED, crds={"enabled": False})
-    of_cluster = {kind for kind in made.kinds() if kind.startswith("Cluster") or kind.startswith("Custom")}
+    of_cluster = {
+        kind for kind in made.list_kinds() if kind.startswith("Cluster") or kind.startswith("Custom")
+    }
     assert of_cluster == set()
-    assert "--namespace=team-a" in programs(made)["fulcrum-operator"]["containers"][0]["args"]
+    assert "--namespace=team-a" in list_pod_specs(made)["fulcrum-operator"]["containers"][0]["args"]
 
 
 @pytest.mark.parametrize(
@@ -122,20 +129,22 @@ def test_one_namespace_needs_nothing_of_the_cluster(render: Renderer) -> None:
         ),
     ],
 )
-def test_operators_may_always_write_their_lease(render: Renderer, namespace: str, roles: set[str]) -> None:
+def test_operator_has_a_role_for_its_lease_in_the_release_namespace(
+    render: Renderer, namespace: str, roles: set[str]
+) -> None:
     made = render(namespace=namespace, watchNamespace=WATCHED)
     named = {made["metadata"]["name"] for made in made.objects if made["kind"] == "Role"}
     bound = {made["metadata"]["name"] for made in made.objects if made["kind"] == "RoleBinding"}
     assert (named, bound) == (roles, roles)
 
 
-def test_what_one_namespace_is_granted_is_what_the_cluster_is_granted(render: Renderer) -> None:
+def test_roles_and_cluster_roles_have_the_same_rules(render: Renderer) -> None:
     whole, one = render(), render(watchNamespace=WATCHED)
     for name in ("fulcrum-operator", "fulcrum-autoscaler"):
-        assert whole.the("ClusterRole", name)["rules"] == one.the("Role", name)["rules"]
+        assert whole.find("ClusterRole", name)["rules"] == one.find("Role", name)["rules"]
 
 
-def test_nobody_may_read_a_secret_or_do_everything(render: Renderer) -> None:
+def test_no_role_reads_secrets_or_has_wildcards(render: Renderer) -> None:
     granted = {
         (group, resource, verb)
         for made in render().objects
@@ -151,10 +160,10 @@ def test_nobody_may_read_a_secret_or_do_everything(render: Renderer) -> None:
     assert not any("*" in word for rule in granted for word in rule)
 
 
-def test_the_operator_holds_what_it_grants_to_routers(render: Renderer) -> None:
+def test_operator_has_every_permission_that_it_grants_to_routers(render: Renderer) -> None:
     """Else the API server refuses the Role that it makes for them."""
 
-    def spread(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    def expand_rules(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
         return {
             (g, r, v)
             for rule in rules
@@ -163,16 +172,21 @@ def test_the_operator_holds_what_it_grants_to_routers(render: Renderer) -> None:
             for v in rule["verbs"]
         }
 
-    accounts = Account("fulcrum-system", "fulcrum-operator"), Account("fulcrum-system", "fulcrum-autoscaler")
-    settings = ClusterSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
-    (role,) = (child for child in children_of(service(), settings, wanted=2) if child["kind"] == "Role")
-    held = spread(render().the("ClusterRole", "fulcrum-operator")["rules"])
-    assert spread(role["rules"]) - held == set()
+    accounts = (
+        ServiceAccount("fulcrum-system", "fulcrum-operator"),
+        ServiceAccount("fulcrum-system", "fulcrum-autoscaler"),
+    )
+    settings = InstallationSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
+    (role,) = (child for child in service_children(service(), settings, wanted=2) if child["kind"] == "Role")
+    held = expand_rules(render().find("ClusterRole", "fulcrum-operator")["rules"])
+    assert expand_rules(role["rules"]) - held == set()
 
 
-@pytest.mark.parametrize("values", [{}, ALL], ids=["defaults", "all changed"])
-def test_every_pod_of_the_chart_is_restricted(render: Renderer, values: dict[str, Any]) -> None:
-    for spec in programs(render(**values)).values():
+@pytest.mark.parametrize("values", [{}, ALL_VALUES_CHANGED], ids=["defaults", "all changed"])
+def test_every_pod_of_the_chart_meets_the_restricted_pod_security_standard(
+    render: Renderer, values: dict[str, Any]
+) -> None:
+    for spec in list_pod_specs(render(**values)).values():
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         (container,) = spec["containers"]
@@ -185,7 +199,7 @@ def test_every_pod_of_the_chart_is_restricted(render: Renderer, values: dict[str
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_kinds_survive_the_release_if_asked_to(render: Renderer, keep: bool) -> None:
+def test_crds_are_kept_on_uninstall_only_if_crds_keep_is_true(render: Renderer, keep: bool) -> None:
     kinds = [
         made for made in render(crds={"keep": keep}).objects if made["kind"] == "CustomResourceDefinition"
     ]
@@ -193,7 +207,7 @@ def test_kinds_survive_the_release_if_asked_to(render: Renderer, keep: bool) -> 
     assert (len(kinds), policies) == (5, {"keep" if keep else None})
 
 
-def test_the_kinds_of_the_chart_are_those_that_kubectl_applies(render: Renderer) -> None:
+def test_crds_of_the_chart_equal_the_crds_folder(render: Renderer) -> None:
     kinds = {
         made["metadata"]["name"]: made
         for made in render(crds={"keep": False}).objects
@@ -203,19 +217,19 @@ def test_the_kinds_of_the_chart_are_those_that_kubectl_applies(render: Renderer)
     assert kinds == {crd["metadata"]["name"]: crd for crd in files}
 
 
-def test_without_the_kinds_the_notes_say_where_they_are(render: Renderer) -> None:
+def test_notes_say_how_to_apply_the_crds_when_the_chart_does_not(render: Renderer) -> None:
     assert "crds/" not in render().files["NOTES.txt"]
     made = render(crds={"enabled": False})
     assert "kubectl apply --server-side -f crds/" in made.files["NOTES.txt"]
-    assert "CustomResourceDefinition" not in made.kinds()
+    assert "CustomResourceDefinition" not in made.list_kinds()
 
 
-def test_the_notes_watch_one_kind_as_kubectl_cannot_watch_two(render: Renderer) -> None:
+def test_notes_watch_a_single_kind(render: Renderer) -> None:
     watched = re.findall(r"kubectl get (\S+) .*-w$", render().files["NOTES.txt"], re.MULTILINE)
     assert watched == ["pds"]
 
 
-def test_what_the_notes_say_can_be_applied(render: Renderer) -> None:
+def test_manifest_in_the_notes_is_a_pdservice(render: Renderer) -> None:
     manifest = re.search(r"<<'END'\n(.*?)\n  END", render().files["NOTES.txt"], re.DOTALL)
     assert manifest
     typed = yaml.safe_load(manifest[1])
@@ -227,24 +241,24 @@ def test_what_the_notes_say_can_be_applied(render: Renderer) -> None:
     }
 
 
-def test_programs_of_the_chart_are_programs_of_the_rooms(render: Renderer) -> None:
+def test_containers_start_modules_that_exist(render: Renderer) -> None:
     for name in ("fulcrum-operator", "fulcrum-autoscaler"):
-        (container,) = programs(render())[name]["containers"]
+        (container,) = list_pod_specs(render())[name]["containers"]
         assert container["command"][:2] == ["python", "-m"]
         assert importlib.util.find_spec(f"{container['command'][2]}.__main__")
 
 
-def test_the_operator_takes_the_arguments_that_it_is_given(
+def test_operator_accepts_the_arguments_of_its_deployment(
     render: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An argument that it does not know ends a program with one line that says so."""
-    args = programs(render(**ALL))["fulcrum-pd-operator"]["containers"][0]["args"]
+    args = list_pod_specs(render(**ALL_VALUES_CHANGED))["fulcrum-pd-operator"]["containers"][0]["args"]
     with pytest.raises(SystemExit):
         operator([*args, "--unknown"])
     assert capsys.readouterr().err == "error: unrecognized arguments: --unknown\n"
 
 
-def test_policies_of_services_know_the_chart_s_pods(render: Renderer) -> None:
+def test_pods_carry_the_labels_that_network_policies_select(render: Renderer) -> None:
     """NetworkPolicies admit the operator and the autoscaler by labels that every release sets."""
     made = render(release="other", nameOverride="pd")
     for component in ("operator", "autoscaler"):
@@ -256,17 +270,17 @@ def test_policies_of_services_know_the_chart_s_pods(render: Renderer) -> None:
         assert component_labels(component).items() <= labels.items()
 
 
-def test_no_two_renderings_differ(render: Renderer) -> None:
-    assert render(**ALL) == render(**ALL)
+def test_rendering_twice_gives_the_same_chart(render: Renderer) -> None:
+    assert render(**ALL_VALUES_CHANGED) == render(**ALL_VALUES_CHANGED)
 
 
-def test_one_operator_has_no_budget(render: Renderer) -> None:
+def test_single_operator_has_no_pod_disruption_budget(render: Renderer) -> None:
     """A budget of one for one pod would hold up every drain of its node."""
-    assert "PodDisruptionBudget" in render().kinds()
-    assert "PodDisruptionBudget" not in render(operator={"replicas": 1}).kinds()
+    assert "PodDisruptionBudget" in render().list_kinds()
+    assert "PodDisruptionBudget" not in render(operator={"replicas": 1}).list_kinds()
 
 
-def test_the_chart_carries_the_version_of_the_package() -> None:
+def test_chart_version_equals_the_package_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     version = re.search(
         r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE

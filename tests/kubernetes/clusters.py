@@ -12,16 +12,16 @@ import pytest
 
 from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
-from tools.kubernetes.program import Unavailable, cached, check_machine
+from tools.kubernetes.program import ClusterUnavailable, check_machine, locate_program
 from tools.kubernetes.waiting import wait_for
 
 CRDS = ROOT / "crds"
 
-TIMES_S: dict[str, float] = {}
+START_DURATIONS_S: dict[str, float] = {}
 """How long what was started in this run took."""
 
 # Who did what, without the cluster's own parts: what a test of rights or of write rates reads.
-AUDIT = """
+AUDIT_POLICY = """
 apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [RequestReceived]
@@ -37,7 +37,7 @@ rules:
 """
 
 
-def started(
+def start_test_cluster(
     folder: Path,
     nodes: int,
     *,
@@ -46,17 +46,17 @@ def started(
     crds: bool = True,
 ) -> Cluster:
     """A running cluster, by default with our kinds."""
-    cluster = Cluster(folder, api_server=api_server, audit=AUDIT)
+    cluster = Cluster(folder, api_server=api_server, audit=AUDIT_POLICY)
     try:
         begin = time.monotonic()
         cluster.start(nodes, manifests=CRDS if crds else None)
-        TIMES_S[f"{nodes} nodes"] = time.monotonic() - begin
+        START_DURATIONS_S[f"{nodes} nodes"] = time.monotonic() - begin
         for archive in archives:
             begin = time.monotonic()
             cluster.load_image(archive)
-            TIMES_S[archive.stem] = time.monotonic() - begin
+            START_DURATIONS_S[archive.stem] = time.monotonic() - begin
         if crds:
-            _wait_for_kinds(cluster)
+            _wait_for_crds(cluster)
     except BaseException:
         cluster.stop()
         raise
@@ -67,9 +67,9 @@ def require_kubernetes() -> None:
     """Skips where no cluster can run and says why; with KUBERNETES_TESTS=required it fails instead."""
     try:
         check_machine()
-        if not cached().exists():  # minutes, which no test's own timeout allows for
-            raise Unavailable("its program is not built yet; make kubernetes builds it")
-    except Unavailable as reason:
+        if not locate_program().exists():  # minutes, which no test's own timeout allows for
+            raise ClusterUnavailable("its program is not built yet; make kubernetes builds it")
+    except ClusterUnavailable as reason:
         if os.environ.get("KUBERNETES_TESTS") == "required":
             raise
         pytest.skip(f"levels 3 and 4 need a real Kubernetes: {reason}")
@@ -78,21 +78,21 @@ def require_kubernetes() -> None:
 def apply_crds(cluster: Cluster) -> None:
     """Our kinds as they lie in `crds/`, and the moment they are served."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    _wait_for_kinds(cluster)
+    _wait_for_crds(cluster)
 
 
-def _wait_for_kinds(cluster: Cluster) -> None:
+def _wait_for_crds(cluster: Cluster) -> None:
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
     wait_for(lambda: b"pdservices" in cluster.get("/apis/fulcrum.dev/v1alpha1")[1], "our kinds", timeout_s=30)
 
 
 @contextlib.contextmanager
-def fresh_namespace(cluster: Cluster) -> Iterator[str]:
+def temporary_namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace that pods may start in at once, deleted with all that is in it."""
     name = f"t-{secrets.token_hex(4)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-    status, said = cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
-    assert status == 201, said
+    status, response = cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
+    assert status == 201, response
     account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
     wait_for(lambda: cluster.get(account)[0] == 200, f"the service account of {name}", timeout_s=60)
     try:
@@ -101,10 +101,10 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
         cluster.request("DELETE", f"/api/v1/namespaces/{name}")
 
 
-def enforce_restricted(cluster: Cluster, namespace: str) -> None:
+def enforce_restricted_pod_security(cluster: Cluster, namespace: str) -> None:
     """From now on the namespace takes no pod that is not restricted."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{namespace}"
     body = json.dumps(label).encode()
-    status, said = cluster.request("PATCH", path, body, kind="application/merge-patch+json")
-    assert status == 200, said
+    status, response = cluster.request("PATCH", path, body, content_type="application/merge-patch+json")
+    assert status == 200, response

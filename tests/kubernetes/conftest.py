@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.clusters import require_kubernetes, started
-from tools.image.build import build
+from tests.kubernetes.clusters import require_kubernetes, start_test_cluster
+from tools.image.build import build_image
 from tools.kubernetes.cluster import Cluster
 
 StartCluster = Callable[..., Cluster]
@@ -24,7 +24,7 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartClu
     running: list[Cluster] = []
 
     def start(nodes: int = 0, **options: Any) -> Cluster:
-        cluster = started(tmp_path_factory.mktemp("kubernetes"), nodes, **options)
+        cluster = start_test_cluster(tmp_path_factory.mktemp("kubernetes"), nodes, **options)
         running.append(cluster)
         return cluster
 
@@ -46,15 +46,15 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
     """The product's image under two tags: what is installed, and what is rolled out after it."""
     require_kubernetes()
     folder = tmp_path_factory.mktemp("images")
-    return tuple(build(folder / f"fulcrum-{tag}.tar", f"localhost/fulcrum:{tag}") for tag in (1, 2))
+    return tuple(build_image(folder / f"fulcrum-{tag}.tar", f"localhost/fulcrum:{tag}") for tag in (1, 2))
 
 
 @pytest.fixture(scope="session")
 def cluster(start_cluster: StartCluster, archives: tuple[Path, ...]) -> Cluster:
     """Level 4: nodes n1, n2 and n3 with the product's images; the chart brings our kinds.
 
-    KUBERNETES_TESTS_NODES names the folder of a cluster that is up and stays up, for work on a scenario.
+    KUBERNETES_TESTS_CLUSTER names the folder of a cluster that is up and stays up, for work on a scenario.
     """
-    if folder := os.environ.get("KUBERNETES_TESTS_NODES"):
+    if folder := os.environ.get("KUBERNETES_TESTS_CLUSTER"):
         return Cluster(Path(folder))
     return start_cluster(3, archives=archives, crds=False)

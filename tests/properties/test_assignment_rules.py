@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
-from fulcrum_core.assignment import AssignmentRules, effective_roles, may_apply, serving, with_flip
-from fulcrum_core.merge import apply_merge_patch, merge_diff
+from fulcrum_core.assignment import (
+    AssignmentRules,
+    apply_flip,
+    list_serving,
+    may_apply,
+    resolve_effective_roles,
+)
+from fulcrum_core.merge_patch import apply_merge_patch, create_merge_patch
 from fulcrum_core.values import Actor, Role
 
 NAMES = [f"chat-{n}" for n in range(6)]
@@ -45,21 +51,21 @@ class ManyWriters(RuleBasedStateMachine):
             service="chat", roles=entries, floors=Floors(prefill=floors[0], decode=floors[1])
         )
         self.ready = set(entries)
-        self.judged_by = AssignmentRules(cooldown_s)
-        self.least = {
+        self.assignment_rules = AssignmentRules(cooldown_s)
+        self.assigned_min = {
             role: min(self._floor(role), self._assigned(role)) for role in (Role.PREFILL, Role.DECODE)
         }
         self.to_decode: list[tuple[float, Actor]] = []
 
     def _floor(self, role: Role) -> int:
-        return self.spec.floors.of(role)
+        return self.spec.floors.for_role(role)
 
     def _assigned(self, role: Role) -> int:
         return count(self.spec, self.spec.roles, role)
 
     def _write(self, proposed: PDAssignmentSpec) -> None:
         """Write if it is allowed, and check what a writer may count on."""
-        verdict = may_apply(self.spec, proposed, self.ready, self.judged_by, now_s=self.now_s)
+        verdict = may_apply(self.spec, proposed, self.ready, self.assignment_rules, now_s=self.now_s)
         assert verdict.reason
         if not verdict.allowed:
             return
@@ -78,7 +84,7 @@ class ManyWriters(RuleBasedStateMachine):
         if after.role is not Role.DECODE:
             return
         if after.by is Actor.AUTOSCALER:
-            cooldown_s = self.judged_by.prefill_to_decode_cooldown_s
+            cooldown_s = self.assignment_rules.prefill_to_decode_cooldown_s
             assert all(after.since - since_s >= cooldown_s for since_s, _ in self.to_decode)
         self.to_decode.append((after.since, after.by))
 
@@ -91,7 +97,7 @@ class ManyWriters(RuleBasedStateMachine):
     def flip(self, name: str, to: Role, by: Actor, lag_s: float) -> None:
         """A writer whose clock may be behind."""
         if name in self.spec.roles:
-            self._write(with_flip(self.spec, name, to, by=by, reason="because", now_s=self.now_s - lag_s))
+            self._write(apply_flip(self.spec, name, to, by=by, reason="because", now_s=self.now_s - lag_s))
 
     @rule(name=st.sampled_from(NAMES), to=ROLES, by=st.sampled_from(Actor))
     def patch_the_role_alone(self, name: str, to: Role, by: Actor) -> None:
@@ -109,7 +115,7 @@ class ManyWriters(RuleBasedStateMachine):
             role = Role(self.spec.roles[name].role)
             until_s = self.now_s + lasts_s
             self._write(
-                with_flip(
+                apply_flip(
                     self.spec,
                     name,
                     role,
@@ -131,7 +137,7 @@ class ManyWriters(RuleBasedStateMachine):
         proposed = self.spec
         for name in names:
             if name in proposed.roles:
-                proposed = with_flip(
+                proposed = apply_flip(
                     proposed, name, to, by=Actor.OPERATOR, reason="together", now_s=self.now_s
                 )
         self._write(proposed)
@@ -141,7 +147,7 @@ class ManyWriters(RuleBasedStateMachine):
         self.ready.discard(name)
 
     @rule(name=st.sampled_from(NAMES))
-    def come_back(self, name: str) -> None:
+    def recover(self, name: str) -> None:
         if name in self.spec.roles:
             self.ready.add(name)
 
@@ -152,14 +158,14 @@ class ManyWriters(RuleBasedStateMachine):
     @invariant()
     @precondition(lambda self: hasattr(self, "spec"))
     def both_floors_stay_assigned(self) -> None:
-        for role, least in self.least.items():
-            assert self._assigned(role) >= least
+        for role, assigned_min in self.assigned_min.items():
+            assert self._assigned(role) >= assigned_min
 
     @invariant()
     @precondition(lambda self: hasattr(self, "spec"))
-    def with_all_back_both_floors_are_served(self) -> None:
-        for role, least in self.least.items():
-            assert len(serving(self.spec.roles, self.spec.roles, role)) >= least
+    def with_all_recovered_both_floors_are_served(self) -> None:
+        for role, assigned_min in self.assigned_min.items():
+            assert len(list_serving(self.spec.roles, self.spec.roles, role)) >= assigned_min
 
 
 TestManyWriters = ManyWriters.TestCase
@@ -228,7 +234,7 @@ def test_no_change_is_always_allowed(spec: PDAssignmentSpec, ready: set[str], no
 
 
 @given(specs(), st.sampled_from(NAMES), ROLES, READY, TIMES)
-def test_a_person_is_refused_only_what_everybody_is(
+def test_a_person_may_make_every_flip_that_any_actor_may(
     spec: PDAssignmentSpec, name: str, to: Role, ready: set[str], now_s: float
 ) -> None:
     """Whatever some writer may flip, a person may flip, too."""
@@ -237,7 +243,7 @@ def test_a_person_is_refused_only_what_everybody_is(
     rules = AssignmentRules(COOLDOWN_S)
 
     def allowed(by: Actor) -> bool:
-        proposed = with_flip(spec, name, to, by=by, reason="-", now_s=now_s)
+        proposed = apply_flip(spec, name, to, by=by, reason="-", now_s=now_s)
         return may_apply(spec, proposed, ready, rules, now_s=now_s).allowed
 
     assert allowed(Actor.PERSON) >= max(allowed(Actor.AUTOSCALER), allowed(Actor.OPERATOR))
@@ -254,31 +260,33 @@ def test_a_longer_cooldown_never_allows_more(
 
 
 @given(specs(), specs())
-def test_the_written_difference_gives_the_whole_wish(
+def test_the_merge_patch_reproduces_the_proposed_assignment(
     current: PDAssignmentSpec, proposed: PDAssignmentSpec
 ) -> None:
     """What a writer sends, applied by a store and read back, is what it meant."""
-    patch = merge_diff(current.dump(), proposed.dump())
+    patch = create_merge_patch(current.dump(), proposed.dump())
     assert PDAssignmentSpec.model_validate(apply_merge_patch(current.dump(), patch)) == proposed
 
 
 @given(specs(), st.sampled_from(NAMES), ROLES, TIMES)
-def test_a_flip_there_and_back_gives_the_roles_again(
+def test_a_flip_and_its_reverse_restore_the_roles(
     spec: PDAssignmentSpec, name: str, to: Role, now_s: float
 ) -> None:
     if name not in spec.roles:
         return
     home = Role(spec.roles[name].role)
-    away = with_flip(spec, name, to, by=Actor.PERSON, reason="-", now_s=now_s)
-    back = with_flip(away, name, home, by=Actor.PERSON, reason="-", now_s=now_s)
+    away = apply_flip(spec, name, to, by=Actor.PERSON, reason="-", now_s=now_s)
+    back = apply_flip(away, name, home, by=Actor.PERSON, reason="-", now_s=now_s)
     assert {n: e.role for n, e in back.roles.items()} == {n: e.role for n, e in spec.roles.items()}
     assert back.flips - spec.flips == (2 if to is not home else 0)
 
 
 @given(specs(), READY)
-def test_effective_roles_are_the_assigned_ones_or_one_both(spec: PDAssignmentSpec, ready: set[str]) -> None:
+def test_effective_roles_are_the_assigned_ones_or_both_for_a_single_instance(
+    spec: PDAssignmentSpec, ready: set[str]
+) -> None:
     there = ready & spec.roles.keys()
-    played = effective_roles(spec.roles, ready)
+    played = resolve_effective_roles(spec.roles, ready)
     assert played.keys() == there
     working = [name for name in there if not spec.roles[name].cordoned] or list(there)
     assert (len(working) == 1) == (Role.BOTH in played.values())

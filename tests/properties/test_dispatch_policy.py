@@ -10,29 +10,29 @@ from hypothesis import strategies as st
 from fulcrum_core.latency import DecodeModel
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
-    Decision,
     DecodeEntry,
-    Delay,
     Dispatch,
-    FlipRules,
-    FlipWanted,
-    HandoffEntry,
+    DispatchDecision,
+    FlipProposal,
+    FlipProposalRules,
     Ledger,
+    PendingTransferEntry,
     PrefillEntry,
+    TransferDelay,
     choose_decode,
     choose_prefill,
 )
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, View, instance
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeInstance, instance
 
-RULES = FlipRules(enabled=True, shrink=0.5)
-Choose = Callable[[list[View], int], Decision]
+RULES = FlipProposalRules(enabled=True, max_decode_load=0.5)
+Choose = Callable[[list[FakeInstance], int], DispatchDecision]
 
 
-def prefill(fleet: list[View], tokens: int) -> Decision:
+def prefill(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
     return choose_prefill(fleet, tokens, SLO, rules=RULES)
 
 
-def decode(fleet: list[View], tokens: int) -> Decision:
+def decode(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
     return choose_decode(fleet, tokens, SLO, rules=RULES, now_s=0.0)
 
 
@@ -41,7 +41,7 @@ TOKENS = st.integers(1, 100_000)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[View]:
+def fleets(draw: st.DrawFn) -> list[FakeInstance]:
     """Up to six instances with distinct names and any work; some measurements are nonsense."""
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6))
     return [
@@ -59,88 +59,90 @@ def fleets(draw: st.DrawFn) -> list[View]:
     ]
 
 
-def chosen(decision: Decision) -> str | None:
+def chosen(decision: DispatchDecision) -> str | None:
     """Whose turn it would be."""
-    if isinstance(decision, FlipWanted):
+    if isinstance(decision, FlipProposal):
         return decision.fallback.instance
     return decision.instance if isinstance(decision, Dispatch) else None
 
 
 @given(fleets(), TOKENS, PHASES, st.randoms(use_true_random=False))
 def test_the_order_of_instances_does_not_matter(
-    fleet: list[View], tokens: int, choose: Choose, rng: random.Random
+    fleet: list[FakeInstance], tokens: int, choose: Choose, rng: random.Random
 ) -> None:
     shuffled = rng.sample(fleet, len(fleet))
     assert repr(choose(shuffled, tokens)) == repr(choose(fleet, tokens))  # NaN is not equal to itself
 
 
 @given(fleets(), TOKENS, PHASES)
-def test_only_who_serves_is_chosen(fleet: list[View], tokens: int, choose: Choose) -> None:
+def test_only_serving_instances_are_chosen(fleet: list[FakeInstance], tokens: int, choose: Choose) -> None:
     name = chosen(choose(fleet, tokens))
     assert name is None or name in {view.name for view in fleet if view.serving}
 
 
 @given(fleets(), TOKENS)
-def test_somebody_decodes_as_long_as_anybody_serves(fleet: list[View], tokens: int) -> None:
+def test_decode_finds_an_instance_whenever_one_serves(fleet: list[FakeInstance], tokens: int) -> None:
     assert (chosen(decode(fleet, tokens)) is None) == (not any(view.serving for view in fleet))
 
 
 @given(fleets(), TOKENS, PHASES)
-def test_deciding_twice_decides_the_same(fleet: list[View], tokens: int, choose: Choose) -> None:
+def test_deciding_twice_decides_the_same(fleet: list[FakeInstance], tokens: int, choose: Choose) -> None:
     assert repr(choose(fleet, tokens)) == repr(choose(fleet, tokens))
 
 
 @given(fleets(), TOKENS, PHASES, st.integers(1, 10_000), st.floats(0, 10))
-def test_more_load_never_draws_a_request(
-    fleet: list[View], tokens: int, choose: Choose, more_tokens: int, more_s: float
+def test_more_load_on_the_others_never_changes_the_choice(
+    fleet: list[FakeInstance], tokens: int, choose: Choose, more_tokens: int, more_s: float
 ) -> None:
     before = chosen(choose(fleet, tokens))
     for view in fleet:
         if view.name != before:
-            view.ledger.open_prefill(tokens=more_tokens, seconds=more_s)
-            view.ledger.open_decode(tokens=more_tokens)
+            view.ledger.add_prefill(tokens=more_tokens, seconds=more_s)
+            view.ledger.add_decode(tokens=more_tokens)
     after = chosen(choose(fleet, tokens))
     assert after == before
 
 
 @given(fleets(), TOKENS)
-def test_a_flip_is_wanted_only_from_a_role_that_keeps_one(fleet: list[View], tokens: int) -> None:
+def test_a_flip_is_proposed_only_from_a_role_with_two_or_more_instances(
+    fleet: list[FakeInstance], tokens: int
+) -> None:
     for decision in (prefill(fleet, tokens), decode(fleet, tokens)):
-        if isinstance(decision, FlipWanted):
-            giving = [v for v in fleet if v.serving and v.role is decision.role.other]
-            assert len(giving) > 1
+        if isinstance(decision, FlipProposal):
+            candidates = [v for v in fleet if v.serving and v.role is decision.role.other]
+            assert len(candidates) > 1
 
 
 @given(fleets(), TOKENS)
-def test_kv_is_only_sent_where_it_can_be_read(fleet: list[View], tokens: int) -> None:
+def test_kv_is_only_sent_where_it_can_be_read(fleet: list[FakeInstance], tokens: int) -> None:
     source = instance("source", serving=False)
     decision = choose_decode([*fleet, source], tokens, SLO, prefilled_on=source)
     reader = {view.name: view.identity for view in fleet}.get(chosen(decision) or "")
     assert reader in (IDENTITY, None)
 
 
-def open_entry(ledger: Ledger, kind: str, tokens: int) -> PrefillEntry | DecodeEntry | HandoffEntry:
+def add_entry(ledger: Ledger, kind: str, tokens: int) -> PrefillEntry | DecodeEntry | PendingTransferEntry:
     match kind:
         case "prefill":
-            return ledger.open_prefill(tokens=tokens, seconds=tokens / 1000)
+            return ledger.add_prefill(tokens=tokens, seconds=tokens / 1000)
         case "local":
-            return ledger.open_local_prefill(tokens=tokens, seconds=tokens / 1000)
+            return ledger.add_local_prefill(tokens=tokens, seconds=tokens / 1000)
         case "decode":
-            return ledger.open_decode(tokens=tokens)
+            return ledger.add_decode(tokens=tokens)
         case _:
-            return ledger.open_handoff()
+            return ledger.add_pending_transfer()
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["prefill", "local", "decode", "handoff"]), st.integers(0, 9999)),
+        st.tuples(st.sampled_from(["prefill", "local", "decode", "transfer"]), st.integers(0, 9999)),
         max_size=30,
     ),
     st.randoms(use_true_random=False),
 )
-def test_released_work_leaves_the_books_as_they_were(work: list[tuple[str, int]], rng: random.Random) -> None:
+def test_releasing_all_work_empties_the_ledger(work: list[tuple[str, int]], rng: random.Random) -> None:
     ledger = Ledger()
-    opened = [open_entry(ledger, kind, tokens) for kind, tokens in work]
+    opened = [add_entry(ledger, kind, tokens) for kind, tokens in work]
     for entry in rng.sample(opened, len(opened)):
         entry.release()
         entry.release()
@@ -160,12 +162,12 @@ def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens:
     assert cost(tokens) <= cost(tokens + more)
 
 
-DELAYS = st.builds(Delay, st.floats(0, 1e4), st.floats(0, 10))
+DELAYS = st.builds(TransferDelay, st.floats(0, 1e4), st.floats(0, 10))
 
 
 @given(fleets(), TOKENS, DELAYS)
-def test_where_all_hand_offs_take_alike_nobody_else_is_chosen(
-    fleet: list[View], tokens: int, delay: Delay
+def test_equal_delays_do_not_change_the_choice(
+    fleet: list[FakeInstance], tokens: int, delay: TransferDelay
 ) -> None:
     delays = {view.name: delay for view in fleet}
     alike = choose_decode(fleet, tokens, SLO, delays=delays)
@@ -173,8 +175,8 @@ def test_where_all_hand_offs_take_alike_nobody_else_is_chosen(
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), TOKENS, DELAYS, st.booleans())
-def test_of_two_that_are_equal_the_one_without_delay_is_chosen(
-    prefilling: int, decoding: int, tokens: int, delay: Delay, decodes: bool
+def test_of_two_equal_instances_the_one_without_delay_is_chosen(
+    prefilling: int, decoding: int, tokens: int, delay: TransferDelay, decodes: bool
 ) -> None:
     role = Role.DECODE if decodes else Role.PREFILL
     pair = [instance(n, role=role, prefilling=prefilling, decoding=decoding) for n in ("a", "b")]

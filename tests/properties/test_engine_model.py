@@ -18,17 +18,17 @@ from fulcrum_simulator.engine import (
     Engine,
     EngineRequest,
     Event,
-    ExportKv,
-    FetchStart,
+    ExportedKv,
     Finished,
-    Handoff,
-    ImportKv,
-    KvExport,
-    NoHandoff,
+    KvExportRequest,
+    KvFetch,
+    KvImportRequest,
+    KvTransfer,
+    NoKvTransfer,
+    OutputToken,
     Preempted,
-    TokenOut,
     block_hashes,
-    held_digest,
+    pulled_digest,
 )
 from fulcrum_simulator.text import prompt_digest
 
@@ -49,7 +49,7 @@ PROMPTS = st.builds(
 )
 
 
-class Side:
+class TrackedEngine:
     """One engine with the books that the checks need."""
 
     def __init__(self, name: str, blocks: int) -> None:
@@ -57,19 +57,19 @@ class Side:
         self.live: dict[str, EngineRequest] = {}
         self.tokens: Counter[str] = Counter()
         self.ends: list[Finished] = []
-        self.exports: dict[str, tuple[KvExport, bytes]] = {}
-        self.fetches: dict[str, FetchStart] = {}
+        self.exports: dict[str, tuple[ExportedKv, bytes]] = {}
+        self.fetches: dict[str, KvFetch] = {}
         self.due_s = 0.0
         self.prompts: dict[bytes, bytes] = {}
 
-    def submit(self, name: str, prompt: bytes, handoff: Handoff, now_s: float, **fields: Any) -> None:
+    def submit(self, name: str, prompt: bytes, kv_transfer: KvTransfer, now_s: float, **fields: Any) -> None:
         request = EngineRequest(
             id=name,
             arrival_s=now_s,
             prompt_tokens=len(prompt) // 4,
             digest=prompt_digest(prompt),
             block_hashes=block_hashes(prompt, block_bytes=BLOCK_BYTES),
-            handoff=handoff,
+            kv_transfer=kv_transfer,
             **fields,
         )
         self.engine.submit(request)
@@ -81,27 +81,27 @@ class Side:
         if self.engine.busy:
             events = self.engine.finish_step(max(now_s, self.due_s))
             for event in events:
-                self.book(event)
+                self.record(event)
             return events
         step = self.engine.start_step(now_s)
-        for fetch in self.engine.take_fetches():
+        for fetch in self.engine.take_kv_fetches():
             self.fetches[fetch.request_id] = fetch
         if step is not None:
             assert step.prefill_tokens + step.decodes <= self.engine.profile.token_budget
             self.due_s = now_s + step.duration_s
         return []
 
-    def book(self, event: Event) -> None:
-        if isinstance(event, TokenOut):
+    def record(self, event: Event) -> None:
+        if isinstance(event, OutputToken):
             assert event.index == self.tokens[event.request_id], "tokens come in order, none twice"
             self.tokens[event.request_id] += 1
         elif isinstance(event, Finished):
-            self.end(event)
+            self.record_end(event)
         else:
             assert isinstance(event, Preempted)
             assert event.request_id in self.live
 
-    def end(self, end: Finished) -> None:
+    def record_end(self, end: Finished) -> None:
         request = self.live.pop(end.request_id)  # KeyError: it ended twice
         self.fetches.pop(end.request_id, None)
         self.ends.append(end)
@@ -116,33 +116,33 @@ class Side:
     def abort(self, name: str, now_s: float) -> None:
         end = self.engine.abort(name, now_s)
         assert end is not None
-        self.end(end)
+        self.record_end(end)
 
-    def holdings(self) -> Counter[int]:
+    def count_references(self) -> Counter[int]:
         """How often each block is held, counted from its holders."""
         runs = [run.blocks for run in self.engine._runs.values()]
         leases = [lease.blocks for lease in self.engine._leases._leases.values()]
         return Counter(block for blocks in (*runs, *leases) for block in blocks)
 
-    def still_right(self, export: KvExport, prompt: bytes) -> bool:
+    def still_right(self, export: ExportedKv, prompt: bytes) -> bool:
         """Whether the pool's blocks still hold this prompt, judged by its bytes."""
         for i, block in enumerate(export.block_ids):
             pool = self.engine._pool
-            wrote = self.prompts[pool._writer[block].digest]
+            wrote = self.prompts[pool._written_by[block].digest]
             end = (i + 1) * BLOCK_BYTES
             same = wrote == prompt or (len(prompt) >= end and wrote[:end] == prompt[:end])
-            if pool._position[block] != i or not same:
+            if pool._block_index[block] != i or not same:
                 return False
         return True
 
 
-class HandOffs(RuleBasedStateMachine):
+class KvTransferMachine(RuleBasedStateMachine):
     """A giver `p` and a taker `d`, both also serving plain requests, on one clock."""
 
     @initialize(p_blocks=st.integers(8, 20), d_blocks=st.integers(8, 20))
     def start(self, p_blocks: int, d_blocks: int) -> None:
         self.now_s, self.count = 0.0, 0
-        self.p, self.d = Side("p", p_blocks), Side("d", d_blocks)
+        self.p, self.d = TrackedEngine("p", p_blocks), TrackedEngine("d", d_blocks)
 
     def name(self) -> str:
         self.count += 1
@@ -151,25 +151,25 @@ class HandOffs(RuleBasedStateMachine):
     @rule(on_d=st.booleans(), prompt=PROMPTS, output=st.integers(1, 8), priority=st.integers(-1, 1))
     def submit_plain(self, on_d: bool, prompt: bytes, output: int, priority: int) -> None:
         side = self.d if on_d else self.p
-        side.submit(self.name(), prompt, NoHandoff(), self.now_s, max_tokens=output, priority=priority)
+        side.submit(self.name(), prompt, NoKvTransfer(), self.now_s, max_tokens=output, priority=priority)
 
-    @rule(prompt=PROMPTS, halves=st.integers(0, 2))
-    def submit_prefill_leg(self, prompt: bytes, halves: int) -> None:
-        self.p.submit(self.name(), prompt, ExportKv(), self.now_s, max_tokens=1)
-        self.advance(on_d=False, halves=halves)
+    @rule(prompt=PROMPTS, half_steps=st.integers(0, 2))
+    def submit_prefill_leg(self, prompt: bytes, half_steps: int) -> None:
+        self.p.submit(self.name(), prompt, KvExportRequest(), self.now_s, max_tokens=1)
+        self.advance(on_d=False, half_steps=half_steps)
 
     @precondition(lambda self: self.p.exports)
-    @rule(data=st.data(), output=st.integers(1, 8), halves=st.integers(0, 2))
-    def submit_decode_leg(self, data: st.DataObject, output: int, halves: int) -> None:
+    @rule(data=st.data(), output=st.integers(1, 8), half_steps=st.integers(0, 2))
+    def submit_decode_leg(self, data: st.DataObject, output: int, half_steps: int) -> None:
         export, prompt = self.p.exports[data.draw(st.sampled_from(sorted(self.p.exports)))]
-        handoff = ImportKv(engine_id="p", request_id=export.request_id, block_ids=export.block_ids)
-        self.d.submit(self.name(), prompt, handoff, self.now_s, max_tokens=output)
-        self.advance(on_d=True, halves=halves)
+        kv_transfer = KvImportRequest(engine_id="p", request_id=export.request_id, block_ids=export.block_ids)
+        self.d.submit(self.name(), prompt, kv_transfer, self.now_s, max_tokens=output)
+        self.advance(on_d=True, half_steps=half_steps)
 
-    @rule(on_d=st.booleans(), halves=st.integers(1, 8))
-    def advance(self, *, on_d: bool, halves: int) -> None:
+    @rule(on_d=st.booleans(), half_steps=st.integers(1, 8))
+    def advance(self, *, on_d: bool, half_steps: int) -> None:
         side = self.d if on_d else self.p
-        for _ in range(halves):  # of steps: an odd count leaves one under way
+        for _ in range(half_steps):  # of steps: an odd count leaves one under way
             side.advance(self.now_s)
             self.now_s = max(self.now_s, side.due_s)
 
@@ -183,19 +183,19 @@ class HandOffs(RuleBasedStateMachine):
         fetch = self.d.fetches.pop(data.draw(st.sampled_from(sorted(self.d.fetches))))
         given = fetch.source.request_id or ""
         if fails:
-            self.d.engine.kv_fetch_failed(fetch.request_id, self.now_s)
+            self.d.engine.fail_kv_fetch(fetch.request_id, self.now_s)
             return
         own = self.d.live[fetch.request_id].digest
-        held = held_digest(self.p.engine.read_blocks(fetch.remote_block_ids), own=own)
-        alive = self.p.engine.notify_pulled(given, self.now_s)
+        held = pulled_digest(self.p.engine.read_blocks(fetch.remote_block_ids), own_digest=own)
+        alive = self.p.engine.release_lease(given, self.now_s)
         assert held == own or not alive, "a lease protects what it pins"
-        self.d.engine.kv_fetch_done(fetch.request_id, held, self.now_s)
+        self.d.engine.complete_kv_fetch(fetch.request_id, held, self.now_s)
         self.d.prompts.setdefault(held, b"")
 
     @precondition(lambda self: self.p.exports)
     @rule(data=st.data())
     def heartbeat(self, data: st.DataObject) -> None:
-        self.p.engine.heartbeat(data.draw(st.sampled_from(sorted(self.p.exports))), self.now_s)
+        self.p.engine.extend_lease(data.draw(st.sampled_from(sorted(self.p.exports))), self.now_s)
 
     @precondition(lambda self: self.p.live or self.d.live)
     @rule(data=st.data())
@@ -206,25 +206,25 @@ class HandOffs(RuleBasedStateMachine):
     @invariant()
     def blocks_are_counted(self) -> None:
         for side in (self.p, self.d):
-            pool, held = side.engine._pool, side.holdings()
-            assert {block: pool.holders(block) for block in range(pool.size)} == {
+            pool, held = side.engine._pool, side.count_references()
+            assert {block: pool.reference_count(block) for block in range(pool.size)} == {
                 block: held[block] for block in range(pool.size)
             }
             assert pool.available == pool.size - len(held)
             assert 0.0 <= side.engine.gauges.kv_usage <= 1.0
 
     @invariant()
-    def nobody_is_forgotten(self) -> None:
+    def every_live_request_is_running_or_waiting(self) -> None:
         for side in (self.p, self.d):
-            seen = side.engine.gauges
-            assert seen.running + seen.waiting == len(side.live)
-            assert seen.running <= side.engine.profile.max_seqs
+            gauges = side.engine.gauges
+            assert gauges.running + gauges.waiting == len(side.live)
+            assert gauges.running <= side.engine.profile.max_seqs
 
     @invariant()
     def stale_reads_are_right_until_overwritten(self) -> None:
         for export, prompt in self.p.exports.values():
             own = prompt_digest(prompt)
-            read = held_digest(self.p.engine.read_blocks(export.block_ids), own=own)
+            read = pulled_digest(self.p.engine.read_blocks(export.block_ids), own_digest=own)
             assert (read == own) == self.p.still_right(export, prompt)
 
     def teardown(self) -> None:
@@ -237,41 +237,41 @@ class HandOffs(RuleBasedStateMachine):
             self.now_s += 1.0
             for name in list(self.d.fetches):
                 self.d.fetches.pop(name)
-                self.d.engine.kv_fetch_failed(name, self.now_s)
+                self.d.engine.fail_kv_fetch(name, self.now_s)
             self.p.advance(self.now_s)
             self.d.advance(self.now_s)
         assert (self.p.live, self.d.live) == ({}, {})
         for side in (self.p, self.d):
             side.engine.expire_leases(self.now_s + 10 * LEASE_S)
-            assert (side.engine.gauges.kv_usage, side.engine.next_deadline_s()) == (0.0, None)
+            assert (side.engine.gauges.kv_usage, side.engine.next_lease_expiry_s()) == (0.0, None)
             assert sum(side.engine.stats.finished.values()) == len(side.ends)
         assert len(self.p.ends) + len(self.d.ends) == self.count
 
 
-HandOffs.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
+KvTransferMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 
 
-TestHandOffs = HandOffs.TestCase
+TestKvTransferMachine = KvTransferMachine.TestCase
 
 
-def story(seed: int) -> list[object]:
+def run_random_requests(seed: int) -> list[object]:
     """A random life of one engine, told in full."""
-    random_ = random.Random(seed)
-    side = Side("e", 12)
-    noise = random.Random(seed)
-    side.engine = Engine(profile(12), engine_id="e", step_noise=lambda: noise.uniform(0.95, 1.05))
-    now_s, told = 0.0, list[object]()
+    rng = random.Random(seed)
+    side = TrackedEngine("e", 12)
+    jitter_rng = random.Random(seed)
+    side.engine = Engine(profile(12), engine_id="e", step_jitter=lambda: jitter_rng.uniform(0.95, 1.05))
+    now_s, events = 0.0, list[object]()
     for i in range(60):
-        prompt = random_.choice(["aa", "ab", "abb", "ba"]) * 4 * random_.randint(1, 4)
-        side.submit(f"r{i}", prompt.encode(), NoHandoff(), now_s, max_tokens=random_.randint(1, 8))
-        for _ in range(random_.randint(0, 6)):
-            told += side.advance(now_s)
+        prompt = rng.choice(["aa", "ab", "abb", "ba"]) * 4 * rng.randint(1, 4)
+        side.submit(f"r{i}", prompt.encode(), NoKvTransfer(), now_s, max_tokens=rng.randint(1, 8))
+        for _ in range(rng.randint(0, 6)):
+            events += side.advance(now_s)
             now_s = max(now_s, side.due_s)
-            told.append(now_s)
-    return told
+            events.append(now_s)
+    return events
 
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=20)
 def test_the_same_calls_give_the_same_events(seed: int) -> None:
-    assert story(seed) == story(seed)
+    assert run_random_requests(seed) == run_random_requests(seed)

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from fulcrum_autoscaler.policy import (
     Action,
-    FlipRules,
-    Memory,
+    AutoscalingRules,
+    MonitorState,
     Observation,
-    answer,
+    decide_on_flip_request,
+    decide_on_tick,
     measure_loads,
-    monitor,
-    proposal,
+    propose_assignment,
 )
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
-from fulcrum_core.assignment import AssignmentRules, may_apply, serving
-from fulcrum_core.state import FlipWanted, InstanceState
+from fulcrum_core.assignment import AssignmentRules, list_serving, may_apply
+from fulcrum_core.router_state import FlipRequest, InstanceState
 from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
-from tests.unit.core.states import router_state
+from tests.unit.core.router_states import router_state
 
 NOW_S = 1_000_000.0
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
@@ -41,9 +41,9 @@ def instance_states(draw: st.DrawFn, name: str, role: Role) -> InstanceState:
         prefill_queued_s=draw(SECONDS),
         prefill_tokens=draw(st.integers(0, 2)) * 100,
         decode_tokens=draw(st.integers(0, 5)) * 100 if requests else 0,
-        decode_requests=requests,
+        decode_legs=requests,
         legs=requests,
-        open_handoffs=0,
+        pending_transfers=0,
         itl_s=draw(LATENCY),
     )
 
@@ -83,122 +83,137 @@ def observations(draw: st.DrawFn) -> Observation:
 
 
 @st.composite
-def flip_rules(draw: st.DrawFn) -> FlipRules:
+def autoscaling_rules(draw: st.DrawFn) -> AutoscalingRules:
     shrink = draw(st.floats(0, 1))
-    return FlipRules(
+    return AutoscalingRules(
         mode=draw(st.sampled_from(AutoscalingMode)),
         paused=draw(st.sampled_from([False, False, True])),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
         expand=shrink + draw(st.floats(0.01, 2)),
         shrink=shrink,
-        passes=draw(st.integers(1, 3)),
+        consecutive_ticks=draw(st.integers(1, 3)),
         interval_s=1.0,
-        assignment=AssignmentRules(draw(st.sampled_from([0.0, 10.0]))),
+        assignment_rules=AssignmentRules(draw(st.sampled_from([0.0, 10.0]))),
     )
 
 
-def auto(rules: FlipRules) -> FlipRules:
+def auto(rules: AutoscalingRules) -> AutoscalingRules:
     return replace(rules, mode=AutoscalingMode.AUTO, paused=False)
 
 
-def wanted(role: Role) -> FlipWanted:
-    return FlipWanted(seq=1, role=role, reason="no instance within the SLO")
+def make_flip_request(role: Role) -> FlipRequest:
+    return FlipRequest(seq=1, role=role, reason="no instance within the SLO")
 
 
-@given(observations(), flip_rules(), st.integers(0, 3), PHASES, st.randoms(use_true_random=False))
+@given(observations(), autoscaling_rules(), st.integers(0, 3), PHASES, st.randoms(use_true_random=False))
 def test_order_of_instances_does_not_matter(
-    seen: Observation, rules: FlipRules, passes: int, role: Role, rng: Random
+    observation: Observation, rules: AutoscalingRules, consecutive_ticks: int, role: Role, rng: Random
 ) -> None:
-    names = list(seen.assignment.roles)
+    names = list(observation.assignment.roles)
     rng.shuffle(names)
     shuffled = replace(
-        seen,
-        assignment=seen.assignment.model_copy(
-            update={"roles": {name: seen.assignment.roles[name] for name in names}}
+        observation,
+        assignment=observation.assignment.model_copy(
+            update={"roles": {name: observation.assignment.roles[name] for name in names}}
         ),
-        router=seen.router
-        and seen.router.model_copy(
-            update={"instances": tuple(sorted(seen.router.instances, key=lambda s: names.index(s.name)))}
+        router=observation.router
+        and observation.router.model_copy(
+            update={
+                "instances": tuple(sorted(observation.router.instances, key=lambda s: names.index(s.name)))
+            }
         ),
     )
-    memory = Memory(passes)
-    assert monitor(memory, shuffled, rules, now_s=NOW_S) == monitor(memory, seen, rules, now_s=NOW_S)
-    asked = wanted(role)
-    assert answer(asked, shuffled, rules, now_s=NOW_S) == answer(asked, seen, rules, now_s=NOW_S)
+    monitor_state = MonitorState(consecutive_ticks)
+    assert decide_on_tick(monitor_state, shuffled, rules, now_s=NOW_S) == decide_on_tick(
+        monitor_state, observation, rules, now_s=NOW_S
+    )
+    request = make_flip_request(role)
+    assert decide_on_flip_request(request, shuffled, rules, now_s=NOW_S) == decide_on_flip_request(
+        request, observation, rules, now_s=NOW_S
+    )
 
 
-@given(observations(), flip_rules(), st.integers(0, 3), PHASES)
-def test_every_flip_is_one_that_every_reader_would_allow(
-    seen: Observation, rules: FlipRules, passes: int, role: Role
+@given(observations(), autoscaling_rules(), st.integers(0, 3), PHASES)
+def test_every_flip_passes_may_apply(
+    observation: Observation, rules: AutoscalingRules, consecutive_ticks: int, role: Role
 ) -> None:
     decisions = (
-        monitor(Memory(passes), seen, rules, now_s=NOW_S)[1],
-        answer(wanted(role), seen, rules, now_s=NOW_S),
+        decide_on_tick(MonitorState(consecutive_ticks), observation, rules, now_s=NOW_S)[1],
+        decide_on_flip_request(make_flip_request(role), observation, rules, now_s=NOW_S),
     )
     for decision in decisions:
         assert decision.reason
         if decision.action is not Action.FLIP:
             continue
-        after = proposal(seen.assignment, decision)
-        assert may_apply(seen.assignment, after, seen.ready, rules.assignment, now_s=NOW_S).allowed
+        after = propose_assignment(observation.assignment, decision)
+        assert may_apply(
+            observation.assignment, after, observation.ready, rules.assignment_rules, now_s=NOW_S
+        ).allowed
         assert decision.to is not None
         assert decision.instance is not None
         source = decision.to.other
-        kept = serving(after.roles, seen.usable, source)
-        assert len(kept) >= max(1, seen.assignment.floors.of(source))
-        assert not seen.assignment.roles[decision.instance].cordoned
+        kept = list_serving(after.roles, observation.confirmed_serving, source)
+        assert len(kept) >= max(1, observation.assignment.floors.for_role(source))
+        assert not observation.assignment.roles[decision.instance].cordoned
 
 
-@given(observations(), flip_rules(), st.integers(0, 3), PHASES)
+@given(observations(), autoscaling_rules(), st.integers(0, 3), PHASES)
 def test_nothing_flips_on_missing_or_stale_numbers(
-    seen: Observation, rules: FlipRules, passes: int, role: Role
+    observation: Observation, rules: AutoscalingRules, consecutive_ticks: int, role: Role
 ) -> None:
     unusable = (
-        seen.router is None or NOW_S - seen.router.at_s > 3 * rules.interval_s or seen.router.generation < 7
+        observation.router is None
+        or NOW_S - observation.router.at_s > 3 * rules.interval_s
+        or observation.router.generation < 7
     )
-    blind = unusable or rules.mode is AutoscalingMode.OFF or rules.paused
-    memory, ticked = monitor(Memory(passes), seen, rules, now_s=NOW_S)
-    asked = answer(wanted(role), seen, rules, now_s=NOW_S)
-    if blind:
-        assert (memory, ticked.action, asked.action) == (Memory(), Action.HOLD, Action.HOLD)
+    without_numbers = unusable or rules.mode is AutoscalingMode.OFF or rules.paused
+    monitor_state, ticked = decide_on_tick(MonitorState(consecutive_ticks), observation, rules, now_s=NOW_S)
+    requested = decide_on_flip_request(make_flip_request(role), observation, rules, now_s=NOW_S)
+    if without_numbers:
+        assert (monitor_state, ticked.action, requested.action) == (MonitorState(), Action.HOLD, Action.HOLD)
 
 
-@given(observations(), flip_rules(), st.integers(1, 3))
-def test_forgetting_every_latency_never_makes_a_tick_flip(
-    seen: Observation, rules: FlipRules, passes: int
+@given(observations(), autoscaling_rules(), st.integers(1, 3))
+def test_without_any_latency_no_tick_flips(
+    observation: Observation, rules: AutoscalingRules, consecutive_ticks: int
 ) -> None:
-    if seen.router is None:
+    if observation.router is None:
         return
-    dumb = tuple(
-        state.model_copy(update={"itl_s": None, "decode_requests": 1}) for state in seen.router.instances
+    without_latency = tuple(
+        state.model_copy(update={"itl_s": None, "decode_legs": 1}) for state in observation.router.instances
     )
-    blind = replace(seen, router=seen.router.model_copy(update={"instances": dumb}))
-    assert monitor(Memory(passes), blind, auto(rules), now_s=NOW_S)[1].action is Action.HOLD
+    without_numbers = replace(
+        observation, router=observation.router.model_copy(update={"instances": without_latency})
+    )
+    assert (
+        decide_on_tick(MonitorState(consecutive_ticks), without_numbers, auto(rules), now_s=NOW_S)[1].action
+        is Action.HOLD
+    )
 
 
-@given(observations(), flip_rules(), st.floats(0, 1))
+@given(observations(), autoscaling_rules(), st.floats(0, 1))
 def test_more_decode_load_never_turns_a_refusal_of_prefill_into_a_flip(
-    seen: Observation, rules: FlipRules, more_s: float
+    observation: Observation, rules: AutoscalingRules, more_s: float
 ) -> None:
-    if seen.router is None:
+    if observation.router is None:
         return
     heavier = tuple(
         state.model_copy(update={"itl_s": None if state.itl_s is None else state.itl_s + more_s})
-        for state in seen.router.instances
+        for state in observation.router.instances
     )
-    loaded = replace(seen, router=seen.router.model_copy(update={"instances": heavier}))
-    before = answer(wanted(Role.PREFILL), seen, auto(rules), now_s=NOW_S)
-    after = answer(wanted(Role.PREFILL), loaded, auto(rules), now_s=NOW_S)
+    loaded = replace(observation, router=observation.router.model_copy(update={"instances": heavier}))
+    before = decide_on_flip_request(make_flip_request(Role.PREFILL), observation, auto(rules), now_s=NOW_S)
+    after = decide_on_flip_request(make_flip_request(Role.PREFILL), loaded, auto(rules), now_s=NOW_S)
     assert not (before.action is not Action.FLIP and after.action is Action.FLIP)
 
 
-@given(observations(), flip_rules())
+@given(observations(), autoscaling_rules())
 def test_with_shrink_at_half_of_expand_or_less_decode_load_is_judged_by_shrink_alone(
-    seen: Observation, rules: FlipRules
+    observation: Observation, rules: AutoscalingRules
 ) -> None:
     """So at Arrow's own thresholds, 1.0 and 0.5, the policy is Arrow's."""
     arrows = replace(auto(rules), expand=max(rules.expand, 2 * rules.shrink))
-    decision = answer(wanted(Role.PREFILL), seen, arrows, now_s=NOW_S)
+    decision = decide_on_flip_request(make_flip_request(Role.PREFILL), observation, arrows, now_s=NOW_S)
     load = decision.loads.decode if decision.loads else None
     if load is not None and load.instances > 1 and load.high < arrows.shrink:
         assert not decision.reason.startswith(
@@ -206,37 +221,41 @@ def test_with_shrink_at_half_of_expand_or_less_decode_load_is_judged_by_shrink_a
         )
 
 
-@given(observations(), flip_rules())
-def test_the_monitor_never_flips_to_prefill(seen: Observation, rules: FlipRules) -> None:
-    decision = monitor(Memory(rules.passes), seen, auto(rules), now_s=NOW_S)[1]
+@given(observations(), autoscaling_rules())
+def test_the_monitor_never_flips_to_prefill(observation: Observation, rules: AutoscalingRules) -> None:
+    decision = decide_on_tick(MonitorState(rules.consecutive_ticks), observation, auto(rules), now_s=NOW_S)[1]
     assert decision.to in (None, Role.DECODE)
 
 
-@given(observations(), flip_rules(), PHASES)
-def test_advise_says_what_auto_would_do(seen: Observation, rules: FlipRules, role: Role) -> None:
+@given(observations(), autoscaling_rules(), PHASES)
+def test_advise_reports_the_decision_of_auto(
+    observation: Observation, rules: AutoscalingRules, role: Role
+) -> None:
     acting, advising = auto(rules), replace(auto(rules), mode=AutoscalingMode.ADVISE)
-    did = answer(wanted(role), seen, acting, now_s=NOW_S)
-    said = answer(wanted(role), seen, advising, now_s=NOW_S)
-    expected = replace(did, action=Action.ADVISE) if did.action is Action.FLIP else did
-    assert said == expected
+    acted = decide_on_flip_request(make_flip_request(role), observation, acting, now_s=NOW_S)
+    advised = decide_on_flip_request(make_flip_request(role), observation, advising, now_s=NOW_S)
+    expected = replace(acted, action=Action.ADVISE) if acted.action is Action.FLIP else acted
+    assert advised == expected
 
 
-@given(observations(), flip_rules(), st.integers(0, 3))
-def test_a_second_look_right_after_a_flip_to_decode_waits(
-    seen: Observation, rules: FlipRules, passes: int
+@given(observations(), autoscaling_rules(), st.integers(0, 3))
+def test_a_second_tick_right_after_a_flip_to_decode_does_not_flip(
+    observation: Observation, rules: AutoscalingRules, consecutive_ticks: int
 ) -> None:
     """With a cooldown, and however hot it is: one flip per cooldown."""
-    cooled = replace(auto(rules), passes=1, assignment=AssignmentRules(10.0))
-    memory, decision = monitor(Memory(passes), seen, cooled, now_s=NOW_S)
+    cooled = replace(auto(rules), consecutive_ticks=1, assignment_rules=AssignmentRules(10.0))
+    monitor_state, decision = decide_on_tick(
+        MonitorState(consecutive_ticks), observation, cooled, now_s=NOW_S
+    )
     if decision.action is not Action.FLIP:
         return
-    after = replace(seen, assignment=proposal(seen.assignment, decision))
-    assert monitor(memory, after, cooled, now_s=NOW_S)[1].action is not Action.FLIP
+    after = replace(observation, assignment=propose_assignment(observation.assignment, decision))
+    assert decide_on_tick(monitor_state, after, cooled, now_s=NOW_S)[1].action is not Action.FLIP
 
 
 @given(observations())
-def test_a_load_lies_between_its_bounds(seen: Observation) -> None:
-    loads = measure_loads(seen, Slo(ttft_s=1.0, tpot_s=0.1))
+def test_a_load_lies_between_its_bounds(observation: Observation) -> None:
+    loads = measure_loads(observation, Slo(ttft_s=1.0, tpot_s=0.1))
     for load in (loads.prefill, loads.decode):
         if load is not None:
             assert 0 <= load.low <= load.high < math.inf

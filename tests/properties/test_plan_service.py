@@ -15,13 +15,13 @@ from fulcrum_core.api import (
     PDService,
     RoleAssignment,
 )
-from fulcrum_core.assignment import may_apply, rules_of, serving
+from fulcrum_core.assignment import build_assignment_rules, list_serving, may_apply
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
-from fulcrum_operator.plan.assignment import Member, first_split
-from tests.unit.core.states import instance_state, router_state
+from fulcrum_operator.plan.assignment import AssignableInstance, plan_first_split
+from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
 ROLES = st.sampled_from([Role.PREFILL, Role.DECODE])
@@ -53,7 +53,9 @@ def routers(draw: st.DrawFn, names: list[str]) -> RouterState | None:
     if draw(st.booleans()):
         return None
     states = [
-        instance_state(name, draw(ROLES), legs=draw(st.integers(0, 3)), open_handoffs=draw(st.integers(0, 1)))
+        instance_state(
+            name, draw(ROLES), legs=draw(st.integers(0, 3)), pending_transfers=draw(st.integers(0, 1))
+        )
         for name in names
     ]
     generation = draw(st.integers(1, 3))
@@ -64,7 +66,9 @@ STRATEGIES = st.one_of(st.none(), st.sampled_from(FlipStrategy))
 
 
 @st.composite
-def pictures(draw: st.DrawFn, strategies: st.SearchStrategy[FlipStrategy | None] = STRATEGIES) -> Observed:
+def observations(
+    draw: st.DrawFn, strategies: st.SearchStrategy[FlipStrategy | None] = STRATEGIES
+) -> Observed:
     """A service in any state: half-made, scaled, flipped, crashed."""
     count, ceiling = draw(st.integers(1, 6)), 8
     pool = {"name": "flex", "instances": {"min": 1, "max": ceiling}}
@@ -72,7 +76,7 @@ def pictures(draw: st.DrawFn, strategies: st.SearchStrategy[FlipStrategy | None]
     service = PDService.model_validate(
         {"metadata": {"name": "chat", "uid": "u"}, "spec": {"model": "m", "pools": [pool], "roles": floors}}
     )
-    made = PDPool.model_validate(
+    flexible = PDPool.model_validate(
         {
             "metadata": {"name": "chat-flex", "uid": "u-pool"},
             "spec": {
@@ -88,22 +92,22 @@ def pictures(draw: st.DrawFn, strategies: st.SearchStrategy[FlipStrategy | None]
     names = [f"chat-{number}" for number in range(count)]
     instances = tuple(draw(instance(name, strategies)) for name in names)
     spec = PDAssignmentSpec(
-        service="chat", roles={name: draw(entries()) for name in names}, floors=service.spec.roles.floors()
+        service="chat", roles={name: draw(entries()) for name in names}, floors=service.spec.roles.to_floors()
     )
-    seen = {name: draw(engines(name)) for name in names}
-    wished = draw(st.one_of(st.none(), st.just(spec)))
+    observed = {name: draw(engines(name)) for name in names}
+    accepted = draw(st.one_of(st.none(), st.just(spec)))
     assignment = PDAssignment.model_validate(
         {"metadata": {"name": "chat", "generation": 2}, "spec": spec.dump()}
     )
     return Observed(
         service=service,
         now_s=NOW_S,
-        pools=(made,),
+        pools=(flexible,),
         instances=instances,
-        assignment=assignment if wished else None,
-        engines={name: engine for name, engine in seen.items() if engine},
+        assignment=assignment if accepted else None,
+        engines={name: engine for name, engine in observed.items() if engine},
         router=draw(routers(names)),
-        accepted=wished,
+        accepted_assignment=accepted,
     )
 
 
@@ -113,103 +117,111 @@ def instance(draw: st.DrawFn, name: str, strategies: st.SearchStrategy[FlipStrat
         "phase": draw(st.sampled_from(Phase)),
         "phase_since": draw(NEAR),
         "role": draw(st.one_of(st.none(), ROLES)),
-        "strategy": draw(strategies),
+        "flip_strategy": draw(strategies),
     }
     spec: dict[str, Any] = {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {}}
     return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": status})
 
 
-def wished(plan: Plan) -> PDAssignmentSpec:
+def planned_assignment(plan: Plan) -> PDAssignmentSpec:
     return next(obj.spec for obj in plan.objects if isinstance(obj, PDAssignment))
 
 
-def after(seen: Observed, plan: Plan) -> Observed:
+def apply_plan(observed: Observed, plan: Plan) -> Observed:
     """The same moment with the plan's objects written, the engines not having moved yet."""
-    made = [obj for obj in plan.objects if isinstance(obj, PDInstance)]
+    written = [obj for obj in plan.objects if isinstance(obj, PDInstance)]
     gone = {obj.metadata.name for obj in plan.delete if isinstance(obj, PDInstance)}
-    left = [i for i in seen.instances if i.metadata.name in gone]
+    leaving = [i for i in observed.instances if i.metadata.name in gone]
     return Observed(
         service=next(obj for obj in plan.objects if isinstance(obj, PDService)),
-        now_s=seen.now_s,
+        now_s=observed.now_s,
         pools=tuple(obj for obj in plan.objects if isinstance(obj, PDPool)),
-        instances=(*made, *left),
+        instances=(*written, *leaving),
         assignment=next(obj for obj in plan.objects if isinstance(obj, PDAssignment)),
-        engines=seen.engines,
+        engines=observed.engines,
         router=None,
-        accepted=plan.accepted,
+        accepted_assignment=plan.accepted_assignment,
     )
 
 
-@given(pictures())
-def test_planning_ends(seen: Observed) -> None:
+@given(observations())
+def test_repeated_planning_reaches_a_fixed_point(observed: Observed) -> None:
     """As long as engines and router do not move, the objects come to rest after a few passes."""
     for _ in range(6):
-        plan = plan_service(seen)
-        if after(seen, plan) == seen:
+        plan = plan_service(observed)
+        if apply_plan(observed, plan) == observed:
             break
-        seen = after(seen, plan)
-    assert plan_service(seen).objects == plan_service(after(seen, plan_service(seen))).objects
+        observed = apply_plan(observed, plan)
+    assert (
+        plan_service(observed).objects == plan_service(apply_plan(observed, plan_service(observed))).objects
+    )
 
 
-@given(pictures())
-def test_the_same_picture_gives_the_same_plan(seen: Observed) -> None:
-    assert plan_service(seen) == plan_service(seen)
+@given(observations())
+def test_the_same_observation_gives_the_same_plan(observed: Observed) -> None:
+    assert plan_service(observed) == plan_service(observed)
 
 
-@given(pictures(), st.integers())
-def test_the_order_of_instances_does_not_matter(seen: Observed, seed: int) -> None:
-    shuffled, engines = list(seen.instances), list(seen.engines.items())
+@given(observations(), st.integers())
+def test_the_order_of_instances_does_not_matter(observed: Observed, seed: int) -> None:
+    shuffled, engines = list(observed.instances), list(observed.engines.items())
     Random(seed).shuffle(shuffled)
     Random(seed).shuffle(engines)
     other = Observed(
-        service=seen.service,
-        now_s=seen.now_s,
-        pools=seen.pools,
+        service=observed.service,
+        now_s=observed.now_s,
+        pools=observed.pools,
         instances=tuple(shuffled),
-        assignment=seen.assignment,
+        assignment=observed.assignment,
         engines=dict(engines),
-        router=seen.router,
-        accepted=seen.accepted,
+        router=observed.router,
+        accepted_assignment=observed.accepted_assignment,
     )
-    assert plan_service(other) == plan_service(seen)
+    assert plan_service(other) == plan_service(observed)
 
 
-@given(pictures(st.just(FlipStrategy.RELABEL)))
-def test_what_the_operator_writes_may_always_be_applied(seen: Observed) -> None:
+@given(observations(st.just(FlipStrategy.RELABEL)))
+def test_every_assignment_written_by_the_operator_passes_may_apply(observed: Observed) -> None:
     """No cordon, removal or new entry takes a role below its floor.
 
     Only a flip that failed is rolled back whatever follows, and Relabel has none.
     """
-    if seen.assignment is None or seen.accepted is None:
+    if observed.assignment is None or observed.accepted_assignment is None:
         return
-    plan = plan_service(seen)
-    rules = rules_of(seen.service.spec, seen.pools, seen.instances)
-    verdict = may_apply(seen.accepted, wished(plan), seen.serving, rules, now_s=seen.now_s)
+    plan = plan_service(observed)
+    rules = build_assignment_rules(observed.service.spec, observed.pools, observed.instances)
+    verdict = may_apply(
+        observed.accepted_assignment,
+        planned_assignment(plan),
+        observed.ready_instances,
+        rules,
+        now_s=observed.now_s,
+    )
     assert verdict.allowed, verdict.reason
 
 
-@given(pictures())
-def test_every_instance_has_an_entry_and_every_entry_an_instance(seen: Observed) -> None:
-    plan = plan_service(seen)
-    standing = {obj.metadata.name for obj in (*plan.objects, *plan.delete) if isinstance(obj, PDInstance)}
-    counted = standing - ({i.metadata.name for i in seen.instances} - seen.counted)
-    assert counted <= set(wished(plan).roles) <= standing
+@given(observations())
+def test_every_instance_has_an_entry_and_every_entry_an_instance(observed: Observed) -> None:
+    plan = plan_service(observed)
+    existing = {obj.metadata.name for obj in (*plan.objects, *plan.delete) if isinstance(obj, PDInstance)}
+    counted = existing - ({i.metadata.name for i in observed.instances} - observed.active_names)
+    assert counted <= set(planned_assignment(plan).roles) <= existing
 
 
-@given(pictures())
-def test_only_running_engines_have_an_endpoint(seen: Observed) -> None:
-    running = {name for name, engine in seen.engines.items() if engine.state is EngineState.RUNNING}
+@given(observations())
+def test_only_running_engines_have_an_endpoint(observed: Observed) -> None:
+    running = {name for name, engine in observed.engines.items() if engine.state is EngineState.RUNNING}
     shown = {
         obj.metadata.name
-        for obj in plan_service(seen).objects
+        for obj in plan_service(observed).objects
         if isinstance(obj, PDInstance) and obj.status.endpoint
     }
     assert shown <= running
 
 
-@given(pictures())
-def test_nothing_is_started_and_ended_at_once(seen: Observed) -> None:
-    plan = plan_service(seen)
+@given(observations())
+def test_no_instance_is_started_and_stopped_in_one_plan(observed: Observed) -> None:
+    plan = plan_service(observed)
     assert not {i.metadata.name for i in plan.start} & set(plan.stop)
 
 
@@ -221,8 +233,8 @@ def test_nothing_is_started_and_ended_at_once(seen: Observed) -> None:
 def test_the_first_split_holds_the_floors_where_it_can(
     fixed: list[Role | None], prefill_floor: int, decode_floor: int
 ) -> None:
-    members = [Member(f"chat-{number}", role) for number, role in enumerate(fixed)]
-    split = first_split(members, prefill_floor=prefill_floor, decode_floor=decode_floor)
+    members = [AssignableInstance(f"chat-{number}", role) for number, role in enumerate(fixed)]
+    split = plan_first_split(members, prefill_floor=prefill_floor, decode_floor=decode_floor)
     had = {role: list(split.values()).count(role) for role in (Role.PREFILL, Role.DECODE)}
     free = fixed.count(None)
     lacking = max(0, decode_floor - fixed.count(Role.DECODE))
@@ -231,36 +243,37 @@ def test_the_first_split_holds_the_floors_where_it_can(
     assert {name: split[name] for name, role in _fixed(members)} == dict(_fixed(members))
 
 
-def _fixed(members: list[Member]) -> list[tuple[str, Role]]:
-    return [(member.name, member.fixed) for member in members if member.fixed]
+def _fixed(members: list[AssignableInstance]) -> list[tuple[str, Role]]:
+    return [(member.name, member.fixed_role) for member in members if member.fixed_role]
 
 
-@given(pictures(), ROLES)
-def test_no_wish_takes_a_role_below_its_floor(seen: Observed, role: Role) -> None:
+@given(observations(), ROLES)
+def test_no_edit_of_the_assignment_takes_a_role_below_its_floor(observed: Observed, role: Role) -> None:
     """Whatever somebody wrote into the assignment: what stands after the operator's pass holds the floors."""
-    if seen.assignment is None or seen.accepted is None:
+    if observed.assignment is None or observed.accepted_assignment is None:
         return
     everyone = {
-        name: entry.model_copy(update={"role": role}) for name, entry in seen.assignment.spec.roles.items()
+        name: entry.model_copy(update={"role": role})
+        for name, entry in observed.assignment.spec.roles.items()
     }
-    patched = seen.assignment.spec.model_copy(
+    patched = observed.assignment.spec.model_copy(
         update={"roles": everyone, "floors": Floors(prefill=0, decode=0)}
     )
-    asked = seen.assignment.replace(spec=patched)
+    requested = observed.assignment.replace(spec=patched)
     plan = plan_service(
         Observed(
-            service=seen.service,
-            now_s=seen.now_s,
-            pools=seen.pools,
-            instances=seen.instances,
-            assignment=asked,
-            engines=seen.engines,
-            router=seen.router,
-            accepted=seen.accepted,
+            service=observed.service,
+            now_s=observed.now_s,
+            pools=observed.pools,
+            instances=observed.instances,
+            assignment=requested,
+            engines=observed.engines,
+            router=observed.router,
+            accepted_assignment=observed.accepted_assignment,
         )
     )
-    floors = seen.service.spec.roles.floors()
+    floors = observed.service.spec.roles.to_floors()
     for phase in (Role.PREFILL, Role.DECODE):
-        before = serving(seen.accepted.roles, seen.serving, phase)
-        now = serving(wished(plan).roles, seen.serving, phase)
-        assert len(now) >= min(len(before), floors.of(phase))
+        before = list_serving(observed.accepted_assignment.roles, observed.ready_instances, phase)
+        now = list_serving(planned_assignment(plan).roles, observed.ready_instances, phase)
+        assert len(now) >= min(len(before), floors.for_role(phase))

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, PDServiceStatus
 from fulcrum_core.errors import AlreadyExists, Conflict, NotFound
 from fulcrum_core.ports import EventType
@@ -32,7 +32,7 @@ class StoppedClock:
         return 0.0
 
 
-def done(call: Coroutine[Any, Any, T]) -> T:
+def run_without_waiting(call: Coroutine[Any, Any, T]) -> T:
     """The result of a call that never waits."""
     try:
         call.send(None)
@@ -53,14 +53,14 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.last_version = 0
 
     def read(self, name: str) -> PDService:
-        return done(self.store.get(PDService, name, namespace=NAMESPACE))
+        return run_without_waiting(self.store.get(PDService, name, namespace=NAMESPACE))
 
     @rule(name=names, instances=numbers)
     def create(self, name: str, instances: int) -> None:
         spec = PDServiceSpec(model="m", instances=instances)
-        wish = PDService(metadata=ObjectMeta(name=name), spec=spec, status=PDServiceStatus(flips=9))
+        desired = PDService(metadata=ObjectMeta(name=name), spec=spec, status=PDServiceStatus(flips=9))
         try:
-            done(self.store.create(wish))
+            run_without_waiting(self.store.create(desired))
         except AlreadyExists:
             assert name in self.model
         else:
@@ -71,7 +71,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     def patch(self, name: str, instances: int) -> None:
         patch = {"spec": {"instances": instances}, "status": {"flips": 9}}
         try:
-            done(self.store.patch(PDService, name, patch, namespace=NAMESPACE))
+            run_without_waiting(self.store.patch(PDService, name, patch, namespace=NAMESPACE))
         except NotFound:
             assert name not in self.model
         else:
@@ -80,7 +80,9 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     @rule(name=names, flips=numbers)
     def patch_status(self, name: str, flips: int) -> None:
         try:
-            done(self.store.patch_status(PDService, name, {"flips": flips}, namespace=NAMESPACE))
+            run_without_waiting(
+                self.store.patch_status(PDService, name, {"flips": flips}, namespace=NAMESPACE)
+            )
         except NotFound:
             assert name not in self.model
         else:
@@ -95,24 +97,26 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     @rule(data=st.data(), instances=numbers)
     def patch_what_was_read(self, data: st.DataObject, instances: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.versions)))
-        known, patch = self.versions.pop(name), {"spec": {"instances": instances}}
+        version, patch = self.versions.pop(name), {"spec": {"instances": instances}}
         current = self.read(name).metadata.resource_version if name in self.model else None
         try:
-            done(self.store.patch(PDService, name, patch, namespace=NAMESPACE, resource_version=known))
+            run_without_waiting(
+                self.store.patch(PDService, name, patch, namespace=NAMESPACE, resource_version=version)
+            )
         except Conflict:
-            assert current != known
+            assert current != version
         except NotFound:
             assert current is None
         else:
-            assert current == known
+            assert current == version
             self.model[name] = (instances, self.model[name][1])
 
     @rule(name=names, instances=numbers, manager=st.sampled_from(["me", "you"]))
     def apply(self, name: str, instances: int, manager: str) -> None:
         spec = PDServiceSpec(model="m", instances=instances)
-        wish = PDService(metadata=ObjectMeta(name=name), spec=spec)
+        desired = PDService(metadata=ObjectMeta(name=name), spec=spec)
         try:
-            done(self.store.apply(wish, manager=manager))
+            run_without_waiting(self.store.apply(desired, manager=manager))
         except Conflict:
             assert self.model[name][0] != instances
         else:
@@ -121,7 +125,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
     @rule(name=names)
     def delete(self, name: str) -> None:
         try:
-            done(self.store.delete(PDService, name, namespace=NAMESPACE))
+            run_without_waiting(self.store.delete(PDService, name, namespace=NAMESPACE))
         except NotFound:
             assert name not in self.model
         else:
@@ -129,34 +133,34 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @invariant()
     def both_hold_the_same(self) -> None:
-        items = done(self.store.list(PDService, namespace=NAMESPACE)).items
+        items = run_without_waiting(self.store.list(PDService, namespace=NAMESPACE)).items
         held = {obj.metadata.name: (obj.spec.instances, obj.status.flips) for obj in items}
         assert held == self.model
         assert [obj.metadata.name for obj in items] == sorted(self.model)
 
     @invariant()
     def versions_only_grow(self) -> None:
-        version = int(done(self.store.list(PDService, namespace=NAMESPACE)).resource_version)
+        version = int(run_without_waiting(self.store.list(PDService, namespace=NAMESPACE)).resource_version)
         assert version >= self.last_version
         self.last_version = version
 
     def teardown(self) -> None:
         """A watch from the beginning ends in what a list shows, and each generation follows its spec."""
-        listing = done(self.store.list(PDService, namespace=NAMESPACE))
+        listing = run_without_waiting(self.store.list(PDService, namespace=NAMESPACE))
         events = self.store.watch(PDService, namespace=NAMESPACE, since="0")
-        seen: dict[str, PDService] = {}
+        replayed: dict[str, PDService] = {}
         for version in range(1, int(listing.resource_version) + 1):
-            event = done(anext(events))
+            event = run_without_waiting(anext(events))
             assert event.object is not None
             assert event.resource_version == event.object.metadata.resource_version == str(version)
-            name, before = event.object.metadata.name, seen.pop(event.object.metadata.name, None)
+            name, before = event.object.metadata.name, replayed.pop(event.object.metadata.name, None)
             assert (event.type is EventType.ADDED) == (before is None)
             if before is not None:
                 changed = before.spec != event.object.spec
                 assert event.object.metadata.generation == before.metadata.generation + changed
             if event.type is not EventType.DELETED:
-                seen[name] = event.object
-        assert tuple(seen[name] for name in sorted(seen)) == listing.items
+                replayed[name] = event.object
+        assert tuple(replayed[name] for name in sorted(replayed)) == listing.items
 
 
 TestStoreAgainstDictionary = StoreAgainstDictionary.TestCase

@@ -5,11 +5,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulcrum_core.transfer import can_transfer
-from fulcrum_core.values import Identity
+from fulcrum_core.kv_compatibility import can_transfer
+from fulcrum_core.values import EngineIdentity
 
 IDENTITIES = st.builds(
-    Identity,
+    EngineIdentity,
     model=st.sampled_from(["m", "M"]),
     engine=st.sampled_from(["v1", "v2"]),
     kv_dtype=st.sampled_from(["bf16", "fp8"]),
@@ -20,12 +20,14 @@ IDENTITIES = st.builds(
 
 
 @given(IDENTITIES)
-def test_equals_always_pair(one: Identity) -> None:
+def test_an_identity_can_always_transfer_to_itself(one: EngineIdentity) -> None:
     assert can_transfer(one, one).allowed
 
 
 @given(IDENTITIES, IDENTITIES)
-def test_both_ways_only_between_equals_and_splits_without_copies(one: Identity, other: Identity) -> None:
+def test_transfer_in_both_directions_needs_identities_equal_up_to_the_head_split(
+    one: EngineIdentity, other: EngineIdentity
+) -> None:
     """So what a pool that flips, and needs it both ways, may differ in is how KV heads are split."""
     both = can_transfer(one, other).allowed and can_transfer(other, one).allowed
     split = max(one.tensor_parallel, other.tensor_parallel) <= one.kv_heads
@@ -33,12 +35,16 @@ def test_both_ways_only_between_equals_and_splits_without_copies(one: Identity, 
 
 
 @given(IDENTITIES, IDENTITIES, st.sampled_from([1, 2, 4, 8]))
-def test_a_finer_split_of_decode_never_breaks_a_pair(one: Identity, other: Identity, factor: int) -> None:
+def test_more_tensor_parallelism_on_decode_never_forbids_a_transfer(
+    one: EngineIdentity, other: EngineIdentity, factor: int
+) -> None:
     finer = replace(other, tensor_parallel=other.tensor_parallel * factor)
     assert can_transfer(one, finer).allowed >= can_transfer(one, other).allowed
 
 
 @given(IDENTITIES, IDENTITIES, IDENTITIES)
-def test_pairing_is_transitive(one: Identity, two: Identity, three: Identity) -> None:
+def test_transferability_is_transitive(
+    one: EngineIdentity, two: EngineIdentity, three: EngineIdentity
+) -> None:
     if can_transfer(one, two).allowed and can_transfer(two, three).allowed:
         assert can_transfer(one, three).allowed

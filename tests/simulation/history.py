@@ -11,8 +11,8 @@ class Event:
     """Something that happened, `at_s` after the world's start."""
 
     at_s: float
-    what: str
-    facts: dict[str, Any]
+    kind: str
+    fields: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -22,15 +22,15 @@ class History:
     now_s: Callable[[], float]
     events: list[Event] = field(default_factory=list)
 
-    def say(self, what: str, **facts: Any) -> None:
+    def record(self, kind: str, **fields: Any) -> None:
         """Write one down."""
-        self.events.append(Event(self.now_s(), what, facts))
+        self.events.append(Event(self.now_s(), kind, fields))
 
-    def of(self, *kinds: str) -> Iterator[Event]:
+    def of_kind(self, *kinds: str) -> Iterator[Event]:
         """The events of these kinds, in order."""
-        return (event for event in self.events if event.what in kinds)
+        return (event for event in self.events if event.kind in kinds)
 
     def digest(self) -> str:
         """Equal for two runs in which the same things happened at the same times."""
-        text = "\n".join(f"{e.at_s:.9f} {e.what} {sorted(e.facts.items())}" for e in self.events)
+        text = "\n".join(f"{e.at_s:.9f} {e.kind} {sorted(e.fields.items())}" for e in self.events)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -15,7 +15,7 @@ EPOCH_S = 1_750_000_000.0
 """Unix time at which every simulated world begins."""
 
 
-class Stuck(RuntimeError):
+class Deadlock(RuntimeError):
     """Everybody waits and no timer is set."""
 
 
@@ -28,7 +28,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Stuck("nothing will ever happen again")
+            raise Deadlock("nothing will ever happen again")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -37,12 +37,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """asyncio on virtual time, starting at 0."""
 
     def __init__(self) -> None:
-        self._jumping = _JumpingSelector()
-        super().__init__(self._jumping)
+        self._jumping_selector = _JumpingSelector()
+        super().__init__(self._jumping_selector)
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
-        return self._jumping.now_s
+        return self._jumping_selector.now_s
 
 
 class VirtualClock:
@@ -55,7 +55,7 @@ class VirtualClock:
         return asyncio.get_running_loop().time()
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """Run to the end on a fresh virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -30,24 +30,24 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from tools.kubernetes.images import Entry, image, layer  # noqa: E402  (the checkout has to be on the path)
+from tools.kubernetes.images import LayerEntry, build_layer, write_image  # noqa: E402  (the checkout has to be on the path)
 
-VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-LIBRARY = f"usr/local/lib/python{VERSION}"
-PACKAGES = f"{LIBRARY}/site-packages"
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+STDLIB_PATH = f"usr/local/lib/python{PYTHON_VERSION}"
+SITE_PACKAGES_PATH = f"{STDLIB_PATH}/site-packages"
 USER = "65532:65532"
-NOT_NEEDED = {
+EXCLUDED_FOLDERS = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests"),
     *("ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"),
 }
 """Parts of a standard library that no program of ours loads: two thirds of its size."""
-SOURCES_OF_EXTENSIONS = {".a", ".c", ".h", ".pxd", ".pyc", ".pyi", ".pyx"}
-UNUSED = ("kubernetes/aio/", "kubernetes/client/api/")
+EXCLUDED_SUFFIXES = {".a", ".c", ".h", ".pxd", ".pyc", ".pyi", ".pyx"}
+EXCLUDED_PATHS = ("kubernetes/aio/", "kubernetes/client/api/")
 """A client for every kind, twice, of which we use the configuration. The Dockerfile leaves out the same."""
 SELDOM_USED = ("kubernetes/client/models/", "pygments/")
 """Loaded on demand, a file or two of many: not compiled."""
-LARGE = 1_000_000
-FILES = {
+STRIP_ABOVE_BYTES = 1_000_000
+EXTRA_FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:65532:65532:nonroot:/tmp:/sbin/nologin\n",
     "etc/group": "root:x:0:\nnonroot:x:65532:\n",
     "etc/nsswitch.conf": "hosts: files dns\n",
@@ -58,15 +58,15 @@ FILES = {
 """What an image needs that no package brings: names for its users, names before DNS, the command line."""
 
 
-def build(target: Path, name: str) -> Path:
+def build_image(target: Path, name: str) -> Path:
     """Write the image under `name`, such as `localhost/fulcrum:1`, as the archive `target`.
 
     Every name gives an image of its own digest, so that one can be rolled out after the other.
     """
     layers = [
-        _cached("system", _system_key(), _system),
-        _cached("packages", _packages_key(), _packages),
-        _rooms(),
+        _load_cached_layer("interpreter", _hash_interpreter_inputs(), _build_interpreter_layer),
+        _load_cached_layer("packages", _hash_package_inputs(), _build_packages_layer),
+        _build_rooms_layer(),
     ]
     version = name.rpartition(":")[2]
     settings: dict[str, object] = {
@@ -77,11 +77,11 @@ def build(target: Path, name: str) -> Path:
         "Labels": {"org.opencontainers.image.title": "fulcrum", "org.opencontainers.image.version": version},
     }
     target.parent.mkdir(parents=True, exist_ok=True)
-    image(target, [name], layers, settings)
+    write_image(target, [name], layers, settings)
     return target
 
 
-def _cached(what: str, key: str, make: Callable[[Path], bytes]) -> bytes:
+def _load_cached_layer(what: str, key: str, make: Callable[[Path], bytes]) -> bytes:
     """The layer of this key, from the cache folder if it is there. `make` is given a scratch folder."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum-image-for-tests"
     file = folder / f"{what}-{key}.tar"
@@ -94,72 +94,86 @@ def _cached(what: str, key: str, make: Callable[[Path], bytes]) -> bytes:
     return file.read_bytes()
 
 
-def _key(*parts: object) -> str:
+def _hash_inputs(*parts: object) -> str:
     return hashlib.sha256(repr((Path(__file__).read_bytes(), *parts)).encode()).hexdigest()[:16]
 
 
-def _system_key() -> str:
+def _hash_interpreter_inputs() -> str:
     interpreter = Path(os.path.realpath(sys.executable)).stat()
-    return _key(sys.version, interpreter.st_size, interpreter.st_mtime_ns)
+    return _hash_inputs(sys.version, interpreter.st_size, interpreter.st_mtime_ns)
 
 
-def _packages_key() -> str:
-    return _key(sys.version, (ROOT / "requirements" / "image.lock").read_bytes())
+def _hash_package_inputs() -> str:
+    return _hash_inputs(sys.version, (ROOT / "requirements" / "image.lock").read_bytes())
 
 
-def _system(scratch: Path) -> bytes:
+def _build_interpreter_layer(scratch: Path) -> bytes:
     """The interpreter, its standard library, the shared libraries of both, and a few files."""
-    entries: list[Entry] = [(f"usr/local/bin/python{VERSION}", Path(os.path.realpath(sys.executable)))]
-    entries += [(f"usr/local/bin/{name}", f"python{VERSION}") for name in ("python", "python3")]
-    entries += _tree(Path(sysconfig.get_path("stdlib")), LIBRARY)
-    for name, text in FILES.items():
+    entries: list[LayerEntry] = [
+        (f"usr/local/bin/python{PYTHON_VERSION}", Path(os.path.realpath(sys.executable)))
+    ]
+    entries += [(f"usr/local/bin/{name}", f"python{PYTHON_VERSION}") for name in ("python", "python3")]
+    entries += _list_tree(Path(sysconfig.get_path("stdlib")), STDLIB_PATH)
+    for name, text in EXTRA_FILES.items():
         file = scratch / "files" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
         file.chmod(0o755 if "bin/" in name else 0o644)
         entries.append((name, file))
-    return layer([*_stripped([*entries, *_libraries(entries)], scratch), *_compiled(entries, scratch)])
+    return build_layer(
+        [
+            *_strip_libraries([*entries, *_list_shared_libraries(entries)], scratch),
+            *_compile_modules(entries, scratch),
+        ]
+    )
 
 
-def _packages(scratch: Path) -> bytes:
+def _build_packages_layer(scratch: Path) -> bytes:
     """What the image's lock names, from the environment that runs this."""
     lock = (ROOT / "requirements" / "image.lock").read_text(encoding="utf-8")
-    entries: list[Entry] = []
+    entries: list[LayerEntry] = []
     for name, version in re.findall(r"^([a-z0-9-]+)==([^ ;]+)", lock, re.MULTILINE):
         found = importlib.metadata.distribution(name)
         if found.version != version:
             raise SystemExit(f"error: {name} ({found.version}) is locked as {version}; run tools/install dev")
         entries += [
-            (f"{PACKAGES}/{file}", Path(str(file.locate())))
+            (f"{SITE_PACKAGES_PATH}/{file}", Path(str(file.locate())))
             for file in found.files or ()
-            if ".." not in file.parts and NOT_NEEDED.isdisjoint(file.parts)
-            if file.suffix not in SOURCES_OF_EXTENSIONS and not file.as_posix().startswith(UNUSED)
+            if ".." not in file.parts and EXCLUDED_FOLDERS.isdisjoint(file.parts)
+            if file.suffix not in EXCLUDED_SUFFIXES and not file.as_posix().startswith(EXCLUDED_PATHS)
         ]
-    return layer([*_stripped([*entries, *_libraries(entries)], scratch), *_compiled(entries, scratch)])
+    return build_layer(
+        [
+            *_strip_libraries([*entries, *_list_shared_libraries(entries)], scratch),
+            *_compile_modules(entries, scratch),
+        ]
+    )
 
 
-def _rooms() -> bytes:
+def _build_rooms_layer() -> bytes:
     """The packages of the checkout, as the wheel would hold them."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
-    entries: list[Entry] = []
+    entries: list[LayerEntry] = []
     for package in wheel["packages"]:
-        entries += _tree(ROOT / package, f"{PACKAGES}/{Path(package).name}")
-    entries += [(f"{PACKAGES}/{name}", ROOT / source) for source, name in wheel["force-include"].items()]
+        entries += _list_tree(ROOT / package, f"{SITE_PACKAGES_PATH}/{Path(package).name}")
+    entries += [
+        (f"{SITE_PACKAGES_PATH}/{name}", ROOT / source) for source, name in wheel["force-include"].items()
+    ]
     with tempfile.TemporaryDirectory() as scratch:
-        return layer([*entries, *_compiled(entries, Path(scratch))])
+        return build_layer([*entries, *_compile_modules(entries, Path(scratch))])
 
 
-def _tree(root: Path, name: str) -> Iterator[Entry]:
+def _list_tree(root: Path, name: str) -> Iterator[LayerEntry]:
     """The files below `root`, links followed, as they shall lie below `name`."""
     for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - NOT_NEEDED)
+        folders[:] = sorted(set(folders) - EXCLUDED_FOLDERS)
         for path in (Path(folder, entry) for entry in files):
-            if path.suffix not in SOURCES_OF_EXTENSIONS and not path.name.startswith(("_tkinter", "_test")):
+            if path.suffix not in EXCLUDED_SUFFIXES and not path.name.startswith(("_tkinter", "_test")):
                 yield f"{name}/{path.relative_to(root)}", path
 
 
-def _libraries(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _list_shared_libraries(entries: Iterable[LayerEntry]) -> Iterator[LayerEntry]:
     """Every shared library that a program or an extension among the entries loads, and the loader itself."""
     binaries = [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
@@ -174,11 +188,16 @@ def _is_elf(path: Path) -> bool:
         return content.read(4) == b"\x7fELF"
 
 
-def _stripped(entries: Iterable[Entry], scratch: Path) -> Iterator[Entry]:
+def _strip_libraries(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[LayerEntry]:
     """The entries; large libraries lose what only debuggers read, where `strip` is at hand."""
     strip = shutil.which("strip")
     for number, (name, source) in enumerate(entries):
-        if strip and isinstance(source, Path) and source.stat().st_size > LARGE and _is_elf(source):
+        if (
+            strip
+            and isinstance(source, Path)
+            and source.stat().st_size > STRIP_ABOVE_BYTES
+            and _is_elf(source)
+        ):
             copy = scratch / f"{number}.elf"
             shutil.copy2(source, copy)
             subprocess.run([strip, "--strip-unneeded", copy], check=True)
@@ -187,20 +206,20 @@ def _stripped(entries: Iterable[Entry], scratch: Path) -> Iterator[Entry]:
             yield name, source
 
 
-def _compiled(entries: Iterable[Entry], scratch: Path) -> Iterator[Entry]:
+def _compile_modules(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[LayerEntry]:
     """The compiled file of each module, valid whatever the time of its source."""
     modules = [
         (name, source) for name, source in entries if isinstance(source, Path) and name.endswith(".py")
     ]
     targets = [scratch / f"{number}.pyc" for number in range(len(modules))]
     with ProcessPoolExecutor() as pool:
-        made = list(pool.map(_compile, modules, targets, chunksize=50))
+        made = list(pool.map(_compile_module, modules, targets, chunksize=50))
     for (name, _), target, good in zip(modules, targets, made, strict=True):
         if good:
             yield importlib.util.cache_from_source(name), target
 
 
-def _compile(module: tuple[str, Path], target: Path) -> bool:
+def _compile_module(module: tuple[str, Path], target: Path) -> bool:
     """False for a module that is none, such as a template."""
     name, source = module
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
@@ -210,7 +229,7 @@ def _compile(module: tuple[str, Path], target: Path) -> bool:
     return compiled is not None
 
 
-def name_of(tag: str) -> str:
+def parse_image_name(tag: str) -> str:
     """The image's name from its tag, or from a name that is whole already."""
     name = tag if "/" in tag else f"localhost/fulcrum:{tag}"
     if not re.fullmatch(r"[a-z0-9][a-z0-9._:/-]*/[a-z0-9._-]+:\w[\w.-]{0,127}", name):
@@ -221,5 +240,5 @@ def name_of(tag: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: build.py OUT.tar TAG")
-    written = build(Path(sys.argv[1]), name_of(sys.argv[2]))
-    print(f"{written} {written.stat().st_size / 1e6:.0f} MB")
+    archive = build_image(Path(sys.argv[1]), parse_image_name(sys.argv[2]))
+    print(f"{archive} {archive.stat().st_size / 1e6:.0f} MB")

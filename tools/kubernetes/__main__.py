@@ -2,8 +2,8 @@
 
 python -m tools.kubernetes up --nodes 3        # then: export KUBECONFIG=…
 python -m tools.kubernetes kubectl get nodes
-python -m tools.kubernetes on n2 ctr -n k8s.io containers ls
-python -m tools.kubernetes cut n3 | mend n3 | kill n3 | add n3
+python -m tools.kubernetes exec n2 ctr -n k8s.io containers ls
+python -m tools.kubernetes disconnect n3 | reconnect n3 | kill n3 | add n3
 python -m tools.kubernetes down
 """
 
@@ -15,7 +15,13 @@ from pathlib import Path
 
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import Machine
-from tools.kubernetes.program import Unavailable, cached, check_machine, environment, program
+from tools.kubernetes.program import (
+    ClusterUnavailable,
+    build_environment,
+    check_machine,
+    ensure_program,
+    locate_program,
+)
 
 
 def main() -> None:
@@ -25,12 +31,12 @@ def main() -> None:
         if options.command == "check":
             check_machine()
         elif options.command == "program":
-            print(cached())
+            print(locate_program())
         elif options.command == "build":
-            _build()
+            _build_program()
         else:
-            _on_cluster(Cluster(options.folder), options)
-    except (Unavailable, RuntimeError, TimeoutError) as reason:
+            _run_command(Cluster(options.folder), options)
+    except (ClusterUnavailable, RuntimeError, TimeoutError) as reason:
         sys.exit(f"error: {' '.join(str(reason).split())}")
 
 
@@ -48,58 +54,58 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--image", type=Path, action="append", default=[], help="archive to load into every node")
     commands.add_parser("status")
     commands.add_parser("down")
-    for name in ("add", "cut", "mend", "kill"):
+    for name in ("add", "disconnect", "reconnect", "kill"):
         commands.add_parser(name).add_argument("node")
     commands.add_parser("load").add_argument("image", type=Path)
     commands.add_parser("kubectl").add_argument("arguments", nargs=argparse.REMAINDER)
-    on = commands.add_parser("on", help="run a command on a node, or on the hub")
-    on.add_argument("node")
-    on.add_argument("arguments", nargs=argparse.REMAINDER)
+    execute = commands.add_parser("exec", help="run a command on a node, or on the hub")
+    execute.add_argument("node")
+    execute.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
 
 
-def _build() -> None:
-    if not cached().exists():
+def _build_program() -> None:
+    if not locate_program().exists():
         print("building Kubernetes from source, once: five to ten minutes", file=sys.stderr, flush=True)
-    print(program())
+    print(ensure_program())
 
 
-def _on_cluster(cluster: Cluster, options: argparse.Namespace) -> None:
+def _run_command(cluster: Cluster, options: argparse.Namespace) -> None:
     match options.command:
         case "up":
-            cluster.start(options.nodes, archives=tuple(options.image), bound=False)
+            cluster.start(options.nodes, archives=tuple(options.image), die_with_parent=False)
             print(f"export KUBECONFIG={cluster.kubeconfig}")
         case "status":
             machines = [cluster.hub, *cluster.nodes.values()]
-            print(*(f"{m.name}\t{m.pid}\t{'up' if m.alive() else 'down'}" for m in machines), sep="\n")
+            print(*(f"{m.name}\t{m.pid}\t{'up' if m.is_alive() else 'down'}" for m in machines), sep="\n")
         case "down":
             cluster.stop()
         case "add":
             cluster.add_node(options.node)
-        case "cut":
-            cluster.cut_cable(_node(cluster, options.node).name)
-        case "mend":
-            cluster.mend_cable(_node(cluster, options.node).name)
+        case "disconnect":
+            cluster.disconnect_node(_find_node(cluster, options.node).name)
+        case "reconnect":
+            cluster.reconnect_node(_find_node(cluster, options.node).name)
         case "kill":
-            cluster.kill_node(_node(cluster, options.node).name)
+            cluster.kill_node(_find_node(cluster, options.node).name)
         case "load":
-            _load(cluster, options.image)
+            _load_image(cluster, options.image)
         case "kubectl":
-            os.execv(program(), ["kubectl", f"--kubeconfig={cluster.kubeconfig}", *options.arguments])
-        case "on":
-            machine = cluster.hub if options.node == "hub" else _node(cluster, options.node)
-            os.execvpe("nsenter", machine.command(*options.arguments), environment())
+            os.execv(ensure_program(), ["kubectl", f"--kubeconfig={cluster.kubeconfig}", *options.arguments])
+        case "exec":
+            machine = cluster.hub if options.node == "hub" else _find_node(cluster, options.node)
+            os.execvpe("nsenter", machine.build_command(*options.arguments), build_environment())
 
 
-def _load(cluster: Cluster, archive: Path) -> None:
+def _load_image(cluster: Cluster, archive: Path) -> None:
     if not archive.is_file():
         raise RuntimeError(f"{archive} is not there")
-    if not cluster.hub.alive():
+    if not cluster.hub.is_alive():
         raise RuntimeError(f"no cluster is up in {cluster.folder}")
     cluster.load_image(archive)
 
 
-def _node(cluster: Cluster, name: str) -> Machine:
+def _find_node(cluster: Cluster, name: str) -> Machine:
     if name not in cluster.nodes:
         raise RuntimeError(f"node {name} is not there; there are {', '.join(cluster.nodes) or 'none'}")
     return cluster.nodes[name]

@@ -9,8 +9,8 @@ import http.client
 import ssl
 from pathlib import Path
 
-ANSWER_S = 5.0
-_CLOSED = (
+RESPONSE_TIMEOUT_S = 5.0
+_CONNECTION_CLOSED_ERRORS = (
     http.client.RemoteDisconnected,
     http.client.CannotSendRequest,
     BrokenPipeError,
@@ -18,23 +18,25 @@ _CLOSED = (
 )
 
 
-class Api:
+class AdminApi:
     """The API server of the cluster in a folder. Any thread may ask."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._idle: list[http.client.HTTPSConnection] = []
 
-    def request(self, method: str, path: str, body: bytes, *, kind: str) -> tuple[int, bytes]:
-        """The status and the body of the answer; OSError or HTTPException if there is none.
+    def request(self, method: str, path: str, body: bytes, *, content_type: str) -> tuple[int, bytes]:
+        """The status and the body of the response; OSError or HTTPException if there is none.
 
         Connections are kept for what changes nothing: where one turns out to be closed, it is asked again.
         """
-        looks = method == "GET"
-        while looks and self._idle:
-            with contextlib.suppress(IndexError, *_CLOSED):  # another thread may have taken it
-                return self._ask(self._idle.pop(), method, path, body, kind, keep=True)
-        return self._ask(self._dialled(), method, path, body, kind, keep=looks)
+        is_read = method == "GET"
+        while is_read and self._idle:
+            with contextlib.suppress(
+                IndexError, *_CONNECTION_CLOSED_ERRORS
+            ):  # another thread may have taken it
+                return self._send(self._idle.pop(), method, path, body, content_type, keep=True)
+        return self._send(self._connect(), method, path, body, content_type, keep=is_read)
 
     def close(self) -> None:
         """Close what is kept; a later request dials again."""
@@ -42,20 +44,20 @@ class Api:
             with contextlib.suppress(IndexError):
                 self._idle.pop().close()
 
-    def _ask(
+    def _send(
         self,
         connection: http.client.HTTPSConnection,
         method: str,
         path: str,
         body: bytes,
-        kind: str,
+        content_type: str,
         *,
         keep: bool,
     ) -> tuple[int, bytes]:
         try:
-            connection.request(method, path, body or None, {"Content-Type": kind})
+            connection.request(method, path, body or None, {"Content-Type": content_type})
             response = connection.getresponse()
-            answer = response.status, response.read()
+            status_and_body = response.status, response.read()
         except BaseException:
             connection.close()
             raise
@@ -63,10 +65,10 @@ class Api:
             self._idle.append(connection)
         else:
             connection.close()
-        return answer
+        return status_and_body
 
-    def _dialled(self) -> http.client.HTTPSConnection:
+    def _connect(self) -> http.client.HTTPSConnection:
         context = ssl.create_default_context(cafile=self._folder / "pki/ca.crt")
         context.load_cert_chain(self._folder / "pki/admin.crt", self._folder / "pki/admin.key")
         port = int((self._folder / "port").read_text())
-        return http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=ANSWER_S)
+        return http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=RESPONSE_TIMEOUT_S)

@@ -22,10 +22,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from tools.kubernetes import cgroups, control_plane, images, pki
-from tools.kubernetes.api import Api
-from tools.kubernetes.control_plane import API, PODS
-from tools.kubernetes.machine import Machine, innermost, parent
-from tools.kubernetes.program import CNI_PLUGINS, HERE, check_machine, environment, program
+from tools.kubernetes.api import AdminApi
+from tools.kubernetes.control_plane import API_ADDRESS, POD_CIDR
+from tools.kubernetes.machine import Machine, find_innermost_child, find_parent
+from tools.kubernetes.program import (
+    CNI_PLUGIN_FOLDERS,
+    HERE,
+    build_environment,
+    check_machine,
+    ensure_program,
+)
 from tools.kubernetes.waiting import succeeds, wait_for
 
 API_SERVER: Final = "kube-apiserver"
@@ -48,14 +54,14 @@ class Cluster:
         self.nodes: dict[str, Machine] = {}
         self._hub: Machine | None = None
         self._flags, self._audit = dict(api_server or {}), audit
-        self._parts: dict[str, int] = {}
+        self._components: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._api = Api(folder)
+        self._api = AdminApi(folder)
         if (folder / "state.json").exists():
             state = json.loads((folder / "state.json").read_text())
             self._hub = Machine("hub", state["hub"])
             self.nodes = {name: Machine(name, pid) for name, pid in state["nodes"].items()}
-            self._parts = dict(state["parts"])
+            self._components = dict(state["components"])
 
     @property
     def hub(self) -> Machine:
@@ -70,27 +76,30 @@ class Cluster:
         *,
         archives: tuple[Path, ...] = (),
         manifests: Path | None = None,
-        bound: bool = True,
+        die_with_parent: bool = True,
     ) -> None:
         """Start a control plane and `nodes` nodes n1, n2, …; with none it is a control plane alone.
 
         `archives`: images that every node loads. `manifests`: a file or folder that is applied before there
-        are controllers, which look for new kinds every half a minute only. `bound`: the cluster ends when the
-        calling thread ends. Raises Unavailable where no cluster can run.
+        are controllers, which look for new kinds every half a minute only. `die_with_parent`: the cluster
+        ends when the
+        calling thread ends. Raises ClusterUnavailable where no cluster can run.
         """
         check_machine()
-        program()
-        if self._hub and self._hub.alive():
+        ensure_program()
+        if self._hub and self._hub.is_alive():
             raise RuntimeError(f"a cluster is up in {self.folder}")
         self.nodes.clear()
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             with socket.create_server(("127.0.0.1", 0)) as listener:
                 port: int = listener.getsockname()[1]
-                self._hub = Machine.boot("hub", self.logs / "hub.log", listener=listener, bound=bound)
+                self._hub = Machine.boot(
+                    "hub", self.logs / "hub.log", listener=listener, die_with_parent=die_with_parent
+                )
             self._write_state()
             self._write_certificates(port)
-            images.pause(self.folder / "pause.tar")
+            images.build_pause_image(self.folder / "pause.tar")
             self._start_control_plane(manifests)
             self._start_dns()
             with ThreadPoolExecutor() as pool:
@@ -118,10 +127,10 @@ class Cluster:
         """Powers on a new node, or one that was killed; its disk is empty but for the images `archives`."""
         number = int(name.removeprefix("n"))
         node = Machine.boot(name, self.logs / f"{name}.log", inside=self.hub)
-        self._cable(node, number)
+        self._connect_node(node, number)
         self._write_node_files(name, number)
         node.run("mount", "--bind", self.folder / name, "/run/kubernetes")
-        cgroups.make(f"{self.cgroup}/{name}")
+        cgroups.create(f"{self.cgroup}/{name}")
         log = self.logs / name
         node.start(
             log.with_suffix(".containerd.log"), "containerd", "--config=/run/kubernetes/containerd.toml"
@@ -130,15 +139,16 @@ class Cluster:
         for image in (self.folder / "pause.tar", *archives):
             self._load_image(node, image)
         node.start(
-            log.with_suffix(".kubelet.log"), program(), "kubelet", "--config=/run/kubernetes/kubelet.yaml",
+            log.with_suffix(".kubelet.log"), ensure_program(), "kubelet",
+            "--config=/run/kubernetes/kubelet.yaml",
             "--kubeconfig=/run/kubernetes/kubelet.kubeconfig",
             f"--node-ip=10.88.{number}.2", f"--cgroup-root=/{self.cgroup}/{name}",
             "--node-labels=" + ",".join(f"{key}={value}" for key, value in (labels or {}).items()),
         )  # fmt: skip
         node.start(
-            log.with_suffix(".proxy.log"), program(), "kube-proxy",
+            log.with_suffix(".proxy.log"), ensure_program(), "kube-proxy",
             "--kubeconfig=/run/kubernetes/proxy.kubeconfig",
-            "--proxy-mode=iptables", f"--cluster-cidr={PODS}", f"--bind-address=10.88.{number}.2",
+            "--proxy-mode=iptables", f"--cluster-cidr={POD_CIDR}", f"--bind-address=10.88.{number}.2",
             "--oom-score-adj=0",
             # Zero: leave the machine's settings alone.
             "--conntrack-max-per-core=0",
@@ -156,24 +166,26 @@ class Cluster:
             self.nodes.pop(name).kill()
             self._write_state()
 
-    def cut_cable(self, name: str) -> None:
+    def disconnect_node(self, name: str) -> None:
         """The node is alone: it reaches neither the control plane nor the other nodes."""
         self.hub.run("ip", "link", "set", name, "down")
 
-    def mend_cable(self, name: str) -> None:
-        """Undoes `cut_cable`."""
+    def reconnect_node(self, name: str) -> None:
+        """Undoes `disconnect_node`."""
         number = int(name.removeprefix("n"))
-        self.hub.shell(f"ip link set {name} up", f"ip route replace 10.89.{number}.0/24 via 10.88.{number}.2")
+        self.hub.run_shell(
+            f"ip link set {name} up", f"ip route replace 10.89.{number}.0/24 via 10.88.{number}.2"
+        )
 
-    def cut_pair(self, one: str, other: str) -> None:
+    def partition_nodes(self, one: str, other: str) -> None:
         """Two nodes do not reach each other, in either direction; both reach all the rest."""
-        self._between("-I", one, other)
+        self._change_partition("-I", one, other)
 
-    def mend_pair(self, one: str, other: str) -> None:
-        """Undoes `cut_pair`."""
-        self._between("-D", one, other)
+    def heal_partition(self, one: str, other: str) -> None:
+        """Undoes `partition_nodes`."""
+        self._change_partition("-D", one, other)
 
-    def _between(self, change: str, one: str, other: str) -> None:
+    def _change_partition(self, change: str, one: str, other: str) -> None:
         for source, target in ((one, other), (other, one)):
             self.hub.run("iptables", "-w", change, "FORWARD", "-i", source, "-o", target, "-j", "DROP")
 
@@ -191,27 +203,27 @@ class Cluster:
     def _load_image(self, node: Machine, image: Path) -> None:
         node.run("ctr", "--namespace=k8s.io", "images", "import", image.resolve())
 
-    def _cable(self, node: Machine, number: int) -> None:
+    def _connect_node(self, node: Machine, number: int) -> None:
         name = node.name
         wait_for(
             lambda: not succeeds(self.hub.run, "ip", "link", "show", name), f"the old cable of {name} to go"
         )
-        with self.hub.network():  # not self.hub.run: the node's process id is the one seen from here
+        with self.hub.enter_network():  # not self.hub.run: the node's process id is the one seen from here
             link = ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid)]
-            subprocess.run(link, env=environment(), check=True)
+            subprocess.run(link, env=build_environment(), check=True)
         self.hub.run("ip", "addr", "add", f"10.88.{number}.1/24", "dev", name)
-        node.shell(
+        node.run_shell(
             f"ip addr add 10.88.{number}.2/24 dev eth0",
             "ip link set eth0 up",
             f"ip route add default via 10.88.{number}.1",
         )
-        self.mend_cable(name)
+        self.reconnect_node(name)
 
     # -- the API --
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         """Runs kubectl as the administrator; RuntimeError with what it said if it fails."""
-        command = [str(program()), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
+        command = [str(ensure_program()), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
@@ -222,10 +234,10 @@ class Cluster:
         return self.request("GET", path)
 
     def request(
-        self, method: str, path: str, body: bytes = b"", *, kind: str = "application/json"
+        self, method: str, path: str, body: bytes = b"", *, content_type: str = "application/json"
     ) -> tuple[int, bytes]:
-        """Any request to the API as its administrator; `kind` is the body's content type."""
-        return self._api.request(method, path, body, kind=kind)
+        """Any request to the API as its administrator; `content_type` is the body's."""
+        return self._api.request(method, path, body, content_type=content_type)
 
     def read(self, path: str) -> Any:
         """An object or a list as it stands; LookupError if the API says anything but 200."""
@@ -236,41 +248,43 @@ class Cluster:
 
     # -- faults of the control plane --
 
-    def signal_part(self, name: str, number: signal.Signals) -> None:
+    def signal_component(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to a part of the control plane: SIGSTOP hangs it, SIGCONT ends that."""
-        pid = self._parts[name]
+        pid = self._components[name]
         os.kill(pid, number)
         if number == signal.SIGCONT:
-            os.kill(parent(pid), number)  # nsenter stopped itself when it saw its child stopped
+            os.kill(find_parent(pid), number)  # nsenter stopped itself when it saw its child stopped
 
-    def kill_part(self, name: str) -> None:
-        """A part of the control plane dies at once; `start_part` brings it back on the same data."""
-        pid = self._parts.pop(name)
+    def kill_component(self, name: str) -> None:
+        """A part of the control plane dies at once; `start_component` brings it back on the same data."""
+        pid = self._components.pop(name)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{pid}/ns/pid").exists(), f"{name} to end")
         self._write_state()
 
-    def start_part(self, name: str) -> None:
+    def start_component(self, name: str) -> None:
         """Starts a part that was killed, with the flags it had, and waits for the API server if it is it."""
-        self._start_part(name, self._flags_of(name))
+        self._start_component(name, self._build_flags(name))
         self._write_state()
         if name == API_SERVER:
             wait_for(lambda: self.get("/readyz")[0] == 200, "the API server")
 
-    def _flags_of(self, name: str) -> dict[str, str]:
+    def _build_flags(self, name: str) -> dict[str, str]:
         certificates = self.folder / "pki"
         match name:
             case "etcd":
-                return control_plane.etcd()
+                return control_plane.build_etcd_flags()
             case "kube-apiserver":
-                return control_plane.api_server(certificates, self._audit_flags() | self._flags)
+                return control_plane.build_api_server_flags(
+                    certificates, self._build_audit_flags() | self._flags
+                )
             case "kube-scheduler":
-                return control_plane.scheduler(self.folder)
+                return control_plane.build_scheduler_flags(self.folder)
             case "kube-controller-manager":
-                return control_plane.controller_manager(self.folder)
-        raise LookupError(f"the control plane has no part {name}")
+                return control_plane.build_controller_manager_flags(self.folder)
+        raise LookupError(f"the control plane has no component {name}")
 
-    def _audit_flags(self) -> dict[str, str]:
+    def _build_audit_flags(self) -> dict[str, str]:
         if not self._audit:
             return {}
         policy = self.folder / "audit.yaml"
@@ -279,30 +293,32 @@ class Cluster:
         return {"audit-policy-file": str(policy), "audit-log-path": str(self.audit_log), **whole}
 
     def _start_control_plane(self, manifests: Path | None) -> None:
-        self._parts.clear()
-        self.hub.run("ip", "addr", "add", f"{API}/32", "dev", "lo")
-        self._start_part("etcd", self._flags_of("etcd"))
-        self.start_part(API_SERVER)
+        self._components.clear()
+        self.hub.run("ip", "addr", "add", f"{API_ADDRESS}/32", "dev", "lo")
+        self._start_component("etcd", self._build_flags("etcd"))
+        self.start_component(API_SERVER)
         if manifests is not None:
             self.kubectl("apply", "--server-side", "-f", str(manifests))
-        self.start_part("kube-scheduler")
-        self.start_part("kube-controller-manager")
+        self.start_component("kube-scheduler")
+        self.start_component("kube-controller-manager")
 
-    def _start_part(self, name: str, flags: Mapping[str, str]) -> None:
+    def _start_component(self, name: str, flags: Mapping[str, str]) -> None:
         arguments = (f"--{flag}={value}" for flag, value in flags.items())
-        process = self.hub.start(self.logs / f"{name}.log", program(), name, *arguments)
-        wait_for(lambda: innermost(process.pid) != process.pid, f"{name} to start")
-        self._parts[name] = innermost(process.pid)
+        process = self.hub.start(self.logs / f"{name}.log", ensure_program(), name, *arguments)
+        wait_for(lambda: find_innermost_child(process.pid) != process.pid, f"{name} to start")
+        self._components[name] = find_innermost_child(process.pid)
 
     def _start_dns(self) -> None:
-        self.hub.start(self.logs / "dns.log", sys.executable, "-I", HERE / "dns.py", API, self.folder / "pki")
+        self.hub.start(
+            self.logs / "dns.log", sys.executable, "-I", HERE / "dns.py", API_ADDRESS, self.folder / "pki"
+        )
         self.kubectl("apply", "-f", "-", stdin=control_plane.DNS_SERVICE)
 
     # -- files --
 
     def _write_state(self) -> None:
         nodes = {name: node.pid for name, node in sorted(self.nodes.items())}
-        state = {"hub": self.hub.pid, "nodes": nodes, "parts": self._parts}
+        state = {"hub": self.hub.pid, "nodes": nodes, "components": self._components}
         unfinished = self.folder / "state.json.unfinished"
         unfinished.write_text(json.dumps(state))
         unfinished.rename(self.folder / "state.json")
@@ -310,9 +326,9 @@ class Cluster:
     def _write_certificates(self, port: int) -> None:
         folder = self.folder / "pki"
         folder.mkdir(exist_ok=True)
-        ca = pki.authority("test-ca")
-        front = pki.authority("test-front-proxy-ca")
-        admin = pki.issue(ca, "admin", group="system:masters")
+        ca = pki.create_authority("test-ca")
+        front = pki.create_authority("test-front-proxy-ca")
+        admin = pki.issue_certificate(ca, "admin", group="system:masters")
         names = (
             "kubernetes",
             "kubernetes.default",
@@ -322,30 +338,36 @@ class Cluster:
         ca.write(folder, "ca")
         front.write(folder, "front-proxy-ca")
         admin.write(folder, "admin")
-        pki.issue(front, "front-proxy-client").write(folder, "front-proxy-client")
-        hosts = ("127.0.0.1", "localhost", API, "10.96.0.1", *names)
-        pki.issue(ca, "kube-apiserver", hosts=hosts).write(folder, "apiserver")
-        pki.service_account_keys(folder)
+        pki.issue_certificate(front, "front-proxy-client").write(folder, "front-proxy-client")
+        hosts = ("127.0.0.1", "localhost", API_ADDRESS, "10.96.0.1", *names)
+        pki.issue_certificate(ca, "kube-apiserver", hosts=hosts).write(folder, "apiserver")
+        pki.write_service_account_keys(folder)
         for name in ("kube-controller-manager", "kube-scheduler"):
-            client = pki.issue(ca, f"system:{name}")
-            (folder / f"{name}.kubeconfig").write_text(pki.kubeconfig(ca, client, "https://127.0.0.1:6443"))
-        self.kubeconfig.write_text(pki.kubeconfig(ca, admin, f"https://127.0.0.1:{port}"))
+            client = pki.issue_certificate(ca, f"system:{name}")
+            (folder / f"{name}.kubeconfig").write_text(
+                pki.build_kubeconfig(ca, client, "https://127.0.0.1:6443")
+            )
+        self.kubeconfig.write_text(pki.build_kubeconfig(ca, admin, f"https://127.0.0.1:{port}"))
         (self.folder / "port").write_text(str(port))
 
     def _write_node_files(self, name: str, number: int) -> None:
-        folder, ca = self.folder / name, pki.read(self.folder / "pki", "ca")
+        folder, ca = self.folder / name, pki.read_certificate(self.folder / "pki", "ca")
         (folder / "cni").mkdir(parents=True, exist_ok=True)
-        identity = pki.issue(
+        identity = pki.issue_certificate(
             ca, f"system:node:{name}", group="system:nodes", hosts=(name, f"10.88.{number}.2")
         )
         identity.write(folder, "node")
         (folder / "ca.crt").write_bytes(ca.certificate_pem())
-        (folder / "kubelet.kubeconfig").write_text(pki.kubeconfig(ca, identity, f"https://{API}:6443"))
-        proxy = pki.issue(ca, "system:kube-proxy")
-        (folder / "proxy.kubeconfig").write_text(pki.kubeconfig(ca, proxy, f"https://{API}:6443"))
+        (folder / "kubelet.kubeconfig").write_text(
+            pki.build_kubeconfig(ca, identity, f"https://{API_ADDRESS}:6443")
+        )
+        proxy = pki.issue_certificate(ca, "system:kube-proxy")
+        (folder / "proxy.kubeconfig").write_text(
+            pki.build_kubeconfig(ca, proxy, f"https://{API_ADDRESS}:6443")
+        )
         values = {
             "pod_cidr": f"10.89.{number}.0/24",
-            "cni_plugins": str(next(place for place in CNI_PLUGINS if place.is_dir())),
+            "cni_plugins": str(next(place for place in CNI_PLUGIN_FOLDERS if place.is_dir())),
         }
         for source, target in (
             ("containerd.toml", "containerd.toml"),
@@ -356,5 +378,5 @@ class Cluster:
 
 
 def _connects(machine: Machine, address: tuple[str, int]) -> bool:
-    with machine.network(), socket.create_connection(address, timeout=1):
+    with machine.enter_network(), socket.create_connection(address, timeout=1):
         return True

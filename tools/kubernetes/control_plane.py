@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-API = "10.88.0.1"
-SERVICES, PODS = "10.96.0.0/16", "10.89.0.0/16"
-ISSUER = "https://kubernetes.default.svc.cluster.local"
+API_ADDRESS = "10.88.0.1"
+SERVICE_CIDR, POD_CIDR = "10.96.0.0/16", "10.89.0.0/16"
+SERVICE_ACCOUNT_ISSUER = "https://kubernetes.default.svc.cluster.local"
 Flags = dict[str, str]
 
 # Served by dns.py on the hub: a service without a selector.
@@ -20,11 +20,11 @@ kind: EndpointSlice
 metadata: {{name: kube-dns, namespace: kube-system, labels: {{kubernetes.io/service-name: kube-dns}}}}
 addressType: IPv4
 ports: [{{name: dns, protocol: UDP, port: 53}}]
-endpoints: [{{addresses: ["{API}"], conditions: {{ready: true}}}}]
+endpoints: [{{addresses: ["{API_ADDRESS}"], conditions: {{ready: true}}}}]
 """
 
 
-def etcd() -> Flags:
+def build_etcd_flags() -> Flags:
     return {
         "data-dir": "/var/lib/etcd", "unsafe-no-fsync": "true", "log-level": "warn",
         "listen-client-urls": "http://127.0.0.1:2379", "advertise-client-urls": "http://127.0.0.1:2379",
@@ -32,16 +32,16 @@ def etcd() -> Flags:
     }  # fmt: skip
 
 
-def api_server(certificates: Path, own: Mapping[str, str]) -> Flags:
-    """`own`: flags of this cluster, which beat the ones here."""
+def build_api_server_flags(certificates: Path, overrides: Mapping[str, str]) -> Flags:
+    """`overrides`: flags of this cluster, which beat the ones here."""
     certs = certificates
     return {
-        "etcd-servers": "http://127.0.0.1:2379", "advertise-address": API, "secure-port": "6443",
-        "service-cluster-ip-range": SERVICES, "allow-privileged": "true", "shutdown-delay-duration": "0s",
+        "etcd-servers": "http://127.0.0.1:2379", "advertise-address": API_ADDRESS, "secure-port": "6443",
+        "service-cluster-ip-range": SERVICE_CIDR, "allow-privileged": "true", "shutdown-delay-duration": "0s",
         "client-ca-file": f"{certs}/ca.crt",
         "tls-cert-file": f"{certs}/apiserver.crt", "tls-private-key-file": f"{certs}/apiserver.key",
         "authorization-mode": "Node,RBAC", "enable-admission-plugins": "NodeRestriction",
-        "service-account-issuer": ISSUER,
+        "service-account-issuer": SERVICE_ACCOUNT_ISSUER,
         "service-account-key-file": f"{certs}/sa.pub", "service-account-signing-key-file": f"{certs}/sa.key",
         "kubelet-client-certificate": f"{certs}/admin.crt", "kubelet-client-key": f"{certs}/admin.key",
         "kubelet-certificate-authority": f"{certs}/ca.crt", "kubelet-preferred-address-types": "InternalIP",
@@ -56,16 +56,16 @@ def api_server(certificates: Path, own: Mapping[str, str]) -> Flags:
         # Pods leave a lost node after 30 s instead of 300. Less would cost pods: all nodes look lost when an
         # API server comes back, and for 10 s more, since kubelets try again every 7 s by then.
         "default-not-ready-toleration-seconds": "30", "default-unreachable-toleration-seconds": "30",
-    } | dict(own)  # fmt: skip
+    } | dict(overrides)  # fmt: skip
 
 
-def scheduler(folder: Path) -> Flags:
-    return _client(folder, "kube-scheduler")
+def build_scheduler_flags(folder: Path) -> Flags:
+    return _build_client_flags(folder, "kube-scheduler")
 
 
-def controller_manager(folder: Path) -> Flags:
+def build_controller_manager_flags(folder: Path) -> Flags:
     certs = folder / "pki"
-    return _client(folder, "kube-controller-manager") | {
+    return _build_client_flags(folder, "kube-controller-manager") | {
         "service-account-private-key-file": f"{certs}/sa.key", "root-ca-file": f"{certs}/ca.crt",
         "use-service-account-credentials": "true",
         "kube-api-qps": "500", "kube-api-burst": "1000",  # 20 and 30 by default: 4 s more at the start
@@ -75,8 +75,8 @@ def controller_manager(folder: Path) -> Flags:
     }  # fmt: skip
 
 
-def _client(folder: Path, name: str) -> Flags:
-    own = str(folder / "pki" / f"{name}.kubeconfig")
+def _build_client_flags(folder: Path, name: str) -> Flags:
+    kubeconfig = str(folder / "pki" / f"{name}.kubeconfig")
     return {"leader-elect": "false", "bind-address": "127.0.0.1"} | dict.fromkeys(
-        ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"), own
+        ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig"), kubeconfig
     )

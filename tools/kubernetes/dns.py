@@ -20,12 +20,12 @@ A, TTL_S = 1, 5
 NO_ERROR, NOT_FOUND = 0, 3
 
 
-class Names:
+class NameResolver:
     def __init__(self, certificates: Path):
         self.context = ssl.create_default_context(cafile=certificates / "ca.crt")
         self.context.load_cert_chain(certificates / "admin.crt", certificates / "admin.key")
 
-    def addresses(self, name: str) -> list[str] | None:
+    def resolve(self, name: str) -> list[str] | None:
         """The addresses of a name, or None if there is no such name."""
         if not name.endswith(ZONE):
             return None
@@ -36,43 +36,45 @@ class Names:
                 pass
             case _:
                 return None
-        found = self._get(f"/api/v1/namespaces/{namespace}/services/{service}")
+        found = self._read_object(f"/api/v1/namespaces/{namespace}/services/{service}")
         if found is None:
             return None
         address = found["spec"].get("clusterIP", "None")
         if address != "None":
             return None if hostname else [address]
-        even_unready = found["spec"].get("publishNotReadyAddresses", False)
-        return self._endpoints(namespace, service, hostname, even_unready=even_unready)
+        include_unready = found["spec"].get("publishNotReadyAddresses", False)
+        return self._resolve_endpoints(namespace, service, hostname, include_unready=include_unready)
 
-    def _endpoints(
-        self, namespace: str, service: str, hostname: str | None, *, even_unready: bool
+    def _resolve_endpoints(
+        self, namespace: str, service: str, hostname: str | None, *, include_unready: bool
     ) -> list[str] | None:
         selector = f"labelSelector=kubernetes.io%2Fservice-name%3D{service}"
-        slices = self._get(f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices?{selector}")
+        slices = self._read_object(
+            f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices?{selector}"
+        )
         endpoints = [
             endpoint
             for item in (slices or {"items": []})["items"]
             for endpoint in item.get("endpoints") or ()
         ]
         wanted = [e for e in endpoints if hostname is None or e.get("hostname") == hostname]
-        return [e["addresses"][0] for e in wanted if even_unready or e["conditions"].get("ready")] or None
+        return [e["addresses"][0] for e in wanted if include_unready or e["conditions"].get("ready")] or None
 
-    def _get(self, path: str) -> dict[str, Any] | None:
+    def _read_object(self, path: str) -> dict[str, Any] | None:
         connection = http.client.HTTPSConnection("127.0.0.1", 6443, context=self.context, timeout=3)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
             if response.status != 200:
                 return None
-            answer: dict[str, Any] = json.loads(response.read())
-            return answer
+            response_body: dict[str, Any] = json.loads(response.read())
+            return response_body
         finally:
             connection.close()
 
 
-class Question(socketserver.BaseRequestHandler):
-    names: Names
+class DnsRequestHandler(socketserver.BaseRequestHandler):
+    resolver: NameResolver
 
     def handle(self) -> None:
         packet, sender = self.request
@@ -81,7 +83,7 @@ class Question(socketserver.BaseRequestHandler):
             labels.append(packet[at + 1 : at + 1 + length].decode("ascii", "replace"))
             at += 1 + length
         kind, _ = struct.unpack_from("!HH", packet, at + 1)
-        found = self.names.addresses(".".join(labels).lower())
+        found = self.resolver.resolve(".".join(labels).lower())
         answers = found if found and kind == A else []
         # Response, authoritative, recursion as asked and available.
         flags = (
@@ -96,6 +98,6 @@ class Question(socketserver.BaseRequestHandler):
 
 
 if __name__ == "__main__":
-    Question.names = Names(Path(sys.argv[2]))
-    with socketserver.ThreadingUDPServer((sys.argv[1], 53), Question) as server:
+    DnsRequestHandler.resolver = NameResolver(Path(sys.argv[2]))
+    with socketserver.ThreadingUDPServer((sys.argv[1], 53), DnsRequestHandler) as server:
         server.serve_forever()

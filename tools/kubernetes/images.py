@@ -1,6 +1,7 @@
 """Container images without a registry, a daemon or a build tool: tar files in the format of `docker save`.
 
-`pause` is what a node needs; `system` is what stands beneath a virtual environment that is mounted. Import
+`build_pause_image`: what a node needs; `build_system_image`: what stands beneath a virtual environment that
+is mounted. Import
 with `ctr -n k8s.io images import`.
 """
 
@@ -15,7 +16,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-OF_WHEELS = frozenset(
+MANYLINUX_LIBRARIES = frozenset(
     f"lib{name}"
     for name in (
         *("c.so.6", "m.so.6", "mvec.so.1", "dl.so.2", "rt.so.1", "pthread.so.0", "util.so.1", "resolv.so.2"),
@@ -24,7 +25,7 @@ OF_WHEELS = frozenset(
     )
 )
 """What manylinux allows packages to take from the system, but for windows and graphics."""
-APPLETS = (
+BUSYBOX_APPLETS = (
     "sh",
     "cat",
     "echo",
@@ -40,45 +41,47 @@ APPLETS = (
     "touch",
     "wget",
 )
-LOOP = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $!; done"
+IDLE_SCRIPT = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $!; done"
 
 
-def pause(target: Path) -> None:
+def build_pause_image(target: Path) -> None:
     """The image that holds a pod's network; as it has a shell and wget, tests use it for small pods too."""
     names = ["localhost/pause:1", "localhost/busybox:1"]
-    image(target, names, [layer(_busybox())], {"Entrypoint": ["/bin/sh", "-c", LOOP]})
+    write_image(
+        target, names, [build_layer(_list_busybox_entries())], {"Entrypoint": ["/bin/sh", "-c", IDLE_SCRIPT]}
+    )
 
 
-def system(target: Path, name: str, environment: Path) -> None:
+def build_system_image(target: Path, name: str, environment: Path) -> None:
     """What a virtual environment and its interpreter need of the system beneath them, and a shell.
 
     Both are mounted, at the paths that they have here: nodes keep their images in memory, which has no place
     for gigabytes.
     """
-    base = interpreter_of(environment)
+    base = find_interpreter(environment)
     lookup = target.with_suffix(".nsswitch.conf")
     lookup.write_text("hosts: files dns\n")  # a pod's own name stands in its hosts file alone
     lscpu = Path(shutil.which("lscpu") or "/usr/bin/lscpu")
-    entries: list[Entry] = [
-        *_busybox(),
-        *_with_libraries([("bin/lscpu", lscpu)]),
-        *_libraries([base / "bin/python3", *base.glob("lib/python3.*/lib-dynload/*.so")]),
-        *_libraries_of_wheels(),
+    entries: list[LayerEntry] = [
+        *_list_busybox_entries(),
+        *_add_shared_libraries([("bin/lscpu", lscpu)]),
+        *_list_shared_libraries([base / "bin/python3", *base.glob("lib/python3.*/lib-dynload/*.so")]),
+        *_list_manylinux_libraries(),
         ("etc/nsswitch.conf", lookup),
     ]
     settings: dict[str, object] = {"Env": [f"PATH={environment}/bin:/bin"], "User": "65532:65532"}
-    image(target, [name], [layer(entries)], settings)
+    write_image(target, [name], [build_layer(entries)], settings)
 
 
-def interpreter_of(environment: Path) -> Path:
+def find_interpreter(environment: Path) -> Path:
     """The folder of the interpreter that a virtual environment was made with."""
     return (environment / "bin/python").resolve().parents[1]
 
 
-Entry = tuple[str, Path | str]  # name in the image; a file here, or where a link points to
+LayerEntry = tuple[str, Path | str]  # name in the image; a file here, or where a link points to
 
 
-def layer(entries: Iterable[Entry]) -> bytes:
+def build_layer(entries: Iterable[LayerEntry]) -> bytes:
     """A layer as an uncompressed tar file: the same entries give the same bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
@@ -100,7 +103,7 @@ def layer(entries: Iterable[Entry]) -> bytes:
     return buffer.getvalue()
 
 
-def image(target: Path, names: list[str], layers: list[bytes], settings: dict[str, object]) -> None:
+def write_image(target: Path, names: list[str], layers: list[bytes], settings: dict[str, object]) -> None:
     digests = [hashlib.sha256(content).hexdigest() for content in layers]
     config = json.dumps({
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
@@ -120,33 +123,35 @@ def image(target: Path, names: list[str], layers: list[bytes], settings: dict[st
             tar.addfile(info, io.BytesIO(content))
 
 
-def _busybox() -> Iterator[Entry]:
+def _list_busybox_entries() -> Iterator[LayerEntry]:
     busybox = shutil.which("busybox", path="/bin:/usr/bin:/usr/local/bin")
     if busybox is None:
         raise FileNotFoundError("busybox")
-    yield from _with_libraries([("bin/busybox", Path(busybox))])
-    for applet in APPLETS:
+    yield from _add_shared_libraries([("bin/busybox", Path(busybox))])
+    for applet in BUSYBOX_APPLETS:
         yield f"bin/{applet}", "busybox"
 
 
-def _with_libraries(entries: list[Entry]) -> Iterator[Entry]:
+def _add_shared_libraries(entries: list[LayerEntry]) -> Iterator[LayerEntry]:
     """The entries, and what the programs among them load."""
     yield from entries
-    yield from _libraries([source for _, source in entries if isinstance(source, Path) and _is_elf(source)])
+    yield from _list_shared_libraries(
+        [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
+    )
 
 
-def _libraries(binaries: list[Path]) -> Iterator[Entry]:
+def _list_shared_libraries(binaries: list[Path]) -> Iterator[LayerEntry]:
     """Every shared library that one of the programs or extensions loads, and the loader."""
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     for found in sorted(set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(", listing, re.M))):
         yield found, Path(found)
 
 
-def _libraries_of_wheels() -> Iterator[Entry]:
+def _list_manylinux_libraries() -> Iterator[LayerEntry]:
     """Those that packages expect to find, as far as this machine has them."""
     listing = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     for name, path in re.findall(r"^\s+(\S+) \(libc6,.*\) => (/\S+)$", listing, re.M):
-        if name in OF_WHEELS:
+        if name in MANYLINUX_LIBRARIES:
             yield path, Path(path)
 
 

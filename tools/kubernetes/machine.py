@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from tools.kubernetes.program import HERE, Unavailable, environment
+from tools.kubernetes.program import HERE, ClusterUnavailable, build_environment
 from tools.kubernetes.waiting import wait_for
 
 # What the kubelet would write for the whole machine; nodes see these values in files of their own.
@@ -43,32 +43,33 @@ class Machine:
         *,
         inside: Self | None = None,
         listener: socket.socket | None = None,
-        bound: bool = False,
+        die_with_parent: bool = False,
     ) -> Self:
-        """Starts a set of namespaces; `bound`: it ends when the calling thread ends, however that ends."""
+        """Starts a set of namespaces; `die_with_parent`: it ends when the calling thread ends, however that
+        ends."""
         fd = [] if listener is None else [str(listener.fileno())]
         command = [
-            *(["setpriv", "--pdeathsig", "KILL"] if bound else []),
+            *(["setpriv", "--pdeathsig", "KILL"] if die_with_parent else []),
             *("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"),
-            *(sys.executable, "-I", str(HERE / "hold.py"), *fd),
+            *(sys.executable, "-I", str(HERE / "namespace_init.py"), *fd),
         ]
         with log.open("wb") as out:  # never our own stderr: a pipe that reads it would stay open
             process = subprocess.Popen(
-                inside.command(*command) if inside else command,
+                inside.build_command(*command) if inside else command,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out, pass_fds=[int(n) for n in fd],
-                env=environment(), start_new_session=True,
+                env=build_environment(), start_new_session=True,
             )  # fmt: skip
         assert process.stdout is not None
         with process.stdout:
             if not process.stdout.readline():
-                raise Unavailable(f"no namespaces for {name}: exit status {process.wait()}")
-        machine = cls(name, innermost(process.pid))
+                raise ClusterUnavailable(f"no namespaces for {name}: exit status {process.wait()}")
+        machine = cls(name, find_innermost_child(process.pid))
         machine._children.append(process)
-        machine._settle()
+        machine._configure()
         return machine
 
-    def _settle(self) -> None:
-        self.shell(
+    def _configure(self) -> None:
+        self.run_shell(
             # Private copies of what programs write to by default, so that nodes need no paths of their own.
             "for d in /run /var/lib /var/log; do mount -t tmpfs -o mode=755 tmpfs $d; done",
             "mkdir /run/kubernetes /run/sysctl; ip link set lo up; echo 1 > /proc/sys/net/ipv4/ip_forward",
@@ -80,7 +81,7 @@ class Machine:
             ),
         )
 
-    def command(self, *arguments: str | Path) -> list[str]:
+    def build_command(self, *arguments: str | Path) -> list[str]:
         """The command line that runs another one on this machine."""
         return [
             "nsenter",
@@ -95,13 +96,13 @@ class Machine:
 
     def run(self, *arguments: str | Path) -> str:
         """Runs a program to its end and gives its output; RuntimeError with what it said if it fails."""
-        done = subprocess.run(self.command(*arguments), env=environment(), capture_output=True)
+        done = subprocess.run(self.build_command(*arguments), env=build_environment(), capture_output=True)
         if done.returncode:
-            said = done.stderr.decode() or done.returncode
-            raise RuntimeError(f"{self.name}: {' '.join(map(str, arguments))}: {said}")
+            error = done.stderr.decode() or done.returncode
+            raise RuntimeError(f"{self.name}: {' '.join(map(str, arguments))}: {error}")
         return done.stdout.decode()
 
-    def shell(self, *lines: str) -> str:
+    def run_shell(self, *lines: str) -> str:
         """Runs lines of shell that all must succeed."""
         return self.run("sh", "-euc", "\n".join(lines))
 
@@ -109,38 +110,38 @@ class Machine:
         """Starts a program that stays; its output is added to the log."""
         with log.open("ab") as out:
             process = subprocess.Popen(
-                self.command(*arguments), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                env=environment(), start_new_session=True,
+                self.build_command(*arguments), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                env=build_environment(), start_new_session=True,
             )  # fmt: skip
         self._children.append(process)
         return process
 
     @contextlib.contextmanager
-    def network(self) -> Iterator[None]:
+    def enter_network(self) -> Iterator[None]:
         """This thread, and what it starts, use the machine's network: pod and service addresses."""
         with open("/proc/thread-self/ns/net") as before, open(f"/proc/{self.pid}/ns/net") as inside:
-            _enter_network(inside.fileno())
+            _set_network_namespace(inside.fileno())
             try:
                 yield
             finally:
-                _enter_network(before.fileno())
+                _set_network_namespace(before.fileno())
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the first process is there, and is still ours."""
         with contextlib.suppress(FileNotFoundError):
-            return b"hold.py" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
+            return b"namespace_init.py" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
         return False
 
     def kill(self) -> None:
         """A power cut: everything on the machine ends at once."""
-        if self.alive():
+        if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
-            wait_for(lambda: not self.alive(), f"{self.name} to end")
+            wait_for(lambda: not self.is_alive(), f"{self.name} to end")
         for child in self._children:
             child.wait()
 
 
-def innermost(pid: int) -> int:
+def find_innermost_child(pid: int) -> int:
     """The last in the line of only children that nsenter and unshare make."""
     with contextlib.suppress(FileNotFoundError):
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -148,12 +149,12 @@ def innermost(pid: int) -> int:
     return pid
 
 
-def parent(pid: int) -> int:
+def find_parent(pid: int) -> int:
     """The process that started this one and waits for it."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _enter_network(descriptor: int) -> None:
+def _set_network_namespace(descriptor: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns from Python 3.12 on
     if libc.setns(descriptor, _NETWORK_NAMESPACE):
         raise OSError(ctypes.get_errno(), "setns")

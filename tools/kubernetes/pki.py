@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 
-class Pair(NamedTuple):
+class CertificateAndKey(NamedTuple):
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
 
@@ -31,29 +31,31 @@ class Pair(NamedTuple):
         (folder / f"{name}.crt").write_bytes(self.certificate_pem())
 
 
-def read(folder: Path, name: str) -> Pair:
+def read_certificate(folder: Path, name: str) -> CertificateAndKey:
     key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), password=None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return Pair(key, x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes()))
+    return CertificateAndKey(key, x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes()))
 
 
-def authority(name: str) -> Pair:
-    return _issue(name, "", (), None)
+def create_authority(name: str) -> CertificateAndKey:
+    return _sign_certificate(name, "", (), None)
 
 
-def issue(issuer: Pair, name: str, *, group: str = "", hosts: tuple[str, ...] = ()) -> Pair:
+def issue_certificate(
+    issuer: CertificateAndKey, name: str, *, group: str = "", hosts: tuple[str, ...] = ()
+) -> CertificateAndKey:
     """A certificate for clients and servers: `name` is the user, `hosts` where it serves."""
-    return _issue(name, group, hosts, issuer)
+    return _sign_certificate(name, group, hosts, issuer)
 
 
-def kubeconfig(issuer: Pair, client: Pair, server: str) -> str:
-    def inline(pem: bytes) -> str:
+def build_kubeconfig(issuer: CertificateAndKey, client: CertificateAndKey, server: str) -> str:
+    def encode_pem(pem: bytes) -> str:
         return base64.b64encode(pem).decode()
 
-    cluster = {"server": server, "certificate-authority-data": inline(issuer.certificate_pem())}
+    cluster = {"server": server, "certificate-authority-data": encode_pem(issuer.certificate_pem())}
     user = {
-        "client-certificate-data": inline(client.certificate_pem()),
-        "client-key-data": inline(client.key_pem()),
+        "client-certificate-data": encode_pem(client.certificate_pem()),
+        "client-key-data": encode_pem(client.key_pem()),
     }
     config = {
         "apiVersion": "v1",
@@ -66,7 +68,7 @@ def kubeconfig(issuer: Pair, client: Pair, server: str) -> str:
     return json.dumps(config)
 
 
-def service_account_keys(folder: Path) -> None:
+def write_service_account_keys(folder: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     pem = serialization.Encoding.PEM
     (folder / "sa.key").write_bytes(
@@ -77,7 +79,9 @@ def service_account_keys(folder: Path) -> None:
     )
 
 
-def _issue(name: str, group: str, hosts: tuple[str, ...], issuer: Pair | None) -> Pair:
+def _sign_certificate(
+    name: str, group: str, hosts: tuple[str, ...], issuer: CertificateAndKey | None
+) -> CertificateAndKey:
     key = ec.generate_private_key(ec.SECP256R1())
     attributes = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
     if group:
@@ -99,12 +103,12 @@ def _issue(name: str, group: str, hosts: tuple[str, ...], issuer: Pair | None) -
         builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     if hosts:
         builder = builder.add_extension(
-            x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False
+            x509.SubjectAlternativeName([_parse_host(h) for h in hosts]), critical=False
         )
-    return Pair(key, builder.sign(issuer.key if issuer else key, hashes.SHA256()))
+    return CertificateAndKey(key, builder.sign(issuer.key if issuer else key, hashes.SHA256()))
 
 
-def _host(host: str) -> x509.GeneralName:
+def _parse_host(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-KUBERNETES = "v1.36.3"
-TOOLS = (
+KUBERNETES_VERSION = "v1.36.3"
+REQUIRED_PROGRAMS = (
     "unshare",
     "nsenter",
     "setpriv",
@@ -27,74 +27,75 @@ TOOLS = (
     "runc",
     "busybox",
 )
-CNI_PLUGINS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))  # Debian's place, everyone else's place
-CGROUPS = Path("/sys/fs/cgroup")
+CNI_PLUGIN_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))  # Debian's place, everyone else's place
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-class Unavailable(Exception):
+class ClusterUnavailable(Exception):
     """This machine cannot run a cluster; the message says why. Tests skip with it."""
 
 
 def check_machine() -> None:
-    """Raises Unavailable with the first reason why no cluster can run here."""
+    """Raises ClusterUnavailable with the first reason why no cluster can run here."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        raise Unavailable("a test cluster needs Linux and root")
-    if missing := [tool for tool in TOOLS if not shutil.which(tool, path=search_path())]:
-        raise Unavailable(
+        raise ClusterUnavailable("a test cluster needs Linux and root")
+    if missing := [tool for tool in REQUIRED_PROGRAMS if not shutil.which(tool, path=build_search_path())]:
+        raise ClusterUnavailable(
             f"a test cluster needs these programs: {', '.join(missing)}; tools/kubernetes/setup tries"
         )
-    if not any(place.is_dir() for place in CNI_PLUGINS):
-        raise Unavailable("a test cluster needs the CNI plugins (Debian: containernetworking-plugins)")
-    if not (CGROUPS / "memory").is_dir():
-        raise Unavailable("a test cluster needs cgroup v1: nobody has tried it on v2 yet")
-    if not cached().exists() and not go():
-        raise Unavailable("a test cluster needs Go, to build Kubernetes (on PATH or in /usr/local/go)")
+    if not any(place.is_dir() for place in CNI_PLUGIN_FOLDERS):
+        raise ClusterUnavailable("a test cluster needs the CNI plugins (Debian: containernetworking-plugins)")
+    if not (CGROUP_ROOT / "memory").is_dir():
+        raise ClusterUnavailable("a test cluster needs cgroup v1: nobody has tried it on v2 yet")
+    if not locate_program().exists() and not find_go():
+        raise ClusterUnavailable("a test cluster needs Go, to build Kubernetes (on PATH or in /usr/local/go)")
 
 
-def cached() -> Path:
+def locate_program() -> Path:
     """Where the program is, or will be once it is built."""
     sources = [HERE / name for name in ("go.mod", "go.sum", "main.go")]
     key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    return _cache() / f"{KUBERNETES}-{key}" / "k8s"
+    return _locate_cache() / f"{KUBERNETES_VERSION}-{key}" / "k8s"
 
 
-def program() -> Path:
-    """The Kubernetes program, built on first use: minutes then, at once later. Unavailable without Go."""
-    built = cached()
+def ensure_program() -> Path:
+    """The Kubernetes program, built on first use: minutes then, at once later. ClusterUnavailable without
+    Go."""
+    built = locate_program()
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
-        with (_cache() / "lock").open("w") as lock:
+        with (_locate_cache() / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not built.exists():
-                _build(built)
+                _build_program(built)
     return built
 
 
-def go() -> str | None:
+def find_go() -> str | None:
     """The Go compiler: on PATH, or where its own archive puts it."""
-    return shutil.which("go", path=f"{search_path()}:/usr/local/go/bin")
+    return shutil.which("go", path=f"{build_search_path()}:/usr/local/go/bin")
 
 
-def search_path() -> str:
+def build_search_path() -> str:
     """PATH with the places where root's programs are, which a user's PATH may lack."""
     return os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
-def environment() -> dict[str, str]:
+def build_environment() -> dict[str, str]:
     """What the programs of a cluster get: nothing of the caller's but the path."""
-    return {"PATH": search_path(), "HOME": "/root"}
+    return {"PATH": build_search_path(), "HOME": "/root"}
 
 
-def _cache() -> Path:
+def _locate_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kubernetes-for-tests"
 
 
-def _build(target: Path) -> None:
-    compiler = go()
+def _build_program(target: Path) -> None:
+    compiler = find_go()
     if compiler is None:
-        raise Unavailable("a test cluster needs Go, to build Kubernetes (on PATH or in /usr/local/go)")
-    _, minor, _ = KUBERNETES.split(".")
-    facts = {"gitVersion": KUBERNETES, "gitMajor": "1", "gitMinor": minor, "gitTreeState": "clean"}
+        raise ClusterUnavailable("a test cluster needs Go, to build Kubernetes (on PATH or in /usr/local/go)")
+    _, minor, _ = KUBERNETES_VERSION.split(".")
+    facts = {"gitVersion": KUBERNETES_VERSION, "gitMajor": "1", "gitMinor": minor, "gitTreeState": "clean"}
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
     stamps = [f"-X {package}.{name}={value}" for package in packages for name, value in facts.items()]
     unfinished = target.with_suffix(".unfinished")

@@ -1,26 +1,31 @@
 """Arrow's Algorithms 2 and 3 as pure functions: what the fast loop and the simulator both run."""
 
-from fulcrum_autoscaler.policy.arrow import Memory, answer, monitor, proposal
-from fulcrum_autoscaler.policy.decisions import Action, Decision, Rejected, Trigger
+from fulcrum_autoscaler.policy.arrow import (
+    MonitorState,
+    decide_on_flip_request,
+    decide_on_tick,
+    propose_assignment,
+)
+from fulcrum_autoscaler.policy.decisions import Action, FlipDecision, RejectedInstance, Trigger
 from fulcrum_autoscaler.policy.loads import Load, Loads, measure_loads
-from fulcrum_autoscaler.policy.observation import FlipRules, Observation
+from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.victims import NoVictim, Victim, choose_victim
 
 __all__ = [
     "Action",
-    "Decision",
-    "FlipRules",
+    "AutoscalingRules",
+    "FlipDecision",
     "Load",
     "Loads",
-    "Memory",
+    "MonitorState",
     "NoVictim",
     "Observation",
-    "Rejected",
+    "RejectedInstance",
     "Trigger",
     "Victim",
-    "answer",
     "choose_victim",
+    "decide_on_flip_request",
+    "decide_on_tick",
     "measure_loads",
-    "monitor",
-    "proposal",
+    "propose_assignment",
 ]

@@ -12,13 +12,13 @@ on; to decode subject to the cooldown alone. A flip back to prefill never waits.
 
 from dataclasses import dataclass, replace
 
-from fulcrum_autoscaler.policy.decisions import Action, Decision, Trigger
+from fulcrum_autoscaler.policy.decisions import Action, FlipDecision, Trigger
 from fulcrum_autoscaler.policy.loads import Loads, measure_loads
-from fulcrum_autoscaler.policy.observation import FlipRules, Observation, why_unusable
-from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, flipped
+from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation, why_unusable
+from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, with_autoscaler_flip
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
-from fulcrum_core.spelling import format_count
-from fulcrum_core.state import FlipWanted
+from fulcrum_core.formatting import format_count
+from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import AutoscalingMode, Role
 
 REASON_MAX = 1024
@@ -26,49 +26,58 @@ REASON_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MonitorState:
     """What the monitor carries from tick to tick. All else is in the objects: a restart loses a few ticks."""
 
-    passes: int = 0
+    consecutive_ticks: int = 0
     """Ticks in a row at which the loads asked for another decode instance."""
 
 
-def monitor(memory: Memory, seen: Observation, rules: FlipRules, *, now_s: float) -> tuple[Memory, Decision]:
-    """One tick of Algorithm 2. A tick that cannot tell starts the count of passes again."""
-    held = _held(seen, rules, Trigger.TICK, now_s=now_s)
-    if held:
-        return Memory(), held
-    loads = measure_loads(seen, rules.slo)
-    asks = _asks_for_decode(loads, rules)
-    if asks is None:
-        return Memory(), _hold(seen, Trigger.TICK, _why_content(loads, rules), loads, now_s=now_s)
-    passes = min(memory.passes + 1, rules.passes)
-    if passes < rules.passes:
-        reason = f"{asks}, for {passes} of {rules.passes} ticks"
-        return Memory(passes), _hold(seen, Trigger.TICK, reason, loads, passes=passes, now_s=now_s)
-    asks = f"{asks}, for {format_count(passes, 'tick')}"
-    decision = _try_flip(seen, Role.DECODE, rules, asks, Trigger.TICK, loads, now_s=now_s)
-    decision = replace(decision, passes=passes)
-    return (Memory() if decision.action is Action.FLIP else Memory(passes)), decision
+def decide_on_tick(
+    monitor_state: MonitorState, observation: Observation, rules: AutoscalingRules, *, now_s: float
+) -> tuple[MonitorState, FlipDecision]:
+    """One tick of Algorithm 2. A tick that cannot tell starts the count of ticks again."""
+    blocked = _hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
+    if blocked:
+        return MonitorState(), blocked
+    loads = measure_loads(observation, rules.slo)
+    cause = _why_decode_needs_instance(loads, rules)
+    if cause is None:
+        return MonitorState(), _hold(
+            observation, Trigger.TICK, _why_no_flip(loads, rules), loads, now_s=now_s
+        )
+    consecutive_ticks = min(monitor_state.consecutive_ticks + 1, rules.consecutive_ticks)
+    if consecutive_ticks < rules.consecutive_ticks:
+        reason = f"{cause}, for {consecutive_ticks} of {rules.consecutive_ticks} ticks"
+        return MonitorState(consecutive_ticks), _hold(
+            observation, Trigger.TICK, reason, loads, consecutive_ticks=consecutive_ticks, now_s=now_s
+        )
+    cause = f"{cause}, for {format_count(consecutive_ticks, 'tick')}"
+    decision = _try_flip(observation, Role.DECODE, rules, cause, Trigger.TICK, loads, now_s=now_s)
+    decision = replace(decision, consecutive_ticks=consecutive_ticks)
+    return (MonitorState() if decision.action is Action.FLIP else MonitorState(consecutive_ticks)), decision
 
 
-def answer(wanted: FlipWanted, seen: Observation, rules: FlipRules, *, now_s: float) -> Decision:
-    """The answer to a router that found no instance of `wanted.role` within the SLO."""
-    held = _held(seen, rules, Trigger.WANTED, now_s=now_s)
-    if held:
-        return held
-    loads = measure_loads(seen, rules.slo)
-    asks = f"the router wants {wanted.role}: {wanted.reason}"  # which says that decode load is low
-    if wanted.role is Role.PREFILL:
-        obstacle = _why_decode_not_low(loads, rules)
-        if obstacle:
+def decide_on_flip_request(
+    request: FlipRequest, observation: Observation, rules: AutoscalingRules, *, now_s: float
+) -> FlipDecision:
+    """The answer to a router that found no instance of `request.role` within the SLO."""
+    blocked = _hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
+    if blocked:
+        return blocked
+    loads = measure_loads(observation, rules.slo)
+    cause = f"the router wants {request.role}: {request.reason}"  # which says that decode load is low
+    if request.role is Role.PREFILL:
+        refusal = _why_decode_cannot_spare(loads, rules)
+        if refusal:
             return replace(
-                _hold(seen, Trigger.WANTED, f"{asks}; {obstacle}", loads, now_s=now_s), action=Action.REFUSE
+                _hold(observation, Trigger.FLIP_REQUEST, f"{cause}; {refusal}", loads, now_s=now_s),
+                action=Action.REFUSE,
             )
-    return _try_flip(seen, wanted.role, rules, asks, Trigger.WANTED, loads, now_s=now_s)
+    return _try_flip(observation, request.role, rules, cause, Trigger.FLIP_REQUEST, loads, now_s=now_s)
 
 
-def proposal(current: PDAssignmentSpec, decision: Decision) -> PDAssignmentSpec:
+def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDAssignmentSpec:
     """`current` as a decision to flip wants it.
 
     Raises:
@@ -77,19 +86,21 @@ def proposal(current: PDAssignmentSpec, decision: Decision) -> PDAssignmentSpec:
     if decision.instance is None or decision.to is None:
         raise ValueError(f"a decision to {decision.action} proposes nothing")
     reason = decision.reason[:REASON_MAX]
-    return flipped(current, decision.instance, decision.to, reason=reason, now_s=decision.at_s)
+    return with_autoscaler_flip(current, decision.instance, decision.to, reason=reason, now_s=decision.at_s)
 
 
-def _held(seen: Observation, rules: FlipRules, trigger: Trigger, *, now_s: float) -> Decision | None:
+def _hold_if_blocked(
+    observation: Observation, rules: AutoscalingRules, trigger: Trigger, *, now_s: float
+) -> FlipDecision | None:
     if rules.mode is AutoscalingMode.OFF:
-        return _hold(seen, trigger, "autoscaling is off", now_s=now_s)
+        return _hold(observation, trigger, "autoscaling is off", now_s=now_s)
     if rules.paused:
-        return _hold(seen, trigger, "flips are paused", now_s=now_s)
-    unusable = why_unusable(seen, rules, now_s=now_s)
-    return _hold(seen, trigger, f"cannot tell: {unusable}", now_s=now_s) if unusable else None
+        return _hold(observation, trigger, "flips are paused", now_s=now_s)
+    unusable = why_unusable(observation, rules, now_s=now_s)
+    return _hold(observation, trigger, f"cannot tell: {unusable}", now_s=now_s) if unusable else None
 
 
-def _asks_for_decode(loads: Loads, rules: FlipRules) -> str | None:
+def _why_decode_needs_instance(loads: Loads, rules: AutoscalingRules) -> str | None:
     """Algorithm 2's condition in words, or None where it does not hold for sure."""
     lp, ld = loads.prefill, loads.decode
     if ld is None:
@@ -101,7 +112,7 @@ def _asks_for_decode(loads: Loads, rules: FlipRules) -> str | None:
     return None
 
 
-def _why_content(loads: Loads, rules: FlipRules) -> str:
+def _why_no_flip(loads: Loads, rules: AutoscalingRules) -> str:
     if loads.prefill is None or loads.decode is None:
         return f"cannot tell: {loads}"
     if not loads.prefill.high and not loads.decode.high:
@@ -112,7 +123,7 @@ def _why_content(loads: Loads, rules: FlipRules) -> str:
     )
 
 
-def _why_decode_not_low(loads: Loads, rules: FlipRules) -> str | None:
+def _why_decode_cannot_spare(loads: Loads, rules: AutoscalingRules) -> str | None:
     """Why decode can spare no instance; None if it can.
 
     Low is LD < shrink. Where shrink is above half of expand, as an engine with a high floor under its
@@ -132,45 +143,47 @@ def _why_decode_not_low(loads: Loads, rules: FlipRules) -> str | None:
 
 
 def _hold(
-    seen: Observation,
+    observation: Observation,
     trigger: Trigger,
     reason: str,
     loads: Loads | None = None,
     *,
-    passes: int = 0,
+    consecutive_ticks: int = 0,
     now_s: float,
-) -> Decision:
-    return Decision(
+) -> FlipDecision:
+    return FlipDecision(
         at_s=now_s,
         action=Action.HOLD,
         trigger=trigger,
         reason=reason,
         loads=loads,
-        passes=passes,
-        split=seen.split(),
-        generation=seen.generation,
+        consecutive_ticks=consecutive_ticks,
+        split=observation.format_split(),
+        generation=observation.generation,
     )
 
 
 def _try_flip(
-    seen: Observation,
+    observation: Observation,
     to: Role,
-    rules: FlipRules,
-    asks: str,
+    rules: AutoscalingRules,
+    cause: str,
     trigger: Trigger,
     loads: Loads,
     *,
     now_s: float,
-) -> Decision:
-    blank = _hold(seen, trigger, asks, loads, now_s=now_s)
-    found = choose_victim(seen, to, rules, now_s=now_s)
-    if isinstance(found, NoVictim):
-        return replace(blank, action=Action.REFUSE, reason=f"{asks}; {found.reason}", rejected=found.rejected)
+) -> FlipDecision:
+    hold = _hold(observation, trigger, cause, loads, now_s=now_s)
+    choice = choose_victim(observation, to, rules, now_s=now_s)
+    if isinstance(choice, NoVictim):
+        return replace(
+            hold, action=Action.REFUSE, reason=f"{cause}; {choice.reason}", rejected=choice.rejected
+        )
     return replace(
-        blank,
+        hold,
         action=Action.FLIP if rules.mode is AutoscalingMode.AUTO else Action.ADVISE,
-        reason=f"{asks}; {found.instance} costs least: {found.why}",
-        instance=found.instance,
+        reason=f"{cause}; {choice.instance} costs least: {choice.reason}",
+        instance=choice.instance,
         to=to,
-        rejected=found.rejected,
+        rejected=choice.rejected,
     )

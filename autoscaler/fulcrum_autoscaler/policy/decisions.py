@@ -25,11 +25,11 @@ class Trigger(StrEnum):
     """What woke the decision."""
 
     TICK = "tick"
-    WANTED = "flip wanted"
+    FLIP_REQUEST = "flip request"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
+class RejectedInstance:
     """An instance that was not chosen, and why."""
 
     instance: str
@@ -37,7 +37,7 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class FlipDecision:
     """One answer of the policy. `instance` and `to` are there for flip and advise."""
 
     at_s: float
@@ -47,10 +47,10 @@ class Decision:
     instance: str | None = None
     to: Role | None = None
     loads: Loads | None = None
-    passes: int = 0
+    consecutive_ticks: int = 0
     split: str = ""
     generation: int = 0
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[RejectedInstance, ...] = ()
 
     def dump(self) -> dict[str, Any]:
         """As `/decisions` shows it."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.observation import Observation
-from fulcrum_core.spelling import format_count
-from fulcrum_core.state import InstanceState
+from fulcrum_core.formatting import format_count
+from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
 
 
@@ -44,11 +44,11 @@ class Loads:
         return f"prefill load {self.prefill or 'unknown'}, decode load {self.decode or 'unknown'}"
 
 
-def measure_loads(seen: Observation, slo: Slo) -> Loads:
+def measure_loads(observation: Observation, slo: Slo) -> Loads:
     """LP and LD of the instances that serve."""
     return Loads(
-        prefill=_mean(_prefill_load(state, slo) for state in seen.states(Role.PREFILL)),
-        decode=_mean(_decode_load(state, slo) for state in seen.states(Role.DECODE)),
+        prefill=_mean(_prefill_load(state, slo) for state in observation.serving_states(Role.PREFILL)),
+        decode=_mean(_decode_load(state, slo) for state in observation.serving_states(Role.DECODE)),
     )
 
 
@@ -57,7 +57,7 @@ def _prefill_load(state: InstanceState, slo: Slo) -> float | None:
 
 
 def _decode_load(state: InstanceState, slo: Slo) -> float | None:
-    idle = state.decode_requests == 0 and state.decode_tokens == 0
+    idle = state.decode_legs == 0 and state.decode_tokens == 0
     return 0.0 if idle else _ratio(state.itl_s, slo.tpot_s)
 
 
@@ -68,11 +68,17 @@ def _ratio(measured_s: float | None, objective_s: float) -> float | None:
 
 
 def _mean(ratios: Iterable[float | None]) -> Load | None:
-    every = list(ratios)
-    known = [ratio for ratio in every if ratio is not None]
+    all_ratios = list(ratios)
+    known = [ratio for ratio in all_ratios if ratio is not None]
     if not known:
         return None
-    unknown, total = len(every) - len(known), math.fsum(known)  # fsum: the order of instances must not matter
+    unknown, total = (
+        len(all_ratios) - len(known),
+        math.fsum(known),
+    )  # fsum: the order of instances must not matter
     return Load(
-        low=total / len(every), high=(total + unknown) / len(every), instances=len(every), unknown=unknown
+        low=total / len(all_ratios),
+        high=(total + unknown) / len(all_ratios),
+        instances=len(all_ratios),
+        unknown=unknown,
     )

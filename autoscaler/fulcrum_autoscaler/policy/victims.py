@@ -11,21 +11,21 @@ fixed pools, cooldown, floors) is passed over with its reason.
 import math
 from dataclasses import dataclass
 
-from fulcrum_autoscaler.policy.decisions import Rejected
-from fulcrum_autoscaler.policy.observation import FlipRules, Observation
+from fulcrum_autoscaler.policy.decisions import RejectedInstance
+from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
-from fulcrum_core.assignment import may_apply, with_flip
-from fulcrum_core.state import InstanceState
+from fulcrum_core.assignment import apply_flip, may_apply
+from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """The instance to flip. `why` says what made it the cheapest."""
+    """The instance to flip. `reason` says what made it the cheapest."""
 
     instance: str
-    why: str
-    rejected: tuple[Rejected, ...]
+    reason: str
+    rejected: tuple[RejectedInstance, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,57 +33,66 @@ class NoVictim:
     """No instance may flip."""
 
     reason: str
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[RejectedInstance, ...] = ()
 
 
-def choose_victim(seen: Observation, to: Role, rules: FlipRules, *, now_s: float) -> Victim | NoVictim:
+def choose_victim(
+    observation: Observation, to: Role, rules: AutoscalingRules, *, now_s: float
+) -> Victim | NoVictim:
     """The cheapest instance that may take the role `to`; ties go to the first name."""
     source = to.other
-    candidates = sorted(seen.states(source), key=lambda state: (*_cost(state, source), state.name))
+    candidates = sorted(
+        observation.serving_states(source), key=lambda state: (*_cost(state, source), state.name)
+    )
     if len(candidates) <= 1:
         return NoVictim(reason=f"{source} keeps its last instance: {len(candidates)} serving")
-    refused: list[Rejected] = []
+    rejected: list[RejectedInstance] = []
     for index, state in enumerate(candidates):
         verdict = may_apply(
-            seen.assignment,
-            flipped(seen.assignment, state.name, to, reason="", now_s=now_s),
-            seen.usable,
-            rules.assignment,
+            observation.assignment,
+            with_autoscaler_flip(observation.assignment, state.name, to, reason="", now_s=now_s),
+            observation.confirmed_serving,
+            rules.assignment_rules,
             now_s=now_s,
         )
         if verdict.allowed:
-            dearer = (Rejected(instance=s.name, reason=_work(s, source)) for s in candidates[index + 1 :])
-            return Victim(instance=state.name, why=_work(state, source), rejected=(*refused, *dearer))
-        refused.append(Rejected(instance=state.name, reason=verdict.reason))
-    return NoVictim(reason=refused[0].reason, rejected=tuple(refused))
+            costlier = (
+                RejectedInstance(instance=s.name, reason=_describe_work(s, source))
+                for s in candidates[index + 1 :]
+            )
+            return Victim(
+                instance=state.name, reason=_describe_work(state, source), rejected=(*rejected, *costlier)
+            )
+        rejected.append(RejectedInstance(instance=state.name, reason=verdict.reason))
+    return NoVictim(reason=rejected[0].reason, rejected=tuple(rejected))
 
 
-def flipped(
+def with_autoscaler_flip(
     current: PDAssignmentSpec, instance: str, to: Role, *, reason: str, now_s: float
 ) -> PDAssignmentSpec:
     """`current` with the autoscaler's flip of one instance."""
-    return with_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
+    return apply_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
 
 
 def _cost(state: InstanceState, source: Role) -> tuple[bool, float]:
     """Algorithm 3's victim cost; a queue that is no number sorts last."""
     if source is Role.PREFILL:
         queued_s = state.prefill_queued_s
-        return not _decodes(state), queued_s if math.isfinite(queued_s) else math.inf
-    return not _prefills(state), state.decode_tokens
+        return not _has_decode_work(state), queued_s if math.isfinite(queued_s) else math.inf
+    return not _has_prefill_work(state), state.decode_tokens
 
 
-def _decodes(state: InstanceState) -> bool:
-    return state.decode_requests > 0 or state.decode_tokens > 0
+def _has_decode_work(state: InstanceState) -> bool:
+    return state.decode_legs > 0 or state.decode_tokens > 0
 
 
-def _prefills(state: InstanceState) -> bool:
+def _has_prefill_work(state: InstanceState) -> bool:
     return state.prefill_tokens > 0 or state.prefill_queued_s > 0
 
 
-def _work(state: InstanceState, source: Role) -> str:
+def _describe_work(state: InstanceState, source: Role) -> str:
     if source is Role.PREFILL:
-        half = ", still decodes" if _decodes(state) else ""
-        return f"{state.prefill_queued_s:.2f} s of prefill queued{half}"
-    half = ", still prefills" if _prefills(state) else ""
-    return f"{state.decode_tokens} tokens resident{half}"
+        suffix = ", still decodes" if _has_decode_work(state) else ""
+        return f"{state.prefill_queued_s:.2f} s of prefill queued{suffix}"
+    suffix = ", still prefills" if _has_prefill_work(state) else ""
+    return f"{state.decode_tokens} tokens resident{suffix}"

@@ -2,84 +2,95 @@
 
 import asyncio
 
-from fulcrum_cli.assignment.wait import Sight, check_stands, look, look_until, phase_words
-from fulcrum_cli.assignment.write import Written, cordon
-from fulcrum_cli.target.connection import Connection, connected
-from fulcrum_cli.target.instance_service import service_of
-from fulcrum_cli.target.target import Asked, choose_target
-from fulcrum_cli.terminal.program import program_name
+from fulcrum_cli.assignment.polling import (
+    InstanceObservation,
+    check_not_overruled,
+    describe_phase,
+    observe_instance,
+    poll_until,
+)
+from fulcrum_cli.assignment.writes import AssignmentWrite, set_cordon
+from fulcrum_cli.program_name import program_name
+from fulcrum_cli.target.connection import TargetConnection, connect
+from fulcrum_cli.target.instance_service import find_service_of_instance
+from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
 
-SETTLE_S = 10.0
+STATUS_GRACE_S = 10.0
 """Grace on top of the drain's own time: for the operator to say so."""
 
 
-def run(asked: Asked, instance: str, *, wait: bool, undo: bool) -> int:
+def run(target_options: TargetOptions, instance: str, *, wait: bool, undo: bool) -> int:
     """Cordons the instance, or takes that back; 1 if somebody waited in vain."""
     if undo and wait:
         raise InvalidInput("--wait", "with --undo", "is for a drain: taking it back needs no wait")
-    line, done = asyncio.run(_drain(asked, instance, wait=wait, undo=undo))
+    line, done = asyncio.run(_drain(target_options, instance, wait=wait, undo=undo))
     print(line)
     return 0 if done or not wait else 1
 
 
-async def _drain(asked: Asked, instance: str, *, wait: bool, undo: bool) -> tuple[str, bool]:
-    async with connected(choose_target(asked), of_instance=instance) as there:
-        service = await service_of(there, instance)
-        written = await cordon(
-            there.store,
+async def _drain(target_options: TargetOptions, instance: str, *, wait: bool, undo: bool) -> tuple[str, bool]:
+    async with connect(choose_target(target_options), instance=instance) as connection:
+        service = await find_service_of_instance(connection, instance)
+        write = await set_cordon(
+            connection.store,
             service.metadata.name,
             instance,
-            namespace=there.namespace,
+            namespace=connection.namespace,
             reason="drained by command",
             cordoned=not undo,
         )
-        words = _words(written, undo=undo)
+        message = _describe_write(write, undo=undo)
         done = True
         if wait:
-            end, done = await _wait(there, service, written)
-            words = f"{words}; {end}"
-        return f"{instance}: {words} ({there.words})", done
+            end, done = await _wait_drained(connection, service, write)
+            message = f"{message}; {end}"
+        return f"{instance}: {message} ({connection.description})", done
 
 
-def _words(written: Written, *, undo: bool) -> str:
+def _describe_write(write: AssignmentWrite, *, undo: bool) -> str:
     if undo:
-        return "takes new work again" if written.changed else "was not cordoned: nothing written"
-    if not written.changed:
-        entry = written.before
-        return f"was cordoned already by {entry.cordoner} ({entry.why_cordoned}): nothing written"
-    back = f"{program_name()} drain {written.instance} --undo"
-    return f"cordoned, gets no new work; `{back}` takes it back"
+        return "takes new work again" if write.changed else "was not cordoned: nothing written"
+    if not write.changed:
+        entry = write.entry_before
+        by, reason = entry.effective_cordoned_by, entry.effective_cordon_reason
+        return f"was cordoned already by {by} ({reason}): nothing written"
+    undo_command = f"{program_name()} drain {write.instance} --undo"
+    return f"cordoned, gets no new work; `{undo_command}` takes it back"
 
 
-async def _wait(there: Connection, service: PDService, written: Written) -> tuple[str, bool]:
+async def _wait_drained(
+    connection: TargetConnection, service: PDService, write: AssignmentWrite
+) -> tuple[str, bool]:
     """Until nothing of its requests is left, as the operator or the router says."""
-    patience_s = service.spec.drain.timeout + SETTLE_S
-    (_, seen), done = await look_until(
-        lambda: _drained(there, written), lambda looked: looked[0], timeout_s=patience_s
+    timeout_s = service.spec.drain.timeout + STATUS_GRACE_S
+    (_, observation), done = await poll_until(
+        lambda: _observe_drained(connection, write), lambda drained: drained[0], timeout_s=timeout_s
     )
     if not done:
-        return f"not drained within {patience_s:g} s, {phase_words(seen)}", False
-    return "gone" if seen.instance is None else "drained, no request is left on it", True
+        return f"not drained within {timeout_s:g} s, {describe_phase(observation)}", False
+    return "gone" if observation.instance is None else "drained, no request is left on it", True
 
 
-async def _drained(there: Connection, written: Written) -> tuple[bool, Sight]:
-    seen = await look(there, written)
-    if seen.instance is None:
-        return True, seen
-    check_stands(seen, written)
-    status = seen.instance.status
-    told = status.phase is Phase.DRAINING and status.message.endswith(DRAINED)
-    return told or await _empty(there, written), seen
+async def _observe_drained(
+    connection: TargetConnection, write: AssignmentWrite
+) -> tuple[bool, InstanceObservation]:
+    observation = await observe_instance(connection, write)
+    if observation.instance is None:
+        return True, observation
+    check_not_overruled(observation, write)
+    status = observation.instance.status
+    reported = status.phase is Phase.DRAINING and status.message.endswith(DRAINED)
+    return reported or await _is_at_rest(connection, write), observation
 
 
-async def _empty(there: Connection, written: Written) -> bool:
+async def _is_at_rest(connection: TargetConnection, write: AssignmentWrite) -> bool:
     """Whether the router has applied the word and nothing is on the instance; no router: not known."""
-    state = await there.router_state()
-    if state is None or state.generation < written.generation:
+    state = await connection.router_state()
+    if state is None or state.generation < write.generation:
         return False
-    ledgers = [ledger for ledger in state.instances if ledger.name == written.instance]
-    return all(ledger.at_rest(since_s=state.acknowledged_at_s) for ledger in ledgers)
+    states = [instance for instance in state.instances if instance.name == write.instance]
+    return all(instance.is_idle(since_s=state.acknowledged_at_s) for instance in states)

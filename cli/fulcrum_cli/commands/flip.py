@@ -3,81 +3,85 @@
 import asyncio
 import time
 
-from fulcrum_cli.assignment.wait import look, look_until, phase_words, plays
-from fulcrum_cli.assignment.write import Written, flip
-from fulcrum_cli.target.connection import Connection, connected
-from fulcrum_cli.target.instance_service import service_of
-from fulcrum_cli.target.target import Asked, choose_target
-from fulcrum_cli.terminal.arguments import duration_s, one_of
-from fulcrum_cli.terminal.program import program_name
+from fulcrum_cli.assignment.polling import describe_phase, has_taken_role, observe_instance, poll_until
+from fulcrum_cli.assignment.writes import AssignmentWrite, flip_instance
+from fulcrum_cli.option_values import parse_choice, parse_duration_s
+from fulcrum_cli.program_name import program_name
+from fulcrum_cli.target.connection import TargetConnection, connect
+from fulcrum_cli.target.instance_service import find_service_of_instance
+from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_core.api.meta import format_duration
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Role
 
-LOOK_S = 5.0
+FOLLOW_S = 5.0
 """For how long a flip is followed if nobody asked to wait."""
 
-START_S = 300.0
+ENGINE_RESTART_S = 300.0
 """What an engine that has to be started anew may take, on top of the drain."""
 
 
-def run(asked: Asked, instance: str, *, to: str, pin: str | None, wait: bool) -> int:
+def run(target_options: TargetOptions, instance: str, *, to: str, pin: str | None, wait: bool) -> int:
     """Flips the instance and says what was seen of it; 1 if somebody waited in vain."""
-    role = one_of("--to", to, Role, Role.PREFILL, Role.DECODE)
-    pin_s = duration_s("--pin", pin)
-    line, done = asyncio.run(_flip(asked, instance, role, pin_s, wait=wait))
+    role = parse_choice("--to", to, Role, Role.PREFILL, Role.DECODE)
+    pin_s = parse_duration_s("--pin", pin)
+    line, done = asyncio.run(_flip(target_options, instance, role, pin_s, wait=wait))
     print(line)
     return 0 if done or not wait else 1
 
 
 async def _flip(
-    asked: Asked, instance: str, to: Role, pin_s: float | None, *, wait: bool
+    target_options: TargetOptions, instance: str, to: Role, pin_s: float | None, *, wait: bool
 ) -> tuple[str, bool]:
-    async with connected(choose_target(asked), of_instance=instance) as there:
-        service = await service_of(there, instance)
-        written = await flip(
-            there.store, service.metadata.name, instance, to, namespace=there.namespace,
+    async with connect(choose_target(target_options), instance=instance) as connection:
+        service = await find_service_of_instance(connection, instance)
+        write = await flip_instance(
+            connection.store, service.metadata.name, instance, to, namespace=connection.namespace,
             reason="by command", pin_s=pin_s,
         )  # fmt: skip
-        if written.before.role is to:
-            return f"{_held(written, to, pin_s)} ({there.words})", True
+        if write.entry_before.role is to:
+            return f"{_describe_unchanged(write, to, pin_s)} ({connection.description})", True
         pinned = "" if pin_s is None else f", pinned for {format_duration(pin_s)}"
-        words, done = await _became(there, service, written, to, wait=wait)
-        return f"{instance} → {to}{pinned}: {words} ({there.words})", done
+        message, done = await _follow(connection, service, write, to, wait=wait)
+        return f"{instance} → {to}{pinned}: {message} ({connection.description})", done
 
 
-def _held(written: Written, to: Role, pin_s: float | None) -> str:
+def _describe_unchanged(write: AssignmentWrite, to: Role, pin_s: float | None) -> str:
     """What is said of an instance that had the role: it was not flipped."""
-    held = f"{written.instance} has the role {to} already"
-    if not written.changed:
-        return f"{held}: nothing written"
-    return f"{held}; " + ("its pin is taken off" if pin_s is None else f"pinned for {format_duration(pin_s)}")
+    unchanged = f"{write.instance} has the role {to} already"
+    if not write.changed:
+        return f"{unchanged}: nothing written"
+    return f"{unchanged}; " + (
+        "its pin is taken off" if pin_s is None else f"pinned for {format_duration(pin_s)}"
+    )
 
 
-async def _became(
-    there: Connection, service: PDService, written: Written, to: Role, *, wait: bool
+async def _follow(
+    connection: TargetConnection, service: PDService, write: AssignmentWrite, to: Role, *, wait: bool
 ) -> tuple[str, bool]:
     """What was seen of the flip, and whether that was its end."""
-    acknowledged = await _acknowledged(there, written)
+    acknowledged = await _wait_acknowledged(connection, write)
     if acknowledged and not wait:
         return acknowledged, True
-    if there.run is not None and acknowledged is None and not wait:
-        return f"written, but the router did not acknowledge it within {LOOK_S:g} s", False
-    patience_s = service.spec.drain.timeout + START_S if wait else LOOK_S
-    seen, done = await look_until(
-        lambda: look(there, written), lambda seen: plays(seen, written, to), timeout_s=patience_s
+    if connection.local_run is not None and acknowledged is None and not wait:
+        return f"written, but the router did not acknowledge it within {FOLLOW_S:g} s", False
+    timeout_s = service.spec.drain.timeout + ENGINE_RESTART_S if wait else FOLLOW_S
+    observation, done = await poll_until(
+        lambda: observe_instance(connection, write),
+        lambda observation: has_taken_role(observation, write, to),
+        timeout_s=timeout_s,
     )
     if done:
-        took = f"plays it {time.time() - written.entry.since:.1f} s after the decision"
-        return (f"{acknowledged}, {took}" if acknowledged else took), True
-    how = f"{program_name()} status {service.metadata.name}"
-    return f"written, not played within {patience_s:g} s, {phase_words(seen)}; see {how}", False
+        effect = f"plays it {time.time() - write.entry.since:.1f} s after the decision"
+        return (f"{acknowledged}, {effect}" if acknowledged else effect), True
+    command = f"{program_name()} status {service.metadata.name}"
+    return f"written, not played within {timeout_s:g} s, {describe_phase(observation)}; see {command}", False
 
 
-async def _acknowledged(there: Connection, written: Written) -> str | None:
+async def _wait_acknowledged(connection: TargetConnection, write: AssignmentWrite) -> str | None:
     """The router's own word, where it can be asked; None: it cannot, or has none."""
-    state = await there.router_state(min_generation=written.generation, timeout_s=LOOK_S)
-    if state is None or state.generation < written.generation:
+    state = await connection.router_state(min_generation=write.generation, timeout_s=FOLLOW_S)
+    if state is None or state.generation < write.generation:
         return None
-    took_ms = (state.acknowledged_at_s - written.entry.since) * 1000
+    took_ms = (state.acknowledged_at_s - write.entry.since) * 1000
     return f"acknowledged by the router after {took_ms:.1f} ms"

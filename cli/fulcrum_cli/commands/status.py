@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum_cli.target.connection import Connection, connected
-from fulcrum_cli.target.target import Asked, LocalTarget, choose_target
+from fulcrum_cli.option_values import parse_choice
+from fulcrum_cli.target.connection import TargetConnection, connect
+from fulcrum_cli.target.selection import LocalTarget, TargetOptions, choose_target
 from fulcrum_cli.terminal.ages import format_age
-from fulcrum_cli.terminal.arguments import one_of
-from fulcrum_cli.terminal.output import Output, render
+from fulcrum_cli.terminal.output import OutputFormat, render_document
 from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
 from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
@@ -18,14 +18,14 @@ from fulcrum_core.api.pdinstance import STARTS, PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.state import InstanceState, RouterState
+from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import Phase
 
-_NOTHING = "–"
+_NO_VALUE = "–"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ServiceSnapshot:
     """All that is known of one service. `state` is the router's word, which only a local run tells people."""
 
     service: PDService
@@ -37,16 +37,16 @@ class Standing:
     def attainment(self) -> float | None:
         """Requests that met TTFT and TPOT, in per cent: of all where the router tells, else of late."""
         if self.state is None:
-            told = self.service.status.attainment
-            return None if told is None else float(told)
-        return attained(self.state)
+            percent = self.service.status.attainment
+            return None if percent is None else float(percent)
+        return attainment_percent(self.state)
 
     def dump(self) -> dict[str, Any]:
         """For programs: fields as the kinds call them."""
         meta = self.service.metadata
         loads = {load.name: load for load in self.state.instances} if self.state else {}
         instances = [
-            {"name": name, "status": i.status.dump(), "load": _dumped(loads.get(name))}
+            {"name": name, "status": i.status.dump(), "load": _dump_load(loads.get(name))}
             for i in self.instances
             for name in [i.metadata.name]
         ]
@@ -62,56 +62,62 @@ class Standing:
         }
 
 
-def _dumped(load: InstanceState | None) -> dict[str, Any] | None:
+def _dump_load(load: InstanceState | None) -> dict[str, Any] | None:
     return load.model_dump(mode="json") if load else None
 
 
-def run(asked: Asked, service: str | None, *, output: str | None) -> None:
+def run(target_options: TargetOptions, service: str | None, *, output: str | None) -> None:
     """Prints how the services stand; the one that was named, or the only one, with its instances."""
-    form = None if output is None else one_of("--output", output, Output)
-    print(asyncio.run(_answer(asked, service, form)))
+    output_format = None if output is None else parse_choice("--output", output, OutputFormat)
+    print(asyncio.run(_render_status(target_options, service, output_format)))
 
 
-async def _answer(asked: Asked, name: str | None, form: Output | None) -> str:
-    target = choose_target(asked)
+async def _render_status(
+    target_options: TargetOptions, name: str | None, output_format: OutputFormat | None
+) -> str:
+    target = choose_target(target_options)
     names: Sequence[str | None] = target.services if isinstance(target, LocalTarget) else [None]
-    standings: list[Standing] = []
-    words: list[str] = []
+    snapshots: list[ServiceSnapshot] = []
+    descriptions: list[str] = []
     for each in [name] if name is not None else names:
-        async with connected(target, each) as there:
-            standings += [await standing(there, service) for service in await there.services(each)]
-            words.append(there.words)
-    if form is not None:
-        document = {"target": words, "services": [standing.dump() for standing in standings]}
-        return render(document, form)
-    return "\n".join([*_lines(standings, now_s=time.time()), *(f"target {word}" for word in words)])
-
-
-def _lines(standings: Sequence[Standing], *, now_s: float) -> list[str]:
-    if not standings:
-        return ["no PDService"]
-    table = service_table(*standings, now_s=now_s)
-    if len(standings) > 1:
-        return table
-    (only,) = standings
-    instances = instance_table(only.instances, only.assignment, only.state, now_s=now_s)
-    return [*table, "", *instances, "", *particulars(only, now_s=now_s)]
-
-
-async def standing(there: Connection, service: PDService) -> Standing:
-    """How one service stands."""
-    listed = (await there.store.list(PDInstance, namespace=there.namespace)).items
-    name = service.metadata.name
-    assignments = (await there.store.list(PDAssignment, namespace=there.namespace)).items
-    return Standing(
-        service=service,
-        instances=tuple(instance for instance in listed if instance.spec.service == name),
-        assignment=next((found for found in assignments if found.metadata.name == name), None),
-        state=await there.router_state(),
+        async with connect(target, each) as connection:
+            snapshots += [
+                await read_snapshot(connection, service) for service in await connection.services(each)
+            ]
+            descriptions.append(connection.description)
+    if output_format is not None:
+        document = {"target": descriptions, "services": [snapshot.dump() for snapshot in snapshots]}
+        return render_document(document, output_format)
+    return "\n".join(
+        [*_format_snapshots(snapshots, now_s=time.time()), *(f"target {line}" for line in descriptions)]
     )
 
 
-def columns(*rows: Sequence[str]) -> list[str]:
+def _format_snapshots(snapshots: Sequence[ServiceSnapshot], *, now_s: float) -> list[str]:
+    if not snapshots:
+        return ["no PDService"]
+    table = service_table(*snapshots, now_s=now_s)
+    if len(snapshots) > 1:
+        return table
+    (only,) = snapshots
+    instances = instance_table(only.instances, only.assignment, only.state, now_s=now_s)
+    return [*table, "", *instances, "", *detail_lines(only, now_s=now_s)]
+
+
+async def read_snapshot(connection: TargetConnection, service: PDService) -> ServiceSnapshot:
+    """How one service stands."""
+    listed = (await connection.store.list(PDInstance, namespace=connection.namespace)).items
+    name = service.metadata.name
+    assignments = (await connection.store.list(PDAssignment, namespace=connection.namespace)).items
+    return ServiceSnapshot(
+        service=service,
+        instances=tuple(instance for instance in listed if instance.spec.service == name),
+        assignment=next((found for found in assignments if found.metadata.name == name), None),
+        state=await connection.router_state(),
+    )
+
+
+def format_columns(*rows: Sequence[str]) -> list[str]:
     """Rows with their columns in line, three blanks between, as wide as they are: as kubectl prints them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -120,30 +126,30 @@ def columns(*rows: Sequence[str]) -> list[str]:
     ]
 
 
-def service_table(*standings: Standing, now_s: float) -> list[str]:
+def service_table(*snapshots: ServiceSnapshot, now_s: float) -> list[str]:
     """One line a service, as `kubectl get pds` prints it."""
     head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
-    return columns(head, *(_service(standing, now_s=now_s) for standing in standings))
+    return format_columns(head, *(_service_row(snapshot, now_s=now_s) for snapshot in snapshots))
 
 
-def _service(standing: Standing, *, now_s: float) -> tuple[str, ...]:
-    service, share = standing.service, standing.attainment
+def _service_row(snapshot: ServiceSnapshot, *, now_s: float) -> tuple[str, ...]:
+    service, share = snapshot.service, snapshot.attainment
     status, created_s = service.status, service.metadata.creation_timestamp
     return (
         service.metadata.name,
         service.spec.model,
-        status.ready or _NOTHING,
+        status.ready or _NO_VALUE,
         str(status.prefill.ready),
         str(status.decode.ready),
-        status.ratio or _NOTHING,
-        next((c.reason for c in status.conditions if c.type == KV_TRANSFER_VERIFIED), _NOTHING),
-        _NOTHING if share is None else f"{share:.1f}",
+        status.ratio or _NO_VALUE,
+        next((c.reason for c in status.conditions if c.type == KV_TRANSFER_VERIFIED), _NO_VALUE),
+        _NO_VALUE if share is None else f"{share:.1f}",
         str(status.flips),
-        _NOTHING if created_s is None else format_age(now_s - created_s),
+        _NO_VALUE if created_s is None else format_age(now_s - created_s),
     )
 
 
-def attained(state: RouterState | None) -> float | None:
+def attainment_percent(state: RouterState | None) -> float | None:
     """Requests that met TTFT and TPOT, in per cent of all that ended, by the router's count.
 
     As in the live view, what is in flight has not missed anything yet; cancelled ones count as neither.
@@ -166,59 +172,60 @@ def instance_table(
     loads = {load.name: load for load in state.instances} if state else {}
     roles = assignment.spec.roles if assignment else {}
     rows = [
-        _instance(i, roles.get(i.metadata.name), loads.get(i.metadata.name), now_s=now_s) for i in instances
+        _instance_row(i, roles.get(i.metadata.name), loads.get(i.metadata.name), now_s=now_s)
+        for i in instances
     ]
-    return columns(head, *rows)
+    return format_columns(head, *rows)
 
 
-def _instance(
-    instance: PDInstance, wish: RoleAssignment | None, load: InstanceState | None, *, now_s: float
+def _instance_row(
+    instance: PDInstance, entry: RoleAssignment | None, load: InstanceState | None, *, now_s: float
 ) -> tuple[str, ...]:
     itl_s, kv_usage = (load.itl_s, load.kv_usage) if load else (None, None)
     return (
         instance.metadata.name,
-        _phase(instance, now_s=now_s),
-        _role(instance, wish),
-        f"{load.prefill_queued_s:.2f} s" if load else _NOTHING,
-        str(load.decode_requests) if load else _NOTHING,
-        str(load.decode_tokens) if load else _NOTHING,
-        _NOTHING if itl_s is None else f"{itl_s * 1000:.0f} ms",
-        _NOTHING if kv_usage is None else f"{kv_usage:.0%}",
+        _format_phase(instance, now_s=now_s),
+        _format_role(instance, entry),
+        f"{load.prefill_queued_s:.2f} s" if load else _NO_VALUE,
+        str(load.decode_legs) if load else _NO_VALUE,
+        str(load.decode_tokens) if load else _NO_VALUE,
+        _NO_VALUE if itl_s is None else f"{itl_s * 1000:.0f} ms",
+        _NO_VALUE if kv_usage is None else f"{kv_usage:.0%}",
         str(instance.status.restarts),
-        _by(wish, now_s=now_s) if wish else _NOTHING,
+        _format_assigned_by(entry, now_s=now_s) if entry else _NO_VALUE,
     )
 
 
-def _role(instance: PDInstance, wish: RoleAssignment | None) -> str:
+def _format_role(instance: PDInstance, entry: RoleAssignment | None) -> str:
     """The role wished, and the one played where that is another one (Both is what one alone plays)."""
     played = instance.status.role
-    if wish is None:
-        return played or _NOTHING
-    return wish.role if played in (None, wish.role) else f"{wish.role} (plays {played})"
+    if entry is None:
+        return played or _NO_VALUE
+    return entry.role if played in (None, entry.role) else f"{entry.role} (plays {played})"
 
 
-def _by(wish: RoleAssignment, *, now_s: float) -> str:
-    left_s = (wish.pinned_until or 0.0) - now_s
+def _format_assigned_by(entry: RoleAssignment, *, now_s: float) -> str:
+    left_s = (entry.pinned_until or 0.0) - now_s
     pinned = f", pinned for {format_age(left_s)}" if left_s > 0 else ""
-    cordoned = f", cordoned by {wish.cordoner}" if wish.cordoned else ""
-    return f"{wish.by}{pinned}{cordoned}"
+    cordoned = f", cordoned by {entry.effective_cordoned_by}" if entry.cordoned else ""
+    return f"{entry.by}{pinned}{cordoned}"
 
 
-def _phase(instance: PDInstance, *, now_s: float) -> str:
+def _format_phase(instance: PDInstance, *, now_s: float) -> str:
     """The phase; while the engine starts also for how long, of how long or why not."""
     status = instance.status
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
     since_s = f"{max(0.0, now_s - status.phase_since):.0f}"
-    hindrance = status.message.removeprefix(f"{STARTS}: ").partition(":")[0]
-    if hindrance and " " not in hindrance:
-        return f"{status.phase} {since_s} s: {hindrance}"
-    startup_s = _startup_s(instance)
-    told = f" of {startup_s:.0f}" if startup_s and round(startup_s) else ""
-    return f"{status.phase} {since_s}{told} s"
+    start_failure = status.message.removeprefix(f"{STARTS}: ").partition(":")[0]
+    if start_failure and " " not in start_failure:
+        return f"{status.phase} {since_s} s: {start_failure}"
+    startup_s = _simulated_startup_s(instance)
+    expected = f" of {startup_s:.0f}" if startup_s and round(startup_s) else ""
+    return f"{status.phase} {since_s}{expected} s"
 
 
-def _startup_s(instance: PDInstance) -> float | None:
+def _simulated_startup_s(instance: PDInstance) -> float | None:
     """How long a simulated engine takes to start, by its profile; None where nobody says."""
     if instance.spec.engine.type != "Simulated":
         return None
@@ -228,10 +235,10 @@ def _startup_s(instance: PDInstance) -> float | None:
         return None
 
 
-def particulars(standing: Standing, *, now_s: float) -> list[str]:
+def detail_lines(snapshot: ServiceSnapshot, *, now_s: float) -> list[str]:
     """What a table has no column for."""
-    status, lines = standing.service.status, []
-    generation = standing.service.metadata.generation
+    status, lines = snapshot.service.status, []
+    generation = snapshot.service.metadata.generation
     if not status.observed_generation and generation:
         lines.append("no operator has looked at this yet: fulcrum doctor says why")
     elif status.observed_generation < generation:
@@ -240,7 +247,7 @@ def particulars(standing: Standing, *, now_s: float) -> list[str]:
     if status.last_decision:
         at = format_age(now_s - status.last_decision.at)
         lines.append(f"last decision {at} ago: {status.last_decision.action}: {status.last_decision.reason}")
-    lines += refusals(standing.assignment, now_s=now_s)
+    lines += refusal_lines(snapshot.assignment, now_s=now_s)
     if status.endpoint:
         lines.append(f"endpoint {status.endpoint}")
     return lines
@@ -249,10 +256,10 @@ def particulars(standing: Standing, *, now_s: float) -> list[str]:
 def condition_lines(conditions: Sequence[Condition]) -> list[str]:
     """The conditions, one line each."""
     rows = [(c.type, c.status, c.reason, c.message) for c in conditions]
-    return [*columns(("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows), ""] if rows else []
+    return [*format_columns(("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows), ""] if rows else []
 
 
-def refusals(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
+def refusal_lines(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
     """Wishes that are refused now, in words."""
     entries = sorted(assignment.spec.roles.items()) if assignment else []
     return [

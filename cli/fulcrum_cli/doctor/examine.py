@@ -2,79 +2,93 @@
 
 from collections.abc import Iterator
 
-from fulcrum_cli.doctor import placement, programs, rights, routing, schemas, services, transfer
-from fulcrum_cli.doctor.causes import folded
-from fulcrum_cli.doctor.facts import Bodies, ClusterFacts, Facts, LocalFacts
+from fulcrum_cli.doctor import (
+    components,
+    crd_schemas,
+    kv_transfer,
+    permissions,
+    pod_checks,
+    routing,
+    services,
+)
+from fulcrum_cli.doctor.causes import group_by_cause
+from fulcrum_cli.doctor.facts import Bodies, ClusterFacts, DoctorFacts, LocalFacts
 from fulcrum_cli.doctor.findings import Finding, ok, warning
-from fulcrum_cli.doctor.rights import SEE_SERVICES
-from fulcrum_core.api.crds import crd
+from fulcrum_cli.doctor.permissions import LIST_SERVICES
+from fulcrum_core.api.crds import build_crd
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.registry import KINDS
 
 _INSTALL = "helm install the chart: it holds operator and autoscaler"
 
 
-def examine(facts: Facts) -> tuple[Finding, ...]:
+def examine(facts: DoctorFacts) -> tuple[Finding, ...]:
     """Every check's answer."""
     findings: list[Finding] = []
     if facts.cluster is not None:
-        findings += _installation(facts, facts.cluster)
-    unseen = facts.cluster is not None and SEE_SERVICES in rights.refused(facts.cluster.person)
-    if not facts.services and not unseen:
+        findings += _check_installation(facts, facts.cluster)
+    services_unreadable = facts.cluster is not None and LIST_SERVICES in permissions.denied_permissions(
+        facts.cluster.user_access
+    )
+    if not facts.services and not services_unreadable:
         findings.append(ok("services", f"there is no PDService in namespace {facts.namespace}"))
     for service in facts.services:
-        findings += _service(facts, service)
+        findings += _check_service(facts, service)
         if facts.cluster is not None:
-            findings += _in_cluster(facts, facts.cluster, service)
+            findings += _check_in_cluster(facts, facts.cluster, service)
         if facts.local is not None:
-            findings += _in_run(facts.local, service)
-    lacking = () if facts.cluster is None else tuple(_routers_without_image(facts.cluster))
-    return folded(findings, facts.services, routers_lack_image=lacking)
+            findings += _check_in_local_run(facts.local, service)
+    routers_without_image = () if facts.cluster is None else tuple(_find_routers_without_image(facts.cluster))
+    return group_by_cause(findings, facts.services, routers_without_image=routers_without_image)
 
 
-def _routers_without_image(cluster: ClusterFacts) -> Iterator[str]:
+def _find_routers_without_image(cluster: ClusterFacts) -> Iterator[str]:
     for name, pods in (cluster.router_pods or {}).items():
-        if any(placement.pull_failures(pod) for pod in pods):
+        if any(pod_checks.image_pull_failures(pod) for pod in pods):
             yield name
 
 
-def _installation(facts: Facts, cluster: ClusterFacts) -> Iterator[Finding]:
-    if cluster.kinds is None:
+def _check_installation(facts: DoctorFacts, cluster: ClusterFacts) -> Iterator[Finding]:
+    if cluster.crds is None:
         advice = "ask somebody who may read CustomResourceDefinitions to run this"
-        yield warning(schemas.NAME, "not looked at: you may not read CustomResourceDefinitions", advice)
+        yield warning(crd_schemas.NAME, "not looked at: you may not read CustomResourceDefinitions", advice)
     else:
-        yield schemas.check_kinds(cluster.kinds, {f"{kind.plural}.fulcrum.dev": crd(kind) for kind in KINDS})
-    yield rights.check_person(cluster.person, namespace=facts.namespace)
-    yield from _program("operator", cluster.operator, cluster)
-    if cluster.operator:
-        yield _leader(facts, cluster)
-    yield from _program("autoscaler", cluster.autoscaler, cluster)
-    for account in cluster.accounts:
+        yield crd_schemas.check_crds(
+            cluster.crds, {f"{kind.plural}.fulcrum.dev": build_crd(kind) for kind in KINDS}
+        )
+    yield permissions.check_user_permissions(cluster.user_access, namespace=facts.namespace)
+    yield from _check_component("operator", cluster.operator_deployments, cluster)
+    if cluster.operator_deployments:
+        yield _check_leader(facts, cluster)
+    yield from _check_component("autoscaler", cluster.autoscaler_deployments, cluster)
+    for account in cluster.service_accounts:
         if not account.service:
-            yield rights.check_account(account.part, account.account, account.answers)
+            yield permissions.check_service_account(
+                account.component, account.account, account.access_reviews
+            )
 
 
-def _program(part: str, found: Bodies | None, cluster: ClusterFacts) -> Iterator[Finding]:
-    pods = cluster.program_pods.get(part)
+def _check_component(component: str, found: Bodies | None, cluster: ClusterFacts) -> Iterator[Finding]:
+    pods = cluster.component_pods.get(component)
     if pods:
-        yield programs.check_pods(part, pods, cluster.nodes)
+        yield components.check_pods(component, pods, cluster.nodes)
     elif found and pods is None:
-        advice = f"ask somebody who may list pods where the {part} is to run this"
-        yield warning(f"{part}'s pods", "not looked at: you may not list pods there", advice)
-    yield programs.check_deployment(part, found, advice_absent=_INSTALL)
+        advice = f"ask somebody who may list pods where the {component} is to run this"
+        yield warning(f"{component}'s pods", "not looked at: you may not list pods there", advice)
+    yield components.check_deployment(component, found, advice_absent=_INSTALL)
 
 
-def _leader(facts: Facts, cluster: ClusterFacts) -> Finding:
-    if not cluster.leases_seen:
+def _check_leader(facts: DoctorFacts, cluster: ClusterFacts) -> Finding:
+    if not cluster.leases_readable:
         advice = "ask somebody who may read Leases in the operator's namespace to run this"
         return warning("leader", "not looked at: you may not read the operator's Lease", advice)
     advice = "no operator leads: see the log of its pods, and its right to write the Lease"
-    return programs.check_lease("leader", cluster.leader, now_s=facts.now_s, advice=advice)
+    return components.check_lease("leader", cluster.operator_lease, now_s=facts.now_s, advice=advice)
 
 
-def _service(facts: Facts, service: PDService) -> Iterator[Finding]:
+def _check_service(facts: DoctorFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
-    instances, assignment = facts.of(name), facts.assignments.get(name)
+    instances, assignment = facts.instances_of(name), facts.assignments.get(name)
     yield services.check_status_is_current(service, now_s=facts.now_s)
     yield services.check_conditions(service)
     yield services.check_progress(service, now_s=facts.now_s)
@@ -83,50 +97,52 @@ def _service(facts: Facts, service: PDService) -> Iterator[Finding]:
     yield services.check_tiers(service, facts.tiers)
     yield services.check_model(service)
     yield services.check_pairs(name, instances, assignment)
-    yield routing.check_somewhere(name, instances)
+    yield routing.check_serving_instances(name, instances)
 
 
-def _in_cluster(facts: Facts, cluster: ClusterFacts, service: PDService) -> Iterator[Finding]:
+def _check_in_cluster(facts: DoctorFacts, cluster: ClusterFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
     if cluster.engine_pods is None or cluster.router_pods is None:
         advice = f"ask somebody who may list pods in namespace {facts.namespace} to run this"
-        yield warning("pods", "not looked at: you may not list pods", advice, about=name)
+        yield warning("pods", "not looked at: you may not list pods", advice, service=name)
     else:
         pods = [*cluster.engine_pods.get(name, ()), *cluster.router_pods.get(name, ())]
-        yield from _pods(pods, cluster, name)
-    yield from _router(facts, cluster, name)
-    for account in cluster.accounts:
+        yield from _check_pods(pods, cluster, name)
+    yield from _check_router(facts, cluster, name)
+    for account in cluster.service_accounts:
         if account.service == name:
-            yield rights.check_account(account.part, account.account, account.answers, about=name)
+            yield permissions.check_service_account(
+                account.component, account.account, account.access_reviews, service=name
+            )
 
 
-def _pods(pods: Bodies, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
+def _check_pods(pods: Bodies, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
     if not pods:
-        yield ok("pods", "there is none", about=name)
+        yield ok("pods", "there is none", service=name)
         return
-    yield placement.check_nodes(pods, cluster.nodes, about=name)
-    yield placement.check_images(pods, about=name)
-    yield placement.check_restarts(pods, about=name)
+    yield pod_checks.check_nodes(pods, cluster.nodes, service=name)
+    yield pod_checks.check_images(pods, service=name)
+    yield pod_checks.check_restarts(pods, service=name)
 
 
-def _router(facts: Facts, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
-    made = "the operator makes it: see what is said of the operator"
-    found = None if cluster.routers is None else cluster.routers.get(name, ())
-    yield programs.check_deployment("router", found, advice_absent=made, about=name)
-    if cluster.router_leases is None or cluster.slices is None:
+def _check_router(facts: DoctorFacts, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
+    advice_absent = "the operator makes it: see what is said of the operator"
+    found = None if cluster.router_deployments is None else cluster.router_deployments.get(name, ())
+    yield components.check_deployment("router", found, advice_absent=advice_absent, service=name)
+    if cluster.router_leases is None or cluster.endpoint_slices is None:
         advice = f"ask somebody who may read Leases and EndpointSlices in namespace {facts.namespace}"
-        yield warning("endpoints", "not looked at: you may not read them", advice, about=name)
+        yield warning("endpoints", "not looked at: you may not read them", advice, service=name)
         return
     advice = "no router is active: see the log of its pods, and its right to write the Lease"
     lease = cluster.router_leases.get(name)
-    yield programs.check_lease("router's lease", lease, now_s=facts.now_s, advice=advice, about=name)
+    yield components.check_lease("router's lease", lease, now_s=facts.now_s, advice=advice, service=name)
     router_pods = (cluster.router_pods or {}).get(name, ())
-    yield routing.check_endpoints(name, cluster.slices.get(name), router_pods)
+    yield routing.check_endpoints(name, cluster.endpoint_slices.get(name), router_pods)
 
 
-def _in_run(local: LocalFacts, service: PDService) -> Iterator[Finding]:
+def _check_in_local_run(local: LocalFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
-    yield routing.check_router_answers(name, local.state)
-    if (found := transfer.check_transfer(name, local.state)) is not None:
+    yield routing.check_router_responds(name, local.state)
+    if (found := kv_transfer.check_transfer(name, local.state)) is not None:
         yield found
-    yield routing.check_autoscaler_answers(name, local.autoscaler_refusal)
+    yield routing.check_autoscaler_responds(name, local.autoscaler_error)

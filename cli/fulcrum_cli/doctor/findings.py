@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Standing(StrEnum):
+class Severity(StrEnum):
     """How bad it is: a problem keeps something from working; a warning may, or could not be looked at."""
 
     OK = "ok"
@@ -16,47 +16,51 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer of one check. `about` names the service, where it is about one."""
+    """The answer of one check. `service` names the service, where it is about one."""
 
     name: str
-    standing: Standing
-    seen: str
+    severity: Severity
+    observed: str
     advice: str = ""
-    about: str = ""
-    explains: tuple[str, ...] = ()
+    service: str = ""
+    consequences: tuple[str, ...] = ()
     """Other findings that only follow from this one, and are told here alone."""
 
     @property
     def title(self) -> str:
         """What it is about: `operator`, `chat: images`."""
-        return f"{self.about}: {self.name}" if self.about else self.name
+        return f"{self.service}: {self.name}" if self.service else self.name
 
     def dump(self) -> dict[str, Any]:
         """For programs."""
-        told = asdict(self)
+        fields = asdict(self)
         return {
-            "check": told["name"],
-            "verdict": self.standing.value,
-            **{field: told[field] for field in ("about", "seen", "advice", "explains") if told[field]},
+            "check": fields["name"],
+            "severity": self.severity.value,
+            **{
+                field: fields[field]
+                for field in ("service", "observed", "advice", "consequences")
+                if fields[field]
+            },
         }
 
 
-def ok(name: str, seen: str, *, about: str = "") -> Finding:
+def ok(name: str, observed: str, *, service: str = "") -> Finding:
     """Nothing to do."""
-    return Finding(name, Standing.OK, seen, "", about)
+    return Finding(name, Severity.OK, observed, "", service)
 
 
-def warning(name: str, seen: str, advice: str, *, about: str = "") -> Finding:
+def warning(name: str, observed: str, advice: str, *, service: str = "") -> Finding:
     """Something to look at."""
-    return Finding(name, Standing.WARNING, seen, advice, about)
+    return Finding(name, Severity.WARNING, observed, advice, service)
 
 
-def problem(name: str, seen: str, advice: str, *, about: str = "") -> Finding:
+def problem(name: str, observed: str, advice: str, *, service: str = "") -> Finding:
     """Something that does not work."""
-    return Finding(name, Standing.PROBLEM, seen, advice, about)
+    return Finding(name, Severity.PROBLEM, observed, advice, service)
 
 
-def worst(findings: Iterable[Finding]) -> Standing:
+def worst_severity(findings: Iterable[Finding]) -> Severity:
     """The worst of all."""
-    order = list(Standing)
-    return max((finding.standing for finding in findings), key=order.index, default=Standing.OK)
+    order = list(Severity)
+    return max((finding.severity for finding in findings), key=order.index, default=Severity.OK)

@@ -30,7 +30,7 @@ def parse_resources(quantities: Mapping[str, str | int | float] | None) -> dict[
     return {name: parse_quantity(amount) for name, amount in (quantities or {}).items()}
 
 
-def spell(resource: str, amount: float) -> str:
+def format_amount(resource: str, amount: float) -> str:
     """An amount for people: `16Gi memory`, `4 nvidia.com/gpu`."""
     if resource == "memory" or resource.endswith("storage"):
         for suffix in ("Ti", "Gi", "Mi", "Ki"):

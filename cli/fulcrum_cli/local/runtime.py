@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fulcrum_cli.local.life import Life
-from fulcrum_cli.local.program import Program, ProgramOptions
+from fulcrum_cli.local.process_spec import ProcessSpec
+from fulcrum_cli.local.supervised_process import Program, ProgramTimeouts
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
 
@@ -15,24 +15,24 @@ class LocalRuntime:
     """Engines as supervised processes; `fulcrum_core.ports.EngineRuntime`.
 
     Args:
-        life: What is started for an instance, asked anew at each start.
+        process_spec: What is started for an instance, asked anew at each start.
         host: The address on which engines are told to listen.
         logs: The folder where `<name>.log` is written; a run has one namespace.
         on_change: Called with an engine's name whenever what `observe` says of it has changed.
-        options: How long programs may take.
+        timeouts: How long programs may take.
     """
 
     def __init__(
         self,
-        life: Callable[[PDInstance], Life],
+        process_spec: Callable[[PDInstance], ProcessSpec],
         *,
         host: str,
         logs: Path,
         on_change: Callable[[str], None],
-        options: ProgramOptions | None = None,
+        timeouts: ProgramTimeouts | None = None,
     ) -> None:
-        self._life, self._host, self._logs, self._on_change = life, host, logs, on_change
-        self._options = options or ProgramOptions()
+        self._process_spec, self._host, self._logs, self._on_change = process_spec, host, logs, on_change
+        self._timeouts = timeouts or ProgramTimeouts()
         self._programs: dict[InstanceKey, Program] = {}
         self._stopping: dict[InstanceKey, asyncio.Task[None]] = {}
 
@@ -41,13 +41,13 @@ class LocalRuntime:
         key = instance_key(instance)
         if key in self._programs:
             return
-        ready_timeout_s = startup_s + self._options.ready_timeout_s
+        ready_timeout_s = startup_s + self._timeouts.ready_timeout_s
         program = Program(
             key.name,
-            lambda _ports: self._life(instance),
+            lambda _ports: self._process_spec(instance),
             log=self._logs / f"{key.name}.log",
             on_change=lambda: self._on_change(key.name),
-            options=replace(self._options, ready_timeout_s=ready_timeout_s),
+            timeouts=replace(self._timeouts, ready_timeout_s=ready_timeout_s),
         )
         self._programs[key] = program
         program.start()
@@ -57,9 +57,9 @@ class LocalRuntime:
         """See `EngineRuntime`. Here no engine gets more than seconds."""
         program = self._programs.get(key)
         if program is not None and key not in self._stopping:
-            self._stopping[key] = asyncio.get_running_loop().create_task(self._end(key, program))
+            self._stopping[key] = asyncio.get_running_loop().create_task(self._stop_and_forget(key, program))
 
-    async def gone(self, key: InstanceKey) -> None:
+    async def wait_stopped(self, key: InstanceKey) -> None:
         """Returns when the engine that was asked to end has done so."""
         if key in self._stopping:
             await asyncio.shield(self._stopping[key])
@@ -69,7 +69,7 @@ class LocalRuntime:
         keys = list(self._programs)
         for key in keys:
             await self.stop(key)
-        await asyncio.gather(*(self.gone(key) for key in keys))
+        await asyncio.gather(*(self.wait_stopped(key) for key in keys))
 
     def kill(self, name: str) -> None:
         """Kill the engine as a crash would; it is started again.
@@ -77,27 +77,33 @@ class LocalRuntime:
         Raises:
             KeyError: if no engine of that name was started.
         """
-        self._named()[name].kill()
+        self._programs_by_name()[name].kill()
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
         """See `EngineRuntime`."""
         keys = sorted(key for key in self._programs if key.namespace == namespace)
         return tuple(self._observation(key, self._programs[key]) for key in keys)
 
-    def hopeless(self) -> dict[str, str]:
+    def permanent_failures(self) -> dict[str, str]:
         """Engines that never served and never will, with the reason."""
-        return {name: program.hopeless for name, program in self._named().items() if program.hopeless}
+        return {
+            name: program.permanent_failure
+            for name, program in self._programs_by_name().items()
+            if program.permanent_failure
+        }
 
     def pids(self) -> dict[str, int]:
         """Process ids of the engines that have one now."""
-        return {name: program.pid for name, program in self._named().items() if program.pid is not None}
+        return {
+            name: program.pid for name, program in self._programs_by_name().items() if program.pid is not None
+        }
 
-    async def _end(self, key: InstanceKey, program: Program) -> None:
+    async def _stop_and_forget(self, key: InstanceKey, program: Program) -> None:
         await program.stop()
         del self._programs[key], self._stopping[key]
         self._on_change(key.name)
 
-    def _named(self) -> dict[str, Program]:
+    def _programs_by_name(self) -> dict[str, Program]:
         return {key.name: program for key, program in self._programs.items()}
 
     def _observation(self, key: InstanceKey, program: Program) -> EngineObservation:
@@ -108,5 +114,5 @@ class LocalRuntime:
             restarts=program.restarts,
             endpoint=f"{self._host}:{program.ports['port']}" if runs and program.ports else None,
             exit_reason=program.exit_reason,
-            ending=key in self._stopping,
+            terminating=key in self._stopping,
         )

@@ -8,7 +8,7 @@ from fulcrum_core.api.meta import Resource
 TINY_MODEL = "tiny-model"
 """The model that `make engine` makes beside the engines; a local run finds it by this name."""
 
-_OF_ANOTHER_ENGINE = ("hardware", "parallelism", "quantization", "settings", "template")
+_ENGINE_SPECIFIC_FIELDS = ("hardware", "parallelism", "quantization", "settings", "template")
 
 
 class LocalEngine(StrEnum):
@@ -17,15 +17,15 @@ class LocalEngine(StrEnum):
     VLLM_CPU = "vllm-cpu"
 
 
-def on_vllm_cpu(obj: Resource) -> Resource:
+def replace_engine_with_vllm_cpu(obj: Resource) -> Resource:
     """A service on vLLM for CPUs with the tiny model, without what was said of another engine."""
     if not isinstance(obj, PDService):
         return obj
-    made = obj.dump()
-    spec = made["spec"]
+    document = obj.dump()
+    spec = document["spec"]
     for part in (spec, *spec.get("pools", ())):
-        for name in _OF_ANOTHER_ENGINE:
+        for name in _ENGINE_SPECIFIC_FIELDS:
             part.pop(name, None)
     spec.pop("modelSource", None)
     spec |= {"engine": {"type": "vLLM"}, "model": TINY_MODEL}
-    return parse_object(made)
+    return parse_object(document)

@@ -2,30 +2,31 @@
 
 from dataclasses import dataclass, field
 
-from fulcrum_cli.play.recorder import Cell
+from fulcrum_cli.play.recorder import HistoryCell
 from fulcrum_core.values import Phase, Role, Slo
 from fulcrum_simulator.client import Latencies
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """One instance now, and its band: one cell a second, oldest first; `marks` are the cells with a flip."""
+    """One instance now, and its band: one cell a second, oldest first; `flip_marks` are the cells with a
+    flip."""
 
     name: str
     role: Role | None
     phase: Phase
-    band: tuple[Cell, ...]
-    marks: frozenset[int] = frozenset()
+    role_history: tuple[HistoryCell, ...]
+    flip_marks: frozenset[int] = frozenset()
     prefill_queued_s: float = 0.0
     decode_tokens: int = 0
-    decode_requests: int = 0
+    decode_legs: int = 0
     kv_usage: float | None = None
     restarts: int = 0
     missed_probes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class RequestCounts:
     """Requests so far."""
 
     offered: int = 0
@@ -37,7 +38,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DecisionLine:
     """A flip, or a word of the autoscaler, at a second of the run."""
 
     at_s: float
@@ -55,26 +56,26 @@ class Frame:
     mode: str
     seed: int
     elapsed_s: float
-    ends_s: float | None
+    duration_s: float | None
     load: str
     load_phase: str
     rate_rps: float | None
     slo: Slo
     instances: tuple[InstanceRow, ...]
     selected: int = 0
-    counts: Counts = field(default_factory=Counts)
+    counts: RequestCounts = field(default_factory=RequestCounts)
     recent: Latencies = field(default_factory=lambda: Latencies(None, None, None, None))
     attainment: float | None = None
     attainment_recent: float | None = None
-    wanted: tuple[int, int] = (0, 0)
-    had: tuple[int, int] = (0, 0)
+    desired_split: tuple[int, int] = (0, 0)
+    actual_split: tuple[int, int] = (0, 0)
     flips_to_prefill: int = 0
     flips_to_decode: int = 0
     ack_p99_ms: float | None = None
     lateness_p99_ms: float | None = None
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionLine, ...] = ()
     notice: str = ""
-    away: tuple[str, ...] = ()
+    unavailable: tuple[str, ...] = ()
     """Parts of the service that do not answer: what they tell is old."""
 
     @property
@@ -88,6 +89,6 @@ class Frame:
         return sum(row.decode_tokens for row in self.instances)
 
     @property
-    def decode_requests(self) -> int:
+    def decode_legs(self) -> int:
         """Requests in decode."""
-        return sum(row.decode_requests for row in self.instances)
+        return sum(row.decode_legs for row in self.instances)

@@ -17,48 +17,52 @@ from fulcrum_simulator.workload import (
     CODE,
     DECODE_HEAVY,
     PREFILL_HEAVY,
-    GeneratedLoad,
-    Mix,
-    Turn,
-    bursty,
-    moving,
-    steady,
+    GeneratedWorkload,
+    MixPeriod,
+    TrafficMix,
+    generate_bursty,
+    generate_moving,
+    generate_steady,
 )
 
-ENDLESS_S = 24 * 3600.0
+UNLIMITED_DURATION_S = 24 * 3600.0
 """How long a load lasts if nobody says."""
 
-TURN_S = 15.0
+PHASE_DURATION_S = 15.0
 
-LONGEST_TOKENS = 2048
+CHAT_PROMPT_TOKENS_MAX = 2048
 """Of a chat's prompt, and four times that of its answer: a short run cannot wait for the longest recorded."""
 
 
-def _moving(duration_s: float, seed: int) -> GeneratedLoad:
-    turns = (
-        Turn(PREFILL_HEAVY.scaled(input=0.5, output=0.12), rate_rps=12.0, lasts_s=TURN_S),
-        Turn(DECODE_HEAVY.scaled(output=0.25), rate_rps=14.0, lasts_s=TURN_S),
+def _moving(duration_s: float, seed: int) -> GeneratedWorkload:
+    periods = (
+        MixPeriod(PREFILL_HEAVY.scaled(input=0.5, output=0.12), rate_rps=12.0, duration_s=PHASE_DURATION_S),
+        MixPeriod(DECODE_HEAVY.scaled(output=0.25), rate_rps=14.0, duration_s=PHASE_DURATION_S),
     )
-    return moving(turns=turns, duration_s=duration_s, seed=seed)
+    return generate_moving(periods=periods, duration_s=duration_s, seed=seed)
 
 
-def _steady(duration_s: float, seed: int) -> GeneratedLoad:
+def _steady(duration_s: float, seed: int) -> GeneratedWorkload:
     chat = CHAT.scaled(input=0.6, output=0.2)
-    mix = Mix(chat.name, chat.input.at_most(LONGEST_TOKENS), chat.output.at_most(LONGEST_TOKENS // 4))
-    return steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=mix)
+    mix = TrafficMix(
+        chat.name,
+        chat.input.at_most(CHAT_PROMPT_TOKENS_MAX),
+        chat.output.at_most(CHAT_PROMPT_TOKENS_MAX // 4),
+    )
+    return generate_steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=mix)
 
 
-def _bursty(duration_s: float, seed: int) -> GeneratedLoad:
-    return bursty(
+def _bursty(duration_s: float, seed: int) -> GeneratedWorkload:
+    return generate_bursty(
         rate_rps=6.0, duration_s=duration_s, seed=seed, mix=CODE.scaled(input=0.5), compression=12.0
     )
 
 
-SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedLoad]] = MappingProxyType(
+LOAD_SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedWorkload]] = MappingProxyType(
     {"moving": _moving, "steady": _steady, "bursty": _bursty}
 )
 
 
-def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedLoad:
+def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedWorkload:
     """The load of that shape."""
-    return SHAPES[shape](ENDLESS_S if duration_s is None else duration_s, seed)
+    return LOAD_SHAPES[shape](UNLIMITED_DURATION_S if duration_s is None else duration_s, seed)

@@ -12,19 +12,19 @@ from typing import Any
 
 import httpx
 
-from fulcrum_autoscaler.routers import HttpRouter, RouterAway
-from fulcrum_cli.play.lateness import LatenessLedger, read_buckets
+from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable
+from fulcrum_cli.play.engine_lateness import EngineLateness, parse_buckets
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.target.local_autoscaler import Unreachable, decisions
-from fulcrum_cluster.watching import Mirror
+from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable, fetch_decisions
+from fulcrum_cluster.informer import Informer
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.ports import Store
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 
-LOOK_S = 0.5
-AWAY_S = 1.0
-SCRAPE_S = 5.0
+STATE_POLL_S = 0.5
+UNAVAILABLE_AFTER_S = 1.0
+SCRAPE_INTERVAL_S = 5.0
 _SCRAPE_TIMEOUT_S = 2.0
 _DECISIONS_KEPT = 30
 
@@ -40,21 +40,21 @@ class Observer:
         service: str,
         *,
         namespace: str,
-        router: HttpRouter,
+        router: HttpRouterClient,
         http: httpx.AsyncClient,
         autoscaler_url: str | None,
     ) -> None:
         self.recorder = Recorder()
-        self.lateness = LatenessLedger()
+        self.lateness = EngineLateness()
         self.state: RouterState | None = None
         self.decisions: Sequence[dict[str, Any]] = ()
-        self.acknowledged = asyncio.Condition()
-        self._away: dict[str, float] = {}
+        self.state_changed = asyncio.Condition()
+        self._unavailable_since_s: dict[str, float] = {}
         self._service, self._router, self._http = service, router, http
         self._autoscaler_url = autoscaler_url
         self.on_flip: OnFlip = lambda _flip: None
-        self._instances = Mirror(store, PDInstance, namespace=namespace)
-        self._assignments = Mirror(store, PDAssignment, namespace=namespace, on_change=self._assigned)
+        self._instances = Informer(store, PDInstance, namespace=namespace)
+        self._assignments = Informer(store, PDAssignment, namespace=namespace, on_change=self._on_assignment)
 
     @property
     def instances(self) -> Mapping[str, PDInstance]:
@@ -63,17 +63,19 @@ class Observer:
         return {name: listed[name] for name in sorted(listed) if listed[name].spec.service == self._service}
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def unavailable(self) -> tuple[str, ...]:
         """The parts that do not answer, and for how long; a moment without an answer is none."""
         now_s = time.monotonic()
-        missed = sorted((part, now_s - since_s) for part, since_s in self._away.items())
-        return tuple(f"{part} for {for_s:.0f} s" for part, for_s in missed if for_s >= AWAY_S)
+        unavailable = sorted((part, now_s - since_s) for part, since_s in self._unavailable_since_s.items())
+        return tuple(
+            f"{part} for {for_s:.0f} s" for part, for_s in unavailable if for_s >= UNAVAILABLE_AFTER_S
+        )
 
-    def _heard(self, part: str, *, answered: bool) -> None:
-        if answered:
-            self._away.pop(part, None)
+    def _record_response(self, part: str, *, responded: bool) -> None:
+        if responded:
+            self._unavailable_since_s.pop(part, None)
         else:
-            self._away.setdefault(part, time.monotonic())
+            self._unavailable_since_s.setdefault(part, time.monotonic())
 
     async def run(self) -> None:
         """Follow everything until cancelled."""
@@ -81,16 +83,16 @@ class Observer:
             tasks.create_task(self._instances.run())
             tasks.create_task(self._assignments.run())
             tasks.create_task(self._follow_router())
-            tasks.create_task(self._mark_seconds())
-            tasks.create_task(_every(SCRAPE_S, self.scrape))
+            tasks.create_task(self._record_seconds())
+            tasks.create_task(_call_every(SCRAPE_INTERVAL_S, self.scrape))
             if self._autoscaler_url:
-                tasks.create_task(_every(1.0, self._read_decisions))
+                tasks.create_task(_call_every(1.0, self._read_decisions))
 
-    async def acknowledge(self, generation: int, *, timeout_s: float) -> None:
+    async def wait_acknowledged(self, generation: int, *, timeout_s: float) -> None:
         """Returns when the router has applied the generation, at the latest after the time."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self.acknowledged:
-                await self.acknowledged.wait_for(lambda: self._generation() >= generation)
+            async with asyncio.timeout(timeout_s), self.state_changed:
+                await self.state_changed.wait_for(lambda: self._generation() >= generation)
 
     async def scrape(self) -> None:
         """Reads the lateness of every engine that answers."""
@@ -100,53 +102,55 @@ class Observer:
     def _generation(self) -> int:
         return self.state.generation if self.state else 0
 
-    def _assigned(self, _before: PDAssignment | None, after: PDAssignment | None) -> None:
+    def _on_assignment(self, _before: PDAssignment | None, after: PDAssignment | None) -> None:
         if after is None or after.spec.service != self._service:
             return
-        for flip in self.recorder.assigned(after):
+        for flip in self.recorder.record_assignment(after):
             self.on_flip(flip)
 
     async def _follow_router(self) -> None:
         """Long-polls for the next generation, so that an acknowledgement is known at once."""
         while True:
             try:
-                state = await self._router.state(min_generation=self._generation() + 1, timeout_s=LOOK_S)
-            except RouterAway:
-                self._heard("router", answered=False)
-                await asyncio.sleep(LOOK_S)
+                state = await self._router.get_state(
+                    min_generation=self._generation() + 1, timeout_s=STATE_POLL_S
+                )
+            except RouterUnavailable:
+                self._record_response("router", responded=False)
+                await asyncio.sleep(STATE_POLL_S)
                 continue
-            self._heard("router", answered=True)
-            async with self.acknowledged:
+            self._record_response("router", responded=True)
+            async with self.state_changed:
                 self.state = state
-                self.recorder.acknowledged(state.generation, state.acknowledged_at_s)
-                self.acknowledged.notify_all()
+                self.recorder.record_acknowledgement(state.generation, state.acknowledged_at_s)
+                self.state_changed.notify_all()
 
-    async def _mark_seconds(self) -> None:
+    async def _record_seconds(self) -> None:
         next_s = time.monotonic()
         while True:
             next_s += 1.0
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
-            self.recorder.second({name: i.status for name, i in self.instances.items()})
+            self.recorder.record_second({name: i.status for name, i in self.instances.items()})
 
     async def _read_decisions(self) -> None:
         assert self._autoscaler_url is not None
         try:
-            self.decisions = await decisions(self._http, self._autoscaler_url, limit=_DECISIONS_KEPT)
-        except Unreachable:  # the last ones stand
-            self._heard("autoscaler", answered=False)
+            self.decisions = await fetch_decisions(self._http, self._autoscaler_url, limit=_DECISIONS_KEPT)
+        except AutoscalerUnavailable:  # the last ones stand
+            self._record_response("autoscaler", responded=False)
         else:
-            self._heard("autoscaler", answered=True)
+            self._record_response("autoscaler", responded=True)
 
     async def _scrape(self, name: str, endpoint: str) -> None:
         try:
-            answer = await self._http.get(f"http://{endpoint}/metrics", timeout=_SCRAPE_TIMEOUT_S)
+            response = await self._http.get(f"http://{endpoint}/metrics", timeout=_SCRAPE_TIMEOUT_S)
         except httpx.HTTPError:
             return
-        if answer.is_success:
-            self.lateness.read(name, read_buckets(answer.text))
+        if response.is_success:
+            self.lateness.record(name, parse_buckets(response.text))
 
 
-async def _every(interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+async def _call_every(interval_s: float, callback: Callable[[], Awaitable[None]]) -> None:
     while True:
         await asyncio.sleep(interval_s)
-        await act()
+        await callback()

@@ -5,20 +5,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from fulcrum_cli.commands.manifests import built_in, read_manifest
-from fulcrum_cli.local.manifest import check_manifest
-from fulcrum_cli.play.loads import SHAPES
-from fulcrum_cli.terminal.arguments import check_port, duration_s, one_of
+from fulcrum_cli.local.preflight import check_manifest
+from fulcrum_cli.manifest_files import find_built_in, read_manifest
+from fulcrum_cli.option_values import check_port, parse_choice, parse_duration_s
+from fulcrum_cli.play.loads import LOAD_SHAPES
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import AutoscalingMode
-from fulcrum_simulator.workload import WorkloadRequest, jitter, load_trace, replay_faster, scale_rate
+from fulcrum_simulator.workload import (
+    WorkloadRequest,
+    jitter_arrivals,
+    load_trace,
+    scale_rate,
+    speed_up_arrivals,
+)
 
 DEFAULT_SHAPE = "moving"
 
 
-class Given(TypedDict):
+class PlayArguments(TypedDict):
     """The options as typed."""
 
     load: str | None
@@ -39,14 +45,14 @@ class Given(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayOptions:
-    """A run. `recording` takes the place of the shape `load`; None of `ends_s`: until somebody quits."""
+    """A run. `recording` takes the place of the shape `load`; None of `duration_s`: until somebody quits."""
 
     objects: tuple[Resource, ...]
     service: PDService
     load: str
     recording: tuple[WorkloadRequest, ...] | None
     recording_name: str
-    ends_s: float | None
+    duration_s: float | None
     seed: int
     port: int
     headless: bool
@@ -56,48 +62,48 @@ class PlayOptions:
     snapshot: Path | None
 
 
-def parse_options(**given: Unpack[Given]) -> PlayOptions:
+def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
     """The run that was asked for, its manifest and its recording read.
 
     Raises:
         InvalidInput: for the first rule that is broken.
     """
-    _check_numbers(given)
-    objects = read_manifest(given["file"] or built_in("replay" if given["trace"] else "play"))
-    service = _with_mode(check_manifest(objects), given["mode"])
+    _check_numbers(arguments)
+    objects = read_manifest(arguments["file"] or find_built_in("replay" if arguments["trace"] else "play"))
+    service = _with_mode(check_manifest(objects), arguments["mode"])
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),
         service=service,
-        load=given["load"] or DEFAULT_SHAPE,
-        recording=_recording(given),
-        recording_name=given["trace"].name if given["trace"] else "",
-        ends_s=duration_s("--for", given["duration"]),
-        seed=given["seed"],
-        port=given["port"],
-        headless=given["headless"],
-        json=given["json"],
-        kill_every_s=duration_s("--kill-every", given["kill_every"]),
-        flips=given["flips"],
-        snapshot=given["snapshot"],
+        load=arguments["load"] or DEFAULT_SHAPE,
+        recording=_load_recording(arguments),
+        recording_name=arguments["trace"].name if arguments["trace"] else "",
+        duration_s=parse_duration_s("--for", arguments["duration"]),
+        seed=arguments["seed"],
+        port=arguments["port"],
+        headless=arguments["headless"],
+        json=arguments["json"],
+        kill_every_s=parse_duration_s("--kill-every", arguments["kill_every"]),
+        flips=arguments["flips"],
+        snapshot=arguments["snapshot"],
     )
 
 
-def _check_numbers(given: Given) -> None:
-    load = given["load"]
-    if load is not None and load not in SHAPES:
-        raise InvalidInput("--load", load, f"is not one of {', '.join(SHAPES)}")
-    if load is not None and given["trace"] is not None:
+def _check_numbers(arguments: PlayArguments) -> None:
+    load = arguments["load"]
+    if load is not None and load not in LOAD_SHAPES:
+        raise InvalidInput("--load", load, f"is not one of {', '.join(LOAD_SHAPES)}")
+    if load is not None and arguments["trace"] is not None:
         raise InvalidInput("--load", load, "is for generated loads: a recording (--trace) has its own shape")
-    for option, value in (("--speed", given["speed"]), ("--scale", given["scale"])):
+    for option, value in (("--speed", arguments["speed"]), ("--scale", arguments["scale"])):
         if not 0 < value < float("inf"):
             raise InvalidInput(option, value, "must be a number above 0")
-    for option, count in (("--flips", given["flips"]), ("--seed", given["seed"])):
+    for option, count in (("--flips", arguments["flips"]), ("--seed", arguments["seed"])):
         if count < 0:
             raise InvalidInput(option, count, "must not be negative")
-    check_port(given["port"])
-    if given["trace"] is None and (given["speed"], given["scale"]) != (1.0, 1.0):
+    check_port(arguments["port"])
+    if arguments["trace"] is None and (arguments["speed"], arguments["scale"]) != (1.0, 1.0):
         raise InvalidInput("--speed, --scale", "no --trace", "change a recording: give one with --trace")
-    for option, file in (("--json", given["json"]), ("--snapshot", given["snapshot"])):
+    for option, file in (("--json", arguments["json"]), ("--snapshot", arguments["snapshot"])):
         if file is not None:
             _check_writable(option, file)
 
@@ -115,13 +121,13 @@ def _check_writable(option: str, file: Path) -> None:
 def _with_mode(service: PDService, mode: str | None) -> PDService:
     if mode is None:
         return service
-    chosen = one_of("--mode", mode, AutoscalingMode)
+    chosen = parse_choice("--mode", mode, AutoscalingMode)
     autoscaling = service.spec.autoscaling.model_copy(update={"mode": chosen})
     return service.replace(spec=service.spec.model_copy(update={"autoscaling": autoscaling}))
 
 
-def _recording(given: Given) -> tuple[WorkloadRequest, ...] | None:
-    if given["trace"] is None:
+def _load_recording(arguments: PlayArguments) -> tuple[WorkloadRequest, ...] | None:
+    if arguments["trace"] is None:
         return None
-    scaled = scale_rate(load_trace(given["trace"]), given["scale"], seed=given["seed"])
-    return tuple(replay_faster(jitter(scaled, seed=given["seed"]), given["speed"]))
+    scaled = scale_rate(load_trace(arguments["trace"]), arguments["scale"], seed=arguments["seed"])
+    return tuple(speed_up_arrivals(jitter_arrivals(scaled, seed=arguments["seed"]), arguments["speed"]))

@@ -4,27 +4,27 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.play.view import TOO_SLOW_MS, short_s
-from fulcrum_core.spelling import format_count
+from fulcrum_cli.play.view import TOO_SLOW_MS, format_seconds
+from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import Report
+from fulcrum_simulator.client import LoadReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """All that a run leaves. In the JSON, times count from `began_at_s`, the load's start in unix time."""
+    """All that a run leaves. In the JSON, times count from `started_at_s`, the load's start in unix time."""
 
     load: str
     mode: str
     seed: int
     instances: int
-    began_at_s: float
-    lasted_s: float
-    requests: Report
+    started_at_s: float
+    duration_s: float
+    requests: LoadReport
     recorder: Recorder
     lateness_p99_ms: float | None
     notes: tuple[str, ...] = ()
-    stuck: str = ""
+    flips_failure: str = ""
     """Why the flips asked for ended before their number; "" if they did not."""
 
     @property
@@ -39,7 +39,7 @@ class RunFigures:
             "load": self.load,
             "mode": self.mode,
             "seed": self.seed,
-            "lasted_s": round(self.lasted_s, 3),
+            "duration_s": round(self.duration_s, 3),
             "requests": {
                 "offered": requests.offered,
                 "ok": requests.ok,
@@ -48,17 +48,20 @@ class RunFigures:
                 "wrong": requests.wrong,
                 "in_flight": requests.in_flight,
                 "broken_silently": requests.broken_silently,
-                "held_back": requests.held_back,
+                "connection_waits": requests.connection_waits,
                 "output_tokens": requests.output_tokens,
                 "reasons": requests.reasons,
             },
-            "attainment": _rounded(requests.attainment),
-            "latencies": {name: _rounded(value) for name, value in asdict(requests.latencies).items()},
-            "sent_late_ms_p99": _rounded(_ms(requests.sent_late_p99_s)),
+            "attainment": _round(requests.attainment),
+            "latencies": {name: _round(value) for name, value in asdict(requests.latencies).items()},
+            "sent_late_p99_ms": _round(_to_ms(requests.sent_late_p99_s)),
             "flips": [self._flip(flip) for flip in self.recorder.flips],
-            "flip_ack_ms_p99": self.recorder.ack_p99_ms(),
-            "roles_over_time": {name: "".join(band) for name, band in sorted(self.recorder.bands.items())},
-            "engine_lateness_ms_p99": _rounded(self.lateness_p99_ms),
+            "flip_ack_p99_ms": self.recorder.ack_p99_ms(),
+            "roles_over_time": {
+                name: "".join(role_history)
+                for name, role_history in sorted(self.recorder.role_histories.items())
+            },
+            "engine_lateness_p99_ms": _round(self.lateness_p99_ms),
             "machine_too_slow": self.too_slow,
             "notes": list(self.notes),
         }
@@ -66,9 +69,9 @@ class RunFigures:
     def _flip(self, flip: Flip) -> dict[str, Any]:
         return {
             "instance": flip.instance,
-            "from": flip.origin.value,
+            "from": flip.from_role.value,
             "to": flip.to.value,
-            "at_s": round(flip.at_s - self.began_at_s, 3),
+            "at_s": round(flip.at_s - self.started_at_s, 3),
             "reason": flip.reason,
             "by": flip.by,
             "ack_ms": flip.ack_ms,
@@ -80,29 +83,31 @@ class RunFigures:
         to_prefill, to_decode = (self.recorder.flips_to(role) for role in (Role.PREFILL, Role.DECODE))
         lines = [
             f"{self.load}, mode {self.mode}, {format_count(self.instances, 'instance')}, "
-            f"{self.lasted_s:.0f} s, seed {self.seed}",
+            f"{self.duration_s:.0f} s, seed {self.seed}",
             f"requests    {requests.offered} offered = {requests.ok} ok + {requests.failed} failed "
-            f"+ {requests.broken} broken + {requests.wrong} wrong{self._left()}",
-            f"attainment  {_percent(requests.attainment)} of the requests offered met TTFT and TPOT",
-            f"TTFT        {_seconds(latencies.ttft_p50_s)} p50, {_seconds(latencies.ttft_p99_s)} p99",
-            f"TPOT        {_seconds(latencies.tpot_p50_s)} p50, {_seconds(latencies.tpot_p99_s)} p99",
-            f"flips       {to_prefill} to Prefill, {to_decode} to Decode{self._acknowledged()}",
-            *(f"note        {note}" for note in self._notes()),
+            f"+ {requests.broken} broken + {requests.wrong} wrong{self._format_in_flight()}",
+            f"attainment  {_format_percent(requests.attainment)} of the requests offered met TTFT and TPOT",
+            f"TTFT        {_format_seconds(latencies.ttft_p50_s)} p50, "
+            f"{_format_seconds(latencies.ttft_p99_s)} p99",
+            f"TPOT        {_format_seconds(latencies.tpot_p50_s)} p50, "
+            f"{_format_seconds(latencies.tpot_p99_s)} p99",
+            f"flips       {to_prefill} to Prefill, {to_decode} to Decode{self._format_acknowledgement()}",
+            *(f"note        {note}" for note in self._all_notes()),
         ]
         return "\n".join(lines)
 
-    def _left(self) -> str:
+    def _format_in_flight(self) -> str:
         """What somebody did not wait for."""
         return f" + {self.requests.in_flight} not waited for" if self.requests.in_flight else ""
 
-    def _acknowledged(self) -> str:
+    def _format_acknowledgement(self) -> str:
         p99_ms = self.recorder.ack_p99_ms()
         return "" if p99_ms is None else f", acknowledged by the router in {p99_ms:.1f} ms (p99)"
 
-    def _notes(self) -> list[str]:
+    def _all_notes(self) -> list[str]:
         notes = [f"{count} × {reason}" for reason, count in self.requests.reasons.items()]
-        if self.requests.held_back:
-            held = format_count(self.requests.held_back, "request")
+        if self.requests.connection_waits:
+            held = format_count(self.requests.connection_waits, "request")
             notes.append(f"{held} waited for a connection: the limit was reached")
         notes.extend(self.notes)
         if self.lateness_p99_ms is not None:
@@ -112,17 +117,17 @@ class RunFigures:
         return notes
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def _ms(seconds: float | None) -> float | None:
+def _to_ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
 
 
-def _seconds(seconds: float | None) -> str:
-    return "–" if seconds is None else short_s(seconds)
+def _format_seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else format_seconds(seconds)

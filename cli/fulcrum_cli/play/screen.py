@@ -40,7 +40,7 @@ class Key(StrEnum):
     QUIT = "quit"
 
 
-_KEYS = {
+_KEY_STROKES = {
     "1": Key.MOVING, "m": Key.MOVING, "2": Key.STEADY, "s": Key.STEADY, "3": Key.BURSTY, "b": Key.BURSTY,
     "\x1b[A": Key.UP, "\x1bOA": Key.UP, "\x1b[B": Key.DOWN, "\x1bOB": Key.DOWN,
     "f": Key.FLIP, "k": Key.KILL, "q": Key.QUIT, "\x03": Key.QUIT,
@@ -50,25 +50,25 @@ _KEYS = {
 def read_keys(typed: str) -> Iterator[Key]:
     """The known keys in what was typed, in order; the rest is passed over."""
     while typed:
-        known = next((stroke for stroke in _KEYS if typed.startswith(stroke)), None)
+        known = next((stroke for stroke in _KEY_STROKES if typed.startswith(stroke)), None)
         if known is not None:
-            yield _KEYS[known]
+            yield _KEY_STROKES[known]
         typed = typed[len(known or ".") :]
 
 
 @contextmanager
-def keyboard(pressed: Callable[[Key], None]) -> Iterator[None]:
-    """Calls `pressed` for every key while the context lasts; the terminal is as before afterwards."""
+def read_keyboard(on_key: Callable[[Key], None]) -> Iterator[None]:
+    """Calls `on_key` for every key while the context lasts; the terminal is as before afterwards."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     loop = asyncio.get_running_loop()
 
-    def readable() -> None:
+    def handle_input() -> None:
         for key in read_keys(os.read(descriptor, 1024).decode(errors="ignore")):
-            pressed(key)
+            on_key(key)
 
     tty.setcbreak(descriptor)
-    loop.add_reader(descriptor, readable)
+    loop.add_reader(descriptor, handle_input)
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def keyboard(pressed: Callable[[Key], None]) -> Iterator[None]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-async def show(frame: Callable[[], Frame]) -> None:
+async def draw_frames(frame: Callable[[], Frame]) -> None:
     """Draws `frame()` over and over until cancelled."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -86,7 +86,7 @@ async def show(frame: Callable[[], Frame]) -> None:
             await asyncio.sleep(1 / FRAMES_PER_S)
 
 
-def save_picture(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
+def save_svg(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
     """Writes the frame as an SVG picture of a terminal."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
@@ -95,6 +95,6 @@ def save_picture(frame: Frame, path: Path, *, width: int = 120, height: int = 32
     path.write_text(picture, encoding="utf-8")
 
 
-def on_terminal() -> bool:
+def is_interactive() -> bool:
     """Whether there is somebody to watch: both ends are a terminal, and one that can be drawn on."""
     return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal

@@ -8,20 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from fulcrum_cli.assignment.write import flip
-from fulcrum_cli.play.drivers import ForcedFlips, Stuck, kill_in_turn
+from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.frame import Frame
+from fulcrum_cli.play.frame_builder import RunProgress, ServiceObservation, build_frame
 from fulcrum_cli.play.loads import make_load
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
-from fulcrum_cli.play.picture import Moment, Sight, take
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import Key
+from fulcrum_cli.play.stress import ForcedFlips, NoFlipPossible, kill_engines_in_turn
 from fulcrum_core.errors import FulcrumError
+from fulcrum_core.formatting import format_count
 from fulcrum_core.ports import Store
-from fulcrum_core.spelling import format_count
 from fulcrum_simulator.client import LoadGenerator
-from fulcrum_simulator.workload import GeneratedLoad, LengthLimit, LoadPhase
+from fulcrum_simulator.workload import GeneratedWorkload, LengthLimit, WorkloadPhase
 
 DRAIN_S = 120.0
 """Longest wait for the answers to what was sent."""
@@ -30,7 +30,7 @@ _NOTICE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class ServiceHandle:
     """What a session needs of the service. `kill` raises `KeyError` for an instance without an engine."""
 
     store: Store
@@ -42,49 +42,58 @@ class Stage:
 class Session:
     """A run from its first request to its figures. `frame` may be asked for at any time in between."""
 
-    def __init__(self, options: PlayOptions, stage: Stage, observer: Observer, load: LoadGenerator) -> None:
-        self._options, self._stage, self._observer, self._load = options, stage, observer, load
+    def __init__(
+        self, options: PlayOptions, service_handle: ServiceHandle, observer: Observer, load: LoadGenerator
+    ) -> None:
+        self._options, self._service_handle, self._observer, self._load = (
+            options,
+            service_handle,
+            observer,
+            load,
+        )
         meta = options.service.metadata
-        self._flips = ForcedFlips(stage.store, observer, meta.name, meta.namespace)
-        self._limit = LengthLimit(stage.max_tokens)
+        self._flips = ForcedFlips(service_handle.store, observer, meta.name, meta.namespace)
+        self._limit = LengthLimit(service_handle.max_tokens)
         self._seeds = itertools.count(options.seed)
-        self._shape, self._shape_began_s = options.load, 0.0
-        self._generated: GeneratedLoad | None = None
-        self._sending: asyncio.Task[None] | None = None
+        self._shape, self._shape_started_s = options.load, 0.0
+        self._generated: GeneratedWorkload | None = None
+        self._sending_task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._end, self._quit = asyncio.Event(), asyncio.Event()
+        self._load_ended, self._quit_requested = asyncio.Event(), asyncio.Event()
         self._selected = 0
-        self._stuck = ""
+        self._flips_failure = ""
         self._notice, self._notice_until_s = "", 0.0
-        self._began_at_s, self._began_s = time.time(), 0.0
-        self.begun = self._draining = False
+        self._started_at_s, self._started_s = time.time(), 0.0
+        self.started = self._draining = False
         self.last_frame: Frame | None = None
         """The picture at the end of the load."""
 
     def quit(self) -> None:
         """Ends the run without waiting for answers."""
-        self._end.set()
-        self._quit.set()
+        self._load_ended.set()
+        self._quit_requested.set()
 
     async def run(self) -> RunFigures:
         """Sends the load for as long as asked for, waits for the answers, and gives the figures."""
-        self._began_at_s, self._began_s, self.begun = time.time(), self._clock_s(), True
+        self._started_at_s, self._started_s, self.started = time.time(), self._clock_s(), True
         self._start_load(self._options.load)
         if self._options.kill_every_s:
-            self._spawn(kill_in_turn(self._observer, self._kill, every_s=self._options.kill_every_s))
+            self._start_task(
+                kill_engines_in_turn(self._observer, self._kill, every_s=self._options.kill_every_s)
+            )
         if self._options.flips:
-            self._spawn(self._force_flips())
+            self._start_task(self._force_flips())
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._options.ends_s):
-                await self._end.wait()
-        lasted_s, self.last_frame = self.elapsed_s, self.frame()
+            async with asyncio.timeout(self._options.duration_s):
+                await self._load_ended.wait()
+        duration_s, self.last_frame = self.elapsed_s, self.frame()
         self._draining = True
-        await self._stop(*self._tasks, *([self._sending] if self._sending else []))
+        await self._cancel(*self._tasks, *([self._sending_task] if self._sending_task else []))
         await self._drain()
         await self._observer.scrape()
-        return self._figures(lasted_s)
+        return self._figures(duration_s)
 
-    def press(self, key: Key) -> None:
+    def handle_key(self, key: Key) -> None:
         """Does what a key asks for."""
         names = list(self._observer.instances)
         if key in (Key.MOVING, Key.STEADY, Key.BURSTY):
@@ -92,29 +101,31 @@ class Session:
         elif key is Key.QUIT:
             self.quit()
         elif names:
-            self._press_on(key, names)
+            self._handle_instance_key(key, names)
 
     def frame(self) -> Frame:
         """The picture of now."""
         options, observer = self._options, self._observer
-        sight = Sight(
+        observation = ServiceObservation(
             service=options.service,
             instances=observer.instances,
             state=observer.state,
             recorder=observer.recorder,
             decisions=observer.decisions,
             lateness_p99_ms=observer.lateness.p99_ms(),
-            away=observer.away,
+            unavailable=observer.unavailable,
         )
-        return take(
-            sight, self._load.tally, self._moment(), endpoint=self._stage.endpoint, ends_s=options.ends_s,
+        return build_frame(
+            observation, self._load.results, self._progress(),
+            endpoint=self._service_handle.endpoint,
+            duration_s=options.duration_s,
             seed=options.seed,
         )  # fmt: skip
 
-    def _moment(self) -> Moment:
+    def _progress(self) -> RunProgress:
         clock_s = self._clock_s()
-        phase = self._phase(clock_s - self._shape_began_s)
-        return Moment(
+        phase = self._phase(clock_s - self._shape_started_s)
+        return RunProgress(
             elapsed_s=self.elapsed_s,
             clock_s=clock_s,
             load=self._options.recording_name or self._shape,
@@ -122,74 +133,74 @@ class Session:
             rate_rps=phase.rate_rps if phase and not self._draining else None,
             selected=self._selected,
             notice=self._notice if clock_s < self._notice_until_s else "",
-            began_at_s=self._began_at_s,
+            started_at_s=self._started_at_s,
         )
 
-    def _phase(self, at_s: float) -> LoadPhase | None:
+    def _phase(self, at_s: float) -> WorkloadPhase | None:
         """The load's phase, at its end the last one."""
         if self._generated is None or not self._generated.phases:
             return None
         return self._generated.phase_at(at_s) or self._generated.phases[-1]
 
-    def _phase_name(self, phase: LoadPhase | None) -> str:
-        if not self.begun:
+    def _phase_name(self, phase: WorkloadPhase | None) -> str:
+        if not self.started:
             return "waits for the engines to start"
         if self._draining:
             return "is over, waits for the last answers"
         return phase.name if phase else ""
 
-    def _figures(self, lasted_s: float) -> RunFigures:
+    def _figures(self, duration_s: float) -> RunFigures:
         options = self._options
-        too_long = self._limit.too_long
-        forced = f"{self._flips.done} of {format_count(options.flips, 'forced flip')} made"
-        notes = [str(too_long)] if too_long else []
+        overlong = self._limit.overlong
+        forced = f"{self._flips.flips_made} of {format_count(options.flips, 'forced flip')} made"
+        notes = [str(overlong)] if overlong else []
         notes += [forced] if options.flips else []
         return RunFigures(
             load=options.recording_name or self._shape,
             mode=options.service.spec.autoscaling.mode.value,
             seed=options.seed,
             instances=len(self._observer.instances),
-            began_at_s=self._began_at_s,
-            lasted_s=lasted_s,
-            requests=self._load.tally.report(),
+            started_at_s=self._started_at_s,
+            duration_s=duration_s,
+            requests=self._load.results.report(),
             recorder=self._observer.recorder,
             lateness_p99_ms=self._observer.lateness.p99_ms(),
             notes=tuple(notes),
-            stuck=self._stuck,
+            flips_failure=self._flips_failure,
         )
 
     # the load
 
     def _start_load(self, shape: str) -> None:
-        self._shape, self._shape_began_s = shape, self._clock_s()
-        recording, ends_s = self._options.recording, self._options.ends_s
+        self._shape, self._shape_started_s = shape, self._clock_s()
+        recording, duration_s = self._options.recording, self._options.duration_s
         if recording is None:
-            left_s = None if ends_s is None else max(0.0, ends_s - self.elapsed_s)
+            left_s = None if duration_s is None else max(0.0, duration_s - self.elapsed_s)
             self._generated = make_load(shape, duration_s=left_s, seed=next(self._seeds))
-        requests = self._limit.keep(self._generated or recording or ())
-        self._sending = asyncio.create_task(self._load.play(requests))
+        requests = self._limit.filter(self._generated or recording or ())
+        self._sending_task = asyncio.create_task(self._load.send(requests))
         if recording is not None:
-            self._sending.add_done_callback(lambda _task: self._end.set())
+            self._sending_task.add_done_callback(lambda _task: self._load_ended.set())
 
     def _change_load(self, shape: str) -> None:
         if self._options.recording is not None:
-            self._say("a recording is played: its shape cannot be changed")
+            self._show_notice("a recording is played: its shape cannot be changed")
             return
-        if self._sending:
-            self._sending.cancel()
+        if self._sending_task:
+            self._sending_task.cancel()
         self._start_load(shape)
-        self._say(f"load changed to {shape}")
+        self._show_notice(f"load changed to {shape}")
 
     async def _drain(self) -> None:
         """Waits for the answers, unless somebody has no time for that."""
-        finish = asyncio.create_task(self._load.finish(timeout_s=DRAIN_S))
-        quit_first = asyncio.create_task(self._quit.wait())
-        await asyncio.wait({finish, quit_first}, return_when=asyncio.FIRST_COMPLETED)
-        await self._stop(finish, quit_first)
+        finish_task = asyncio.create_task(self._load.finish(timeout_s=DRAIN_S))
+        quit_task = asyncio.create_task(self._quit_requested.wait())
+        await asyncio.wait({finish_task, quit_task}, return_when=asyncio.FIRST_COMPLETED)
+        await self._cancel(finish_task, quit_task)
 
     # flips and kills
 
-    def _press_on(self, key: Key, names: list[str]) -> None:
+    def _handle_instance_key(self, key: Key, names: list[str]) -> None:
         """Keys that concern the selected instance."""
         self._selected %= len(names)
         match key:
@@ -198,52 +209,57 @@ class Session:
             case Key.DOWN:
                 self._selected = (self._selected + 1) % len(names)
             case Key.FLIP:
-                self._spawn(self._flip(names[self._selected]))
+                self._start_task(self._flip(names[self._selected]))
             case Key.KILL:
                 self._kill(names[self._selected])
 
     async def _force_flips(self) -> None:
         try:
             await self._flips.run(self._options.flips)
-        except Stuck as error:
-            self._stuck = str(error)
-            self._say(self._stuck)
+        except NoFlipPossible as error:
+            self._flips_failure = str(error)
+            self._show_notice(self._flips_failure)
         else:
-            self._say(f"{format_count(self._options.flips, 'flip')} made, as asked")
-        if self._options.ends_s is None:
-            self._end.set()
+            self._show_notice(f"{format_count(self._options.flips, 'flip')} made, as asked")
+        if self._options.duration_s is None:
+            self._load_ended.set()
 
     async def _flip(self, instance: str) -> None:
         meta, role = self._options.service.metadata, self._observer.recorder.roles.get(instance)
         if role is None:
             return
         try:
-            await flip(
-                self._stage.store, meta.name, instance, role.other, namespace=meta.namespace, reason="by key"
+            await flip_instance(
+                self._service_handle.store,
+                meta.name,
+                instance,
+                role.other,
+                namespace=meta.namespace,
+                reason="by key",
             )
         except FulcrumError as error:
-            self._say(str(error))
+            self._show_notice(str(error))
 
     def _kill(self, instance: str) -> None:
         try:
-            self._stage.kill(instance)
+            self._service_handle.kill(instance)
         except KeyError:
-            self._say(f"{instance} has no engine now")
+            self._show_notice(f"{instance} has no engine now")
         else:
-            self._say(f"{instance} killed")
+            self._show_notice(f"{instance} killed")
 
     # small things
 
-    def _say(self, notice: str) -> None:
+    def _show_notice(self, notice: str) -> None:
         self._notice, self._notice_until_s = notice, self._clock_s() + _NOTICE_S
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _stop(*tasks: asyncio.Task[Any]) -> None:
+    async def _cancel(*tasks: asyncio.Task[Any]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -255,4 +271,4 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:
-        return self._clock_s() - self._began_s if self.begun else 0.0
+        return self._clock_s() - self._started_s if self.started else 0.0

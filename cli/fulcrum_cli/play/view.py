@@ -10,9 +10,9 @@ from textwrap import wrap
 from rich.console import Group
 from rich.text import Text
 
-from fulcrum_cli.play.frame import Decision, Frame, InstanceRow
-from fulcrum_cli.play.recorder import Cell
-from fulcrum_core.spelling import format_count
+from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow
+from fulcrum_cli.play.recorder import HistoryCell
+from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Phase, Role
 
 TOO_SLOW_MS = 10.0
@@ -20,38 +20,38 @@ TOO_SLOW_MS = 10.0
 
 PREFILL, DECODE = "#e69f00", "#56b4e9"
 GOOD, BAD, DIM, TITLE = "#009e73", "bold #d55e00", "grey62", "bold"
-_CELLS = {
-    Cell.PREFILL: ("█", PREFILL),
-    Cell.DECODE: ("▄", DECODE),
-    Cell.STARTING: ("·", DIM),
-    Cell.DEAD: ("x", BAD),
+_CELL_STYLES = {
+    HistoryCell.PREFILL: ("█", PREFILL),
+    HistoryCell.DECODE: ("▄", DECODE),
+    HistoryCell.STARTING: ("·", DIM),
+    HistoryCell.DEAD: ("x", BAD),
 }
-_METERS_WIDTH = 42
-_SILENT_PROBES = 2
+_GAUGES_WIDTH = 42
+_MISSED_PROBES_MIN = 2
 """Probes missed in a row from which an engine counts as silent: one may be lost to a busy machine."""
-_BAND_MIN = 16
+_HISTORY_WIDTH_MIN = 16
 _NAME_MAX = 18
 
 
 def draw(frame: Frame, *, width: int, height: int) -> Group:
     """The frame as lines, none wider than `width`; decisions fill what `height` leaves, the keys stay."""
-    lines = [_title(frame, width), *_load(frame, width)]
-    for part in (_instances(frame, width), _objectives(frame, width), _split(frame, width)):
-        lines += [*_gap(height >= 30), *part]
-    lines += _gap(height >= 26)
-    lines += _decisions(frame.decisions, max(0, height - len(lines) - 2), width)
+    lines = [_title_line(frame, width), *_load_lines(frame, width)]
+    for part in (_instance_lines(frame, width), _objective_lines(frame, width), _split_lines(frame, width)):
+        lines += [*_blank_lines(height >= 30), *part]
+    lines += _blank_lines(height >= 26)
+    lines += _decision_section(frame.decisions, max(0, height - len(lines) - 2), width)
     lines += [Text("")] * (height - len(lines) - 1)
-    return Group(*(_fit(line, width) for line in [*lines[: height - 1], _keys(width)]))
+    return Group(*(_truncate(line, width) for line in [*lines[: height - 1], _key_line(width)]))
 
 
-def _fit(line: Text, width: int) -> Text:
+def _truncate(line: Text, width: int) -> Text:
     line.no_wrap = True
     line.truncate(width, overflow="ellipsis")
     return line
 
 
-def _gap(wanted: bool) -> list[Text]:
-    return [Text("")] if wanted else []
+def _blank_lines(needed: bool) -> list[Text]:
+    return [Text("")] if needed else []
 
 
 def role_style(role: Role | None) -> str:
@@ -59,8 +59,10 @@ def role_style(role: Role | None) -> str:
     return {Role.PREFILL: PREFILL, Role.DECODE: DECODE}.get(role, DIM) if role else DIM
 
 
-def _title(frame: Frame, width: int) -> Text:
-    clock = _clock(frame.elapsed_s) + (f" / {_clock(frame.ends_s)}" if frame.ends_s else "")
+def _title_line(frame: Frame, width: int) -> Text:
+    clock = _format_clock(frame.elapsed_s) + (
+        f" / {_format_clock(frame.duration_s)}" if frame.duration_s else ""
+    )
     left = Text.assemble(
         (" fulcrum ", "bold reverse"),
         " ",
@@ -72,12 +74,12 @@ def _title(frame: Frame, width: int) -> Text:
     return left + Text(" " * max(2, width - left.cell_len - right.cell_len)) + right
 
 
-def _clock(seconds: float | None) -> str:
+def _format_clock(seconds: float | None) -> str:
     minutes, rest = divmod(int(seconds or 0), 60)
     return f"{minutes:02d}:{rest:02d}"
 
 
-def _flow(parts: Iterable[Text], width: int) -> list[Text]:
+def _join_parts(parts: Iterable[Text], width: int) -> list[Text]:
     """The parts on as few lines as they fit on, in order."""
     lines: list[Text] = []
     for part in parts:
@@ -88,7 +90,7 @@ def _flow(parts: Iterable[Text], width: int) -> list[Text]:
     return lines
 
 
-def _load(frame: Frame, width: int) -> list[Text]:
+def _load_lines(frame: Frame, width: int) -> list[Text]:
     counts = frame.counts
     bad = counts.failed + counts.broken + counts.wrong
     rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
@@ -99,22 +101,22 @@ def _load(frame: Frame, width: int) -> list[Text]:
         ("  failed/broken/wrong ", DIM),
         (f"{counts.failed}/{counts.broken}/{counts.wrong}", BAD if bad else DIM),
     )  # fmt: skip
-    return _flow((load, counted), width)
+    return _join_parts((load, counted), width)
 
 
-def _instances(frame: Frame, width: int) -> list[Text]:
+def _instance_lines(frame: Frame, width: int) -> list[Text]:
     name_width = min(_NAME_MAX, max((len(row.name) for row in frame.instances), default=8))
-    band_width = max(_BAND_MIN, width - name_width - _METERS_WIDTH - 5)
-    head = Text.assemble(
+    history_width = max(_HISTORY_WIDTH_MIN, width - name_width - _GAUGES_WIDTH - 5)
+    header = Text.assemble(
         (" " * (name_width + 5), DIM),
-        (_caption(band_width).ljust(band_width), DIM),
+        (_caption(history_width).ljust(history_width), DIM),
         ("  prefill queue  req / tokens  KV cache", DIM),
     )
     rows = [
-        _instance(row, index == frame.selected, name_width, band_width, frame.slo.ttft_s)
+        _instance_line(row, index == frame.selected, name_width, history_width, frame.slo.ttft_s)
         for index, row in enumerate(frame.instances)
     ]
-    return [head, *rows]
+    return [header, *rows]
 
 
 def _caption(seconds: int) -> str:
@@ -126,7 +128,9 @@ def _caption(seconds: int) -> str:
     return next(caption for caption in captions if len(caption) <= seconds)
 
 
-def _instance(row: InstanceRow, selected: bool, name_width: int, band_width: int, ttft_s: float) -> Text:
+def _instance_line(
+    row: InstanceRow, selected: bool, name_width: int, history_width: int, ttft_s: float
+) -> Text:
     letter = row.role.value[0] if row.role and row.phase is not Phase.FAILED else "x"
     line = Text.assemble(
         ("▸" if selected else " ", TITLE),
@@ -137,50 +141,50 @@ def _instance(row: InstanceRow, selected: bool, name_width: int, band_width: int
             f"{'black on ' if letter != 'x' else ''}{role_style(row.role) if letter != 'x' else BAD}",
         ),
     )
-    line.append_text(_band(row, band_width))
-    line.append_text(_meters(row, ttft_s))
+    line.append_text(_draw_role_history(row, history_width))
+    line.append_text(_gauges(row, ttft_s))
     return line
 
 
-def _band(row: InstanceRow, width: int) -> Text:
-    first = max(0, len(row.band) - width)
-    band = Text(" " * (width - (len(row.band) - first)))
-    for place, cell in enumerate(row.band[first:], start=first):
-        glyph, style = _CELLS[cell]
-        if place in row.marks:
-            band.append("◆", f"bold {style}")
+def _draw_role_history(row: InstanceRow, width: int) -> Text:
+    first = max(0, len(row.role_history) - width)
+    role_history = Text(" " * (width - (len(row.role_history) - first)))
+    for index, cell in enumerate(row.role_history[first:], start=first):
+        glyph, style = _CELL_STYLES[cell]
+        if index in row.flip_marks:
+            role_history.append("◆", f"bold {style}")
         else:
-            band.append(glyph, style)
-    return band
+            role_history.append(glyph, style)
+    return role_history
 
 
-def _meters(row: InstanceRow, ttft_s: float) -> Text:
+def _gauges(row: InstanceRow, ttft_s: float) -> Text:
     if row.phase is not Phase.SERVING:
         restarts = f", restart {row.restarts}" if row.restarts else ""
         return Text(f"  {row.phase.lower()}{restarts}", BAD if row.phase is Phase.FAILED else DIM)
-    if row.missed_probes >= _SILENT_PROBES:
+    if row.missed_probes >= _MISSED_PROBES_MIN:
         return Text(f"  does not answer, {row.missed_probes} probes missed", BAD)
     queued = row.prefill_queued_s
     return Text.assemble(
         "  ",
-        _bar(queued / ttft_s, 6, PREFILL),
+        _draw_bar(queued / ttft_s, 6, PREFILL),
         (f" {queued:4.1f} s", "" if queued else DIM),
         "  ",
-        (f"{row.decode_requests:4d} /{_thousands(row.decode_tokens):>6}", "" if row.decode_requests else DIM),
+        (f"{row.decode_legs:4d} /{_format_thousands(row.decode_tokens):>6}", "" if row.decode_legs else DIM),
         "  ",
-        _bar(row.kv_usage or 0.0, 6, DECODE),
+        _draw_bar(row.kv_usage or 0.0, 6, DECODE),
         (" –" if row.kv_usage is None else f" {row.kv_usage:4.0%}", "" if row.kv_usage else DIM),
     )
 
 
-def _thousands(count: int) -> str:
+def _format_thousands(count: int) -> str:
     return f"{count / 1000:.1f}k" if count >= 1000 else str(count)
 
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def _bar(share: float, width: int, style: str) -> Text:
+def _draw_bar(share: float, width: int, style: str) -> Text:
     """A bar of `width` cells, filled to `share` of 1 in eighths of a cell; red where it is over 1."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
@@ -188,54 +192,56 @@ def _bar(share: float, width: int, style: str) -> Text:
     return Text(text.ljust(width), f"{BAD if share > 1 else style} on grey19")
 
 
-def _objectives(frame: Frame, width: int) -> list[Text]:
+def _objective_lines(frame: Frame, width: int) -> list[Text]:
     recent, slo = frame.recent, frame.slo
     bar_width = 10 if width >= 100 else 5
     attained = Text.assemble(
         ("attained ", DIM),
-        *_share("last 10 s", frame.attainment_recent),
+        *_share_parts("last 10 s", frame.attainment_recent),
         "  ",
-        *_share("run", frame.attainment),
+        *_share_parts("run", frame.attainment),
     )
-    decoding = format_count(frame.decode_requests, "request")
+    decoding = format_count(frame.decode_legs, "request")
     queued = Text.assemble(
         ("queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL), ("  decode ", DIM),
-        (f"{decoding}, {_thousands(frame.decode_tokens)} tokens", DECODE),
+        (f"{decoding}, {_format_thousands(frame.decode_tokens)} tokens", DECODE),
     )  # fmt: skip
     return [
-        _objective("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, bar_width),
-        _objective("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, bar_width),
-        *_flow((attained, queued), width),
+        _objective_line("TTFT", recent.ttft_p50_s, recent.ttft_p99_s, slo.ttft_s, bar_width),
+        _objective_line("TPOT", recent.tpot_p50_s, recent.tpot_p99_s, slo.tpot_s, bar_width),
+        *_join_parts((attained, queued), width),
     ]
 
 
-def _objective(name: str, p50_s: float | None, p99_s: float | None, goal_s: float, bar_width: int) -> Text:
+def _objective_line(
+    name: str, p50_s: float | None, p99_s: float | None, objective_s: float, bar_width: int
+) -> Text:
     return Text.assemble(
         (f" {name} last 10 s   ", DIM),
-        *_latency("p50", p50_s, goal_s, bar_width),
+        *_latency_parts("p50", p50_s, objective_s, bar_width),
         "  ",
-        *_latency("p99", p99_s, goal_s, bar_width),
-        (f"  objective {short_s(goal_s)}", DIM),
+        *_latency_parts("p99", p99_s, objective_s, bar_width),
+        (f"  objective {format_seconds(objective_s)}", DIM),
     )
 
 
-def _latency(
-    name: str, value_s: float | None, goal_s: float, bar_width: int
+def _latency_parts(
+    name: str, value_s: float | None, objective_s: float, bar_width: int
 ) -> Iterable[Text | tuple[str, str]]:
     yield (f"{name} ", DIM)
     if value_s is None:
         yield ("–".rjust(8) + " " * (bar_width + 1), DIM)
         return
-    yield (f"{short_s(value_s):>8} ", BAD if value_s > goal_s else GOOD)
-    yield _bar(value_s / goal_s, bar_width, GOOD)
+    yield (f"{format_seconds(value_s):>8} ", BAD if value_s > objective_s else GOOD)
+    yield _draw_bar(value_s / objective_s, bar_width, GOOD)
 
 
-def short_s(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """`340 ms`, `1.25 s`."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _share(name: str, share: float | None) -> Iterable[tuple[str, str]]:
+def _share_parts(name: str, share: float | None) -> Iterable[tuple[str, str]]:
     yield (f"{name} ", DIM)
     if share is None:
         yield ("–", DIM)
@@ -243,9 +249,14 @@ def _share(name: str, share: float | None) -> Iterable[tuple[str, str]]:
         yield (f"{share:.1%}", GOOD if share >= 0.9 else BAD)
 
 
-def _split(frame: Frame, width: int) -> list[Text]:
+def _split_lines(frame: Frame, width: int) -> list[Text]:
     parts = [
-        Text.assemble(("P:D wanted ", DIM), *_ratio(frame.wanted), (" had ", DIM), *_ratio(frame.had)),
+        Text.assemble(
+            ("P:D wanted ", DIM),
+            *_split_parts(frame.desired_split),
+            (" had ", DIM),
+            *_split_parts(frame.actual_split),
+        ),
         Text.assemble(
             ("flips ", DIM),
             (f"→P {frame.flips_to_prefill}", PREFILL),
@@ -259,44 +270,44 @@ def _split(frame: Frame, width: int) -> list[Text]:
     if late_ms is not None:
         style = BAD if late_ms > TOO_SLOW_MS else ""
         parts.append(Text.assemble(("engines late ", DIM), (f"{late_ms:.1f} ms", style), (" (p99)", DIM)))
-    lines = _flow(parts, width)
+    lines = _join_parts(parts, width)
     if late_ms is not None and late_ms > TOO_SLOW_MS:
         lines.append(Text(" MACHINE TOO SLOW: engine steps come late, latencies are not the model's", BAD))
-    if frame.away:
-        lines.append(Text(f" AWAY: {'; '.join(frame.away)}", BAD))
+    if frame.unavailable:
+        lines.append(Text(f" AWAY: {'; '.join(frame.unavailable)}", BAD))
     if frame.notice:
         lines.append(Text(f" {frame.notice}", TITLE))
     return lines
 
 
-def _ratio(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
+def _split_parts(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
     yield (str(split[0]), PREFILL)
     yield (":", DIM)
     yield (str(split[1]), DECODE)
 
 
-def _decisions(decisions: Sequence[Decision], room: int, width: int) -> list[Text]:
+def _decision_section(decisions: Sequence[DecisionLine], lines_max: int, width: int) -> list[Text]:
     """The last ones, newest first, each over as many lines as it needs, while there is room."""
-    if room < 2:
+    if lines_max < 2:
         return []
     lines = [Text(" last decisions" if decisions else " no decision yet", DIM)]
     for decision in reversed(decisions):
-        lines += _decision(decision, width)
-        if len(lines) >= room:
+        lines += _decision_lines(decision, width)
+        if len(lines) >= lines_max:
             break
-    return lines[:room]
+    return lines[:lines_max]
 
 
 _INDENT = 7
 
 
-def _decision(decision: Decision, width: int) -> list[Text]:
+def _decision_lines(decision: DecisionLine, width: int) -> list[Text]:
     first, *more = wrap(decision.text, max(20, width - _INDENT - 1)) or [""]
-    head = Text.assemble((f" {_clock(decision.at_s)} ", DIM), (first, role_style(decision.to)))
-    return [head, *(Text(" " * _INDENT + line, DIM) for line in more)]
+    header = Text.assemble((f" {_format_clock(decision.at_s)} ", DIM), (first, role_style(decision.to)))
+    return [header, *(Text(" " * _INDENT + line, DIM) for line in more)]
 
 
-def _keys(width: int) -> Text:
+def _key_line(width: int) -> Text:
     keys = [
         ("1", "moving"),
         ("2", "steady"),

@@ -13,7 +13,7 @@ import yaml
 
 from fulcrum_core.errors import InvalidInput
 
-DEFAULT = Path("~/.kube/config")
+DEFAULT_KUBECONFIG = Path("~/.kube/config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class KubeContext:
 
 def kubeconfig_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """The files that exist of those that KUBECONFIG names, without it of the usual one."""
-    named = [Path(part) for part in environment.get("KUBECONFIG", "").split(os.pathsep) if part]
-    return tuple(path for path in named or [DEFAULT.expanduser()] if path.is_file())
+    paths = [Path(part) for part in environment.get("KUBECONFIG", "").split(os.pathsep) if part]
+    return tuple(path for path in paths or [DEFAULT_KUBECONFIG.expanduser()] if path.is_file())
 
 
 def read_context(files: Sequence[Path], name: str | None) -> KubeContext:
@@ -38,20 +38,23 @@ def read_context(files: Sequence[Path], name: str | None) -> KubeContext:
         InvalidInput: if a file cannot be read, or there is no such context.
     """
     documents = [_read(path) for path in files]
-    where = os.pathsep.join(map(str, files))
-    contexts, clusters = _named(documents, "contexts", "context"), _named(documents, "clusters", "cluster")
+    source = os.pathsep.join(map(str, files))
+    contexts, clusters = (
+        _index_by_name(documents, "contexts", "context"),
+        _index_by_name(documents, "clusters", "cluster"),
+    )
     current = next((str(found) for doc in documents if (found := doc.get("current-context"))), None)
     chosen = name or current
     if chosen is None:
-        raise InvalidInput("kubeconfig", where, "has no current context: choose one with --context")
+        raise InvalidInput("kubeconfig", source, "has no current context: choose one with --context")
     if chosen not in contexts:
-        path = "--context" if name else f"{where}: current-context"
+        path = "--context" if name else f"{source}: current-context"
         known = ", ".join(sorted(contexts)) or "none"
-        raise InvalidInput(path, chosen, f"is not a context of {where}; it has {known}")
+        raise InvalidInput(path, chosen, f"is not a context of {source}; it has {known}")
     context = contexts[chosen]
     cluster = clusters.get(str(context.get("cluster")))
     if cluster is None or not cluster.get("server"):
-        raise InvalidInput(f"{where}: context {chosen}", context.get("cluster"), "names no cluster of it")
+        raise InvalidInput(f"{source}: context {chosen}", context.get("cluster"), "names no cluster of it")
     return KubeContext(chosen, str(cluster["server"]), str(context.get("namespace") or "default"))
 
 
@@ -69,7 +72,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     return document
 
 
-def _named(documents: Sequence[Mapping[str, Any]], group: str, item: str) -> dict[str, Mapping[str, Any]]:
+def _index_by_name(
+    documents: Sequence[Mapping[str, Any]], group: str, item: str
+) -> dict[str, Mapping[str, Any]]:
     """The entries of one list of all files by name, the first of each."""
     found: dict[str, Mapping[str, Any]] = {}
     for document in documents:

@@ -5,17 +5,17 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def on_interrupt(act: Callable[[], object]) -> Iterator[None]:
-    """Calls `act` on Ctrl-C, SIGTERM and SIGHUP while the context lasts."""
+def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """Calls `callback` on Ctrl-C, SIGTERM and SIGHUP while the context lasts."""
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, act)
+    for number in _INTERRUPT_SIGNALS:
+        loop.add_signal_handler(number, callback)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in _INTERRUPT_SIGNALS:
             loop.remove_signal_handler(number)

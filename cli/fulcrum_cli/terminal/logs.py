@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 
-def log_warnings() -> None:
+def log_warnings_to_stderr() -> None:
     """Warnings to standard error: where no view is disturbed by them."""
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -16,7 +16,7 @@ def log_warnings() -> None:
     )
 
 
-def log_to(path: Path | None) -> None:
+def log_to_file(path: Path | None) -> None:
     """Everything to the end of a file; None: nowhere."""
     file = open(path or os.devnull, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the process
     structlog.configure(

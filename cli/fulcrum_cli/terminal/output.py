@@ -8,15 +8,15 @@ from typing import Any
 import yaml
 
 
-class Output(StrEnum):
+class OutputFormat(StrEnum):
     """Forms of an answer."""
 
     JSON = "json"
     YAML = "yaml"
 
 
-def render(document: Mapping[str, Any], form: Output) -> str:
+def render_document(document: Mapping[str, Any], output_format: OutputFormat) -> str:
     """The document in that form, without a line end at its end."""
-    if form is Output.JSON:
+    if output_format is OutputFormat.JSON:
         return json.dumps(document, indent=2, ensure_ascii=False)
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110).rstrip("\n")

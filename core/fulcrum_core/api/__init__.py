@@ -3,15 +3,15 @@
 from fulcrum_core.api.manifest import load_manifest, parse_object
 from fulcrum_core.api.meta import Condition, ObjectMeta, OwnerReference, Resource
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
-from fulcrum_core.api.pdinstance import IdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
+from fulcrum_core.api.pdinstance import EngineIdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
 from fulcrum_core.api.pdpool import (
     Bounds,
+    LaunchSpec,
     PDPool,
     PDPoolSpec,
     PDPoolStatus,
     PoolRole,
     RefusedRevision,
-    StartSpec,
 )
 from fulcrum_core.api.pdservice import (
     LastDecision,
@@ -30,9 +30,10 @@ __all__ = [
     "KINDS",
     "Bounds",
     "Condition",
+    "EngineIdentitySpec",
     "Floors",
-    "IdentitySpec",
     "LastDecision",
+    "LaunchSpec",
     "ObjectMeta",
     "OwnerReference",
     "PDAssignment",
@@ -57,7 +58,6 @@ __all__ = [
     "RoleStatus",
     "ServiceSloSpec",
     "SloSpec",
-    "StartSpec",
     "TierStatus",
     "load_manifest",
     "parse_object",

@@ -8,8 +8,8 @@ from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
-from fulcrum_core.api.meta import Model, between_fields
-from fulcrum_core.api.quantity import Quantity
+from fulcrum_core.api.meta import ApiModel, cel_rule
+from fulcrum_core.api.quantity import ByteQuantity
 from fulcrum_core.models import KvPrecision, WeightPrecision
 
 EngineType = Literal["Simulated", "vLLM"]
@@ -37,11 +37,11 @@ class Connector(StrEnum):
     LMCACHE = "LMCache"
 
 
-class ModelSourceSpec(Model):
+class ModelSourceSpec(ApiModel):
     """Where engines find the model; the hub, if neither a claim nor a path is named."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields(
+        json_schema_extra=cel_rule(
             "!(has(self.pvc) && has(self.hostPath))", "has both pvc and hostPath: write one of them"
         )
     )
@@ -80,13 +80,13 @@ class ModelSourceSpec(Model):
     )
 
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def _check_one_source(self) -> Self:
         if self.pvc and self.host_path:
             raise ValueError("has both pvc and hostPath: write one of them")
         return self
 
 
-class ParallelismSpec(Model):
+class ParallelismSpec(ApiModel):
     """How one instance is laid over its devices."""
 
     tensor: StrictInt | None = Field(
@@ -102,7 +102,7 @@ class ParallelismSpec(Model):
     )
 
 
-class QuantizationSpec(Model):
+class QuantizationSpec(ApiModel):
     """With how many bits weights and KV cache are kept."""
 
     weights: WeightPrecision = Field(
@@ -113,7 +113,7 @@ class QuantizationSpec(Model):
     )
 
 
-class SettingsSpec(Model):
+class EngineSettingsSpec(ApiModel):
     """Settings of the engine, each chosen by model, hardware and role if it is not written."""
 
     attention_backend: AttentionBackend | None = Field(default=None, description="Kernels of attention.")
@@ -138,11 +138,11 @@ class SettingsSpec(Model):
     )
 
 
-class KvTransferSpec(Model):
+class KvTransferSpec(ApiModel):
     """How KV gets from prefill to decode."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields(
+        json_schema_extra=cel_rule(
             "!has(self.bufferSize) || self.connector == 'LMCache'",
             "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies",
         )
@@ -153,7 +153,7 @@ class KvTransferSpec(Model):
         description="NIXL: pulled from the peer's memory; NIXLWithLMCache: and kept in kvCache's tiers; "
         "LMCache: pushed, with the role fixed at start (default NIXL).",
     )
-    buffer_size: Quantity | None = Field(
+    buffer_size: ByteQuantity | None = Field(
         default=None, description="Of each rank (default: the longest prompt, rounded up to 256Mi)."
     )
     devices: str | None = Field(
@@ -164,7 +164,7 @@ class KvTransferSpec(Model):
     )
 
     @model_validator(mode="after")
-    def _buffer_is_used(self) -> Self:
+    def _check_buffer_size(self) -> Self:
         if self.buffer_size is not None and self.connector is not Connector.LMCACHE:
             raise ValueError(
                 "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies"
@@ -172,11 +172,11 @@ class KvTransferSpec(Model):
         return self
 
 
-class KvCacheSpec(Model):
+class KvCacheSpec(ApiModel):
     """Tiers below the device's memory, of each instance."""
 
-    cpu: Quantity | None = Field(default=None, description="Memory of the node for KV.")
-    disk: Quantity | None = Field(default=None, description="Disk of the node for KV that memory lost.")
+    cpu: ByteQuantity | None = Field(default=None, description="Memory of the node for KV.")
+    disk: ByteQuantity | None = Field(default=None, description="Disk of the node for KV that memory lost.")
     remote: str | None = Field(
         default=None,
         max_length=512,
@@ -185,6 +185,6 @@ class KvCacheSpec(Model):
     )
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether it names no tier."""
         return self.cpu is None and self.disk is None and self.remote is None

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
-from fulcrum_core.api.meta import WRITTEN, Model, ObjectMeta, Resource
-from fulcrum_core.api.registry import kind_of
+from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, ObjectMeta, Resource
+from fulcrum_core.api.registry import find_kind
 from fulcrum_core.errors import InvalidInput
 
 R = TypeVar("R", bound=Resource)
@@ -44,8 +44,8 @@ _RULES = {
 }
 _ENUM_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
-_TRUTH_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
-_METADATA = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
+_YAML_BOOLEAN_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
+_METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
     "deletionGracePeriodSeconds",
     "finalizers",
     "generateName",
@@ -79,23 +79,25 @@ class _Loader(yaml.SafeLoader):
 def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
     """The object that `raw` says, or `InvalidInput` for the first rule it breaks."""
     try:
-        return kind.model_validate(raw, by_alias=True, by_name=False, context=WRITTEN)
+        return kind.model_validate(raw, by_alias=True, by_name=False, context=EXTERNAL_INPUT)
     except ValidationError as error:
-        raise _first_rule(error, kind) from error
+        raise _first_broken_rule(error, kind) from error
 
 
 def parse_object(raw: object) -> Resource:
     """The object that one YAML document says, whatever its kind."""
     if not isinstance(raw, Mapping):
         raise InvalidInput(
-            "manifest", _short(raw), "is not an object with apiVersion, kind, metadata and spec"
+            "manifest", _shorten(raw), "is not an object with apiVersion, kind, metadata and spec"
         )
-    kind, metadata = kind_of(raw.get("kind")), raw.get("metadata")
+    kind, metadata = find_kind(raw.get("kind")), raw.get("metadata")
     if "apiVersion" not in raw:
         raise InvalidInput("apiVersion", "nothing", "is required")
     for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
-        if key not in _METADATA:
-            raise InvalidInput(f"metadata.{key}", _short(value), _no_field(str(key), _METADATA))
+        if key not in _METADATA_FIELDS:
+            raise InvalidInput(
+                f"metadata.{key}", _shorten(value), _unknown_field_rule(str(key), _METADATA_FIELDS)
+            )
     return parse_as(kind, raw)
 
 
@@ -109,7 +111,7 @@ def load_manifest(text: str, *, source: str) -> tuple[Resource, ...]:
     try:
         documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
     except yaml.YAMLError as error:
-        raise _unreadable(error, source) from error
+        raise _yaml_error(error, source) from error
     if not documents:
         raise InvalidInput(source, "empty", "holds no object")
     return tuple(_parse_document(document, f"{source}[{index}]") for index, document in enumerate(documents))
@@ -122,26 +124,26 @@ def _parse_document(document: object, where: str) -> Resource:
         raise InvalidInput(f"{where}: {error.path}", error.value, error.rule) from error
 
 
-def _unreadable(error: yaml.YAMLError, source: str) -> InvalidInput:
+def _yaml_error(error: yaml.YAMLError, source: str) -> InvalidInput:
     mark = getattr(error, "problem_mark", None)
     where = f" line {mark.line + 1}" if mark else ""
     return InvalidInput(source, f"YAML{where}", str(getattr(error, "problem", "") or "cannot be read"))
 
 
-def _first_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
+def _first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
     """A field that is none goes first, as API servers have it: another one may be missing for it."""
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    value = "nothing" if first["type"] == "missing" else _short(first["input"])
+    value = "nothing" if first["type"] == "missing" else _shorten(first["input"])
     if first["type"] == "extra_forbidden":
-        rule = _no_field(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
+        rule = _unknown_field_rule(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
     else:
-        rule = _rule(first["type"], first["msg"], first.get("ctx", {}))
-    return InvalidInput(path or "manifest", value, rule + _quotes_missing(first["input"], rule))
+        rule = _rule_text(first["type"], first["msg"], first.get("ctx", {}))
+    return InvalidInput(path or "manifest", value, rule + _missing_quotes_hint(first["input"], rule))
 
 
-def _no_field(name: str, fields: Iterable[str]) -> str:
+def _unknown_field_rule(name: str, fields: Iterable[str]) -> str:
     """The rule that a field breaks that is none, with the one that may have been meant."""
     close = get_close_matches(name, fields, n=1, cutoff=0.7)
     return f"is not a field; did you mean {close[0]}?" if close else "is not a field"
@@ -149,21 +151,21 @@ def _no_field(name: str, fields: Iterable[str]) -> str:
 
 def _fields_at(kind: type[Resource], path: Sequence[int | str]) -> list[str]:
     """The fields that may stand at a path; its other parts are places in lists, or keys of mappings."""
-    model: type[Model] = kind
+    model: type[ApiModel] = kind
     for part in path:
         field = next((each for each in model.model_fields.values() if each.alias == part), None)
-        model = (field and _model_of(field.annotation)) or model
+        model = (field and _find_model(field.annotation)) or model
     return [str(field.alias) for field in model.model_fields.values()]
 
 
-def _model_of(annotation: object) -> type[Model] | None:
+def _find_model(annotation: object) -> type[ApiModel] | None:
     """The model among the parts of an annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, Model):
+    if isinstance(annotation, type) and issubclass(annotation, ApiModel):
         return annotation
-    return next((found for part in get_args(annotation) if (found := _model_of(part))), None)
+    return next((found for part in get_args(annotation) if (found := _find_model(part))), None)
 
 
-def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:
+def _rule_text(error: str, message: str, numbers: Mapping[str, Any]) -> str:
     if error in _RULES:
         rule = _ENUM_MEMBER.sub(r"\1", _RULES[error].format_map(numbers))
         return rule if " or " in rule else rule.replace("is none of", "is not")
@@ -171,14 +173,14 @@ def _rule(error: str, message: str, numbers: Mapping[str, Any]) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _quotes_missing(value: object, rule: str) -> str:
+def _missing_quotes_hint(value: object, rule: str) -> str:
     """What to do about a word that YAML reads as a truth value: `Off` without quotes is false."""
-    words = _TRUTH_WORDS[value] if isinstance(value, bool) else ()
+    words = _YAML_BOOLEAN_WORDS[value] if isinstance(value, bool) else ()
     meant = next((word for word in words if f"'{word}'" in rule), None)
     return f'; without quotes YAML reads {meant} as {str(value).lower()}: write "{meant}"' if meant else ""
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """On one line, as YAML writes it, at most 80 characters."""
     if isinstance(value, str):
         text = " ".join(value.split())

@@ -43,9 +43,9 @@ TIME_PATTERN = (
 _TIME = re.compile(TIME_PATTERN)
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 _NAME = re.compile(NAME_PATTERN)
-_KEY_NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_QUALIFIED_NAME_PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 CANNOT_CHANGE = "cannot be changed"
-WRITTEN = "written"
+EXTERNAL_INPUT = "external input"
 """Context of a validation of what a user or another program wrote: durations and times are text there."""
 
 
@@ -68,27 +68,27 @@ def parse_duration(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """The shortest spelling that `parse_duration` reads back: `50ms`, `1.5s`, `2m`, `1h30m`."""
     if seconds < 1:
-        return f"{_plain(seconds * 1000)}ms"
+        return f"{_format_number(seconds * 1000)}ms"
     hours, rest = divmod(seconds, 3600)
     minutes, left = divmod(rest, 60)
     parts = (
         f"{hours:.0f}h" if hours else "",
         f"{minutes:.0f}m" if minutes else "",
-        f"{_plain(left)}s" if left else "",
+        f"{_format_number(left)}s" if left else "",
     )
     return "".join(parts)
 
 
-def _plain(number: float) -> str:
+def _format_number(number: float) -> str:
     """To the nearest millionth, never with an exponent."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 
-def _duration(value: object, info: ValidationInfo) -> float:
+def _validate_duration(value: object, info: ValidationInfo) -> float:
     if isinstance(value, str):
         return parse_duration(value)
     if _is_number(value) and math.isfinite(value):
-        return parse_duration(f"{value:g}") if info.context == WRITTEN else float(value)
+        return parse_duration(f"{value:g}") if info.context == EXTERNAL_INPUT else float(value)
     raise ValueError("is not a duration such as 1s, 50ms or 1h30m")
 
 
@@ -114,14 +114,14 @@ _BOUNDS |= {
 }
 
 
-def bounded_duration(schema: JsonSchemaValue, bounds: JsonSchemaValue) -> JsonSchemaValue:
+def duration_schema_with_bounds(schema: JsonSchemaValue, bounds: JsonSchemaValue) -> JsonSchemaValue:
     """A duration's schema with the bounds of its seconds as CEL rules, and no other bounds."""
     text = {key: value for key, value in schema.items() if key not in _BOUNDS}
-    rules = [_bound_rule(bound, bounds[bound]) for bound in _BOUNDS if bound in bounds]
+    rules = [_cel_bound_rule(bound, bounds[bound]) for bound in _BOUNDS if bound in bounds]
     return {**text, "x-kubernetes-validations": rules} if rules else text
 
 
-def _bound_rule(bound: str, seconds: float) -> dict[str, str]:
+def _cel_bound_rule(bound: str, seconds: float) -> dict[str, str]:
     operator, words = _BOUNDS[bound]
     limit = format_duration(seconds) if seconds else "0s"
     return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{words} {limit}"}
@@ -140,11 +140,14 @@ class _DurationSchema:
             "maxLength": _DURATION_LENGTH,
             "minLength": 2,
         }
-        return bounded_duration(text, numbers)
+        return duration_schema_with_bounds(text, numbers)
 
 
 Duration = Annotated[
-    float, BeforeValidator(_duration), PlainSerializer(format_duration, return_type=str), _DurationSchema()
+    float,
+    BeforeValidator(_validate_duration),
+    PlainSerializer(format_duration, return_type=str),
+    _DurationSchema(),
 ]
 """Seconds in Python, `1s`, `50ms`, `1h30m` in YAML."""
 
@@ -165,22 +168,22 @@ def format_time(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def between_fields(rule: str, message: str) -> dict[str, JsonValue]:
+def cel_rule(rule: str, message: str) -> dict[str, JsonValue]:
     """Schema extra of a model: a rule between its fields, in CEL, for API servers. A validator repeats it."""
     return {"x-kubernetes-validations": [{"rule": rule, "message": message}]}
 
 
-def _time(value: object, info: ValidationInfo) -> float:
+def _validate_time(value: object, info: ValidationInfo) -> float:
     if isinstance(value, str):
         return parse_time(value)
-    if _is_number(value) and info.context != WRITTEN:
+    if _is_number(value) and info.context != EXTERNAL_INPUT:
         return float(value)
     raise ValueError("is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
 
 
 Time = Annotated[
     float,
-    BeforeValidator(_time),
+    BeforeValidator(_validate_time),
     PlainSerializer(format_time, return_type=str),
     WithJsonSchema(
         {
@@ -197,18 +200,18 @@ Time = Annotated[
 """Unix seconds in Python, RFC 3339 with microseconds in YAML."""
 
 
-class Model(BaseModel):
+class ApiModel(BaseModel):
     """Base of everything in the API: frozen, camelCase outside, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _as_an_api_server_reads(cls, raw: Any) -> Any:
+    def _normalize_like_api_server(cls, raw: Any) -> Any:
         """A field of null is a field not written, and 2.0 is 2."""
         if not isinstance(raw, Mapping):
             return raw
-        known = cls._keys()
+        known = cls._field_names()
         return {
             key: int(value) if isinstance(value, float) and value.is_integer() else value
             for key, value in raw.items()
@@ -217,7 +220,7 @@ class Model(BaseModel):
 
     @classmethod
     @functools.cache
-    def _keys(cls) -> frozenset[str]:
+    def _field_names(cls) -> frozenset[str]:
         return frozenset(cls.model_fields) | {str(field.alias) for field in cls.model_fields.values()}
 
     def dump(self) -> dict[str, Any]:
@@ -225,7 +228,7 @@ class Model(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-class OwnerReference(Model):
+class OwnerReference(ApiModel):
     """The object that this one is deleted with."""
 
     api_version: str = API_VERSION
@@ -235,7 +238,7 @@ class OwnerReference(Model):
     controller: bool = True
 
 
-class ObjectMeta(Model):
+class ObjectMeta(ApiModel):
     """The part of Kubernetes' ObjectMeta that Fulcrum reads. An API server's other fields are passed over."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
@@ -253,37 +256,37 @@ class ObjectMeta(Model):
 
     @field_validator("labels")
     @classmethod
-    def _are_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+    def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         for key, value in labels.items():
-            if not _is_key(key) or (value and not _KEY_NAME.fullmatch(value)):
+            if not _is_qualified_name(key) or (value and not _QUALIFIED_NAME_PART.fullmatch(value)):
                 raise ValueError(f"has {key}: {value}, which is no label as Kubernetes writes them")
         return labels
 
     @field_validator("annotations")
     @classmethod
-    def _are_annotations(cls, annotations: dict[str, str]) -> dict[str, str]:
+    def _check_annotations(cls, annotations: dict[str, str]) -> dict[str, str]:
         for key in annotations:
-            if not _is_key(key.lower()):
+            if not _is_qualified_name(key.lower()):
                 raise ValueError(f"has {key}, which is no annotation's key as Kubernetes writes them")
         return annotations
 
     @field_validator("owner_references")
     @classmethod
-    def _one_controls(cls, owners: tuple[OwnerReference, ...]) -> tuple[OwnerReference, ...]:
+    def _check_single_controller(cls, owners: tuple[OwnerReference, ...]) -> tuple[OwnerReference, ...]:
         if sum(owner.controller for owner in owners) > 1:
             raise ValueError("has more than one owner that is the controller")
         return owners
 
 
-def _is_key(key: str) -> bool:
+def _is_qualified_name(key: str) -> bool:
     """Whether it is the key of a label: `name`, or `prefix/name` with a DNS name as prefix."""
     prefix, slash, name = key.rpartition("/")
     if slash and not (_NAME.fullmatch(prefix) and len(prefix) <= 253):
         return False
-    return bool(_KEY_NAME.fullmatch(name))
+    return bool(_QUALIFIED_NAME_PART.fullmatch(name))
 
 
-class Condition(Model):
+class Condition(ApiModel):
     """A state that lasts, with the generation it was judged on."""
 
     type: str = Field(description="Name of the condition.")
@@ -294,7 +297,7 @@ class Condition(Model):
     last_transition_time: Time | None = Field(default=None, description="When the status last changed.")
 
 
-class Printer(Model):
+class PrinterColumn(ApiModel):
     """One column of `kubectl get`."""
 
     name: str
@@ -303,16 +306,16 @@ class Printer(Model):
     description: str = ""
 
 
-class Resource(Model):
+class Resource(ApiModel):
     """Base of the kinds. A kind adds `spec` and `status` models and says how it is listed.
 
-    `immutable` are the fields of the spec that keep the value they were made with.
+    `immutable_fields` are the fields of the spec that keep the value they were made with.
     """
 
     plural: ClassVar[str]
-    immutable: ClassVar[tuple[str, ...]] = ()
-    short: ClassVar[str]
-    printers: ClassVar[tuple[Printer, ...]]
+    immutable_fields: ClassVar[tuple[str, ...]] = ()
+    short_name: ClassVar[str]
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]]
 
     api_version: Literal["fulcrum.dev/v1alpha1"] = API_VERSION
     kind: str

@@ -9,13 +9,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
-from fulcrum_core.api.meta import Model, Printer, Resource, Time
+from fulcrum_core.api.meta import ApiModel, PrinterColumn, Resource, Time
 from fulcrum_core.values import Actor, Role
 
 AssignedRole = Literal[Role.PREFILL, Role.DECODE]
 
 
-class Refusal(Model):
+class Refusal(ApiModel):
     """A wish that was turned down, so that nobody retries for ever."""
 
     role: AssignedRole | None = Field(
@@ -25,7 +25,7 @@ class Refusal(Model):
     until: Time = Field(description="Before this time the same wish is refused without a second look.")
 
 
-class RoleAssignment(Model):
+class RoleAssignment(ApiModel):
     """The role one instance shall play."""
 
     role: AssignedRole = Field(description="Prefill or Decode.")
@@ -43,40 +43,40 @@ class RoleAssignment(Model):
     refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
 
     @property
-    def cordoner(self) -> Actor | None:
+    def effective_cordoned_by(self) -> Actor | None:
         """Who keeps new work from it; None if nobody does."""
         return (self.cordoned_by or self.by) if self.cordoned else None
 
     @property
-    def why_cordoned(self) -> str:
+    def effective_cordon_reason(self) -> str:
         """Why it is cordoned, by the word of who cordoned it."""
         return self.cordon_reason or self.reason or "no reason given"
 
 
-class Floors(Model):
+class Floors(ApiModel):
     """Fewest serving instances of each role that a voluntary action may leave."""
 
     prefill: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve prefill (default 1).")
     decode: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve decode (default 1).")
 
-    def of(self, role: Role) -> int:
+    def for_role(self, role: Role) -> int:
         """The floor of one role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
 
-def _named(roles: object) -> object:
+def _drop_null_roles(roles: object) -> object:
     """A role of null is a role not written."""
     if not isinstance(roles, Mapping):
         return roles
     return {name: role for name, role in roles.items() if role is not None}
 
 
-class PDAssignmentSpec(Model):
+class PDAssignmentSpec(ApiModel):
     """The wish."""
 
     service: str = Field(max_length=253, description="The PDService this is for.")
-    roles: Annotated[dict[str, RoleAssignment], BeforeValidator(_named), Field(max_length=1024)] = Field(
-        default_factory=dict, description="The role of each instance, by its name."
+    roles: Annotated[dict[str, RoleAssignment], BeforeValidator(_drop_null_roles), Field(max_length=1024)] = (
+        Field(default_factory=dict, description="The role of each instance, by its name.")
     )
     floors: Floors = Field(default_factory=Floors, description="Fewest serving instances of each role.")
     last_prefill_to_decode: Time | None = Field(
@@ -90,13 +90,13 @@ class PDAssignment(Resource):
     """Who plays which role in one service. Made by the operator under the service's name."""
 
     plural: ClassVar[str] = "pdassignments"
-    short: ClassVar[str] = "pda"
-    immutable: ClassVar[tuple[str, ...]] = ("service",)
-    printers: ClassVar[tuple[Printer, ...]] = (
-        Printer(name="Flips", type="integer", json_path=".spec.flips"),
-        Printer(name="Floor P", type="integer", json_path=".spec.floors.prefill"),
-        Printer(name="Floor D", type="integer", json_path=".spec.floors.decode"),
-        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    short_name: ClassVar[str] = "pda"
+    immutable_fields: ClassVar[tuple[str, ...]] = ("service",)
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Flips", type="integer", json_path=".spec.flips"),
+        PrinterColumn(name="Floor P", type="integer", json_path=".spec.floors.prefill"),
+        PrinterColumn(name="Floor D", type="integer", json_path=".spec.floors.decode"),
+        PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     kind: Literal["PDAssignment"] = "PDAssignment"

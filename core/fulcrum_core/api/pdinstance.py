@@ -4,10 +4,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fulcrum_core.api.meta import Duration, Model, Printer, Resource, Time
+from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource, Time
 from fulcrum_core.api.pdassignment import AssignedRole
-from fulcrum_core.api.pdpool import StartSpec
-from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Identity, Phase, Role
+from fulcrum_core.api.pdpool import LaunchSpec
+from fulcrum_core.values import KV_LEASE_S, EngineIdentity, FlipStrategy, Phase, Role
 
 DRAINED = "drained"
 """How the message of a cordoned instance ends, once nothing is on it any more."""
@@ -24,7 +24,7 @@ ConfigExcerpt = Annotated[
 ]
 
 
-class PDInstanceSpec(StartSpec):
+class PDInstanceSpec(LaunchSpec):
     """What this instance runs."""
 
     service: str = Field(max_length=253, description="The PDService it belongs to.")
@@ -35,10 +35,10 @@ class PDInstanceSpec(StartSpec):
     role: AssignedRole | None = Field(
         default=None, description="The role that its engine is started for, where that is a start-up option."
     )
-    model_facts: ConfigExcerpt | None = None
+    config_excerpt: ConfigExcerpt | None = None
 
 
-class IdentitySpec(Model):
+class EngineIdentitySpec(ApiModel):
     """What an engine is to those that it exchanges KV blocks with; all but lease and wire must agree."""
 
     model: str = Field(description="Model, spelled as on the engine's command line.")
@@ -56,18 +56,20 @@ class IdentitySpec(Model):
     kv_lease: Duration = Field(
         default=KV_LEASE_S, description="For how long it keeps the KV of a hand-off that nobody fetches."
     )
-    kv_wire: Duration = Field(
+    kv_transfer_time_per_1k_tokens: Duration = Field(
         default=0.0,
         description="Longest that the declared fabric takes for the KV of 1,000 tokens; 0: not known.",
     )
 
-    def value(self) -> Identity:
+    def to_identity(self) -> EngineIdentity:
         """The value that `can_transfer` compares."""
-        plain = self.model_dump(exclude={"kv_lease", "kv_wire"})
-        return Identity(**plain, kv_lease_s=self.kv_lease, kv_wire_s=self.kv_wire)
+        plain = self.model_dump(exclude={"kv_lease", "kv_transfer_time_per_1k_tokens"})
+        return EngineIdentity(
+            **plain, kv_lease_s=self.kv_lease, kv_transfer_s_per_1k_tokens=self.kv_transfer_time_per_1k_tokens
+        )
 
 
-class PDInstanceStatus(Model):
+class PDInstanceStatus(ApiModel):
     """What is seen of the instance."""
 
     phase: Phase = Field(default=Phase.PENDING, description="Where it stands in its life.")
@@ -76,10 +78,12 @@ class PDInstanceStatus(Model):
         default=None, description="Effective role: Prefill, Decode, or Both where it serves alone."
     )
     endpoint: str | None = Field(default=None, description="host:port of its HTTP API.")
-    identity: IdentitySpec | None = Field(
+    identity: EngineIdentitySpec | None = Field(
         default=None, description="What must agree between engines that exchange KV."
     )
-    strategy: FlipStrategy | None = Field(default=None, description="How it flips, as probed at its start.")
+    flip_strategy: FlipStrategy | None = Field(
+        default=None, description="How it flips, as probed at its start."
+    )
     restarts: int = Field(default=0, description="How often its engine was started again.")
     kv_verified_at: Time | None = Field(
         default=None, description="When it was first seen to exchange KV, in this life of its engine."
@@ -91,15 +95,15 @@ class PDInstance(Resource):
     """One engine replica of a service."""
 
     plural: ClassVar[str] = "pdinstances"
-    short: ClassVar[str] = "pdi"
-    immutable: ClassVar[tuple[str, ...]] = ("service", "pool")
-    printers: ClassVar[tuple[Printer, ...]] = (
-        Printer(name="Service", type="string", json_path=".spec.service"),
-        Printer(name="Role", type="string", json_path=".status.role"),
-        Printer(name="Phase", type="string", json_path=".status.phase"),
-        Printer(name="Endpoint", type="string", json_path=".status.endpoint"),
-        Printer(name="Restarts", type="integer", json_path=".status.restarts"),
-        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    short_name: ClassVar[str] = "pdi"
+    immutable_fields: ClassVar[tuple[str, ...]] = ("service", "pool")
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Service", type="string", json_path=".spec.service"),
+        PrinterColumn(name="Role", type="string", json_path=".status.role"),
+        PrinterColumn(name="Phase", type="string", json_path=".status.phase"),
+        PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint"),
+        PrinterColumn(name="Restarts", type="integer", json_path=".status.restarts"),
+        PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     kind: Literal["PDInstance"] = "PDInstance"

@@ -7,27 +7,27 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from fulcrum_core.api.engine import (
+    EngineSettingsSpec,
     EngineType,
     KvCacheSpec,
     KvTransferSpec,
     ModelSourceSpec,
     ParallelismSpec,
     QuantizationSpec,
-    SettingsSpec,
 )
-from fulcrum_core.api.meta import Condition, Model, Printer, Resource, between_fields
-from fulcrum_core.api.quantity import Quantity
+from fulcrum_core.api.meta import ApiModel, Condition, PrinterColumn, Resource, cel_rule
+from fulcrum_core.api.quantity import ByteQuantity
 from fulcrum_core.hardware import Fabric
 from fulcrum_core.values import Role
 
 PoolRole = Literal["Prefill", "Decode", "Flexible"]
 
 
-class Bounds(Model):
+class Bounds(ApiModel):
     """How many instances a pool may have."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields("!has(self.max) || self.min <= self.max", "min is greater than max")
+        json_schema_extra=cel_rule("!has(self.max) || self.min <= self.max", "min is greater than max")
     )
 
     min: StrictInt = Field(ge=1, le=1024, description="Fewest instances; a new pool starts with this many.")
@@ -35,28 +35,28 @@ class Bounds(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _are_bounds(cls, raw: object) -> object:
+    def _refuse_plain_number(cls, raw: object) -> object:
         if isinstance(raw, int) and not isinstance(raw, bool):
             raise ValueError(f"is {{min, max}}: write {{min: {raw}}}")
         return raw
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_min_not_above_max(self) -> Self:
         if self.max is not None and self.min > self.max:
             raise ValueError(f"min ({self.min}) is greater than max ({self.max})")
         return self
 
     @property
-    def ceiling(self) -> int:
+    def effective_max(self) -> int:
         """Most instances."""
         return self.min if self.max is None else self.max
 
     def clamp(self, replicas: int) -> int:
         """The nearest allowed count."""
-        return max(self.min, min(replicas, self.ceiling))
+        return max(self.min, min(replicas, self.effective_max))
 
 
-class EnvVar(Model):
+class EnvVar(ApiModel):
     """One environment variable."""
 
     name: str = Field(
@@ -68,7 +68,7 @@ class EnvVar(Model):
     value: str = Field(default="", max_length=4096, description="Its value (default empty).")
 
 
-class EngineSpec(Model):
+class EngineSpec(ApiModel):
     """Which engine the instances run."""
 
     type: EngineType = Field(
@@ -97,14 +97,14 @@ class EngineSpec(Model):
     )
 
     @model_validator(mode="after")
-    def _names_once(self) -> Self:
+    def _check_unique_names(self) -> Self:
         names = [pair.name for pair in self.env]
         if len(set(names)) < len(names):
             raise ValueError("names an environment variable twice")
         return self
 
 
-class HardwareSpec(Model):
+class HardwareSpec(ApiModel):
     """What an instance asks of its node."""
 
     resource: str = Field(
@@ -119,7 +119,7 @@ class HardwareSpec(Model):
         max_length=63,
         description="The device, as H100-SXM, or as its nodes are labelled (default: not known).",
     )
-    memory: Quantity | None = Field(
+    memory: ByteQuantity | None = Field(
         default=None, description="Memory of one device (default: as known of the type)."
     )
     fabric: Fabric | None = Field(
@@ -127,7 +127,7 @@ class HardwareSpec(Model):
     )
 
 
-Template = Annotated[
+PodTemplatePatch = Annotated[
     dict[str, Any],
     Field(
         description="Laid over the pod of each instance, as a strategic merge patch.",
@@ -136,7 +136,7 @@ Template = Annotated[
 ]
 
 
-class ShapeSpec(Model):
+class InstanceShapeSpec(ApiModel):
     """What one pool's instances are that another's need not be."""
 
     hardware: HardwareSpec | None = Field(
@@ -148,13 +148,13 @@ class ShapeSpec(Model):
     quantization: QuantizationSpec | None = Field(
         default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
     )
-    settings: SettingsSpec | None = Field(
+    settings: EngineSettingsSpec | None = Field(
         default=None, description="Settings of the engine (default: by model, hardware and role)."
     )
-    template: Template | None = None
+    template: PodTemplatePatch | None = None
 
 
-class StartSpec(ShapeSpec):
+class LaunchSpec(InstanceShapeSpec):
     """What an instance is started with, but for its role. Its hash is the instance's revision."""
 
     model: str = Field(max_length=253, description="The model that it serves.")
@@ -168,24 +168,24 @@ class StartSpec(ShapeSpec):
     kv_cache: KvCacheSpec | None = Field(
         default=None, description="Tiers of KV below the device's memory (default: none)."
     )
-    role_at_start: StrictBool = Field(
+    role_fixed_at_start: StrictBool = Field(
         default=False,
         description="Whether the role is a start-up option of the engine, so that a flip restarts it.",
     )
 
     @property
-    def start(self) -> "StartSpec":
+    def launch_spec(self) -> "LaunchSpec":
         """Only what it is started with."""
-        return StartSpec.model_construct(**{name: getattr(self, name) for name in StartSpec.model_fields})
+        return LaunchSpec.model_construct(**{name: getattr(self, name) for name in LaunchSpec.model_fields})
 
     @property
-    def start_revision(self) -> str:
+    def launch_revision(self) -> str:
         """Short hash of what it is started with. A field that a later version adds leaves it as it is."""
-        content = self.start.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        content = self.launch_spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
-class PDPoolSpec(StartSpec):
+class PDPoolSpec(LaunchSpec):
     """What the operator asks of a pool."""
 
     service: str = Field(max_length=253, description="The PDService this pool belongs to.")
@@ -194,14 +194,14 @@ class PDPoolSpec(StartSpec):
     instances: Bounds = Field(description="Bounds that clamp every writer of `replicas`.")
 
 
-class RefusedRevision(Model):
+class RefusedRevision(ApiModel):
     """A revision that did not come to serve. It is not tried again until the spec changes."""
 
     revision: str = Field(description="Which.")
     reason: str = Field(max_length=1024, description="What became of it.")
 
 
-class PDPoolStatus(Model):
+class PDPoolStatus(ApiModel):
     """What is seen of a pool."""
 
     replicas: int = Field(default=0, description="Instances that exist.")
@@ -209,7 +209,7 @@ class PDPoolStatus(Model):
     selector: str = Field(default="", description="Label selector of the pool's instances.")
     revision: str = Field(default="", description="The revision that instances shall have.")
     updated_replicas: int = Field(default=0, description="Instances that have it.")
-    last_good: StartSpec | None = Field(
+    last_good: LaunchSpec | None = Field(
         default=None, description="What all instances were last started with and served."
     )
     refused: RefusedRevision | None = Field(
@@ -227,14 +227,14 @@ class PDPool(Resource):
     """Interchangeable instances of one service: same model, engine and role rule."""
 
     plural: ClassVar[str] = "pdpools"
-    short: ClassVar[str] = "pdp"
-    immutable: ClassVar[tuple[str, ...]] = ("service",)
-    printers: ClassVar[tuple[Printer, ...]] = (
-        Printer(name="Service", type="string", json_path=".spec.service"),
-        Printer(name="Role", type="string", json_path=".spec.role"),
-        Printer(name="Desired", type="integer", json_path=".spec.replicas"),
-        Printer(name="Ready", type="integer", json_path=".status.readyReplicas"),
-        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    short_name: ClassVar[str] = "pdp"
+    immutable_fields: ClassVar[tuple[str, ...]] = ("service",)
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Service", type="string", json_path=".spec.service"),
+        PrinterColumn(name="Role", type="string", json_path=".spec.role"),
+        PrinterColumn(name="Desired", type="integer", json_path=".spec.replicas"),
+        PrinterColumn(name="Ready", type="integer", json_path=".status.readyReplicas"),
+        PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     kind: Literal["PDPool"] = "PDPool"

@@ -11,22 +11,22 @@ from fulcrum_core.api.engine import (
     KvTransferSpec,
     ModelSourceSpec,
 )
-from fulcrum_core.api.meta import Condition, Duration, Model, Printer, Resource, Time, between_fields
+from fulcrum_core.api.meta import ApiModel, Condition, Duration, PrinterColumn, Resource, Time, cel_rule
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
-from fulcrum_core.api.pdpool import Bounds, EngineSpec, PoolRole, ShapeSpec
+from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.values import AutoscalingMode, Role
 
 DEFAULT_INSTANCES = 2
 
-NAME_LENGTH = 40
+NAME_LENGTH_MAX = 40
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
-BAD_NAME = (
-    f"has a metadata.name that is not a letter and then letters, digits and `-`, {NAME_LENGTH} at most: "
+INVALID_NAME_MESSAGE = (
+    f"has a metadata.name that is not a letter and then letters, digits and `-`, {NAME_LENGTH_MAX} at most: "
     "pods, a Service and labels are named after it"
 )
-FLOORS_TOO_HIGH = "has fewer instances than the floors of prefill and decode ask for"
+FLOORS_TOO_HIGH_MESSAGE = "has fewer instances than the floors of prefill and decode ask for"
 _HAS_POOLS = "has(self.pools) && size(self.pools) > 0"
 _FLOORS_OF_COUNT = (
     f"({_HAS_POOLS}) || !has(self.instances) || self.roles.prefill.min + self.roles.decode.min"
@@ -38,11 +38,11 @@ _FLOORS_OF_DEFAULT = (
 )
 """A single instance does both. Pools have bounds, not counts: what they lack the status says."""
 
-_TIERS_HAVE_A_KEEPER = (
+_KV_CACHE_NEEDS_LMCACHE = (
     "!has(self.kvCache) || (has(self.kvTransfer) && "
     "self.kvTransfer.connector in ['NIXLWithLMCache', 'LMCache'])"
 )
-NO_KEEPER_OF_TIERS = (
+KV_CACHE_NEEDS_LMCACHE_MESSAGE = (
     "has kvCache, which needs kvTransfer.connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
 )
 
@@ -61,7 +61,7 @@ class ServiceSloSpec(SloSpec):
     )
 
 
-class PoolSpec(ShapeSpec):
+class PoolSpec(InstanceShapeSpec):
     """A group of interchangeable instances."""
 
     name: str = Field(
@@ -77,7 +77,7 @@ class PoolSpec(ShapeSpec):
     instances: Bounds = Field(description="How many instances the pool has, as {min, max}.")
 
 
-class RoleFloor(Model):
+class RoleFloor(ApiModel):
     """Bounds of one role."""
 
     min: StrictInt = Field(
@@ -88,22 +88,22 @@ class RoleFloor(Model):
     )
 
 
-class RolesSpec(Model):
+class RolesSpec(ApiModel):
     """Bounds of both roles."""
 
     prefill: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of prefill.")
     decode: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of decode.")
 
-    def floors(self) -> Floors:
+    def to_floors(self) -> Floors:
         """The floors as the PDAssignment carries them."""
         return Floors(prefill=self.prefill.min, decode=self.decode.min)
 
 
-class ArrowSpec(Model):
+class ArrowSpec(ApiModel):
     """Thresholds of the arrow policy (Arrow, Algorithm 2): loads are ratios to the SLO."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields("self.shrink <= self.expand", "shrink is greater than expand")
+        json_schema_extra=cel_rule("self.shrink <= self.expand", "shrink is greater than expand")
     )
 
     expand: StrictFloat = Field(
@@ -115,19 +115,19 @@ class ArrowSpec(Model):
     shrink: StrictFloat = Field(
         default=0.5, ge=0, le=10, description="Load below which a role is called idle (default 0.5)."
     )
-    passes: StrictInt = Field(
+    consecutive_ticks: StrictInt = Field(
         default=3, ge=1, le=100, description="Consecutive ticks for which a condition must hold (default 3)."
     )
     interval: Duration = Field(default=1.0, gt=0, le=60, description="Time between two ticks (default 1s).")
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_shrink_not_above_expand(self) -> Self:
         if self.shrink > self.expand:
             raise ValueError(f"shrink ({self.shrink:g}) is greater than expand ({self.expand:g})")
         return self
 
 
-class FlipSpec(Model):
+class FlipSpec(ApiModel):
     """When and how instances flip."""
 
     strategy: Literal["Auto", "Relabel", "Restart"] = Field(
@@ -145,7 +145,7 @@ class FlipSpec(Model):
     )
 
 
-class ScaleSpec(Model):
+class ScaleSpec(ApiModel):
     """Who says how many instances a pool has."""
 
     owner: Literal["Fulcrum", "External"] = Field(
@@ -155,7 +155,7 @@ class ScaleSpec(Model):
     )
 
 
-class AutoscalingSpec(Model):
+class AutoscalingSpec(ApiModel):
     """How the split between prefill and decode follows the load."""
 
     mode: AutoscalingMode = Field(
@@ -168,7 +168,7 @@ class AutoscalingSpec(Model):
     scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who says how many instances a pool has.")
 
 
-class DrainSpec(Model):
+class DrainSpec(ApiModel):
     """How an instance leaves."""
 
     timeout: Duration = Field(
@@ -178,11 +178,11 @@ class DrainSpec(Model):
     )
 
 
-class RolloutSpec(Model):
+class RolloutSpec(ApiModel):
     """How instances are replaced when what they are started with changes."""
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields(
+        json_schema_extra=cel_rule(
             "self.maxSurge + self.maxUnavailable > 0",
             "has maxSurge and maxUnavailable 0: nothing could be replaced",
         )
@@ -203,13 +203,13 @@ class RolloutSpec(Model):
     )
 
     @model_validator(mode="after")
-    def _moves(self) -> Self:
+    def _check_surge_or_unavailable(self) -> Self:
         if not self.max_surge + self.max_unavailable:
             raise ValueError("has maxSurge and maxUnavailable 0: nothing could be replaced")
         return self
 
 
-class TimeoutsSpec(Model):
+class TimeoutsSpec(ApiModel):
     """How long the router waits for an engine."""
 
     connect: Duration = Field(default=1.0, gt=0, description="For a connection (default 1s).")
@@ -222,7 +222,7 @@ class TimeoutsSpec(Model):
     idle: Duration = Field(default=60.0, gt=0, description="Between two reads of a stream (default 60s).")
 
 
-class RouterSpec(Model):
+class RouterSpec(ApiModel):
     """How requests are routed."""
 
     timeouts: TimeoutsSpec = Field(
@@ -230,7 +230,7 @@ class RouterSpec(Model):
     )
 
 
-class PDServiceSpec(Model):
+class PDServiceSpec(ApiModel):
     """A model served by prefill and decode instances."""
 
     model_config = ConfigDict(
@@ -240,9 +240,9 @@ class PDServiceSpec(Model):
                     "rule": "!(has(self.instances) && has(self.pools) && size(self.pools) > 0)",
                     "message": "has both instances and pools: write one of them",
                 },
-                {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH},
-                {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH},
-                {"rule": _TIERS_HAVE_A_KEEPER, "message": NO_KEEPER_OF_TIERS},
+                {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH_MESSAGE},
+                {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH_MESSAGE},
+                {"rule": _KV_CACHE_NEEDS_LMCACHE, "message": KV_CACHE_NEEDS_LMCACHE_MESSAGE},
             ]
         }
     )
@@ -288,7 +288,7 @@ class PDServiceSpec(Model):
     router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
 
     @model_validator(mode="after")
-    def _pools_xor_instances(self) -> Self:
+    def _check_pools_or_instances(self) -> Self:
         if self.instances is not None and self.pools:
             raise ValueError("has both instances and pools: write one of them")
         names = [pool.name for pool in self.pools]
@@ -297,21 +297,21 @@ class PDServiceSpec(Model):
         return self
 
     @model_validator(mode="after")
-    def _floors_held(self) -> Self:
+    def _check_floors(self) -> Self:
         count = DEFAULT_INSTANCES if self.instances is None else self.instances
-        floors = self.roles.floors()
+        floors = self.roles.to_floors()
         if not self.pools and floors.prefill + floors.decode > max(count, 2):
-            raise ValueError(FLOORS_TOO_HIGH)
+            raise ValueError(FLOORS_TOO_HIGH_MESSAGE)
         return self
 
     @model_validator(mode="after")
-    def _tiers_have_a_keeper(self) -> Self:
+    def _check_kv_cache_connector(self) -> Self:
         nixl = self.kv_transfer is None or self.kv_transfer.connector is Connector.NIXL
         if self.kv_cache is not None and nixl:
-            raise ValueError(NO_KEEPER_OF_TIERS)
+            raise ValueError(KV_CACHE_NEEDS_LMCACHE_MESSAGE)
         return self
 
-    def resolved_pools(self) -> tuple[PoolSpec, ...]:
+    def resolve_pools(self) -> tuple[PoolSpec, ...]:
         """The pools, with the short form written out: one Flexible pool called `flex`."""
         if self.pools:
             return self.pools
@@ -319,7 +319,7 @@ class PDServiceSpec(Model):
         return (PoolSpec(name="flex", instances=Bounds(min=count)),)
 
 
-class RoleStatus(Model):
+class RoleStatus(ApiModel):
     """Instances of one role."""
 
     desired: int = Field(default=0, description="Instances that shall play the role.")
@@ -327,7 +327,7 @@ class RoleStatus(Model):
     draining: int = Field(default=0, description="Instances that play it and drain.")
 
 
-class LastDecision(Model):
+class LastDecision(ApiModel):
     """The last flip or refusal, in words."""
 
     at: Time = Field(description="When it was decided.")
@@ -335,17 +335,17 @@ class LastDecision(Model):
     reason: str = Field(description="Why, with the numbers.")
 
 
-class ModelStatus(Model):
+class ModelStatus(ApiModel):
     """What was read of the model that new instances serve."""
 
     key: str = Field(description="Hash of the model and of where it is: another model is read anew.")
-    facts: ConfigExcerpt | None = None
+    config_excerpt: ConfigExcerpt | None = None
     error: str | None = Field(default=None, max_length=1024, description="Why it could not be read.")
     attempts: int = Field(description="How often that was tried.")
     at: Time = Field(description="When it was last tried.")
 
 
-class TierStatus(Model):
+class TierStatus(ApiModel):
     """What became of the requests of one tier, as of when that was last told."""
 
     name: str = Field(description="Name of the tier.")
@@ -356,7 +356,7 @@ class TierStatus(Model):
     offered: int = Field(description="Requests offered that ended in it, but for those cancelled.")
 
 
-class PDServiceStatus(Model):
+class PDServiceStatus(ApiModel):
     """What is seen of a service."""
 
     conditions: tuple[Condition, ...] = Field(
@@ -396,33 +396,33 @@ class PDService(Resource):
     """A model served with prefill and decode on different instances, re-split as the load moves."""
 
     plural: ClassVar[str] = "pdservices"
-    short: ClassVar[str] = "pds"
-    printers: ClassVar[tuple[Printer, ...]] = (
-        Printer(name="Model", type="string", json_path=".spec.model"),
-        Printer(name="Ready", type="string", json_path=".status.ready"),
-        Printer(name="P", type="integer", json_path=".status.prefill.ready"),
-        Printer(name="D", type="integer", json_path=".status.decode.ready"),
-        Printer(name="Ratio", type="string", json_path=".status.ratio"),
-        Printer(
+    short_name: ClassVar[str] = "pds"
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Model", type="string", json_path=".spec.model"),
+        PrinterColumn(name="Ready", type="string", json_path=".status.ready"),
+        PrinterColumn(name="P", type="integer", json_path=".status.prefill.ready"),
+        PrinterColumn(name="D", type="integer", json_path=".status.decode.ready"),
+        PrinterColumn(name="Ratio", type="string", json_path=".status.ratio"),
+        PrinterColumn(
             name="KV",
             type="string",
             json_path='.status.conditions[?(@.type=="KVTransferVerified")].reason',
             description="Verified, or why it is not known that KV is handed over.",
         ),
-        Printer(
+        PrinterColumn(
             name="SLO",
             type="string",
             json_path=".status.attainment",
             description="Requests that met TTFT and TPOT of late, in per cent.",
         ),
-        Printer(name="Flips", type="integer", json_path=".status.flips"),
-        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+        PrinterColumn(name="Flips", type="integer", json_path=".status.flips"),
+        PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     model_config = ConfigDict(
-        json_schema_extra=between_fields(
-            f"self.metadata.name.matches('{NAME_PATTERN}') && size(self.metadata.name) <= {NAME_LENGTH}",
-            BAD_NAME,
+        json_schema_extra=cel_rule(
+            f"self.metadata.name.matches('{NAME_PATTERN}') && size(self.metadata.name) <= {NAME_LENGTH_MAX}",
+            INVALID_NAME_MESSAGE,
         )
     )
 
@@ -431,8 +431,8 @@ class PDService(Resource):
     status: PDServiceStatus = Field(default_factory=PDServiceStatus, description="What is seen.")
 
     @model_validator(mode="after")
-    def _name_for_children(self) -> Self:
+    def _check_name(self) -> Self:
         name = self.metadata.name
-        if len(name) > NAME_LENGTH or not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(BAD_NAME)
+        if len(name) > NAME_LENGTH_MAX or not re.fullmatch(NAME_PATTERN, name):
+            raise ValueError(INVALID_NAME_MESSAGE)
         return self

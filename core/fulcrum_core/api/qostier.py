@@ -4,11 +4,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, StrictInt
 
-from fulcrum_core.api.meta import Duration, Model, Printer, Resource
+from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource
 from fulcrum_core.values import Slo
 
 
-class SloSpec(Model):
+class SloSpec(ApiModel):
     """Latency objectives. A request meets them when TTFT and TPOT are both within."""
 
     ttft: Duration = Field(
@@ -22,12 +22,12 @@ class SloSpec(Model):
         description="Time per output token after the first, averaged over a request (default 50ms).",
     )
 
-    def slo(self) -> Slo:
+    def to_slo(self) -> Slo:
         """The value that policies use."""
         return Slo(ttft_s=self.ttft, tpot_s=self.tpot)
 
 
-class QoSTierSpec(Model):
+class QoSTierSpec(ApiModel):
     """What a tier asks for."""
 
     priority: StrictInt = Field(
@@ -43,12 +43,12 @@ class QoSTier(Resource):
     """A class of requests, named by services in spec.qosTiers and by requests in x-customer-tier."""
 
     plural: ClassVar[str] = "qostiers"
-    short: ClassVar[str] = "qos"
-    printers: ClassVar[tuple[Printer, ...]] = (
-        Printer(name="Priority", type="integer", json_path=".spec.priority"),
-        Printer(name="TTFT", type="string", json_path=".spec.slo.ttft"),
-        Printer(name="TPOT", type="string", json_path=".spec.slo.tpot"),
-        Printer(name="Age", type="date", json_path=".metadata.creationTimestamp"),
+    short_name: ClassVar[str] = "qos"
+    printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Priority", type="integer", json_path=".spec.priority"),
+        PrinterColumn(name="TTFT", type="string", json_path=".spec.slo.ttft"),
+        PrinterColumn(name="TPOT", type="string", json_path=".spec.slo.tpot"),
+        PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     kind: Literal["QoSTier"] = "QoSTier"

@@ -12,7 +12,7 @@ KINDS: tuple[type[Resource], ...] = (PDService, PDPool, PDInstance, PDAssignment
 _BY_NAME = {kind.kind_name(): kind for kind in KINDS}
 
 
-def kind_of(name: object) -> type[Resource]:
+def find_kind(name: object) -> type[Resource]:
     """The model of a kind, or `InvalidInput`."""
     kind = _BY_NAME.get(name) if isinstance(name, str) else None
     if kind is None:

@@ -1,9 +1,9 @@
 """What a model is, from its own config.json, and what that costs in memory. Pure."""
 
 from fulcrum_core.models.config import parse_model_config
-from fulcrum_core.models.excerpt import excerpt
+from fulcrum_core.models.config_excerpt import excerpt_config
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
-from fulcrum_core.models.fit import GPU_UTILIZATION, MODEL_UNKNOWN, Fit, Layout, gib, judge_fit
+from fulcrum_core.models.fit import GPU_UTILIZATION, MODEL_UNKNOWN, Fit, Layout, check_fit, format_gib
 from fulcrum_core.models.sizes import (
     kv_bytes,
     kv_bytes_per_token,
@@ -22,9 +22,9 @@ __all__ = [
     "Layout",
     "ModelFacts",
     "WeightPrecision",
-    "excerpt",
-    "gib",
-    "judge_fit",
+    "check_fit",
+    "excerpt_config",
+    "format_gib",
     "kv_bytes",
     "kv_bytes_per_token",
     "linear_bits",

@@ -11,13 +11,15 @@ from typing import Any
 
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models.facts import ModelFacts
-from fulcrum_core.models.params import count_params
+from fulcrum_core.models.parameter_count import count_params
 
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 _QUANTIZED_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25, "modelopt_fp4": 4.5, "nvfp4": 4.5}
-_FULL = frozenset({"full_attention", "attention", "global_attention"})
-_WINDOWED = frozenset({"sliding_attention", "sliding_window", "local_attention", "chunked_attention"})
-_MOST = 10**16
+_FULL_ATTENTION = frozenset({"full_attention", "attention", "global_attention"})
+_WINDOWED_ATTENTION = frozenset(
+    {"sliding_attention", "sliding_window", "local_attention", "chunked_attention"}
+)
+_NUMBER_MAX = 10**16
 """No number of a model is larger."""
 _GEMMA = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -45,33 +47,41 @@ def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json"
         InvalidInput: for a file that does not describe a decoder with attention.
     """
     try:
-        facts = _facts(config, source)
+        facts = _read_facts(config, source)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise InvalidInput(source, f"{type(error).__name__}: {error}", "cannot be understood") from error
     _check_sizes(facts, source)
     return facts
 
 
-def _facts(config: Mapping[str, Any], source: str) -> ModelFacts:
-    outer, text = config, _text_part(config)
-    read = _Reader(text, source)
-    layers = read.count("num_hidden_layers", "n_layer")
-    heads = read.count("num_attention_heads", "n_head")
-    hidden = read.count("hidden_size", "n_embd")
-    latent = read.number("kv_lora_rank") + read.number("qk_rope_head_dim") if "kv_lora_rank" in text else 0
-    full, windowed, state = _layer_kinds(text, layers)
+def _read_facts(config: Mapping[str, Any], source: str) -> ModelFacts:
+    outer, text = config, _find_text_config(config)
+    reader = _NumberReader(text, source)
+    layers = reader.required_count("num_hidden_layers", "n_layer")
+    heads = reader.required_count("num_attention_heads", "n_head")
+    hidden = reader.required_count("hidden_size", "n_embd")
+    latent = (
+        reader.optional_number("kv_lora_rank") + reader.optional_number("qk_rope_head_dim")
+        if "kv_lora_rank" in text
+        else 0
+    )
+    full, windowed, state = _count_layer_kinds(text, layers)
     if not full + windowed:
         raise InvalidInput(source, "no attention layer", "must describe a model with a KV cache")
-    window = read.number("sliding_window") if windowed else 0
-    head_size = read.number("head_dim") or hidden // heads
-    kv_heads = 1 if latent else (read.number("num_key_value_heads", "multi_query_group_num") or heads)
+    window = reader.optional_number("sliding_window") if windowed else 0
+    head_size = reader.optional_number("head_dim") or hidden // heads
+    kv_heads = (
+        1 if latent else (reader.optional_number("num_key_value_heads", "multi_query_group_num") or heads)
+    )
     if heads % kv_heads:
         raise InvalidInput(source, f"{heads} attention heads, {kv_heads} KV heads", "must divide evenly")
-    dtype = _dtype(outer, text, source)
-    quantization, bits = _quantization(outer, text, dtype)
-    params = count_params(text, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head=head_size)
+    dtype = _read_dtype(outer, text, source)
+    quantization, bits = _read_quantization(outer, text, dtype)
+    params = count_params(
+        text, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_size=head_size
+    )
     return ModelFacts(
-        architecture=_architecture(outer, source),
+        architecture=_read_architecture(outer, source),
         layers=layers,
         kv_layers=full,
         window_layers=windowed,
@@ -81,11 +91,11 @@ def _facts(config: Mapping[str, Any], source: str) -> ModelFacts:
         kv_heads=kv_heads,
         head_size=head_size,
         latent_size=latent,
-        index_bytes=read.number("index_head_dim") + 4 if "index_head_dim" in text else 0,
+        index_bytes=reader.optional_number("index_head_dim") + 4 if "index_head_dim" in text else 0,
         hidden_size=hidden,
         experts=params.experts,
         experts_per_token=params.experts_per_token,
-        context_tokens=read.count("max_position_embeddings", "n_positions", "max_sequence_length"),
+        context_tokens=reader.required_count("max_position_embeddings", "n_positions", "max_sequence_length"),
         dtype=dtype,
         quantization=quantization,
         weight_bits=bits,
@@ -103,18 +113,18 @@ def _check_sizes(facts: ModelFacts, source: str) -> None:
         value = getattr(facts, name)
         if isinstance(value, str):
             continue
-        if not 0 <= value <= _MOST or (not value and name in needed):
+        if not 0 <= value <= _NUMBER_MAX or (not value and name in needed):
             said = "out of range" if value else 0
             raise InvalidInput(f"{source}: {name.replace('_', ' ')}", said, "must be that of a model")
 
 
-class _Reader:
+class _NumberReader:
     """Reads whole numbers that may stand under several names."""
 
     def __init__(self, text: Mapping[str, Any], source: str) -> None:
         self._text, self._source = text, source
 
-    def number(self, *names: str) -> int:
+    def optional_number(self, *names: str) -> int:
         """The first that is there; 0 if none is."""
         for name in names:
             value = self._text.get(name)
@@ -125,33 +135,33 @@ class _Reader:
             return value
         return 0
 
-    def count(self, *names: str) -> int:
+    def required_count(self, *names: str) -> int:
         """The first that is there and more than 0."""
-        value = self.number(*names)
+        value = self.optional_number(*names)
         if not value:
             raise InvalidInput(f"{self._source}: {names[0]}", "missing", "must be a positive whole number")
         return value
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     text = next((part for part in nested if isinstance(part, Mapping)), config)
     return {**_FAMILY_DEFAULTS.get(str(text.get("model_type")), {}), **text}
 
 
-def _architecture(config: Mapping[str, Any], source: str) -> str:
+def _read_architecture(config: Mapping[str, Any], source: str) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise InvalidInput(f"{source}: architectures", names or "missing", "must name the model's class")
     return names[0]
 
 
-def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
+def _count_layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
     """How many layers keep KV for all tokens, for a window of them, and a state instead."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and kinds:
-        full = sum(kind in _FULL for kind in kinds)
-        windowed = sum(kind in _WINDOWED for kind in kinds)
+        full = sum(kind in _FULL_ATTENTION for kind in kinds)
+        windowed = sum(kind in _WINDOWED_ATTENTION for kind in kinds)
         return full, windowed, len(kinds) - full - windowed
     every = text.get("full_attention_interval")
     if isinstance(every, int) and every > 0:
@@ -167,7 +177,7 @@ def _has_window(text: Mapping[str, Any]) -> bool:
     return bool(text.get("sliding_window")) and text.get("use_sliding_window", True) is not False
 
 
-def _dtype(outer: Mapping[str, Any], text: Mapping[str, Any], source: str) -> str:
+def _read_dtype(outer: Mapping[str, Any], text: Mapping[str, Any], source: str) -> str:
     """What the file says; where it says nothing, bfloat16."""
     said = (part[key] for part in (text, outer) for key in ("dtype", "torch_dtype") if part.get(key))
     name = next(said, "bfloat16")
@@ -177,7 +187,7 @@ def _dtype(outer: Mapping[str, Any], text: Mapping[str, Any], source: str) -> st
     return known
 
 
-def _quantization(outer: Mapping[str, Any], text: Mapping[str, Any], dtype: str) -> tuple[str, float]:
+def _read_quantization(outer: Mapping[str, Any], text: Mapping[str, Any], dtype: str) -> tuple[str, float]:
     """How the checkpoint is quantised, and the bits of a linear weight."""
     plain = 32.0 if dtype == "float32" else 16.0
     spec = outer.get("quantization_config") or text.get("quantization_config")

@@ -83,12 +83,12 @@ class ModelFacts:
         return self.latent_size > 0
 
     @property
-    def mixture(self) -> bool:
+    def is_moe(self) -> bool:
         """Whether it has experts."""
         return self.experts > 0
 
     @property
-    def attention(self) -> str:
+    def attention_kind(self) -> str:
         """The kind of attention, in the field's words."""
         if self.latent:
             return "MLA"

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fulcrum_core.formatting import format_count
 from fulcrum_core.hardware import HardwareFacts, Vendor
 from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
 from fulcrum_core.models.sizes import GIB, rank_kv_bytes_per_token, rank_weight_bytes
-from fulcrum_core.spelling import format_count
 
 MODEL_UNKNOWN = "ModelUnknown"
 """The reason of a verdict without the model's config.json."""
 GPU_UTILIZATION = 0.9
 """The share of a device's memory that the engine may take."""
 _RESERVE_SHARE = 0.07
-_RESERVE_LEAST_BYTES = 2 * GIB
+_RESERVE_MIN_BYTES = 2 * GIB
 """Activations, graphs and the libraries themselves: 5.5 GiB were seen on 80 GiB."""
 
 
@@ -36,7 +36,7 @@ class Layout:
     buffer_bytes: int = 0
 
     @property
-    def needed(self) -> int:
+    def devices_needed(self) -> int:
         """The devices that it takes."""
         return self.tensor * self.pipeline * self.data
 
@@ -45,23 +45,23 @@ class Layout:
 class Fit:
     """The verdict, with its numbers; `kv_capacity_tokens` and what it follows from are None where unknown."""
 
-    verdict: Literal["True", "False", "Unknown"]
+    status: Literal["True", "False", "Unknown"]
     reason: str
     message: str
     device_weight_bytes: int | None = None
     kv_capacity_tokens: int | None = None
 
 
-def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout) -> Fit:
+def check_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout) -> Fit:
     """Whether an instance can hold the model and one request of the longest context.
 
     Unknown where the model or the memory of the device is; what can be refused without them is.
     """
-    refusal = _shape_refusal(facts, layout)
+    refusal = _refuse_layout(facts, layout)
     if refusal is not None:
         return refusal
     if facts is None:
-        return Fit(verdict="Unknown", reason=MODEL_UNKNOWN, message="the model's config.json was not read")
+        return Fit(status="Unknown", reason=MODEL_UNKNOWN, message="the model's config.json was not read")
     weights = rank_weight_bytes(
         facts,
         tensor=layout.tensor,
@@ -69,13 +69,13 @@ def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
         data=layout.data,
         weights=layout.weights,
     )
-    if not hardware.known:
+    if not hardware.memory_known:
         message = (
             f"the memory of {hardware.name} is not known, hardware.memory would say it; "
-            f"{gib(weights)} of weights go to each device"
+            f"{format_gib(weights)} of weights go to each device"
         )
         return Fit(
-            verdict="Unknown",
+            status="Unknown",
             reason="HardwareUnknown",
             message=message,
             device_weight_bytes=round(weights),
@@ -83,7 +83,7 @@ def judge_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
     return _memory_fit(facts, hardware, layout, weights)
 
 
-def gib(size: float) -> str:
+def format_gib(size: float) -> str:
     """As people read it: `61.2 GiB`, and small sizes in MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
@@ -91,7 +91,7 @@ def gib(size: float) -> str:
 def usable_bytes(hardware: HardwareFacts) -> float:
     """Memory of one device for weights and KV cache."""
     share = 1.0 if hardware.vendor is Vendor.CPU else GPU_UTILIZATION
-    reserve = max(_RESERVE_LEAST_BYTES, _RESERVE_SHARE * hardware.memory_bytes)
+    reserve = max(_RESERVE_MIN_BYTES, _RESERVE_SHARE * hardware.memory_bytes)
     return max(0.0, hardware.memory_bytes * share - reserve)
 
 
@@ -99,24 +99,25 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
     usable = max(0.0, usable_bytes(hardware) - layout.buffer_bytes)
     if weights >= usable:
         message = (
-            f"{gib(weights)} of weights a device do not fit the {gib(usable)} that {hardware.name} has for "
-            f"weights and KV cache; {_least_devices(weights, usable, layout)}"
+            f"{format_gib(weights)} of weights a device do not fit the {format_gib(usable)} that "
+            f"{hardware.name} has for "
+            f"weights and KV cache; {_suggest_tensor_parallel(weights, usable, layout)}"
         )
         return Fit(
-            verdict="False", reason="WeightsTooLarge", message=message, device_weight_bytes=round(weights)
+            status="False", reason="WeightsTooLarge", message=message, device_weight_bytes=round(weights)
         )
     per_token = rank_kv_bytes_per_token(facts, tensor=layout.tensor, pipeline=layout.pipeline, kv=layout.kv)
     rank_tokens = int((usable - weights) / per_token)
     wanted = layout.max_tokens or facts.context_tokens
     numbers = (
-        f"{gib(weights)} of weights and {gib(usable - weights)} of KV cache a device, "
+        f"{format_gib(weights)} of weights and {format_gib(usable - weights)} of KV cache a device, "
         f"{layout.data * rank_tokens:,} tokens"
     )
     fits = rank_tokens >= wanted
     many = f"{layout.data * rank_tokens / wanted:.1f} requests of {wanted:,} tokens"
     none = f"one request of {wanted:,} tokens does not fit; maxLength {rank_tokens:,} would"
     return Fit(
-        verdict="True" if fits else "False",
+        status="True" if fits else "False",
         reason="Fits" if fits else "ContextTooLong",
         message=f"{numbers}: {many if fits else none}",
         device_weight_bytes=round(weights),
@@ -124,7 +125,7 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
     )
 
 
-def _least_devices(weights: float, usable: float, layout: Layout) -> str:
+def _suggest_tensor_parallel(weights: float, usable: float, layout: Layout) -> str:
     """What would help, in powers of two, as heads divide."""
     if not usable:
         return "no memory is left for them"
@@ -134,30 +135,30 @@ def _least_devices(weights: float, usable: float, layout: Layout) -> str:
     return f"tensor {tensor} would leave room"
 
 
-def _shape_refusal(facts: ModelFacts | None, layout: Layout) -> Fit | None:
+def _refuse_layout(facts: ModelFacts | None, layout: Layout) -> Fit | None:
     """What no memory can mend."""
-    if layout.devices is not None and layout.devices != layout.needed:
+    if layout.devices is not None and layout.devices != layout.devices_needed:
         message = (
             f"tensor {layout.tensor} × pipeline {layout.pipeline} × data {layout.data} takes "
-            f"{format_count(layout.needed, 'device')}, the hardware has {layout.devices}"
+            f"{format_count(layout.devices_needed, 'device')}, the hardware has {layout.devices}"
         )
-        return Fit(verdict="False", reason="DevicesDoNotMatch", message=message)
+        return Fit(status="False", reason="DevicesDoNotMatch", message=message)
     if facts is None:
         return None
     if facts.attention_heads % layout.tensor:
         message = f"{facts.attention_heads} attention heads do not divide over {layout.tensor} ranks"
-        return Fit(verdict="False", reason="HeadsDoNotDivide", message=message)
+        return Fit(status="False", reason="HeadsDoNotDivide", message=message)
     if not facts.latent and facts.kv_heads % layout.tensor and layout.tensor % facts.kv_heads:
         message = f"{facts.kv_heads} KV heads and {layout.tensor} ranks: neither divides the other"
-        return Fit(verdict="False", reason="HeadsDoNotDivide", message=message)
+        return Fit(status="False", reason="HeadsDoNotDivide", message=message)
     if layout.pipeline > facts.layers:
         message = f"{facts.layers} layers do not divide over {layout.pipeline} pipeline stages"
-        return Fit(verdict="False", reason="LayersDoNotDivide", message=message)
-    if layout.expert and not facts.mixture:
+        return Fit(status="False", reason="LayersDoNotDivide", message=message)
+    if layout.expert and not facts.is_moe:
         message = "expert parallelism needs a model with experts"
-        return Fit(verdict="False", reason="NoExperts", message=message)
+        return Fit(status="False", reason="NoExperts", message=message)
     wanted = layout.max_tokens
     if wanted and wanted > facts.context_tokens:
         message = f"maxLength {wanted:,} is beyond the model's context of {facts.context_tokens:,} tokens"
-        return Fit(verdict="False", reason="ContextTooLong", message=message)
+        return Fit(status="False", reason="ContextTooLong", message=message)
     return None

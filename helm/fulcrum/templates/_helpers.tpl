@@ -46,7 +46,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{/* The container's half of the "restricted" Pod Security Standard, and a root that cannot be written. */}}
-{{- define "fulcrum.containerSecurity" -}}
+{{- define "fulcrum.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
@@ -55,7 +55,7 @@ runAsNonRoot: true
 {{- end -}}
 
 {{/* Mounts of a program's container, and the volumes behind them: scratch, and the token for routers' state ports. */}}
-{{- define "fulcrum.mounts" -}}
+{{- define "fulcrum.volumeMounts" -}}
 - name: tmp
   mountPath: /tmp
 - name: router-state-token

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from typing import Any
 
-AT_ONCE = 8
+CONCURRENCY_MAX = 8
 
 
-async def side_by_side(calls: Iterable[Awaitable[Any]]) -> None:
+async def run_bounded(calls: Iterable[Awaitable[Any]]) -> None:
     """Begin them in order; a failure is raised once all have come to their end."""
     waiting = iter(calls)
     failures: list[Exception] = []
@@ -19,6 +19,6 @@ async def side_by_side(calls: Iterable[Awaitable[Any]]) -> None:
             except Exception as error:
                 failures.append(error)
 
-    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(work() for _ in range(CONCURRENCY_MAX)))
     if failures:
         raise failures[0]

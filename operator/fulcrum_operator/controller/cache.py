@@ -14,27 +14,27 @@ from pydantic import ValidationError
 from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_operator.controller.ownership import owned_fields
+from fulcrum_operator.controller.field_ownership import owned_fields
 from fulcrum_operator.controller.reconcile import ServiceKey
 
 R = TypeVar("R", bound=Resource)
-Stored = Resource | Object
-_Place = tuple[ObjectKind, str]
+CachedObject = Resource | Object
+_KindInNamespace = tuple[ObjectKind, str]
 """A kind and a namespace."""
 
-_OURS = {kind_of_resource(kind): kind for kind in KINDS}
+_MODELS = {kind_of_resource(kind): kind for kind in KINDS}
 _SERVICE = kind_of_resource(PDService)
-_STATUS = ("status", "endpoints")
-OWNED = "owned"
+_STATUS_FIELDS = ("status", "endpoints")
+OWNED_FIELDS = "owned"
 """Under this key an object that is not a pod has which of its fields are ours."""
-_REMEMBERED = 10_000
+_DELETED_MAX = 10_000
 """So many of the deleted are known, the latest: events are late by seconds."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnreadableObject:
     """An object of ours that its model cannot read: of another version, or edited by force."""
 
     namespace: str
@@ -44,7 +44,7 @@ class Unreadable:
     version: int
     service: str | None
     """Whom it belongs to; None for a QoSTier, which is of every service in its namespace."""
-    why: str
+    error: str
     """The field and the rule."""
 
     @property
@@ -53,12 +53,12 @@ class Unreadable:
         return ObjectMeta.model_construct(namespace=self.namespace, name=self.name, uid=self.uid)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Which object, which field, and what is wrong with it."""
-        return f"{self.kind.kind_name()} {self.name} cannot be read: {self.why}"
+        return f"{self.kind.kind_name()} {self.name} cannot be read: {self.error}"
 
 
-class Cache:
+class ObjectCache:
     """Objects by kind, namespace and name.
 
     Args:
@@ -67,138 +67,148 @@ class Cache:
 
     def __init__(self, on_change: Callable[[ServiceKey], None]) -> None:
         self._on_change = on_change
-        self._held: dict[_Place, dict[str, Stored]] = {}
-        self._gone: dict[tuple[ObjectKind, str, str], int] = {}
-        self._unread: dict[tuple[ObjectKind, str, str], Unreadable] = {}
+        self._objects: dict[_KindInNamespace, dict[str, CachedObject]] = {}
+        self._deleted_versions: dict[tuple[ObjectKind, str, str], int] = {}
+        self._unreadable: dict[tuple[ObjectKind, str, str], UnreadableObject] = {}
 
-    def take(self, kind: ObjectKind, body: Object) -> None:
+    def put_object(self, kind: ObjectKind, body: Object) -> None:
         """Hold an object as a watch, a list or an answer said it."""
-        stored = _stored(kind, body)
-        if isinstance(stored, Unreadable):
-            self._pass_over(kind, stored)
+        stored = _parse_body(kind, body)
+        if isinstance(stored, UnreadableObject):
+            self._put_unreadable(kind, stored)
         else:
             self._put(kind, stored)
 
-    def take_resource(self, obj: Resource) -> None:
+    def put_resource(self, obj: Resource) -> None:
         """Hold an object of ours as the store answered it."""
         self._put(kind_of_resource(type(obj)), obj)
 
-    def drop(self, kind: ObjectKind, namespace: str, name: str, *, version: str = "") -> None:
+    def remove(self, kind: ObjectKind, namespace: str, name: str, *, version: str = "") -> None:
         """Forget an object that was deleted, at `version` if that is known."""
-        objects = self._held.get((kind, namespace), {})
+        objects = self._objects.get((kind, namespace), {})
         before = objects.get(name)
-        self._read_again(kind, namespace, name, version=_number(version))
-        at = _number(version) or _version(before)
+        self._clear_unreadable(kind, namespace, name, version=_version_number(version))
+        at = _version_number(version) or _version(before)
         if before is not None and _version(before) > at:
             return
-        self._gone[kind, namespace, name] = max(at, self._gone.pop((kind, namespace, name), 0))
-        if len(self._gone) > _REMEMBERED:
-            del self._gone[next(iter(self._gone))]
+        self._deleted_versions[kind, namespace, name] = max(
+            at, self._deleted_versions.pop((kind, namespace, name), 0)
+        )
+        if len(self._deleted_versions) > _DELETED_MAX:
+            del self._deleted_versions[next(iter(self._deleted_versions))]
         if before is not None:
             del objects[name]
-            self._tell(before)
+            self._notify(before)
 
-    def relisted(self, kind: ObjectKind, namespace: str, bodies: Iterable[Object], version: str) -> None:
+    def replace_all(self, kind: ObjectKind, namespace: str, bodies: Iterable[Object], version: str) -> None:
         """Take in a whole list of a kind, in one namespace or in all (""), and forget what it lacks."""
         listed = set()
         for body in bodies:
             meta = body["metadata"]
             listed.add((meta.get("namespace", ""), meta["name"]))
-            self.take(kind, body)
-        at = _number(version)
-        for place, name, stored in list(self._all(kind, namespace)):
-            if (place, name) not in listed and _version(stored) <= at:
-                self.drop(kind, place, name, version=version)
-        for held, place, name in list(self._unread):
-            if held == kind and namespace in ("", place) and (place, name) not in listed:
-                self._read_again(kind, place, name, version=at)
+            self.put_object(kind, body)
+        at = _version_number(version)
+        for object_namespace, name, stored in list(self._all(kind, namespace)):
+            if (object_namespace, name) not in listed and _version(stored) <= at:
+                self.remove(kind, object_namespace, name, version=version)
+        for found_kind, object_namespace, name in list(self._unreadable):
+            if (
+                found_kind == kind
+                and namespace in ("", object_namespace)
+                and (object_namespace, name) not in listed
+            ):
+                self._clear_unreadable(kind, object_namespace, name, version=at)
 
-    def resource(self, kind: type[R], namespace: str, name: str) -> R | None:
+    def get_resource(self, kind: type[R], namespace: str, name: str) -> R | None:
         """One object of ours."""
-        return cast(R | None, self._held.get((kind_of_resource(kind), namespace), {}).get(name))
+        return cast(R | None, self._objects.get((kind_of_resource(kind), namespace), {}).get(name))
 
-    def resources(self, kind: type[R], namespace: str) -> tuple[R, ...]:
+    def list_resources(self, kind: type[R], namespace: str) -> tuple[R, ...]:
         """All objects of one of our kinds in a namespace ("": in all), by namespace and name."""
         found = sorted(self._all(kind_of_resource(kind), namespace), key=lambda item: item[:2])
         return tuple(cast(R, stored) for _, _, stored in found)
 
-    def object(self, kind: ObjectKind, namespace: str, name: str) -> Object | None:
+    def get_object(self, kind: ObjectKind, namespace: str, name: str) -> Object | None:
         """One object of any other kind, as far as the operator reads it."""
-        return cast(Object | None, self._held.get((kind, namespace), {}).get(name))
+        return cast(Object | None, self._objects.get((kind, namespace), {}).get(name))
 
-    def objects(self, kind: ObjectKind, namespace: str) -> tuple[Object, ...]:
+    def list_objects(self, kind: ObjectKind, namespace: str) -> tuple[Object, ...]:
         """All objects of another kind in a namespace, by name."""
-        held = self._held.get((kind, namespace), {})
+        held = self._objects.get((kind, namespace), {})
         return tuple(cast(Object, held[name]) for name in sorted(held))
 
-    def unreadable(self, key: ServiceKey) -> tuple[Unreadable, ...]:
+    def unreadable_objects(self, key: ServiceKey) -> tuple[UnreadableObject, ...]:
         """What cannot be read of a service, or of what it may name."""
-        found = (each for each in self._unread.values() if each.namespace == key.namespace)
+        found = (each for each in self._unreadable.values() if each.namespace == key.namespace)
         return tuple(each for each in found if each.service in (None, key.name))
 
-    def services(self) -> tuple[ServiceKey, ...]:
+    def list_services(self) -> tuple[ServiceKey, ...]:
         """Every service that there is, whether it can be read or not."""
-        read = {ServiceKey(place, name) for place, name, _ in self._all(_SERVICE, "")}
-        unread = {ServiceKey(place, name) for kind, place, name in self._unread if kind == _SERVICE}
+        read = {ServiceKey(object_namespace, name) for object_namespace, name, _ in self._all(_SERVICE, "")}
+        unread = {
+            ServiceKey(object_namespace, name)
+            for kind, object_namespace, name in self._unreadable
+            if kind == _SERVICE
+        }
         return tuple(sorted(read | unread))
 
     def _services_of(self, namespace: str) -> tuple[ServiceKey, ...]:
-        return tuple(key for key in self.services() if key.namespace == namespace)
+        return tuple(key for key in self.list_services() if key.namespace == namespace)
 
-    def _all(self, kind: ObjectKind, namespace: str) -> Iterator[tuple[str, str, Stored]]:
-        for (held, place), objects in self._held.items():
-            if held == kind and namespace in ("", place):
-                yield from ((place, name, stored) for name, stored in objects.items())
+    def _all(self, kind: ObjectKind, namespace: str) -> Iterator[tuple[str, str, CachedObject]]:
+        for (found_kind, object_namespace), objects in self._objects.items():
+            if found_kind == kind and namespace in ("", object_namespace):
+                yield from ((object_namespace, name, stored) for name, stored in objects.items())
 
-    def _put(self, kind: ObjectKind, stored: Stored) -> None:
-        namespace, name = _key(stored)
-        objects = self._held.setdefault((kind, namespace), {})
+    def _put(self, kind: ObjectKind, stored: CachedObject) -> None:
+        namespace, name = _namespaced_name(stored)
+        objects = self._objects.setdefault((kind, namespace), {})
         before, version = objects.get(name), _version(stored)
-        if version <= max(_version(before), self._gone.get((kind, namespace, name), 0)):
+        if version <= max(_version(before), self._deleted_versions.get((kind, namespace, name), 0)):
             return
-        self._gone.pop((kind, namespace, name), None)
-        self._read_again(kind, namespace, name, version=version)
+        self._deleted_versions.pop((kind, namespace, name), None)
+        self._clear_unreadable(kind, namespace, name, version=version)
         objects[name] = stored
-        self._tell(stored)
+        self._notify(stored)
 
-    def _pass_over(self, kind: ObjectKind, found: Unreadable) -> None:
+    def _put_unreadable(self, kind: ObjectKind, found: UnreadableObject) -> None:
         """What was last read of it stands, if it ever was."""
-        place = kind, found.namespace, found.name
-        held = self._held.get((kind, found.namespace), {}).get(found.name)
-        known = self._unread.get(place)
-        newest = max(_version(held), self._gone.get(place, 0), known.version if known else 0)
+        key = kind, found.namespace, found.name
+        held = self._objects.get((kind, found.namespace), {}).get(found.name)
+        known = self._unreadable.get(key)
+        newest = max(_version(held), self._deleted_versions.get(key, 0), known.version if known else 0)
         if found.version <= newest:
             return
-        self._unread[place] = found
-        if known is None or known.why != found.why:
+        self._unreadable[key] = found
+        if known is None or known.error != found.error:
             _log.error(
                 "object cannot be read",
                 kind=kind.kind,
                 name=found.name,
                 namespace=found.namespace,
-                why=found.why,
+                error=found.error,
             )
-            self._tell_of(found)
+            self._notify_unreadable(found)
 
-    def _read_again(self, kind: ObjectKind, namespace: str, name: str, *, version: int) -> None:
-        known = self._unread.get((kind, namespace, name))
+    def _clear_unreadable(self, kind: ObjectKind, namespace: str, name: str, *, version: int) -> None:
+        known = self._unreadable.get((kind, namespace, name))
         if known is not None and (not version or known.version <= version):
-            del self._unread[kind, namespace, name]
-            self._tell_of(known)
+            del self._unreadable[kind, namespace, name]
+            self._notify_unreadable(known)
 
-    def _tell_of(self, found: Unreadable) -> None:
+    def _notify_unreadable(self, found: UnreadableObject) -> None:
         if found.service is not None:
             self._on_change(ServiceKey(found.namespace, found.service))
             return
         for key in self._services_of(found.namespace):
             self._on_change(key)
 
-    def _tell(self, stored: Stored) -> None:
-        for key in self._concerned(stored):
+    def _notify(self, stored: CachedObject) -> None:
+        for key in self._affected_services(stored):
             self._on_change(key)
 
-    def _concerned(self, stored: Stored) -> Iterable[ServiceKey]:
-        namespace, name = _key(stored)
+    def _affected_services(self, stored: CachedObject) -> Iterable[ServiceKey]:
+        namespace, name = _namespaced_name(stored)
         match stored:
             case PDService() | PDAssignment():
                 return (ServiceKey(namespace, name),)
@@ -213,23 +223,23 @@ class Cache:
                 return ()
 
 
-def _stored(kind: ObjectKind, body: Object) -> Stored | Unreadable:
-    ours = _OURS.get(kind)
+def _parse_body(kind: ObjectKind, body: Object) -> CachedObject | UnreadableObject:
+    ours = _MODELS.get(kind)
     if ours is None:
-        return _slim(kind, body)
+        return _keep_read_fields(kind, body)
     try:
         return ours.model_validate(body, extra="ignore")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         meta = body["metadata"]
-        return Unreadable(
+        return UnreadableObject(
             namespace=meta.get("namespace", ""),
             name=meta["name"],
             kind=ours,
             uid=meta.get("uid", ""),
-            version=_number(meta.get("resourceVersion", "")),
+            version=_version_number(meta.get("resourceVersion", "")),
             service=_service_of(ours, body),
-            why=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
         )
 
 
@@ -242,33 +252,33 @@ def _service_of(kind: type[Resource], body: Object) -> str | None:
     return str((meta.get("labels") or {}).get(SERVICE_LABEL) or (body.get("spec") or {}).get("service"))
 
 
-def _slim(kind: ObjectKind, body: Object) -> Object:
+def _keep_read_fields(kind: ObjectKind, body: Object) -> Object:
     """What the operator reads of objects that are not its own kinds: their specs it wrote itself."""
     meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
-    parts = {key: body[key] for key in _STATUS if key in body}
+    parts = {key: body[key] for key in _STATUS_FIELDS if key in body}
     if kind == POD:
         if "nodeName" in body.get("spec", {}):
             parts["spec"] = {"nodeName": body["spec"]["nodeName"]}
     elif (owned := owned_fields(body)) is not None:
-        parts[OWNED] = owned
+        parts[OWNED_FIELDS] = owned
     return {"metadata": meta, **parts}
 
 
-def _key(stored: Stored) -> tuple[str, str]:
+def _namespaced_name(stored: CachedObject) -> tuple[str, str]:
     if isinstance(stored, Resource):
         return stored.metadata.namespace, stored.metadata.name
     meta: Mapping[str, Any] = stored["metadata"]
     return meta.get("namespace", ""), meta["name"]
 
 
-def _version(stored: Stored | None) -> int:
+def _version(stored: CachedObject | None) -> int:
     if stored is None:
         return 0
     if isinstance(stored, Resource):
-        return _number(stored.metadata.resource_version)
-    return _number(stored["metadata"].get("resourceVersion", ""))
+        return _version_number(stored.metadata.resource_version)
+    return _version_number(stored["metadata"].get("resourceVersion", ""))
 
 
-def _number(version: str) -> int:
+def _version_number(version: str) -> int:
     """Versions of one API server can be compared as numbers (since 1.35 that is promised)."""
     return int(version) if version.isdigit() else 0

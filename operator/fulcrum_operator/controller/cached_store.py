@@ -8,22 +8,22 @@ from fulcrum_cluster.objects import kind_of_resource
 from fulcrum_core.api import Resource
 from fulcrum_core.errors import AlreadyExists, Conflict, NotFound, StoreUnavailable
 from fulcrum_core.ports import Listing, Store, WatchEvent
-from fulcrum_operator.controller.cache import Cache
+from fulcrum_operator.controller.cache import ObjectCache
 
 R = TypeVar("R", bound=Resource)
 
 
-class NotLeading(StoreUnavailable):
+class NotLeader(StoreUnavailable):
     """This process may not write: another one leads, or may do so by now."""
 
     def __init__(self) -> None:
         super().__init__("this operator does not lead")
 
 
-def check_leading(leads: Callable[[], bool]) -> None:
-    """Raise `NotLeading` unless this process leads now."""
-    if not leads():
-        raise NotLeading
+def check_is_leader(is_leader: Callable[[], bool]) -> None:
+    """Raise `NotLeader` unless this process leads now."""
+    if not is_leader():
+        raise NotLeader
 
 
 class CachedStore:
@@ -35,22 +35,22 @@ class CachedStore:
     Args:
         store: Where writes go.
         cache: What is read.
-        leads: Whether this process may write now.
+        is_leader: Whether this process may write now.
     """
 
-    def __init__(self, store: Store, cache: Cache, leads: Callable[[], bool]) -> None:
-        self._store, self._cache, self._leads = store, cache, leads
+    def __init__(self, store: Store, cache: ObjectCache, is_leader: Callable[[], bool]) -> None:
+        self._store, self._cache, self._is_leader = store, cache, is_leader
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
         """The object as last heard of, or `NotFound`."""
-        found = self._cache.resource(kind, namespace, name)
+        found = self._cache.get_resource(kind, namespace, name)
         if found is None:
             raise NotFound(f'{kind.plural} "{name}" not found')
         return found
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
         """All objects as last heard of; there is no one version of them."""
-        return Listing(self._cache.resources(kind, namespace), "")
+        return Listing(self._cache.list_resources(kind, namespace), "")
 
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
         """Straight from the store."""
@@ -58,17 +58,17 @@ class CachedStore:
 
     async def create(self, obj: R) -> R:
         """See `Store`; `Conflict` if there is one that was not known."""
-        check_leading(self._leads)
+        check_is_leader(self._is_leader)
         try:
-            return self._taken(await self._store.create(obj))
+            return self._cache_result(await self._store.create(obj))
         except AlreadyExists as error:
-            await self._catch_up(type(obj), obj.metadata.namespace, obj.metadata.name)
+            await self._refresh(type(obj), obj.metadata.namespace, obj.metadata.name)
             raise Conflict(str(error)) from error
 
     async def apply(self, obj: R, *, manager: str) -> R:
         """See `Store`."""
-        check_leading(self._leads)
-        return self._taken(await self._store.apply(obj, manager=manager))
+        check_is_leader(self._is_leader)
+        return self._cache_result(await self._store.apply(obj, manager=manager))
 
     async def patch(
         self,
@@ -81,7 +81,7 @@ class CachedStore:
     ) -> R:
         """See `Store`."""
         change = partial(self._store.patch, kind, name, patch, resource_version=resource_version)
-        return await self._changed(kind, namespace, name, change)
+        return await self._write_through(kind, namespace, name, change)
 
     async def patch_status(
         self,
@@ -94,35 +94,35 @@ class CachedStore:
     ) -> R:
         """See `Store`."""
         change = partial(self._store.patch_status, kind, name, patch, resource_version=resource_version)
-        return await self._changed(kind, namespace, name, change)
+        return await self._write_through(kind, namespace, name, change)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """See `Store`."""
-        check_leading(self._leads)
+        check_is_leader(self._is_leader)
         try:
             await self._store.delete(kind, name, namespace=namespace, uid=uid)
         except (Conflict, NotFound):
-            await self._catch_up(kind, namespace, name)
+            await self._refresh(kind, namespace, name)
             raise
-        await self._catch_up(kind, namespace, name)
+        await self._refresh(kind, namespace, name)
 
-    async def _changed(
+    async def _write_through(
         self, kind: type[R], namespace: str, name: str, change: Callable[..., Awaitable[R]]
     ) -> R:
-        check_leading(self._leads)
+        check_is_leader(self._is_leader)
         try:
-            return self._taken(await change(namespace=namespace))
+            return self._cache_result(await change(namespace=namespace))
         except (Conflict, NotFound) as error:
-            await self._catch_up(kind, namespace, name)
+            await self._refresh(kind, namespace, name)
             raise Conflict(str(error)) from error
 
-    def _taken(self, obj: R) -> R:
-        self._cache.take_resource(obj)
+    def _cache_result(self, obj: R) -> R:
+        self._cache.put_resource(obj)
         return obj
 
-    async def _catch_up(self, kind: type[R], namespace: str, name: str) -> None:
+    async def _refresh(self, kind: type[R], namespace: str, name: str) -> None:
         """Have the cache know how the object stands now; one that ends in the foreground is still there."""
         try:
-            self._cache.take_resource(await self._store.get(kind, name, namespace=namespace))
+            self._cache.put_resource(await self._store.get(kind, name, namespace=namespace))
         except NotFound:
-            self._cache.drop(kind_of_resource(kind), namespace, name)
+            self._cache.remove(kind_of_resource(kind), namespace, name)

@@ -11,44 +11,44 @@ from dataclasses import dataclass
 import structlog
 
 from fulcrum_cluster.objects import EVENT, Object, ObjectApi
-from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDService
-from fulcrum_core.api import conditions as words
+from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDService, conditions
 from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
+from fulcrum_core.formatting import format_count
 from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import Clock, EngineObservation, EngineState
-from fulcrum_core.spelling import format_count
 from fulcrum_core.values import Actor, Phase
-from fulcrum_operator.controller.cached_store import check_leading
-from fulcrum_operator.controller.ownership import MANAGER
+from fulcrum_operator.controller.cached_store import check_is_leader
+from fulcrum_operator.controller.field_ownership import FIELD_MANAGER
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.pools import wanted_replicas
-from fulcrum_operator.plan.status.degraded import hindrance_reason
+from fulcrum_operator.plan.status.degraded import start_failure_reason
 
 NORMAL, WARNING = "Normal", "Warning"
 
-_LONGEST = 1000
-_REMEMBERED = 1000
+_MESSAGE_LENGTH_MAX = 1000
+_REMEMBERED_MAX = 1000
 _BURST = 25
-_EVERY_S = 5.0
+_REFILL_S = 5.0
 _COMPLETED = ("RolloutCompleted", NORMAL)
-_REASONS = {
-    words.TIER_NOT_FOUND: ("TierMissing", WARNING),
-    words.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
-    words.ROLLED_BACK: ("RolledBack", WARNING),
-    words.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
+_EVENT_BY_REASON = {
+    conditions.TIER_NOT_FOUND: ("TierMissing", WARNING),
+    conditions.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
+    conditions.ROLLED_BACK: ("RolledBack", WARNING),
+    conditions.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
     MODEL_UNKNOWN: ("ModelNotRead", WARNING),
     **dict.fromkeys(
-        (words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, words.TOO_FEW_REPLICAS), ("ScalingLimited", WARNING)
+        (conditions.LIMITED_BY_FLOORS, conditions.TOO_MANY_REPLICAS, conditions.TOO_FEW_REPLICAS),
+        ("ScalingLimited", WARNING),
     ),
 }
 """Reasons of a service's conditions that are worth an Event when they come."""
-_WHEN_FALSE = {
-    words.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
-    words.MODEL_FITS: "ModelDoesNotFit",
+_REASON_WHEN_FALSE = {
+    conditions.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
+    conditions.MODEL_FITS: "ModelDoesNotFit",
 }
 """Conditions that are told whenever they are False for another reason than before."""
-_WHEN_TRUE_AGAIN = {words.KV_TRANSFER_VERIFIED: "KVTransferVerified"}
+_REASON_WHEN_TRUE_AGAIN = {conditions.KV_TRANSFER_VERIFIED: "KVTransferVerified"}
 """Those of them that are told, too, when they are True after they were False."""
 
 _log = structlog.get_logger()
@@ -64,21 +64,21 @@ class Event:
     key: str
 
 
-def role_flipped(instance: str, role: str, by: str, why: str) -> Event:
+def role_flipped(instance: str, role: str, by: str, cause: str) -> Event:
     """An instance's role was changed by somebody's wish."""
-    said = f" ({why})" if why else ""
-    return Event("RoleFlipped", NORMAL, f"{instance} to {role} by {by}{said}", f"{instance}/{role}")
+    suffix = f" ({cause})" if cause else ""
+    return Event("RoleFlipped", NORMAL, f"{instance} to {role} by {by}{suffix}", f"{instance}/{role}")
 
 
-def wish_refused(instance: str, role: str | None, why: str) -> Event:
+def assignment_refused(instance: str, role: str | None, cause: str) -> Event:
     """A wished role was turned down, or another change, as a cordon or a pin."""
-    said = f"{instance} to {role}" if role else instance
-    return Event("WishRefused", WARNING, f"{said}: {why}", f"{instance}/{role}")
+    subject = f"{instance} to {role}" if role else instance
+    return Event("AssignmentRefused", WARNING, f"{subject}: {cause}", f"{instance}/{role}")
 
 
-def instance_failed(instance: str, why: str) -> Event:
+def instance_failed(instance: str, cause: str) -> Event:
     """An instance does not serve any more."""
-    return Event("InstanceFailed", WARNING, f"{instance}: {why}", instance)
+    return Event("InstanceFailed", WARNING, f"{instance}: {cause}", instance)
 
 
 def instance_replaced(instance: str) -> Event:
@@ -86,10 +86,10 @@ def instance_replaced(instance: str) -> Event:
     return Event("InstanceReplaced", NORMAL, f"{instance} is replaced by a new instance", instance)
 
 
-def reclaimed_for_drain(instance: str) -> Event:
+def pod_deleted_externally(instance: str) -> Event:
     """Somebody ends an instance's pod (a node is drained); another one takes its place."""
     message = f"the pod of {instance} is ended by somebody else; a new instance takes its place"
-    return Event("ReclaimedForDrain", NORMAL, message, instance)
+    return Event("PodDeletedExternally", NORMAL, message, instance)
 
 
 def scaled(pool: str, before: int, after: int) -> Event:
@@ -99,23 +99,23 @@ def scaled(pool: str, before: int, after: int) -> Event:
     return Event(reason, NORMAL, message, f"{pool}/{before}/{after}")
 
 
-def engine_hindered(instance: str, reason: str, why: str) -> Event:
+def engine_cannot_start(instance: str, reason: str, cause: str) -> Event:
     """Something keeps an instance's engine from starting."""
-    return Event(reason, WARNING, f"{instance}: {why}", instance)
+    return Event(reason, WARNING, f"{instance}: {cause}", instance)
 
 
-def child_refused(why: str) -> Event:
+def child_apply_failed(cause: str) -> Event:
     """The API server refuses something that the service needs: by a quota, a webhook, for want of a right."""
-    message = f"what stands around the engines cannot be made: {why}; tried again every few seconds"
-    return Event("ChildRefused", WARNING, message, why)
+    message = f"what stands around the engines cannot be made: {cause}; tried again every few seconds"
+    return Event("ChildApplyFailed", WARNING, message, cause)
 
 
-def object_unreadable(words: str) -> Event:
+def object_unreadable(description: str) -> Event:
     """An object of the service is not as this version knows it; the words name it and the field."""
-    return Event("ObjectUnreadable", WARNING, words, words)
+    return Event("ObjectUnreadable", WARNING, description, description)
 
 
-def events_of(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
+def derive_events(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
     """What the pass from `before` by `plan` changed.
 
     Args:
@@ -124,31 +124,31 @@ def events_of(before: Observed, plan: Plan, last: dict[str, EngineObservation]) 
         last: The engines as the pass before saw them.
     """
     return (
-        *_of_roles(before, plan),
-        *_of_instances(before, plan),
-        *_of_pools(before, plan),
-        *_of_engines(before, last),
-        *_of_conditions(before, plan),
+        *_role_events(before, plan),
+        *_instance_events(before, plan),
+        *_pool_events(before, plan),
+        *_engine_events(before, last),
+        *_condition_events(before, plan),
     )
 
 
-def _of_roles(before: Observed, plan: Plan) -> Iterator[Event]:
-    if plan.accepted is None or before.assignment is None:
+def _role_events(before: Observed, plan: Plan) -> Iterator[Event]:
+    if plan.accepted_assignment is None or before.assignment is None:
         return
-    known = before.accepted.roles if before.accepted else {}
-    for name, entry in plan.accepted.roles.items():
+    known = before.accepted_assignment.roles if before.accepted_assignment else {}
+    for name, entry in plan.accepted_assignment.roles.items():
         if name in known and known[name].role is not entry.role and entry.by is not Actor.OPERATOR:
             yield role_flipped(name, entry.role, entry.by, entry.reason)
-        told = before.assignment.spec.roles.get(name)
-        if entry.refused is not None and (told is None or told.refused != entry.refused):
-            yield wish_refused(name, entry.refused.role, entry.refused.reason)
+        written = before.assignment.spec.roles.get(name)
+        if entry.refused is not None and (written is None or written.refused != entry.refused):
+            yield assignment_refused(name, entry.refused.role, entry.refused.reason)
 
 
-def _of_instances(before: Observed, plan: Plan) -> Iterator[Event]:
-    stood = {instance.metadata.name: instance.status for instance in before.instances}
+def _instance_events(before: Observed, plan: Plan) -> Iterator[Event]:
+    statuses = {instance.metadata.name: instance.status for instance in before.instances}
     for obj in plan.objects:
         if isinstance(obj, PDInstance) and obj.status.phase is Phase.FAILED:
-            was = stood.get(obj.metadata.name)
+            was = statuses.get(obj.metadata.name)
             if was is not None and was.phase is not Phase.FAILED:
                 yield instance_failed(obj.metadata.name, obj.status.message)
     for obj in plan.delete:
@@ -157,7 +157,7 @@ def _of_instances(before: Observed, plan: Plan) -> Iterator[Event]:
             yield instance_replaced(obj.metadata.name)
 
 
-def _of_pools(before: Observed, plan: Plan) -> Iterator[Event]:
+def _pool_events(before: Observed, plan: Plan) -> Iterator[Event]:
     """A pool was asked for another number than it has: told when that is first seen."""
     known = {pool.metadata.name: pool for pool in before.pools}
     for pool in plan.objects:
@@ -168,93 +168,95 @@ def _of_pools(before: Observed, plan: Plan) -> Iterator[Event]:
             yield scaled(was.metadata.name, was.status.replicas, wanted_replicas(was))
 
 
-def _of_engines(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:
+def _engine_events(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:
     ours = {instance.metadata.name: instance.status.phase for instance in before.instances}
     for name, engine in before.engines.items():
         was = last.get(name)
         if name not in ours:
             continue
-        if engine.ending and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
-            if was is not None and not was.ending:
-                yield reclaimed_for_drain(name)
-        elif (reason := hindrance_reason(engine)) and (was is None or _hindrance(engine) != _hindrance(was)):
-            yield engine_hindered(name, reason, engine.message)
+        if engine.terminating and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
+            if was is not None and not was.terminating:
+                yield pod_deleted_externally(name)
+        elif (reason := start_failure_reason(engine)) and (
+            was is None or _start_failure(engine) != _start_failure(was)
+        ):
+            yield engine_cannot_start(name, reason, engine.message)
 
 
-def _hindrance(engine: EngineObservation) -> tuple[str | None, str]:
+def _start_failure(engine: EngineObservation) -> tuple[str | None, str]:
     """What keeps an engine from starting; told again when this changes.
 
     The words belong to it: a kubelet says first what it waited for in vain, and only then what is missing.
     But an image that does not pull has two messages that take turns for ever; the first one says it all.
     """
-    reason = hindrance_reason(engine)
-    return reason, "" if reason == words.IMAGE_PULL_FAILED else engine.message
+    reason = start_failure_reason(engine)
+    return reason, "" if reason == conditions.IMAGE_PULL_FAILED else engine.message
 
 
-def _of_conditions(before: Observed, plan: Plan) -> Iterator[Event]:
-    stood = {condition.type: condition for condition in before.service.status.conditions}
+def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:
+    previous = {condition.type: condition for condition in before.service.status.conditions}
     for service in plan.objects:
         if isinstance(service, PDService):
-            back = any(c.reason == words.ROLLED_BACK for c in service.status.conditions)
+            rolled_back = any(c.reason == conditions.ROLLED_BACK for c in service.status.conditions)
             for condition in service.status.conditions:
-                known = stood.get(condition.type)
-                if condition.type in _WHEN_FALSE:
-                    yield from _of_finding(known, condition)
-                told = _told(known.reason if known else "", condition.reason)
-                if told is not None and not (back and told == _COMPLETED):
-                    yield Event(told[0], told[1], condition.message, condition.type)
+                known = previous.get(condition.type)
+                if condition.type in _REASON_WHEN_FALSE:
+                    yield from _status_change_events(known, condition)
+                event = _event_for_reasons(known.reason if known else "", condition.reason)
+                if event is not None and not (rolled_back and event == _COMPLETED):
+                    yield Event(event[0], event[1], condition.message, condition.type)
 
 
-def _of_finding(before: Condition | None, now: Condition) -> Iterator[Event]:
+def _status_change_events(before: Condition | None, now: Condition) -> Iterator[Event]:
     """What is wrong, and that it is right again."""
     if now.status == "False" and (before is None or before.reason != now.reason):
-        yield Event(_WHEN_FALSE[now.type], WARNING, now.message, now.type)
+        yield Event(_REASON_WHEN_FALSE[now.type], WARNING, now.message, now.type)
     again = now.status == "True" and before is not None and before.status == "False"
-    if again and now.type in _WHEN_TRUE_AGAIN:
-        yield Event(_WHEN_TRUE_AGAIN[now.type], NORMAL, now.message, now.type)
+    if again and now.type in _REASON_WHEN_TRUE_AGAIN:
+        yield Event(_REASON_WHEN_TRUE_AGAIN[now.type], NORMAL, now.message, now.type)
 
 
-def _told(before: str, now: str) -> tuple[str, str] | None:
+def _event_for_reasons(before: str, now: str) -> tuple[str, str] | None:
     """What the change of a condition's reason is called; None if it is not told."""
-    paused = words.ROLLOUT_PAUSED in (before, now)
-    if before == now or (paused and words.ROLLOUT_PROGRESSING in (before, now)):
+    paused = conditions.ROLLOUT_PAUSED in (before, now)
+    if before == now or (paused and conditions.ROLLOUT_PROGRESSING in (before, now)):
         return None
-    return _REASONS.get(now) or (_COMPLETED if before == words.ROLLOUT_PROGRESSING else None)
+    return _EVENT_BY_REASON.get(now) or (_COMPLETED if before == conditions.ROLLOUT_PROGRESSING else None)
 
 
-class Recorder:
+class EventRecorder:
     """Writes Events: one object for each key, whose count grows; at most a few at a time for a service.
 
     Args:
         objects: Where they go.
         clock: When things happened.
-        leads: Whether this process may write now.
+        is_leader: Whether this process may write now.
     """
 
-    def __init__(self, objects: ObjectApi, clock: Clock, *, leads: Callable[[], bool]) -> None:
-        self._objects, self._clock, self._leads = objects, clock, leads
+    def __init__(self, objects: ObjectApi, clock: Clock, *, is_leader: Callable[[], bool]) -> None:
+        self._objects, self._clock, self._is_leader = objects, clock, is_leader
         self._counts: dict[str, int] = {}
         self._budgets: dict[str, tuple[float, float]] = {}
 
-    async def tell(self, service: ObjectMeta, events: Iterable[Event]) -> None:
+    async def record(self, service: ObjectMeta, events: Iterable[Event]) -> None:
         """Write them about that PDService. What cannot be written is logged and lost: nobody needs it."""
         for event in events:
             _log.info("event", service=service.name, reason=event.reason, message=event.message)
-            if not self._may(service.uid):
+            if not self._spend_budget(service.uid):
                 continue
             try:
-                check_leading(self._leads)
+                check_is_leader(self._is_leader)
                 await self._write(service, event)
             except FulcrumError as error:
                 _log.warning("event not written", reason=event.reason, error=str(error))
 
-    def _may(self, service: str) -> bool:
-        """A budget of `_BURST` Events, and one more each `_EVERY_S`."""
+    def _spend_budget(self, service: str) -> bool:
+        """A budget of `_BURST` Events, and one more each `_REFILL_S`."""
         now_s = self._clock.monotonic_s()
         left, at_s = self._budgets.pop(service, (float(_BURST), now_s))
-        if len(self._budgets) >= _REMEMBERED:
+        if len(self._budgets) >= _REMEMBERED_MAX:
             del self._budgets[next(iter(self._budgets))]
-        left = min(_BURST, left + (now_s - at_s) / _EVERY_S)
+        left = min(_BURST, left + (now_s - at_s) / _REFILL_S)
         self._budgets[service] = (left - 1 if left >= 1 else left, now_s)
         return left >= 1
 
@@ -265,8 +267,8 @@ class Recorder:
         if count is None:
             count = await self._create(service, name, event, now)
         else:
-            count = await self._again(service, name, event, now, count)
-        if len(self._counts) >= _REMEMBERED:
+            count = await self._increment_count(service, name, event, now, count)
+        if len(self._counts) >= _REMEMBERED_MAX:
             self._counts.pop(next(iter(self._counts)))
         self._counts[name] = count
 
@@ -275,12 +277,18 @@ class Recorder:
         try:
             await self._objects.create(EVENT, _body(service, name, event, now), namespace=namespace)
         except AlreadyExists:
-            told = await self._objects.get(EVENT, name, namespace=namespace)
-            return await self._again(service, name, event, now, told.get("count", 1))
+            existing = await self._objects.get(EVENT, name, namespace=namespace)
+            return await self._increment_count(service, name, event, now, existing.get("count", 1))
         return 1
 
-    async def _again(self, service: ObjectMeta, name: str, event: Event, now: str, count: int) -> int:
-        patch = {"count": count + 1, "lastTimestamp": _seconds(now), "message": event.message[:_LONGEST]}
+    async def _increment_count(
+        self, service: ObjectMeta, name: str, event: Event, now: str, count: int
+    ) -> int:
+        patch = {
+            "count": count + 1,
+            "lastTimestamp": _seconds(now),
+            "message": event.message[:_MESSAGE_LENGTH_MAX],
+        }
         try:
             await self._objects.patch(EVENT, name, patch, namespace=service.namespace)
         except NotFound:  # events live for an hour
@@ -309,12 +317,12 @@ def _body(service: ObjectMeta, name: str, event: Event, now: str) -> Object:
         },
         "reason": event.reason,
         "type": event.type,
-        "message": event.message[:_LONGEST],
+        "message": event.message[:_MESSAGE_LENGTH_MAX],
         "count": 1,
         "firstTimestamp": _seconds(now),
         "lastTimestamp": _seconds(now),
-        "source": {"component": MANAGER},
-        "reportingComponent": MANAGER,
+        "source": {"component": FIELD_MANAGER},
+        "reportingComponent": FIELD_MANAGER,
     }
 
 

@@ -12,26 +12,26 @@ from typing import Any
 import aiohttp
 import kopf
 
-from fulcrum_cluster.access import Access
+from fulcrum_cluster.client_config import ClientConfig
 from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_operator.controller.cache import Cache
-from fulcrum_operator.controller.children import WATCHED
+from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.children import WATCHED_CHILDREN
 
-LABELLED = (POD, *WATCHED)
+LABELLED_KINDS = (POD, *WATCHED_CHILDREN)
 """Followed only where they carry `SERVICE_LABEL`."""
-FOLLOWED = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED)
+WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 
 _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
 
-def selector(kind: ObjectKind) -> str:
+def label_selector(kind: ObjectKind) -> str:
     """The label selector for a kind's lists and watches."""
-    return SERVICE_LABEL if kind in LABELLED else ""
+    return SERVICE_LABEL if kind in LABELLED_KINDS else ""
 
 
-class Feed:
+class KopfFeed:
     """Watches of everything that is followed; `run` until `stop` is set.
 
     Args:
@@ -40,7 +40,7 @@ class Feed:
         namespace: Only this one; "": all.
     """
 
-    def __init__(self, access: Access, cache: Cache, *, namespace: str) -> None:
+    def __init__(self, access: ClientConfig, cache: ObjectCache, *, namespace: str) -> None:
         self._access, self._cache, self._namespace = access, cache, namespace
 
     async def run(
@@ -55,11 +55,11 @@ class Feed:
         """
         logging.getLogger("kopf").setLevel(logging.WARNING)
         others = asyncio.all_tasks()
-        session = _session(self._access)
+        session = _make_session(self._access)
         try:
             tasks = await kopf.spawn_tasks(
-                registry=self._registry(session, on_listed),
-                settings=_settings(),
+                registry=self._make_registry(session, on_listed),
+                settings=_kopf_settings(),
                 standalone=True,
                 clusterwide=not self._namespace,
                 namespaces=[self._namespace] if self._namespace else [],
@@ -70,7 +70,7 @@ class Feed:
         finally:
             await session.close()
 
-    def _registry(
+    def _make_registry(
         self, session: aiohttp.ClientSession, on_listed: Callable[[], None]
     ) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
@@ -81,58 +81,58 @@ class Feed:
             )
 
         kopf.on.login(registry=registry)(login)
-        for kind in FOLLOWED:
-            self._follow(registry, kind, on_listed)
+        for kind in WATCHED_KINDS:
+            self._watch_kind(registry, kind, on_listed)
         return registry
 
-    def _follow(
+    def _watch_kind(
         self, registry: kopf.OperatorRegistry, kind: ObjectKind, on_listed: Callable[[], None]
     ) -> None:
-        async def heard(event: Any, **_: Any) -> None:
-            take(self._cache, kind, event)
+        async def on_event(event: Any, **_: Any) -> None:
+            apply_event(self._cache, kind, event)
             if event["type"] is None:  # how kopf marks what a list said
                 on_listed()
 
         group, _, version = kind.api_version.rpartition("/")
-        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(heard)
+        kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(on_event)
 
 
-def take(cache: Cache, kind: ObjectKind, event: Any) -> None:
+def apply_event(cache: ObjectCache, kind: ObjectKind, event: Any) -> None:
     """Take one event of a watch into the cache."""
     body = event["object"]
     if event["type"] == "DELETED":
         meta = body["metadata"]
-        cache.drop(kind, meta.get("namespace", ""), meta["name"], version=meta["resourceVersion"])
+        cache.remove(kind, meta.get("namespace", ""), meta["name"], version=meta["resourceVersion"])
     else:
-        cache.take(kind, dict(body))
+        cache.put_object(kind, dict(body))
 
 
-def _settings() -> kopf.OperatorSettings:
+def _kopf_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.networking.error_backoffs = _BACKOFFS_S
     settings.watching.chunk_size = 500
-    for kind in LABELLED:
+    for kind in LABELLED_KINDS:
         group, _, version = kind.api_version.rpartition("/")
         settings.watching.label_selectors[group, version, kind.plural] = SERVICE_LABEL
     return settings
 
 
-def _session(access: Access) -> aiohttp.ClientSession:
-    """kopf's own would read the token once: this one has the `Access` say it for each request."""
+def _make_session(access: ClientConfig) -> aiohttp.ClientSession:
+    """kopf's own would read the token once: this one has the `ClientConfig` say it for each request."""
 
     async def with_token(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         token = access.token
-        header = await token.header() if token else None
+        header = await token.authorization_header() if token else None
         if header:
             request.headers["Authorization"] = header
-        answer = await handler(request)
-        if answer.status == 401 and token:
-            token.refused()
-        return answer
+        response = await handler(request)
+        if response.status == 401 and token:
+            token.invalidate()
+        return response
 
     connector = aiohttp.TCPConnector(limit=0, ssl=access.tls if access.tls else True)
     return aiohttp.ClientSession(connector=connector, middlewares=(with_token,), proxy=access.proxy)

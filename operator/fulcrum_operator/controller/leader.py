@@ -13,32 +13,32 @@ from pathlib import Path
 import httpx
 import structlog
 
-from fulcrum_cluster.client import Cluster as Connection
+from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import IdentitySpec, PDInstance, PDPool, PDService
+from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDPool, PDService
 from fulcrum_core.errors import Conflict, Forbidden, FulcrumError, InvalidInput, NotFound
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import FlipStrategy
-from fulcrum_operator.controller.bounded_concurrency import side_by_side
-from fulcrum_operator.controller.cache import Cache
+from fulcrum_operator.controller.bounded_concurrency import run_bounded
+from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children
-from fulcrum_operator.controller.events import Recorder, child_refused, events_of
-from fulcrum_operator.controller.kopf_feed import FOLLOWED, Feed, selector
-from fulcrum_operator.controller.metrics import Meters
-from fulcrum_operator.controller.pods.model_pods import ModelPods
-from fulcrum_operator.controller.pods.observation import digest_of
+from fulcrum_operator.controller.events import EventRecorder, child_apply_failed, derive_events
+from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS, KopfFeed, label_selector
+from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_operator.controller.pods.model_reader_pods import ModelReaderPods
 from fulcrum_operator.controller.pods.pod_runtime import PodRuntime
-from fulcrum_operator.controller.pods.role_probe import Probes, probe
-from fulcrum_operator.controller.reconcile import Cluster, ServiceKey, reconcile
-from fulcrum_operator.controller.router import STATE_URL, ClusterRouter
-from fulcrum_operator.controller.unreadable_objects import Unread
-from fulcrum_operator.controller.work_queue import KeyedQueue
+from fulcrum_operator.controller.pods.pod_status import short_digest
+from fulcrum_operator.controller.pods.role_probe import RoleProbes, probe_roles
+from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.router import STATE_URL_TEMPLATE, ClusterRouterView
+from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
+from fulcrum_operator.controller.work_queue import WorkQueue
 from fulcrum_operator.engines import simulated, vllm
-from fulcrum_operator.manifests.engine_container import fit_of, real_request
-from fulcrum_operator.manifests.names import ClusterSettings
+from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm_launch_request
+from fulcrum_operator.manifests.names import InstallationSettings
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.plan.pools import wanted_replicas
@@ -47,23 +47,23 @@ RESYNC_S = 60.0
 """Every service is looked at once in so long, even if nothing happened."""
 RELIST_S = 300.0
 """Once in so long everything is listed, for a deletion that no watch told of."""
-RELIST_SOON_S = 1.0
+RELIST_AFTER_GAP_S = 1.0
 """So long after a watch had to begin anew, since what was deleted meanwhile it does not tell."""
-_RETRY_S = 1.0
+_LIST_RETRY_S = 1.0
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class OperatorOptions:
     """What an installation decides about its operator."""
 
-    settings: ClusterSettings
+    settings: InstallationSettings
     namespace: str = ""
     """Only this one; "": all."""
     token_file: Path = field(default_factory=Path)
     """What routers' state ports ask for."""
-    router_state: str = STATE_URL
+    router_state: str = STATE_URL_TEMPLATE
 
 
 class Leader:
@@ -73,169 +73,177 @@ class Leader:
         connection: The cluster, for writes and lists.
         feed: Makes what keeps a cache current.
         options: What the installation decides.
-        meters: Where its passes are counted.
-        leads: Whether this process may write now.
+        metrics: Where its passes are counted.
+        is_leader: Whether this process may write now.
     """
 
     def __init__(
         self,
-        connection: Connection,
-        feed: Callable[[Cache], Feed],
-        options: Options,
-        meters: Meters,
-        leads: Callable[[], bool],
+        connection: ClusterClient,
+        feed: Callable[[ObjectCache], KopfFeed],
+        options: OperatorOptions,
+        metrics: Metrics,
+        is_leader: Callable[[], bool],
     ) -> None:
-        self._connection, self._options, self._meters = connection, options, meters
+        self._connection, self._options, self._metrics = connection, options, metrics
         self.synced = False
-        self._unsure = asyncio.Event()
+        self._watch_restarted = asyncio.Event()
         """A watch began anew."""
-        self._last: dict[ServiceKey, dict[str, EngineObservation]] = {}
-        self._refused: dict[ServiceKey, str] = {}
+        self._last_engines: dict[ServiceKey, dict[str, EngineObservation]] = {}
+        self._reported_refusals: dict[ServiceKey, str] = {}
         """Why what a service needs was refused, as last told."""
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
-        self._probes = Probes(self._probe)
-        self._queue = KeyedQueue[ServiceKey](self._pass, resync_s=RESYNC_S)
-        self._cache = Cache(self._wake)
+        self._probes = RoleProbes(self._probe_roles)
+        self._queue = WorkQueue[ServiceKey](self._reconcile_service, resync_s=RESYNC_S)
+        self._cache = ObjectCache(self._enqueue)
         self._feed = feed(self._cache)
         objects, settings, clock = connection.objects, options.settings, SystemClock()
-        self._children = Children(objects, self._cache, settings, leads=leads)
-        self._recorder = Recorder(objects, clock, leads=leads)
-        self._unread = Unread(self._cache, self._recorder.tell)
+        self._children = Children(objects, self._cache, settings, is_leader=is_leader)
+        self._recorder = EventRecorder(objects, clock, is_leader=is_leader)
+        self._unreadable = UnreadableObjects(self._cache, self._recorder.record)
         self._runtime = PodRuntime(
-            objects, self._cache, self._probes, settings, leads=leads, on_change=self._wake
+            objects, self._cache, self._probes, settings, is_leader=is_leader, on_change=self._enqueue
         )
-        self._router = ClusterRouter(
+        self._router_view = ClusterRouterView(
             self._cache, token_file=options.token_file, state_url=options.router_state
         )
-        self._models = ModelPods(objects, self._cache, settings, clock, leads=leads, on_change=self._wake)
-        self._cluster = Cluster(
-            store=CachedStore(connection.store, self._cache, leads),
+        self._model_reader = ModelReaderPods(
+            objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
+        )
+        self._context = ReconcileContext(
+            store=CachedStore(connection.store, self._cache, is_leader),
             runtime=self._runtime,
             clock=clock,
-            engine_facts=self._facts,
-            router=self._router,
-            models=self._models,
-            tend=self._tend,
+            engine_facts=self._engine_facts,
+            router=self._router_view,
+            models=self._model_reader,
+            after_apply=self._after_apply,
         )
 
     async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
         """Look after every service until `stop` is set."""
-        listing = asyncio.get_running_loop().create_task(self._keep_listing())
-        listing.add_done_callback(lambda _: stop.set())  # of itself it never ends
+        list_task = asyncio.get_running_loop().create_task(self._relist_forever())
+        list_task.add_done_callback(lambda _: stop.set())  # of itself it never ends
         try:
-            await self._feed.run(stop, on_started=on_started, on_listed=self._unsure.set)
+            await self._feed.run(stop, on_started=on_started, on_listed=self._watch_restarted.set)
         finally:
-            listing.cancel()
-            await asyncio.wait([listing])
-        if not listing.cancelled():
-            listing.result()
+            list_task.cancel()
+            await asyncio.wait([list_task])
+        if not list_task.cancelled():
+            list_task.result()
 
     async def aclose(self) -> None:
         """End all passes; nothing is written afterwards."""
         await self._queue.aclose()
         await self._probes.aclose()
-        await asyncio.gather(self._client.aclose(), self._router.aclose())
+        await asyncio.gather(self._client.aclose(), self._router_view.aclose())
 
-    def _wake(self, key: ServiceKey) -> None:
+    def _enqueue(self, key: ServiceKey) -> None:
         if self.synced:  # half a picture would have passes make what is there already
             self._queue.add(key)
 
-    async def _keep_listing(self) -> None:
+    async def _relist_forever(self) -> None:
         while True:
-            self._unsure.clear()
+            self._watch_restarted.clear()
             try:
-                await self._list()
+                await self._relist()
             except FulcrumError as error:
-                _log.warning("cannot list", reason=str(error))
-                await asyncio.sleep(_RETRY_S)
+                _log.warning("cannot list", error=str(error))
+                await asyncio.sleep(_LIST_RETRY_S)
                 continue
             if not self.synced:
                 self.synced = True
-                _log.info("everything is listed", services=len(self._cache.services()))
-                for key in self._cache.services():
+                _log.info("initial list complete", services=len(self._cache.list_services()))
+                for key in self._cache.list_services():
                     self._queue.add(key)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELIST_S):
-                    await self._unsure.wait()
-                    await asyncio.sleep(RELIST_SOON_S)
+                    await self._watch_restarted.wait()
+                    await asyncio.sleep(RELIST_AFTER_GAP_S)
 
-    async def _list(self) -> None:
+    async def _relist(self) -> None:
         namespace = self._options.namespace
-        for kind in FOLLOWED:
+        for kind in WATCHED_KINDS:
             found, version = await self._connection.objects.list(
-                kind, namespace=namespace, labels=selector(kind)
+                kind, namespace=namespace, labels=label_selector(kind)
             )
-            self._cache.relisted(kind, namespace, found, version)
-        self._children.look_again()
+            self._cache.replace_all(kind, namespace, found, version)
+        self._children.recheck_all()
 
-    async def _pass(self, key: ServiceKey) -> float | None:
+    async def _reconcile_service(self, key: ServiceKey) -> float | None:
         began_s, outcome = time.perf_counter(), "error"
-        self._meters.depth.set(self._queue.depth)
+        self._metrics.active_reconciles.set(self._queue.running_count)
         try:
-            if await self._unread.hides(key):
+            if await self._unreadable.blocks_reconcile(key):
                 outcome = "unreadable"
                 return None
-            wanted_s = await reconcile(key, self._cluster)
+            requeue_after_s = await reconcile(key, self._context)
             outcome = "ok"
-            if wanted_s == math.inf:
-                self._last.pop(key, None)
-                self._refused.pop(key, None)
-                self._models.forget(key)
-            return wanted_s
+            if requeue_after_s == math.inf:
+                self._last_engines.pop(key, None)
+                self._reported_refusals.pop(key, None)
+                self._model_reader.forget(key)
+            return requeue_after_s
         except Conflict:
             outcome = "conflict"
             raise
         finally:
-            self._meters.passes.labels(outcome).inc()
-            self._meters.duration.observe(time.perf_counter() - began_s)
-            self._meters.depth.set(self._queue.depth - 1)
+            self._metrics.reconciles.labels(outcome).inc()
+            self._metrics.reconcile_seconds.observe(time.perf_counter() - began_s)
+            self._metrics.active_reconciles.set(self._queue.running_count - 1)
 
-    async def _tend(self, seen: Observed, plan: Plan) -> None:
-        service = seen.service
+    async def _after_apply(self, observed: Observed, plan: Plan) -> None:
+        service = observed.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
-        pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or seen.pools
+        pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or observed.pools
         try:
-            await self._tend_children(key, service, sum(wanted_replicas(pool) for pool in pools))
+            await self._sync_children(key, service, sum(wanted_replicas(pool) for pool in pools))
         except (Forbidden, InvalidInput):
-            await self._models.tend(service, plan.read)  # first engines wait for it, and for no other child
+            await self._model_reader.sync(
+                service, plan.model_read
+            )  # first engines wait for it, and for no other child
             raise
-        await self._models.tend(service, plan.read)
+        await self._model_reader.sync(service, plan.model_read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
-        await side_by_side(self._runtime.show_role(instance) for instance in instances)
-        await self._recorder.tell(service.metadata, events_of(seen, plan, self._last.get(key, {})))
-        self._last[key] = dict(seen.engines)
+        await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)
+        await self._recorder.record(
+            service.metadata, derive_events(observed, plan, self._last_engines.get(key, {}))
+        )
+        self._last_engines[key] = dict(observed.engines)
 
-    async def _tend_children(self, key: ServiceKey, service: PDService, wanted: int) -> None:
+    async def _sync_children(self, key: ServiceKey, service: PDService, wanted: int) -> None:
         try:
-            await self._children.tend(service, wanted=wanted)
+            await self._children.sync(service, wanted=wanted)
         except (Forbidden, InvalidInput) as error:
-            if self._refused.get(key) != str(error):
-                self._refused[key] = str(error)
-                await self._recorder.tell(service.metadata, [child_refused(str(error))])
+            if self._reported_refusals.get(key) != str(error):
+                self._reported_refusals[key] = str(error)
+                await self._recorder.record(service.metadata, [child_apply_failed(str(error))])
             raise
-        self._refused.pop(key, None)
+        self._reported_refusals.pop(key, None)
 
-    def _facts(self, instance: PDInstance) -> EngineFacts:
+    def _engine_facts(self, instance: PDInstance) -> EngineFacts:
         key = instance_key(instance)
-        identity, startup_s, fit = self._known(instance)
+        identity, startup_s, fit = self._derive_facts(instance)
         image = self._runtime.image(key)
         if image is not None:  # engines of two images are not known to read each other's KV
-            identity = identity.model_copy(update={"engine": f"{identity.engine}@{digest_of(image)}"})
+            identity = identity.model_copy(update={"engine": f"{identity.engine}@{short_digest(image)}"})
         return EngineFacts(identity, self._runtime.strategy(key), startup_s, fit)
 
-    def _known(self, instance: PDInstance) -> tuple[IdentitySpec, float, Fit | None]:
+    def _derive_facts(self, instance: PDInstance) -> tuple[EngineIdentitySpec, float, Fit | None]:
         """What its type and its settings tell of an engine, how long it takes to start, and if it can."""
         if instance.spec.engine.type == "Simulated":
             profile = _profile(instance.spec.engine.profile)
             return simulated.identity(instance.spec, profile), profile.startup_s, None
-        service = self._cache.resource(PDService, instance.metadata.namespace, instance.spec.service)
+        service = self._cache.get_resource(PDService, instance.metadata.namespace, instance.spec.service)
         if service is None:
             raise NotFound(f"PDService {instance.spec.service} is gone")
-        request = real_request(instance, service)
-        return *vllm.known_of(request, vllm.POD), fit_of(request, instance, service)
+        request = vllm_launch_request(instance, service)
+        return *vllm.expected_identity_and_startup_s(request, vllm.POD_PLACEMENT), judge_instance_fit(
+            request, instance, service
+        )
 
-    async def _probe(self, endpoint: str, model: str) -> FlipStrategy | None:
-        return await probe(self._client, endpoint, model=model, salt=secrets.token_hex(8))
+    async def _probe_roles(self, endpoint: str, model: str) -> FlipStrategy | None:
+        return await probe_roles(self._client, endpoint, model=model, salt=secrets.token_hex(8))
 
 
 _profile = functools.cache(load_profile)

@@ -6,28 +6,28 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-_PASS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_RECONCILE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-class Meters:
+class Metrics:
     """The metrics of one process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.passes = Counter(
+        self.reconciles = Counter(
             "fulcrum_operator_reconciles",
             "Passes over a service, by outcome: ok, conflict, unreadable, error.",
             ["outcome"],
             registry=self.registry,
         )
-        self.duration = Histogram(
+        self.reconcile_seconds = Histogram(
             "fulcrum_operator_reconcile_seconds",
             "How long a pass takes.",
-            buckets=_PASS_S,
+            buckets=_RECONCILE_BUCKETS_S,
             registry=self.registry,
         )
-        self.depth = Gauge(
-            "fulcrum_operator_queue_depth",
+        self.active_reconciles = Gauge(
+            "fulcrum_operator_active_reconciles",
             "Services being looked at, or to be at once.",
             registry=self.registry,
         )
@@ -36,32 +36,38 @@ class Meters:
         )
 
 
-def make_app(
-    meters: Meters, unready: Callable[[], str | None], dead: Callable[[], str | None]
+def make_http_app(
+    metrics: Metrics, unready_reason: Callable[[], str | None], unhealthy_reason: Callable[[], str | None]
 ) -> web.Application:
     """`/healthz`: it is of use. `/readyz`: it leads and has seen everything, or stands by. `/metrics`.
 
     Args:
-        meters: What is measured.
-        unready: Why the process is not ready; None if it is.
-        dead: Why it has to be started anew; None while it is of use.
+        metrics: What is measured.
+        unready_reason: Why the process is not ready; None if it is.
+        unhealthy_reason: Why it has to be started anew; None while it is of use.
     """
 
-    async def healthz(_request: web.Request) -> web.Response:
-        return _said(dead())
+    async def serve_healthz(_request: web.Request) -> web.Response:
+        return _probe_response(unhealthy_reason())
 
-    async def readyz(_request: web.Request) -> web.Response:
-        return _said(unready())
+    async def serve_readyz(_request: web.Request) -> web.Response:
+        return _probe_response(unready_reason())
 
-    async def metrics(_request: web.Request) -> web.Response:
+    async def serve_metrics(_request: web.Request) -> web.Response:
         return web.Response(
-            body=generate_latest(meters.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+            body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
         )
 
     app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])
+    app.add_routes(
+        [
+            web.get("/healthz", serve_healthz),
+            web.get("/readyz", serve_readyz),
+            web.get("/metrics", serve_metrics),
+        ]
+    )
     return app
 
 
-def _said(why_not: str | None) -> web.Response:
-    return web.Response(text=f"{why_not or 'ok'}\n", status=503 if why_not else 200)
+def _probe_response(problem: str | None) -> web.Response:
+    return web.Response(text=f"{problem or 'ok'}\n", status=503 if problem else 200)

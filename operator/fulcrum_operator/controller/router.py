@@ -5,16 +5,16 @@ from pathlib import Path
 import httpx
 
 from fulcrum_cluster.objects import ENDPOINT_SLICE
-from fulcrum_core.state import RouterState
-from fulcrum_operator.controller.cache import Cache
+from fulcrum_core.router_state import RouterState
+from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.manifests.names import SERVICE_PORT, STATE_PORT
 
-STATE_URL = f"http://{{service}}.{{namespace}}.svc:{STATE_PORT}"
-_ANSWER_S = 1.0
+STATE_URL_TEMPLATE = f"http://{{service}}.{{namespace}}.svc:{STATE_PORT}"
+_RESPONSE_TIMEOUT_S = 1.0
 
 
-class ClusterRouter:
+class ClusterRouterView:
     """`RouterView` of all services of a cluster. To be closed.
 
     Args:
@@ -23,26 +23,28 @@ class ClusterRouter:
         state_url: Where the state port is, with `{service}` and `{namespace}`.
     """
 
-    def __init__(self, cache: Cache, *, token_file: Path, state_url: str = STATE_URL) -> None:
+    def __init__(self, cache: ObjectCache, *, token_file: Path, state_url: str = STATE_URL_TEMPLATE) -> None:
         self._cache, self._token_file, self._state_url = cache, token_file, state_url
-        self._client = httpx.AsyncClient(timeout=_ANSWER_S, trust_env=False, verify=False)  # plain HTTP
+        self._client = httpx.AsyncClient(
+            timeout=_RESPONSE_TIMEOUT_S, trust_env=False, verify=False
+        )  # plain HTTP
 
     def endpoint(self, key: ServiceKey) -> str | None:
         """Where clients reach it; None while no router is active."""
-        slices = self._cache.object(ENDPOINT_SLICE, key.namespace, f"{key.name}-router")
-        endpoints = (slices or {}).get("endpoints") or ()
+        endpoint_slice = self._cache.get_object(ENDPOINT_SLICE, key.namespace, f"{key.name}-router")
+        endpoints = (endpoint_slice or {}).get("endpoints") or ()
         if not any(endpoint.get("conditions", {}).get("ready", True) for endpoint in endpoints):
             return None
         port = "" if SERVICE_PORT == 80 else f":{SERVICE_PORT}"
         return f"http://{key.name}.{key.namespace}.svc{port}"
 
-    async def ledger(self, key: ServiceKey) -> RouterState | None:
+    async def read_state(self, key: ServiceKey) -> RouterState | None:
         """What it says of its instances; None if it does not answer."""
         url = self._state_url.format(service=key.name, namespace=key.namespace)
         try:
             token = self._token_file.read_text(encoding="utf-8").strip()
-            answer = await self._client.get(f"{url}/state", headers={"authorization": f"Bearer {token}"})
-            return RouterState.model_validate_json(answer.raise_for_status().content)
+            response = await self._client.get(f"{url}/state", headers={"authorization": f"Bearer {token}"})
+            return RouterState.model_validate_json(response.raise_for_status().content)
         except (OSError, httpx.HTTPError, ValueError):
             return None
 

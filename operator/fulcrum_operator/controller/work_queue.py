@@ -17,16 +17,16 @@ from fulcrum_core.errors import Conflict, StoreUnavailable
 
 K = TypeVar("K", bound=Hashable)
 
-FIRST_DELAY_S = 0.05
-LONGEST_DELAY_S = 5.0
-CONFLICT_DELAY_S = 0.005
+RETRY_DELAY_MIN_S = 0.05
+RETRY_DELAY_MAX_S = 5.0
+CONFLICT_DELAY_MIN_S = 0.005
 """Somebody else wrote first: there is hardly anything to wait for, unless they go on and on."""
-LONGEST_CONFLICT_DELAY_S = 0.5
+CONFLICT_DELAY_MAX_S = 0.5
 
 _log = structlog.get_logger()
 
 
-class KeyedQueue(Generic[K]):
+class WorkQueue(Generic[K]):
     """Runs `handle(key)` for every key added, each key by itself, different keys side by side.
 
     Args:
@@ -38,7 +38,7 @@ class KeyedQueue(Generic[K]):
     def __init__(self, handle: Callable[[K], Awaitable[float | None]], *, resync_s: float) -> None:
         self._handle, self._resync_s = handle, resync_s
         self._running: dict[K, asyncio.Task[None]] = {}
-        self._again: set[K] = set()
+        self._added_while_running: set[K] = set()
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
         self._conflicts: dict[K, int] = {}
@@ -49,10 +49,10 @@ class KeyedQueue(Generic[K]):
         if self._closed:
             return
         if key in self._running:
-            self._again.add(key)
+            self._added_while_running.add(key)
             return
         self._cancel_timer(key)
-        self._running[key] = asyncio.get_running_loop().create_task(self._work(key))
+        self._running[key] = asyncio.get_running_loop().create_task(self._run_key(key))
 
     def add_after(self, key: K, delay_s: float) -> None:
         """Have the key looked at in `delay_s`, or earlier if that is arranged already."""
@@ -62,10 +62,10 @@ class KeyedQueue(Generic[K]):
         if self._closed or (timer is not None and timer.when() <= due_s):
             return
         self._cancel_timer(key)
-        self._timers[key] = loop.call_at(due_s, self._due, key)
+        self._timers[key] = loop.call_at(due_s, self._on_timer, key)
 
     @property
-    def depth(self) -> int:
+    def running_count(self) -> int:
         """How many keys are worked on now."""
         return len(self._running)
 
@@ -79,7 +79,7 @@ class KeyedQueue(Generic[K]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _due(self, key: K) -> None:
+    def _on_timer(self, key: K) -> None:
         del self._timers[key]
         self.add(key)
 
@@ -88,41 +88,41 @@ class KeyedQueue(Generic[K]):
         if timer is not None:
             timer.cancel()
 
-    async def _work(self, key: K) -> None:
-        again_s = await self._attempt(key)
+    async def _run_key(self, key: K) -> None:
+        requeue_after_s = await self._handle_once(key)
         del self._running[key]
-        if key in self._again:
-            self._again.discard(key)
+        if key in self._added_while_running:
+            self._added_while_running.discard(key)
             self.add(key)
-        elif again_s < math.inf:
-            self.add_after(key, again_s)
+        elif requeue_after_s < math.inf:
+            self.add_after(key, requeue_after_s)
 
-    async def _attempt(self, key: K) -> float:
+    async def _handle_once(self, key: K) -> float:
         """Work on the key once; returns in how many seconds to look again."""
         try:
-            wanted_s = await self._handle(key)
+            requeue_after_s = await self._handle(key)
         except Conflict:
             conflicts = self._conflicts[key] = self._conflicts.get(key, 0) + 1
-            return backoff_s(conflicts, first_s=CONFLICT_DELAY_S, longest_s=LONGEST_CONFLICT_DELAY_S)
+            return backoff_s(conflicts, min_s=CONFLICT_DELAY_MIN_S, max_s=CONFLICT_DELAY_MAX_S)
         except Exception as error:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
-            delay_s = max(backoff_s(failures), _asked_s(error))
+            delay_s = max(backoff_s(failures), _retry_after_s(error))
             _log.warning(
                 "reconcile failed", key=str(key), failures=failures, retry_s=delay_s, error=repr(error)
             )
             return delay_s
         self._failures.pop(key, None)
         self._conflicts.pop(key, None)
-        if wanted_s == math.inf:
+        if requeue_after_s == math.inf:
             return math.inf
-        return self._resync_s if wanted_s is None else min(wanted_s, self._resync_s)
+        return self._resync_s if requeue_after_s is None else min(requeue_after_s, self._resync_s)
 
 
-def backoff_s(failures: int, *, first_s: float = FIRST_DELAY_S, longest_s: float = LONGEST_DELAY_S) -> float:
-    """The wait after so many failures in a row: doubling from `first_s` to `longest_s`."""
-    return float(min(longest_s, first_s * 2 ** min(failures - 1, 20)))
+def backoff_s(failures: int, *, min_s: float = RETRY_DELAY_MIN_S, max_s: float = RETRY_DELAY_MAX_S) -> float:
+    """The wait after so many failures in a row: doubling from `min_s` to `max_s`."""
+    return float(min(max_s, min_s * 2 ** min(failures - 1, 20)))
 
 
-def _asked_s(error: Exception) -> float:
+def _retry_after_s(error: Exception) -> float:
     """How long the store asked to be left alone."""
     return error.retry_after_s or 0.0 if isinstance(error, StoreUnavailable) else 0.0

@@ -2,33 +2,33 @@
 
 from fulcrum_core.api import PDService, PoolRole
 from fulcrum_core.api.engine import (
+    EngineSettingsSpec,
     KvCacheSpec,
     KvTransferSpec,
     ModelSourceSpec,
     ParallelismSpec,
     QuantizationSpec,
-    SettingsSpec,
 )
-from fulcrum_core.api.pdpool import HardwareSpec, StartSpec
-from fulcrum_core.hardware import HardwareFacts, Vendor, hardware_of
+from fulcrum_core.api.pdpool import HardwareSpec, LaunchSpec
+from fulcrum_core.hardware import HardwareFacts, Vendor, resolve_hardware
 from fulcrum_core.models import ModelFacts
 from fulcrum_core.values import Role
 from fulcrum_operator.engines import vllm
-from fulcrum_operator.engines.request import EngineRequest
+from fulcrum_operator.engines.launch_request import LaunchRequest
 
-DEVICE = HardwareSpec(resource="nvidia.com/gpu")
+DEFAULT_HARDWARE = HardwareSpec(resource="nvidia.com/gpu")
 """What an instance of a real engine gets where the manifest does not say: one GPU."""
 
 
-def engine_request(
+def build_launch_request(
     service: PDService,
-    start: StartSpec,
+    start: LaunchSpec,
     *,
     pool_role: PoolRole,
     role: Role | None = None,
     facts: ModelFacts | None = None,
     hardware: HardwareFacts | None = None,
-) -> EngineRequest:
+) -> LaunchRequest:
     """What is asked for an instance.
 
     Args:
@@ -40,24 +40,27 @@ def engine_request(
         facts: Of the model; None: they were not read.
         hardware: In place of what the manifest says: a local run has this machine's.
     """
-    asked = start.hardware or DEVICE
-    known = hardware or hardware_of(
-        asked.type, resource=asked.resource, memory_bytes=asked.memory, fabric=asked.fabric
+    hardware_spec = start.hardware or DEFAULT_HARDWARE
+    device = hardware or resolve_hardware(
+        hardware_spec.type,
+        resource=hardware_spec.resource,
+        memory_bytes=hardware_spec.memory,
+        fabric=hardware_spec.fabric,
     )
-    return EngineRequest(
+    return LaunchRequest(
         model=start.model,
         pool_role=pool_role,
         role=role,
-        slo=service.spec.slo.slo(),
+        slo=service.spec.slo.to_slo(),
         proxy_host=f"{service.metadata.name}.{service.metadata.namespace}.svc",
-        drain_s=service.spec.drain.timeout,
+        drain_timeout_s=service.spec.drain.timeout,
         facts=facts,
-        hardware=known,
-        devices=None if known.vendor is Vendor.CPU else asked.count,  # cores are no devices
-        source=start.model_source or ModelSourceSpec(),
+        hardware=device,
+        devices=None if device.vendor is Vendor.CPU else hardware_spec.count,  # cores are no devices
+        model_source=start.model_source or ModelSourceSpec(),
         parallelism=start.parallelism or ParallelismSpec(),
         quantization=start.quantization or QuantizationSpec(),
-        settings=start.settings or SettingsSpec(),
+        settings=start.settings or EngineSettingsSpec(),
         kv_transfer=start.kv_transfer or KvTransferSpec(),
         kv_cache=start.kv_cache or KvCacheSpec(),
         args=start.engine.args,

@@ -8,13 +8,13 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fulcrum_core.api import IdentitySpec
+from fulcrum_core.api import EngineIdentitySpec
 from fulcrum_core.models import Fit
 from fulcrum_core.values import FlipStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EnginePlacement:
     """Where an engine runs, and what its programs are called there.
 
     Args:
@@ -41,12 +41,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class EnvVar:
+class LaunchEnvVar:
     """A variable: a value, or the field of the pod that it is read from, or the key `token` of a secret."""
 
     name: str
     value: str = ""
-    field: str = ""
+    pod_field: str = ""
     secret: str = ""
 
 
@@ -93,20 +93,20 @@ class EngineLaunch:
         startup_s: How long a start takes, all going well; a runtime allows a multiple of it.
         shutdown_s: From SIGTERM to its end: running requests may finish.
         identity: What it is to its peers.
-        strategy: How it changes its role.
-        leaves: Files that outlive it where it does not run in a container of its own.
+        flip_strategy: How it changes its role.
+        leftover_files: Files that outlive it where it does not run in a container of its own.
     """
 
     command: tuple[str, ...]
-    env: tuple[EnvVar, ...]
+    env: tuple[LaunchEnvVar, ...]
     ports: tuple[Port, ...]
     volumes: tuple[Volume, ...]
     health_path: str
     startup_s: float
     shutdown_s: float
-    identity: IdentitySpec
-    strategy: FlipStrategy
-    leaves: tuple[str, ...] = ()
+    identity: EngineIdentitySpec
+    flip_strategy: FlipStrategy
+    leftover_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class EnginePlan:
     launch: EngineLaunch | None
     fit: Fit
     choices: tuple[Choice, ...]
-    refusals: tuple[str, ...]
+    unsupported: tuple[str, ...]
 
 
 def compact_json(value: Any) -> str:

@@ -1,13 +1,13 @@
 """The simulated engine server: its command line and what it is to its peers."""
 
-from fulcrum_core.api import IdentitySpec, PDInstance, PDInstanceSpec
+from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDInstanceSpec
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import FlipStrategy
 
-STRATEGY = FlipStrategy.RELABEL
+FLIP_STRATEGY = FlipStrategy.RELABEL
 """Like vLLM's NixlConnector as `kv_both`, it takes its role from each request."""
 
-PROGRAM = "fulcrum_simulator.server"
+SERVER_MODULE = "fulcrum_simulator.server"
 """The module that an engine runs."""
 
 _ENGINE = "simulated"
@@ -16,7 +16,7 @@ _KV_DTYPE = "auto"
 
 def command(instance: PDInstance, *, python: str, host: str) -> tuple[str, ...]:
     """The command line that serves this instance on free ports of `host`."""
-    return (python, "-m", PROGRAM, *arguments(instance, host=host))
+    return (python, "-m", SERVER_MODULE, *arguments(instance, host=host))
 
 
 def arguments(
@@ -27,7 +27,7 @@ def arguments(
     side_channel_port: int = 0,
     shutdown_timeout_s: float = 0.0,
 ) -> tuple[str, ...]:
-    """What `PROGRAM` is told.
+    """What `SERVER_MODULE` is told.
 
     Args:
         instance: What it serves.
@@ -47,9 +47,9 @@ def arguments(
     )
 
 
-def identity(spec: PDInstanceSpec, profile: EngineProfile) -> IdentitySpec:
+def identity(spec: PDInstanceSpec, profile: EngineProfile) -> EngineIdentitySpec:
     """What its peers must agree with to exchange KV blocks: engines of one model and one profile's shape."""
-    return IdentitySpec(
+    return EngineIdentitySpec(
         model=spec.model,
         engine=_ENGINE,
         kv_dtype=_KV_DTYPE,

@@ -15,30 +15,32 @@ from fulcrum_operator.manifests.names import (
     SERVICE_PORT,
     SIDE_CHANNEL_PORT,
     STATE_PORT,
-    ClusterSettings,
+    InstallationSettings,
     component_labels,
-    container_security,
+    container_security_context,
     engine_selector,
-    from_field,
+    env_from_field,
     image_pull_secrets,
-    owned_by,
-    pod_security,
+    owner_references,
+    pod_security_context,
+    recommended_labels,
     router_selector,
-    usual_labels,
 )
 
-MADE_ONCE = frozenset({"Lease", "EndpointSlice"})
+CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created where they are missing and never written again."""
 
-HAND_OVER_S = 5
+HANDOVER_TIMEOUT_S = 5
 """How long a router that was told to end lets its successor take over before it drains."""
-TEARDOWN_S = 10
+ROUTER_TEARDOWN_S = 10
 
-_FOLLOW = ["list", "watch"]
-_CHANGE = ["get", "patch"]
+_READ_VERBS = ["list", "watch"]
+_WRITE_VERBS = ["get", "patch"]
 
 
-def children_of(service: PDService, settings: ClusterSettings, *, wanted: int) -> tuple[dict[str, Any], ...]:
+def service_children(
+    service: PDService, settings: InstallationSettings, *, wanted: int
+) -> tuple[dict[str, Any], ...]:
     """Everything that the service needs besides its instances, in the order in which to make it.
 
     Args:
@@ -47,8 +49,8 @@ def children_of(service: PDService, settings: ClusterSettings, *, wanted: int) -
         wanted: Instances that the service shall have, over all pools.
     """
     return (
-        _account(service, "engine"),
-        _account(service, "router"),
+        _service_account(service, "engine"),
+        _service_account(service, "router"),
         _role(service),
         _role_binding(service),
         _lease(service),
@@ -73,13 +75,13 @@ def _child(service: PDService, api_version: str, kind: str, suffix: str, **field
     metadata = {
         "name": f"{meta.name}-{suffix}" if suffix else meta.name,
         "namespace": meta.namespace,
-        "labels": {**usual_labels(meta.name, part), SERVICE_LABEL: meta.name},
-        "ownerReferences": owned_by(service),
+        "labels": {**recommended_labels(meta.name, part), SERVICE_LABEL: meta.name},
+        "ownerReferences": owner_references(service),
     }
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
 
 
-def _account(service: PDService, suffix: str) -> dict[str, Any]:
+def _service_account(service: PDService, suffix: str) -> dict[str, Any]:
     """No pod gets a token that does not ask for one."""
     return _child(service, "v1", "ServiceAccount", suffix, automountServiceAccountToken=False)
 
@@ -88,16 +90,16 @@ def _role(service: PDService) -> dict[str, Any]:
     name = [f"{service.metadata.name}-router"]
     kinds = ["pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers"]
     rules = [
-        {"apiGroups": [GROUP], "resources": kinds, "verbs": _FOLLOW},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": _FOLLOW},
-        _rule_on("coordination.k8s.io", "leases", name),
-        _rule_on("discovery.k8s.io", "endpointslices", name),
+        {"apiGroups": [GROUP], "resources": kinds, "verbs": _READ_VERBS},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": _READ_VERBS},
+        _named_resource_rule("coordination.k8s.io", "leases", name),
+        _named_resource_rule("discovery.k8s.io", "endpointslices", name),
     ]
     return _child(service, "rbac.authorization.k8s.io/v1", "Role", "router", rules=rules)
 
 
-def _rule_on(group: str, resource: str, names: list[str]) -> dict[str, Any]:
-    return {"apiGroups": [group], "resources": [resource], "resourceNames": names, "verbs": _CHANGE}
+def _named_resource_rule(group: str, resource: str, names: list[str]) -> dict[str, Any]:
+    return {"apiGroups": [group], "resources": [resource], "resourceNames": names, "verbs": _WRITE_VERBS}
 
 
 def _role_binding(service: PDService) -> dict[str, Any]:
@@ -139,27 +141,27 @@ def _endpoint_slice(service: PDService) -> dict[str, Any]:
     return made
 
 
-def _router_policy(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+def _router_policy(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     """Clients come from anywhere, readers of the state from the operator and the autoscaler only."""
-    callers = [_operator(settings), _autoscaler(settings)]
+    callers = [_operator_pods(settings), _autoscaler_pods(settings)]
     ingress = [_ingress([], HTTP_PORT), _ingress(callers, STATE_PORT)]
-    return _policy(service, "router", router_selector(service), ingress)
+    return _network_policy(service, "router", router_selector(service), ingress)
 
 
-def _engine_policy(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+def _engine_policy(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     """KV transfer has no authentication: nothing but engines of the same service may reach its ports.
 
     A real engine's transport listens where the kernel puts it: its peers may reach all of them.
     """
-    callers = [_pods(router_selector(service)), _operator(settings)]
-    peers = [_pods(engine_selector(service))]
+    callers = [_pod_selector(router_selector(service)), _operator_pods(settings)]
+    peers = [_pod_selector(engine_selector(service))]
     simulated = service.spec.engine.type == "Simulated"
-    between = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}
-    ingress = [_ingress(callers, HTTP_PORT), between]
-    return _policy(service, "engines", engine_selector(service), ingress)
+    peer_rule = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}
+    ingress = [_ingress(callers, HTTP_PORT), peer_rule]
+    return _network_policy(service, "engines", engine_selector(service), ingress)
 
 
-def _policy(
+def _network_policy(
     service: PDService, suffix: str, selector: dict[str, str], ingress: list[dict[str, Any]]
 ) -> dict[str, Any]:
     spec = {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": ingress}
@@ -171,25 +173,25 @@ def _ingress(callers: list[dict[str, Any]], port: int) -> dict[str, Any]:
     return {"from": callers, "ports": ports} if callers else {"ports": ports}
 
 
-def _pods(labels: dict[str, str]) -> dict[str, Any]:
+def _pod_selector(labels: dict[str, str]) -> dict[str, Any]:
     return {"podSelector": {"matchLabels": labels}}
 
 
-def _operator(settings: ClusterSettings) -> dict[str, Any]:
-    return _component("operator", settings.operator.namespace)
+def _operator_pods(settings: InstallationSettings) -> dict[str, Any]:
+    return _component_pods("operator", settings.operator.namespace)
 
 
-def _autoscaler(settings: ClusterSettings) -> dict[str, Any]:
-    return _component("autoscaler", settings.autoscaler.namespace)
+def _autoscaler_pods(settings: InstallationSettings) -> dict[str, Any]:
+    return _component_pods("autoscaler", settings.autoscaler.namespace)
 
 
-def _component(name: str, namespace: str) -> dict[str, Any]:
-    there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
-    return there | _pods(component_labels(name))
+def _component_pods(name: str, namespace: str) -> dict[str, Any]:
+    namespace_selector = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    return namespace_selector | _pod_selector(component_labels(name))
 
 
 def _router_budget(service: PDService) -> dict[str, Any]:
-    return _budget(service, "router", router_selector(service), 1)
+    return _disruption_budget(service, "router", router_selector(service), 1)
 
 
 def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
@@ -198,23 +200,28 @@ def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
     One instance at a time may be evicted, none where that would break the floors; never more than there
     are, so that a service below its floors says so in its status and not here.
     """
-    floors = service.spec.roles.floors()
-    least = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
-    return _budget(service, "engines", engine_selector(service), least)
+    floors = service.spec.roles.to_floors()
+    min_available = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
+    return _disruption_budget(service, "engines", engine_selector(service), min_available)
 
 
-def _budget(service: PDService, suffix: str, selector: dict[str, str], least: int) -> dict[str, Any]:
+def _disruption_budget(
+    service: PDService, suffix: str, selector: dict[str, str], min_available: int
+) -> dict[str, Any]:
     spec = {
-        "minAvailable": least,
+        "minAvailable": min_available,
         "selector": {"matchLabels": selector},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
     return _child(service, "policy/v1", "PodDisruptionBudget", suffix, spec=spec)
 
 
-def _deployment(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+def _deployment(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     selector = router_selector(service)
-    labels = {**usual_labels(service.metadata.name, "fulcrum-router"), ROUTER_LABEL: service.metadata.name}
+    labels = {
+        **recommended_labels(service.metadata.name, "fulcrum-router"),
+        ROUTER_LABEL: service.metadata.name,
+    }
     spec = {
         "replicas": settings.router_replicas,
         "revisionHistoryLimit": 3,
@@ -225,19 +232,21 @@ def _deployment(service: PDService, settings: ClusterSettings) -> dict[str, Any]
     return _child(service, "apps/v1", "Deployment", "router", spec=spec)
 
 
-def _router_pod(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     """The one pod with a token for the API: it watches."""
-    apart = {
+    anti_affinity_term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": router_selector(service)},
     }
-    preferred = [{"weight": 100, "podAffinityTerm": apart}]
+    preferred = [{"weight": 100, "podAffinityTerm": anti_affinity_term}]
     return {
         "serviceAccountName": f"{service.metadata.name}-router",
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": HAND_OVER_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S,
-        "securityContext": pod_security(),
+        "terminationGracePeriodSeconds": HANDOVER_TIMEOUT_S
+        + math.ceil(service.spec.drain.timeout)
+        + ROUTER_TEARDOWN_S,
+        "securityContext": pod_security_context(),
         **image_pull_secrets(settings),
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
         "containers": [_router_container(service, settings)],
@@ -245,35 +254,35 @@ def _router_pod(service: PDService, settings: ClusterSettings) -> dict[str, Any]
     }
 
 
-def _router_container(service: PDService, settings: ClusterSettings) -> dict[str, Any]:
-    ready = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 2}
-    alive = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5}
+def _router_container(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
+    readiness = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 2}
+    liveness = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5}
     return {
         "name": "router",
         "image": settings.image,
         "command": ["python", "-m", "fulcrum_router"],
         "args": _router_arguments(service, settings),
-        "env": [from_field("POD_NAME", "metadata.name"), from_field("POD_IP", "status.podIP")],
+        "env": [env_from_field("POD_NAME", "metadata.name"), env_from_field("POD_IP", "status.podIP")],
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "state", "containerPort": STATE_PORT, "protocol": "TCP"},
         ],
         "resources": settings.router_resources,
-        "readinessProbe": ready | {"failureThreshold": 3},
-        "livenessProbe": alive
+        "readinessProbe": readiness | {"failureThreshold": 3},
+        "livenessProbe": liveness
         | {"failureThreshold": 6, "initialDelaySeconds": 10, "terminationGracePeriodSeconds": 5},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": container_security(),
+        "securityContext": container_security_context(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
 
 
-def _router_arguments(service: PDService, settings: ClusterSettings) -> list[str]:
+def _router_arguments(service: PDService, settings: InstallationSettings) -> list[str]:
     name, namespace = service.metadata.name, service.metadata.namespace
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
         *("--host", "0.0.0.0", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
         *("--state-callers", callers, "--lease", f"{name}-router"),
-        *("--identity", "$(POD_NAME)", "--address", "$(POD_IP)"),
+        *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
     ]

@@ -8,19 +8,19 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import Fit
 from fulcrum_operator.engines import simulated, vllm
-from fulcrum_operator.engines.from_spec import engine_request
-from fulcrum_operator.engines.launch import EngineLaunch, EnvVar, Volume
-from fulcrum_operator.engines.request import EngineRequest
-from fulcrum_operator.manifests.names import HTTP_PORT, SIDE_CHANNEL_PORT, from_field
-from fulcrum_operator.plan.model import facts_of, model_key
+from fulcrum_operator.engines.from_spec import build_launch_request
+from fulcrum_operator.engines.launch import EngineLaunch, LaunchEnvVar, Volume
+from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.manifests.names import HTTP_PORT, SIDE_CHANNEL_PORT, env_from_field
+from fulcrum_operator.plan.model import model_key, parse_model_facts
 from fulcrum_operator.plan.pools import pool_role
 
-_HOME = {"HOME": "/tmp", "USER": "engine"}
+_HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
 """The user of a pod has no home: what engines cache for themselves goes where they may write."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineParts:
+class EngineContainer:
     """Parts of one engine's pod, as Kubernetes spells them.
 
     `image` is None for the operator's own; `startup_s` is None where others know it.
@@ -36,7 +36,7 @@ class EngineParts:
     startup_s: float | None = None
 
 
-def engine_parts(instance: PDInstance, service: PDService) -> EngineParts:
+def engine_container(instance: PDInstance, service: PDService) -> EngineContainer:
     """What the engine of this instance brings into its pod.
 
     Raises:
@@ -49,7 +49,7 @@ def engine_parts(instance: PDInstance, service: PDService) -> EngineParts:
     )
 
 
-def _simulated(instance: PDInstance, service: PDService) -> EngineParts:
+def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:
     made = simulated.arguments(
         instance,
         host="$(POD_IP)",
@@ -57,59 +57,61 @@ def _simulated(instance: PDInstance, service: PDService) -> EngineParts:
         side_channel_port=SIDE_CHANNEL_PORT,
         shutdown_timeout_s=service.spec.drain.timeout,
     )
-    return EngineParts(
+    return EngineContainer(
         image=instance.spec.engine.image,
-        command=["python", "-m", simulated.PROGRAM],
+        command=["python", "-m", simulated.SERVER_MODULE],
         args=[*made, *instance.spec.engine.args],
-        env=[from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in instance.spec.engine.env)],
+        env=[env_from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in instance.spec.engine.env)],
         ports=[_port("http", HTTP_PORT), _port("side-channel", SIDE_CHANNEL_PORT)],
     )
 
 
-def _vllm(instance: PDInstance, service: PDService) -> EngineParts:
-    request = real_request(instance, service)
-    return _of(vllm.launch_engine(request, vllm.POD), instance.spec.engine.image or _default_image(request))
+def _vllm(instance: PDInstance, service: PDService) -> EngineContainer:
+    request = vllm_launch_request(instance, service)
+    return _from_launch(
+        vllm.build_launch(request, vllm.POD_PLACEMENT), instance.spec.engine.image or _default_image(request)
+    )
 
 
-def real_request(instance: PDInstance, service: PDService) -> EngineRequest:
+def vllm_launch_request(instance: PDInstance, service: PDService) -> LaunchRequest:
     """What is asked for an instance of a real engine in a pod.
 
     Where the model was not read before it was made, what follows from the model is left to the engine.
     """
-    return engine_request(
+    return build_launch_request(
         service,
         instance.spec,
         pool_role=pool_role(instance, service),
         role=instance.spec.role,
-        facts=facts_of(instance.spec.model_facts),
+        facts=parse_model_facts(instance.spec.config_excerpt),
     )
 
 
-def fit_of(request: EngineRequest, instance: PDInstance, service: PDService) -> Fit:
+def judge_instance_fit(request: LaunchRequest, instance: PDInstance, service: PDService) -> Fit:
     """Whether its hardware holds the model, by what was read of it whenever that was."""
     known = service.status.model
     if request.facts is None and known is not None and known.key == model_key(instance.spec):
-        return replace(request, facts=facts_of(known.facts)).fit
+        return replace(request, facts=parse_model_facts(known.config_excerpt)).fit
     return request.fit
 
 
-def _default_image(request: EngineRequest) -> str:
+def _default_image(request: LaunchRequest) -> str:
     if request.hardware.vendor is not Vendor.NVIDIA:
         rule = f"is needed: there is no default for {request.hardware.name}"
         raise InvalidInput("spec.engine.image", "missing", rule)
     return vllm.IMAGE
 
 
-def _of(launch: EngineLaunch, image: str) -> EngineParts:
-    home = [{"name": name, "value": value} for name, value in _HOME.items()]
-    return EngineParts(
+def _from_launch(launch: EngineLaunch, image: str) -> EngineContainer:
+    home = [{"name": name, "value": value} for name, value in _HOME_ENV.items()]
+    return EngineContainer(
         image=image,
         command=list(launch.command[:2]),
         args=list(launch.command[2:]),
-        env=[*home, *(variable_of(variable) for variable in launch.env)],
+        env=[*home, *(env_var(variable) for variable in launch.env)],
         ports=[_port(port.name, port.number) for port in launch.ports],
-        mounts=[mount_of(volume) for volume in launch.volumes],
-        volumes=[volume_of(volume) for volume in launch.volumes],
+        mounts=[volume_mount(volume) for volume in launch.volumes],
+        volumes=[pod_volume(volume) for volume in launch.volumes],
         startup_s=launch.startup_s,
     )
 
@@ -118,28 +120,28 @@ def _port(name: str, number: int) -> dict[str, Any]:
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def variable_of(variable: EnvVar) -> dict[str, Any]:
+def env_var(variable: LaunchEnvVar) -> dict[str, Any]:
     """The variable of a container."""
-    if variable.field:
-        return from_field(variable.name, variable.field)
+    if variable.pod_field:
+        return env_from_field(variable.name, variable.pod_field)
     if variable.secret:
         key = {"name": variable.secret, "key": "token"}
         return {"name": variable.name, "valueFrom": {"secretKeyRef": key}}
     return {"name": variable.name, "value": variable.value}
 
 
-def mount_of(volume: Volume) -> dict[str, Any]:
+def volume_mount(volume: Volume) -> dict[str, Any]:
     """Where a container finds the volume."""
     mount = {"name": volume.name, "mountPath": volume.mount}
     return {**mount, "readOnly": True} if volume.read_only else mount
 
 
-def volume_of(volume: Volume) -> dict[str, Any]:
+def pod_volume(volume: Volume) -> dict[str, Any]:
     """The volume of a pod."""
-    return {"name": volume.name, **_source(volume)}
+    return {"name": volume.name, **_volume_source(volume)}
 
 
-def _source(volume: Volume) -> dict[str, Any]:
+def _volume_source(volume: Volume) -> dict[str, Any]:
     if volume.kind == "claim":
         return {"persistentVolumeClaim": {"claimName": volume.source, "readOnly": volume.read_only}}
     if volume.kind == "path":

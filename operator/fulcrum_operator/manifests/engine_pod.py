@@ -10,32 +10,32 @@ from typing import Any
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.labels import INSTANCE_LABEL, POOL_LABEL, REVISION_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.engines.from_spec import DEVICE
-from fulcrum_operator.manifests.engine_container import EngineParts, engine_parts
+from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
+from fulcrum_operator.manifests.engine_container import EngineContainer, engine_container
 from fulcrum_operator.manifests.names import (
-    ClusterSettings,
-    container_security,
+    InstallationSettings,
+    container_security_context,
     engine_selector,
     image_pull_secrets,
-    owned_by,
-    pod_security,
-    usual_labels,
+    owner_references,
+    pod_security_context,
+    recommended_labels,
 )
-from fulcrum_operator.manifests.pod_template import laid_over
+from fulcrum_operator.manifests.pod_template import apply_template
 
-ENGINE = "engine"
+ENGINE_CONTAINER = "engine"
 """The container that a pool's template names to change it."""
 
 PRE_STOP_S = 2
 """Between the deletion of a pod and its SIGTERM: routers see the deletion and send nothing more."""
 TEARDOWN_S = 10
 """From the last request to the exit of the process."""
-STARTUP_FACTOR = 10
+STARTUP_BUDGET_FACTOR = 10
 """Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
-STARTUP_LEAST_S = 60
-READY_PERIOD_S = 2
+STARTUP_BUDGET_MIN_S = 60
+READINESS_PERIOD_S = 2
 """So late may be seen that an engine serves."""
-LIVENESS = {
+LIVENESS_PROBE = {
     "periodSeconds": 5,
     "timeoutSeconds": 5,
     "failureThreshold": 6,
@@ -43,12 +43,12 @@ LIVENESS = {
 }
 """Half a minute of silence: a busy engine is not a dead one. What hangs will not drain, either."""
 
-SIMULATED = {"cpu": "100m", "memory": "64Mi"}
+SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi"}
 """What a simulated engine asks of its node: with nothing asked for, it starves first on a busy one."""
 
 
-def pod_of(
-    instance: PDInstance, service: PDService, settings: ClusterSettings, *, startup_s: float
+def engine_pod(
+    instance: PDInstance, service: PDService, settings: InstallationSettings, *, startup_s: float
 ) -> dict[str, Any]:
     """The pod that runs the instance, with its pool's template over it.
 
@@ -61,24 +61,24 @@ def pod_of(
         settings: What holds for all services.
         startup_s: From the start of the engine's process to serving, as known of the engine.
     """
-    made: dict[str, Any] = {
+    manifest: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": _metadata(instance),
         "spec": _spec(instance, service, settings, startup_s),
     }
-    pod = laid_over(made, instance.spec.template or {})
-    meta = _map(pod.get("metadata"), "metadata")
-    labels = {**_map(meta.get("labels"), "metadata.labels"), **made["metadata"]["labels"]}
-    pod["metadata"] = {**meta, **made["metadata"], "labels": labels}
+    pod = apply_template(manifest, instance.spec.template or {})
+    metadata = _require_map(pod.get("metadata"), "metadata")
+    labels = {**_require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
+    pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels}
     return pod
 
 
-def _map(said: object, path: str) -> dict[str, Any]:
+def _require_map(value: object, path: str) -> dict[str, Any]:
     """What a template makes of a part that has to be a map; null takes out what is put in again."""
-    if said is None or isinstance(said, dict):
-        return said or {}
-    raise InvalidInput(f"template.{path}", said, "must be a map")
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise InvalidInput(f"template.{path}", value, "must be a map")
 
 
 def grace_period_s(service: PDService) -> int:
@@ -89,36 +89,36 @@ def grace_period_s(service: PDService) -> int:
 def _metadata(instance: PDInstance) -> dict[str, Any]:
     spec, meta = instance.spec, instance.metadata
     labels = {
-        **usual_labels(spec.service, "fulcrum-engine"),
+        **recommended_labels(spec.service, "fulcrum-engine"),
         SERVICE_LABEL: spec.service,
         POOL_LABEL: spec.pool,
         INSTANCE_LABEL: meta.name,
     }
     if spec.revision:
         labels[REVISION_LABEL] = spec.revision
-    owners = owned_by(instance)
+    owners = owner_references(instance)
     return {"name": meta.name, "namespace": meta.namespace, "labels": labels, "ownerReferences": owners}
 
 
 def _spec(
-    instance: PDInstance, service: PDService, settings: ClusterSettings, startup_s: float
+    instance: PDInstance, service: PDService, settings: InstallationSettings, startup_s: float
 ) -> dict[str, Any]:
-    engine = engine_parts(instance, service)
+    engine = engine_container(instance, service)
     return {
         "serviceAccountName": f"{service.metadata.name}-engine",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Always",
         "terminationGracePeriodSeconds": grace_period_s(service),
-        "securityContext": pod_security(),
+        "securityContext": pod_security_context(),
         **image_pull_secrets(settings),
-        "topologySpreadConstraints": [_spread(service)],
+        "topologySpreadConstraints": [_topology_spread(service)],
         "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
         "volumes": [{"name": "tmp", "emptyDir": {}}, *engine.volumes],
     }
 
 
-def _spread(service: PDService) -> dict[str, Any]:
+def _topology_spread(service: PDService) -> dict[str, Any]:
     """Over hosts where possible: a lost node then costs few instances."""
     return {
         "maxSkew": 1,
@@ -129,10 +129,10 @@ def _spread(service: PDService) -> dict[str, Any]:
 
 
 def _container(
-    instance: PDInstance, engine: EngineParts, settings: ClusterSettings, startup_s: float
+    instance: PDInstance, engine: EngineContainer, settings: InstallationSettings, startup_s: float
 ) -> dict[str, Any]:
     return {
-        "name": ENGINE,
+        "name": ENGINE_CONTAINER,
         "image": engine.image or settings.image,
         "command": engine.command,
         "args": engine.args,
@@ -142,7 +142,7 @@ def _container(
         **_probes(startup_s),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": container_security(),
+        "securityContext": container_security_context(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *engine.mounts],
     }
 
@@ -150,26 +150,26 @@ def _container(
 def _resources(instance: PDInstance) -> dict[str, Any]:
     """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
     simulated = instance.spec.engine.type == "Simulated"
-    hardware = instance.spec.hardware or (None if simulated else DEVICE)
+    hardware = instance.spec.hardware or (None if simulated else DEFAULT_HARDWARE)
     if hardware is None:
-        return {"resources": {"requests": SIMULATED}}
-    asked = {hardware.resource: str(hardware.count)}
-    limits = {"limits": asked} if "/" in hardware.resource else {}
-    return {"resources": {"requests": asked, **limits}}
+        return {"resources": {"requests": SIMULATED_REQUESTS}}
+    requested = {hardware.resource: str(hardware.count)}
+    limits = {"limits": requested} if "/" in hardware.resource else {}
+    return {"resources": {"requests": requested, **limits}}
 
 
 def _probes(startup_s: float) -> dict[str, Any]:
     health = {"httpGet": {"path": "/health", "port": "http"}}
-    budget_s = max(STARTUP_LEAST_S, STARTUP_FACTOR * startup_s)
-    period_s = max(1, min(READY_PERIOD_S, round(startup_s / 20)))
+    budget_s = max(STARTUP_BUDGET_MIN_S, STARTUP_BUDGET_FACTOR * startup_s)
+    period_s = max(1, min(READINESS_PERIOD_S, round(startup_s / 20)))
     startup = {
         "periodSeconds": period_s,
         "timeoutSeconds": 2,
         "failureThreshold": math.ceil(budget_s / period_s),
     }
-    readiness = {"periodSeconds": READY_PERIOD_S, "timeoutSeconds": 2, "failureThreshold": 3}
+    readiness = {"periodSeconds": READINESS_PERIOD_S, "timeoutSeconds": 2, "failureThreshold": 3}
     return {
         "startupProbe": health | startup,
         "readinessProbe": health | readiness,
-        "livenessProbe": health | LIVENESS,
+        "livenessProbe": health | LIVENESS_PROBE,
     }

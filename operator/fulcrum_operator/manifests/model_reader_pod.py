@@ -2,125 +2,131 @@
 
 from typing import Any
 
-from fulcrum_core.api import PDService, StartSpec
+from fulcrum_core.api import LaunchSpec, PDService
 from fulcrum_core.api.engine import ModelSourceSpec
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_operator.engines.from_spec import DEVICE
-from fulcrum_operator.engines.launch import EnvVar, Volume
-from fulcrum_operator.engines.vllm import POD, model_folder, model_volume
-from fulcrum_operator.manifests.engine_container import mount_of, variable_of, volume_of
+from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
+from fulcrum_operator.engines.launch import LaunchEnvVar, Volume
+from fulcrum_operator.engines.vllm import POD_PLACEMENT, model_folder, model_volume
+from fulcrum_operator.manifests.engine_container import env_var, pod_volume, volume_mount
 from fulcrum_operator.manifests.names import (
-    ClusterSettings,
-    container_security,
+    InstallationSettings,
+    container_security_context,
     image_pull_secrets,
-    owned_by,
-    pod_security,
-    usual_labels,
+    owner_references,
+    pod_security_context,
+    recommended_labels,
 )
-from fulcrum_operator.plan.model import PATIENCE_S, Read, hub_env
+from fulcrum_operator.plan.model import READ_TIMEOUT_S, ModelReadRequest, hub_env
 
-KEY = "fulcrum.dev/model-key"
-ATTEMPT = "fulcrum.dev/attempt"
+MODEL_KEY_ANNOTATION = "fulcrum.dev/model-key"
+ATTEMPT_ANNOTATION = "fulcrum.dev/attempt"
 """Annotations: which model is read, and the how-manieth try it is."""
 
-PROGRAM = "fulcrum_operator.model_reader"
+READER_MODULE = "fulcrum_operator.model_reader"
 _RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
-_PLACEMENT = ("nodeSelector", "affinity", "tolerations", "schedulerName", "securityContext")
+_PLACEMENT_FIELDS = ("nodeSelector", "affinity", "tolerations", "schedulerName", "securityContext")
 """What a pool's template says of where engines run, and as whom they read what is mounted."""
 
 
-def reader_name(service: str) -> str:
+def model_reader_pod_name(service: str) -> str:
     """Of the pod, by the service's name. No instance is called so."""
     return f"{service}-model"
 
 
-def reader_pod(read: Read, service: PDService, settings: ClusterSettings) -> dict[str, Any]:
+def model_reader_pod(
+    request: ModelReadRequest, service: PDService, settings: InstallationSettings
+) -> dict[str, Any]:
     """The pod that reads this model.
 
     It has no token for the API and serves nothing. It runs where the pool's template has its engines run,
     and on nodes that are kept for their devices, too: a folder of the node is only there.
 
     Args:
-        read: What is to be read.
+        request: What is to be read.
         service: Whom it belongs to.
         settings: What holds for all services.
     """
     name = service.metadata.name
-    labels = {**usual_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
-    volume = model_volume(read.start.model_source or ModelSourceSpec(), POD)
+    labels = {**recommended_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
+    volume = model_volume(request.start.model_source or ModelSourceSpec(), POD_PLACEMENT)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": reader_name(name),
+            "name": model_reader_pod_name(name),
             "namespace": service.metadata.namespace,
             "labels": labels,
-            "annotations": {KEY: read.key, ATTEMPT: str(read.attempt)},
-            "ownerReferences": owned_by(service),
+            "annotations": {MODEL_KEY_ANNOTATION: request.key, ATTEMPT_ANNOTATION: str(request.attempt)},
+            "ownerReferences": owner_references(service),
         },
         "spec": {
             "serviceAccountName": f"{name}-engine",
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": int(PATIENCE_S),
+            "activeDeadlineSeconds": int(READ_TIMEOUT_S),
             "terminationGracePeriodSeconds": 1,
             **image_pull_secrets(settings),
-            **_placement(read.start),
-            "containers": [_container(read.start, volume, settings)],
-            **({"volumes": [volume_of(volume)]} if volume else {}),
+            **_placement(request.start),
+            "containers": [_container(request.start, volume, settings)],
+            **({"volumes": [pod_volume(volume)]} if volume else {}),
         },
     }
 
 
-def _placement(start: StartSpec) -> dict[str, Any]:
-    said = (start.template or {}).get("spec")
-    placed = {key: said[key] for key in _PLACEMENT if key in said} if isinstance(said, dict) else {}
-    resource = (start.hardware or DEVICE).resource
+def _placement(start: LaunchSpec) -> dict[str, Any]:
+    template_spec = (start.template or {}).get("spec")
+    placement = (
+        {key: template_spec[key] for key in _PLACEMENT_FIELDS if key in template_spec}
+        if isinstance(template_spec, dict)
+        else {}
+    )
+    resource = (start.hardware or DEFAULT_HARDWARE).resource
     device = [{"key": resource, "operator": "Exists"}] if "/" in resource else []
-    tolerated = _joined(device, placed.get("tolerations"))
+    tolerated = _merge_with_template(device, placement.get("tolerations"))
     return {
-        **placed,
-        "securityContext": _joined(pod_security(), placed.get("securityContext")),
+        **placement,
+        "securityContext": _merge_with_template(pod_security_context(), placement.get("securityContext")),
         **({"tolerations": tolerated} if tolerated else {}),
     }
 
 
-def _joined(ours: Any, said: Any) -> Any:
+def _merge_with_template(ours: Any, template_value: Any) -> Any:
     """Ours and what the template says; what is of another shape is for the API server to refuse."""
-    if isinstance(ours, dict) and isinstance(said, dict):
-        return {**ours, **said}
-    if isinstance(ours, list) and isinstance(said, list):
-        return [*ours, *said]
-    return said or ours
+    if isinstance(ours, dict) and isinstance(template_value, dict):
+        return {**ours, **template_value}
+    if isinstance(ours, list) and isinstance(template_value, list):
+        return [*ours, *template_value]
+    return template_value or ours
 
 
-def _container(start: StartSpec, volume: Volume | None, settings: ClusterSettings) -> dict[str, Any]:
+def _container(start: LaunchSpec, volume: Volume | None, settings: InstallationSettings) -> dict[str, Any]:
     return {
         "name": "reader",
         "image": settings.image,
-        "command": ["python", "-m", PROGRAM],
+        "command": ["python", "-m", READER_MODULE],
         "args": _arguments(start),
-        "env": [] if volume else _env(start),
+        "env": [] if volume else _hub_variables(start),
         "resources": _RESOURCES,
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": container_security(),
-        "volumeMounts": [mount_of(volume)] if volume else [],
+        "securityContext": container_security_context(),
+        "volumeMounts": [volume_mount(volume)] if volume else [],
     }
 
 
-def _arguments(start: StartSpec) -> list[str]:
+def _arguments(start: LaunchSpec) -> list[str]:
     source = start.model_source or ModelSourceSpec()
-    if (folder := model_folder(source, POD)) is not None:
+    if (folder := model_folder(source, POD_PLACEMENT)) is not None:
         return ["--folder", folder]
     revision = ["--revision", source.revision] if source.revision else []
     return ["--model", start.model, *revision]
 
 
-def _env(start: StartSpec) -> list[dict[str, Any]]:
-    said = hub_env(start)
+def _hub_variables(start: LaunchSpec) -> list[dict[str, Any]]:
+    hub_variables = hub_env(start)
     secret = start.model_source.token_secret if start.model_source else None
-    variables = [EnvVar(name, value) for name, value in said.items()]
-    if secret is not None and "HF_TOKEN" not in said:
-        variables.append(EnvVar("HF_TOKEN", secret=secret))
-    return [variable_of(variable) for variable in variables]
+    variables = [LaunchEnvVar(name, value) for name, value in hub_variables.items()]
+    if secret is not None and "HF_TOKEN" not in hub_variables:
+        variables.append(LaunchEnvVar("HF_TOKEN", secret=secret))
+    return [env_var(variable) for variable in variables]

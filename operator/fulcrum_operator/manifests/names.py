@@ -11,12 +11,12 @@ HTTP_PORT = 8000
 STATE_PORT = 9091
 SIDE_CHANNEL_PORT = 5600
 SERVICE_PORT = 80
-UID = 65532
+RUN_AS_UID = 65532
 """The user of every pod, if its image has no better one: not root, and no user of any node."""
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class ServiceAccount:
     """A ServiceAccount."""
 
     namespace: str
@@ -29,7 +29,7 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSettings:
+class InstallationSettings:
     """What an installation decides for all services.
 
     `operator` and `autoscaler` are the accounts of these two, who may call routers' state ports; their pods
@@ -37,14 +37,14 @@ class ClusterSettings:
     """
 
     image: str
-    operator: Account
-    autoscaler: Account
+    operator: ServiceAccount
+    autoscaler: ServiceAccount
     image_pull_secrets: tuple[str, ...] = ()
     router_replicas: int = 2
     router_resources: dict[str, Any] = field(default_factory=dict)
 
 
-def usual_labels(service: str, name: str) -> dict[str, str]:
+def recommended_labels(service: str, name: str) -> dict[str, str]:
     """The usual labels of what is made for a service; `name` says what it is (`fulcrum-engine` …)."""
     return {
         "app.kubernetes.io/name": name,
@@ -69,31 +69,31 @@ def component_labels(component: str) -> dict[str, str]:
     return {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": component}
 
 
-def owned_by(owner: Resource) -> list[dict[str, Any]]:
+def owner_references(owner: Resource) -> list[dict[str, Any]]:
     """Owner references for an object that is deleted with `owner`."""
     meta = owner.metadata
     reference = OwnerReference(api_version=API_VERSION, kind=owner.kind, name=meta.name, uid=meta.uid)
     return [reference.dump()]
 
 
-def image_pull_secrets(settings: ClusterSettings) -> dict[str, Any]:
+def image_pull_secrets(settings: InstallationSettings) -> dict[str, Any]:
     """What a pod of one of our images asks its registry with; nothing where none is needed."""
     names = settings.image_pull_secrets
     return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
 
 
-def pod_security() -> dict[str, Any]:
+def pod_security_context() -> dict[str, Any]:
     """The pod's half of what the `restricted` Pod Security Standard asks for."""
     return {
         "runAsNonRoot": True,
-        "runAsUser": UID,
-        "runAsGroup": UID,
-        "fsGroup": UID,
+        "runAsUser": RUN_AS_UID,
+        "runAsGroup": RUN_AS_UID,
+        "fsGroup": RUN_AS_UID,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
 
 
-def container_security() -> dict[str, Any]:
+def container_security_context() -> dict[str, Any]:
     """The container's half, and a root filesystem that cannot be written."""
     return {
         "allowPrivilegeEscalation": False,
@@ -103,6 +103,6 @@ def container_security() -> dict[str, Any]:
     }
 
 
-def from_field(name: str, path: str) -> dict[str, Any]:
+def env_from_field(name: str, path: str) -> dict[str, Any]:
     """An environment variable with a fact about the pod; `$(NAME)` in its arguments is replaced with it."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

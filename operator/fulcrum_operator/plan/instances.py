@@ -8,93 +8,95 @@ from typing import Any
 from fulcrum_core.api import ObjectMeta, PDInstance, PDInstanceSpec, PDService
 from fulcrum_core.api.labels import POOL_LABEL, SERVICE_LABEL
 from fulcrum_core.values import Phase
-from fulcrum_operator.plan.model import awaits_model, facts_for
-from fulcrum_operator.plan.observed import Observed, by_number, number_of
+from fulcrum_operator.plan.model import choose_model_facts, waits_for_model
+from fulcrum_operator.plan.observed import Observed, instance_number, instance_order
 from fulcrum_operator.plan.rollout import PoolView, members_of, revision_of
 
-_AT_WORK = (Phase.SERVING, Phase.DRAINING)
+_WORKING_PHASES = (Phase.SERVING, Phase.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Removal:
     """Some of these shall go, the first ones that the floors let go."""
 
     pool: str
     candidates: tuple[str, ...]
     """Cheapest to reclaim first."""
     count: int
-    why: str
-    by_flip: bool = False
+    reason: str
+    may_flip_another: bool = False
     """Whether one of those that stay may change its role, if a floor holds up the rest."""
 
 
-def new_instances(seen: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstance, ...]:
+def plan_new_instances(observed: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstance, ...]:
     """The instances to make now, under the lowest numbers that no instance and no engine has."""
-    names = _free_names(seen)
-    surge = seen.service.spec.rollout.max_surge
+    names = _free_names(observed)
+    surge = observed.service.spec.rollout.max_surge
     return tuple(
-        _instance(seen.service, view, name, facts_for(seen, views, view))
+        _instance(observed.service, view, name, choose_model_facts(observed, views, view))
         for view in views
-        if not awaits_model(seen, views, view)
-        for name in islice(names, view.births(surge=surge))
+        if not waits_for_model(observed, views, view)
+        for name in islice(names, view.count_to_create(surge=surge))
     )
 
 
-def departures(seen: Observed, views: tuple[PoolView, ...]) -> tuple[Departure, ...]:
+def plan_removals(observed: Observed, views: tuple[PoolView, ...]) -> tuple[Removal, ...]:
     """Who shall leave each pool. A pool that the spec no longer names has to let all of them go."""
     named = {view.name for view in views}
-    dropped = sorted({i.spec.pool for i in seen.staying} - named)
-    unnamed = tuple(_all_of(seen, pool) for pool in dropped)
-    asked = (departure for view in views for departure in _departures(seen, view))
-    return (*unnamed, *(departure for departure in asked if departure.count > 0))
+    dropped = sorted({i.spec.pool for i in observed.active_instances} - named)
+    unnamed = tuple(_remove_whole_pool(observed, pool) for pool in dropped)
+    requested = (removal for view in views for removal in _pool_removals(observed, view))
+    return (*unnamed, *(removal for removal in requested if removal.count > 0))
 
 
-def _all_of(seen: Observed, pool: str) -> Departure:
-    found = members_of(seen.staying, pool)
-    return Departure(pool, reclaim_order(seen, found), len(found), "its pool is wanted no more")
+def _remove_whole_pool(observed: Observed, pool: str) -> Removal:
+    found = members_of(observed.active_instances, pool)
+    return Removal(pool, removal_order(observed, found), len(found), "its pool is wanted no more")
 
 
-def _departures(seen: Observed, view: PoolView) -> Iterable[Departure]:
-    if not view.rolls:
+def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
+    if not view.rolling_out:
         excess = len(view.members) - view.wanted
-        yield Departure(view.name, reclaim_order(seen, view.members), excess, "more instances than wanted")
+        yield Removal(view.name, removal_order(observed, view.members), excess, "more instances than wanted")
         return
-    idle = [member for member in view.old if member.status.phase is not Phase.SERVING]
-    serve = sum(member.status.phase is Phase.SERVING for member in view.members)
-    spare = serve - (view.wanted - seen.service.spec.rollout.max_unavailable)
-    leaving = len(idle) + max(0, min(spare, len(view.old) - len(idle)))
-    why, replaced = f"revision {view.revision} replaces it", view.whole_of(view.new)
-    yield Departure(view.name, reclaim_order(seen, view.old), leaving, why, by_flip=replaced)
-    excess = len(view.new) - view.wanted
-    yield Departure(view.name, reclaim_order(seen, view.new), excess, "more instances than wanted")
+    idle = [member for member in view.outdated if member.status.phase is not Phase.SERVING]
+    serving = sum(member.status.phase is Phase.SERVING for member in view.members)
+    spare = serving - (view.wanted - observed.service.spec.rollout.max_unavailable)
+    leaving = len(idle) + max(0, min(spare, len(view.outdated) - len(idle)))
+    reason, replaced = f"revision {view.revision} replaces it", view.enough_serving_in(view.updated)
+    yield Removal(
+        view.name, removal_order(observed, view.outdated), leaving, reason, may_flip_another=replaced
+    )
+    excess = len(view.updated) - view.wanted
+    yield Removal(view.name, removal_order(observed, view.updated), excess, "more instances than wanted")
 
 
-def reclaim_order(seen: Observed, candidates: tuple[PDInstance, ...]) -> tuple[str, ...]:
+def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tuple[str, ...]:
     """Names by what it costs to take the instance away.
 
     Those without work go first, then those that drain already (so that the choice stays made), then those
     that are not the last of their role in their revision (who is left can serve on), then those with the
     fewest legs as the router last said, then the highest number.
     """
-    legs = {state.name: state.legs for state in seen.router.instances} if seen.router else {}
-    entries = seen.assignment.spec.roles if seen.assignment else {}
-    last = _last_of_role(seen)
+    legs = {state.name: state.legs for state in observed.router.instances} if observed.router else {}
+    entries = observed.assignment.spec.roles if observed.assignment else {}
+    last = _last_of_role(observed)
 
     def cost(instance: PDInstance) -> tuple[bool, bool, bool, int, int]:
         name = instance.metadata.name
         cordoned = name in entries and entries[name].cordoned
-        at_work = instance.status.phase in _AT_WORK
-        return at_work, not cordoned, name in last, legs.get(name, 0), -by_number(name)[0]
+        working = instance.status.phase in _WORKING_PHASES
+        return working, not cordoned, name in last, legs.get(name, 0), -instance_order(name)[0]
 
     return tuple(instance.metadata.name for instance in sorted(candidates, key=cost))
 
 
-def _last_of_role(seen: Observed) -> frozenset[str]:
+def _last_of_role(observed: Observed) -> frozenset[str]:
     """Instances without whom those of their revision that serve would have one role only."""
-    entries = seen.assignment.spec.roles if seen.assignment else {}
+    entries = observed.assignment.spec.roles if observed.assignment else {}
     serving = [
         (revision_of(i), entries[i.metadata.name].role, i.metadata.name)
-        for i in seen.staying
+        for i in observed.active_instances
         if i.status.phase is Phase.SERVING
         and i.metadata.name in entries
         and not entries[i.metadata.name].cordoned
@@ -108,10 +110,10 @@ def _last_of_role(seen: Observed) -> frozenset[str]:
     )
 
 
-def _free_names(seen: Observed) -> Iterator[str]:
-    service = seen.service.metadata.name
-    names = {instance.metadata.name for instance in seen.instances} | set(seen.engines)
-    taken = {number_of(service, name) for name in names}
+def _free_names(observed: Observed) -> Iterator[str]:
+    service = observed.service.metadata.name
+    names = {instance.metadata.name for instance in observed.instances} | set(observed.engines)
+    taken = {instance_number(service, name) for name in names}
     return (f"{service}-{number}" for number in count() if number not in taken)
 
 
@@ -124,6 +126,6 @@ def _instance(service: PDService, view: PoolView, name: str, facts: dict[str, An
     )
     start = {name: getattr(view.target, name) for name in view.target.model_fields_set}
     if facts is not None:
-        start["model_facts"] = facts
+        start["config_excerpt"] = facts
     spec = PDInstanceSpec(service=service.metadata.name, pool=view.name, revision=view.revision, **start)
     return PDInstance(metadata=meta, spec=spec)

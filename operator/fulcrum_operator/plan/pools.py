@@ -10,6 +10,7 @@ from typing import Any
 
 from fulcrum_core.api import (
     Condition,
+    LaunchSpec,
     ObjectMeta,
     PDInstance,
     PDPool,
@@ -17,13 +18,12 @@ from fulcrum_core.api import (
     PDService,
     PoolRole,
     PoolSpec,
-    StartSpec,
+    conditions,
 )
-from fulcrum_core.api import conditions as words
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_core.spelling import format_count
-from fulcrum_operator.plan.status.condition import condition
+from fulcrum_core.formatting import format_count
+from fulcrum_operator.plan.status.condition import make_condition
 
 
 def pool_name(service: str, pool: str) -> str:
@@ -34,21 +34,21 @@ def pool_name(service: str, pool: str) -> str:
 def pool_role(instance: PDInstance, service: PDService) -> PoolRole:
     """The role of an instance's pool; of one that the spec no longer names it is not known: any."""
     name = service.metadata.name
-    roles = (p.role for p in service.spec.resolved_pools() if pool_name(name, p.name) == instance.spec.pool)
+    roles = (p.role for p in service.spec.resolve_pools() if pool_name(name, p.name) == instance.spec.pool)
     return next(roles, "Flexible")
 
 
 def desired_pools(service: PDService, existing: tuple[PDPool, ...]) -> tuple[PDPool, ...]:
     """The pools that the spec asks for, in its order; those that exist keep `replicas` and status."""
     known = {pool.metadata.name: pool for pool in existing}
-    return tuple(_desired_pool(service, pool, known) for pool in service.spec.resolved_pools())
+    return tuple(_desired_pool(service, pool, known) for pool in service.spec.resolve_pools())
 
 
 def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) -> PDPool:
     name = pool_name(service.metadata.name, pool.name)
     before = known.get(name)
     spec = PDPoolSpec.model_construct(
-        **_start(service, pool),
+        **_start_fields(service, pool),
         service=service.metadata.name,
         role=pool.role,
         replicas=_replicas(service, pool, before),
@@ -65,16 +65,16 @@ def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) 
     return PDPool(metadata=meta, spec=spec)
 
 
-def _start(service: PDService, pool: PoolSpec) -> dict[str, Any]:
+def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
     """What the pool's instances are started with: what the pool says, else what the service says."""
-    said = {
+    values = {
         name: next(getattr(spec, name) for spec in (pool, service.spec) if hasattr(spec, name))
-        for name in StartSpec.model_fields
-        if name != "role_at_start"
+        for name in LaunchSpec.model_fields
+        if name != "role_fixed_at_start"
     }
     transfer = service.spec.kv_transfer
     fixed = transfer is not None and transfer.connector is Connector.LMCACHE
-    return {**said, "role_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
+    return {**values, "role_fixed_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
 
 
 def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:
@@ -91,17 +91,19 @@ def wanted_replicas(pool: PDPool) -> int:
     return pool.spec.instances.clamp(pool.spec.replicas)
 
 
-def scaling_limited(pool: PDPool, held: str | None) -> Condition:
+def scaling_limited(pool: PDPool, blocked_by: str | None) -> Condition:
     """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
-    asked, given = pool.spec.replicas, wanted_replicas(pool)
-    wish = f"asked for {format_count(asked, 'instance')}"
-    if asked != given:
-        reason = words.TOO_MANY_REPLICAS if asked > given else words.TOO_FEW_REPLICAS
+    requested, allowed = pool.spec.replicas, wanted_replicas(pool)
+    request_text = f"asked for {format_count(requested, 'instance')}"
+    if requested != allowed:
+        reason = conditions.TOO_MANY_REPLICAS if requested > allowed else conditions.TOO_FEW_REPLICAS
         bounds = pool.spec.instances
-        message = f"{wish}, the bounds {bounds.min} to {bounds.ceiling} allow {given}"
-    elif held:
-        reason, message = words.FLOORS_HOLD, f"{wish}: {held}"
+        message = f"{request_text}, the bounds {bounds.min} to {bounds.effective_max} allow {allowed}"
+    elif blocked_by:
+        reason, message = conditions.LIMITED_BY_FLOORS, f"{request_text}: {blocked_by}"
     else:
-        message = f"{format_count(given, 'instance')}, as asked"
-        return condition(pool, words.SCALING_LIMITED, "False", words.WITHIN_BOUNDS, message)
-    return condition(pool, words.SCALING_LIMITED, "True", reason, message)
+        message = f"{format_count(allowed, 'instance')}, as asked"
+        return make_condition(
+            pool, conditions.SCALING_LIMITED, "False", conditions.DESIRED_WITHIN_RANGE, message
+        )
+    return make_condition(pool, conditions.SCALING_LIMITED, "True", reason, message)

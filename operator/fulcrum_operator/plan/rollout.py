@@ -11,23 +11,23 @@ that does not come to serve in time is given up: the last good one is wanted aga
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fulcrum_core.api import PDInstance, PDPool, RefusedRevision, StartSpec
+from fulcrum_core.api import LaunchSpec, PDInstance, PDPool, RefusedRevision
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Phase
-from fulcrum_operator.plan.observed import Observed, by_number, ever_served
+from fulcrum_operator.plan.observed import Observed, ever_served, instance_order
 from fulcrum_operator.plan.pools import wanted_replicas
 
-PROGRESS_LEAST_S = 120.0
-PROGRESS_FACTOR = 10
+PROGRESS_TIMEOUT_MIN_S = 120.0
+PROGRESS_TIMEOUT_FACTOR = 10
 """A new instance that has not served after two minutes and ten times its start-up never will."""
 
-HOPELESS_STARTS = 3
+FAILED_STARTS_MAX = 3
 """An engine of a new revision that ended so often is not waited for."""
 
 LOST_SHOWN_S = 60.0
 """For how long a lost instance is shown as failed, unless all is well again before."""
 
-_NOT_YET = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
+_NOT_YET_SERVING = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,15 +36,15 @@ class PoolView:
 
     pool: PDPool
     wanted: int
-    target: StartSpec
+    target: LaunchSpec
     """What its instances shall be started with."""
     revision: str
     """The hash of that."""
     members: tuple[PDInstance, ...]
     """Its instances that count, by number."""
-    new: tuple[PDInstance, ...]
+    updated: tuple[PDInstance, ...]
     """Members of that revision."""
-    old: tuple[PDInstance, ...]
+    outdated: tuple[PDInstance, ...]
     """Members that have to be exchanged."""
     lost: int
     """Instances on show that were lost."""
@@ -57,121 +57,129 @@ class PoolView:
         return self.pool.metadata.name
 
     @property
-    def rolls(self) -> bool:
+    def rolling_out(self) -> bool:
         """Whether members are being exchanged."""
-        return bool(self.old) and not self.paused
+        return bool(self.outdated) and not self.paused
 
     @property
-    def waits(self) -> bool:
+    def held_by_pause(self) -> bool:
         """Whether another revision is asked for, and a pause holds it up."""
         return (
-            self.paused and self.refused is None and (bool(self.old) or self.pool.spec.start != self.target)
+            self.paused
+            and self.refused is None
+            and (bool(self.outdated) or self.pool.spec.launch_spec != self.target)
         )
 
     @property
-    def whole(self) -> bool:
+    def enough_serving(self) -> bool:
         """Whether as many serve as are wanted."""
-        return self.whole_of(self.members)
+        return self.enough_serving_in(self.members)
 
-    def whole_of(self, members: tuple[PDInstance, ...]) -> bool:
+    def enough_serving_in(self, members: tuple[PDInstance, ...]) -> bool:
         """Whether as many of these serve as are wanted."""
         return sum(member.status.phase is Phase.SERVING for member in members) >= self.wanted
 
     @property
-    def last_good(self) -> StartSpec | None:
+    def last_good(self) -> LaunchSpec | None:
         """What all of its instances were last started with and served."""
-        complete = self.whole and not self.old and self.members
-        return self.target if complete else self.pool.status.last_good
+        all_updated = self.enough_serving and not self.outdated and self.members
+        return self.target if all_updated else self.pool.status.last_good
 
-    def births(self, *, surge: int) -> int:
+    def count_to_create(self, *, surge: int) -> int:
         """How many instances to make now.
 
         Whoever is lost again and again is replaced more slowly: what was lost of late counts against it.
         """
-        room = self.wanted + surge if self.rolls else self.wanted
-        lacking = self.wanted - len(self.new if self.rolls else self.members)
-        return max(0, min(lacking, room - len(self.members), 2 * self.wanted - self.lost))
+        room = self.wanted + surge if self.rolling_out else self.wanted
+        missing = self.wanted - len(self.updated if self.rolling_out else self.members)
+        return max(0, min(missing, room - len(self.members), 2 * self.wanted - self.lost))
 
 
 def revision_of(instance: PDInstance) -> str:
     """The revision that an instance was started with."""
-    return instance.spec.revision or instance.spec.start_revision
+    return instance.spec.revision or instance.spec.launch_revision
 
 
 def members_of(instances: Iterable[PDInstance], pool: str) -> tuple[PDInstance, ...]:
     """The instances of one pool, by number."""
     return tuple(
-        sorted((i for i in instances if i.spec.pool == pool), key=lambda i: by_number(i.metadata.name))
+        sorted((i for i in instances if i.spec.pool == pool), key=lambda i: instance_order(i.metadata.name))
     )
 
 
-def view_of(seen: Observed, pool: PDPool) -> PoolView:
+def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     """What a pool that the spec names shall have and has."""
-    mine = members_of(seen.instances, pool.metadata.name)
-    members = members_of(seen.staying, pool.metadata.name)
-    target, refused = _target(seen, pool, members)
-    revision = target.start_revision
+    pool_members = members_of(observed.instances, pool.metadata.name)
+    members = members_of(observed.active_instances, pool.metadata.name)
+    target, refused = _choose_target(observed, pool, members)
+    revision = target.launch_revision
     return PoolView(
         pool=pool,
         wanted=wanted_replicas(pool),
         target=target,
         revision=revision,
         members=members,
-        new=tuple(member for member in members if revision_of(member) == revision),
-        old=tuple(member for member in members if revision_of(member) != revision),
-        lost=sum(seen.taken(instance) for instance in mine),
-        paused=seen.service.spec.rollout.paused,
+        updated=tuple(member for member in members if revision_of(member) == revision),
+        outdated=tuple(member for member in members if revision_of(member) != revision),
+        lost=sum(observed.engine_lost(instance) for instance in pool_members),
+        paused=observed.service.spec.rollout.paused,
         refused=refused,
     )
 
 
-def progress_deadline_s(seen: Observed, instance: PDInstance) -> float:
+def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
     """How long a new instance may take to serve for the first time."""
-    asked = seen.service.spec.rollout.progress_deadline
-    return PROGRESS_LEAST_S + PROGRESS_FACTOR * seen.startup_s(instance) if asked is None else asked
+    requested = observed.service.spec.rollout.progress_deadline
+    return (
+        PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * observed.startup_s(instance)
+        if requested is None
+        else requested
+    )
 
 
-def next_deadline_s(seen: Observed, view: PoolView) -> float | None:
+def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
     """When a revision may have to be given up, unix seconds; None: not by time alone."""
-    if view.pool.status.last_good is None or not view.rolls:
+    if view.pool.status.last_good is None or not view.rolling_out:
         return None
-    waiting = (i for i in view.new if _not_served(i))
-    return min((_born_s(seen, i) + progress_deadline_s(seen, i) for i in waiting), default=None)
+    waiting = (i for i in view.updated if _never_served(i))
+    return min((_created_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
 
 
-def _target(
-    seen: Observed, pool: PDPool, members: tuple[PDInstance, ...]
-) -> tuple[StartSpec, RefusedRevision | None]:
-    asked, good, refused = pool.spec.start, pool.status.last_good, pool.status.refused
-    revision = asked.start_revision
-    if good is None or good.start_revision == revision:
-        return asked, None
+def _choose_target(
+    observed: Observed, pool: PDPool, members: tuple[PDInstance, ...]
+) -> tuple[LaunchSpec, RefusedRevision | None]:
+    requested, last_good, refused = pool.spec.launch_spec, pool.status.last_good, pool.status.refused
+    revision = requested.launch_revision
+    if last_good is None or last_good.launch_revision == revision:
+        return requested, None
     if refused is not None and refused.revision == revision:
-        return good, refused
-    if seen.service.spec.rollout.paused:
-        return good, None
-    why = _hopeless(seen, [member for member in members if revision_of(member) == revision])
-    return (good, RefusedRevision(revision=revision, reason=why[:1024])) if why else (asked, None)
+        return last_good, refused
+    if observed.service.spec.rollout.paused:
+        return last_good, None
+    reason = _cannot_start_reason(observed, [member for member in members if revision_of(member) == revision])
+    return (
+        (last_good, RefusedRevision(revision=revision, reason=reason[:1024])) if reason else (requested, None)
+    )
 
 
-def _hopeless(seen: Observed, new: Iterable[PDInstance]) -> str | None:
+def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> str | None:
     """Why a revision will not come to serve, by the first of its instances that does not; None if it may."""
-    for instance in new:
-        name, engine = instance.metadata.name, seen.engines.get(instance.metadata.name)
-        words = instance.status.message
+    for instance in updated:
+        name, engine = instance.metadata.name, observed.engines.get(instance.metadata.name)
+        message = instance.status.message
         ended = engine is not None and engine.state is not EngineState.RUNNING
-        if engine and ended and engine.restarts >= HOPELESS_STARTS:
-            return f"{name} ended {engine.restarts} times: {engine.exit_reason or engine.message or words}"
-        deadline_s = progress_deadline_s(seen, instance)
-        if _not_served(instance) and seen.now_s >= _born_s(seen, instance) + deadline_s:
-            return f"{name} did not serve within {deadline_s:g} s: {words or 'it starts'}"
+        if engine and ended and engine.restarts >= FAILED_STARTS_MAX:
+            return f"{name} ended {engine.restarts} times: {engine.exit_reason or engine.message or message}"
+        timeout_s = progress_timeout_s(observed, instance)
+        if _never_served(instance) and observed.now_s >= _created_s(observed, instance) + timeout_s:
+            return f"{name} did not serve within {timeout_s:g} s: {message or 'it starts'}"
     return None
 
 
-def _not_served(instance: PDInstance) -> bool:
-    return instance.status.phase in _NOT_YET and not ever_served(instance)
+def _never_served(instance: PDInstance) -> bool:
+    return instance.status.phase in _NOT_YET_SERVING and not ever_served(instance)
 
 
-def _born_s(seen: Observed, instance: PDInstance) -> float:
-    born_s = instance.metadata.creation_timestamp
-    return seen.now_s if born_s is None else born_s
+def _created_s(observed: Observed, instance: PDInstance) -> float:
+    created_s = instance.metadata.creation_timestamp
+    return observed.now_s if created_s is None else created_s

@@ -17,9 +17,9 @@ from fulcrum_core.ports import Clock
 log = structlog.get_logger()
 
 AUDIENCE = "fulcrum.dev/router-state"
-LEEWAY_S = 10.0
+CLOCK_LEEWAY_S = 10.0
 """For clocks that differ."""
-REFRESH_S = 5.0
+KEY_REFRESH_INTERVAL_S = 5.0
 """Keys are asked for at most so often, however many tokens name a key that nobody knows."""
 
 _JWKS = "/openid/v1/jwks"
@@ -27,73 +27,73 @@ _DISCOVERY = "/.well-known/openid-configuration"
 _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 
 
-class NotAllowed(Exception):
+class Unauthorized(Exception):
     """This caller may not; the text says why."""
 
 
-class Callers(Protocol):
+class Authenticator(Protocol):
     """Who may call."""
 
-    async def check(self, token: str) -> None:
-        """`NotAllowed` unless the bearer of this token may call."""
+    async def authenticate(self, token: str) -> None:
+        """`Unauthorized` unless the bearer of this token may call."""
         ...
 
 
-class SharedToken:
+class SharedTokenAuthenticator:
     """Everybody who knows one token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-    async def check(self, token: str) -> None:
-        """See `Callers`."""
+    async def authenticate(self, token: str) -> None:
+        """See `Authenticator`."""
         if not hmac.compare_digest(token.encode(), self._token):
-            raise NotAllowed("a bearer token is required")
+            raise Unauthorized("a bearer token is required")
 
 
-class ServiceAccounts:
+class ServiceAccountAuthenticator:
     """ServiceAccounts by name, with tokens for this port's audience.
 
     Args:
-        get_path: Reads a path of the API server.
+        get_raw: Reads a path of the API server.
         subjects: `system:serviceaccount:NAMESPACE:NAME` of each that may call.
         clock: Says whether a token is over, and when keys were last asked for.
     """
 
     def __init__(
-        self, get_path: Callable[[str], Awaitable[Any]], subjects: Collection[str], *, clock: Clock
+        self, get_raw: Callable[[str], Awaitable[Any]], subjects: Collection[str], *, clock: Clock
     ) -> None:
-        self._get_path, self._subjects, self._clock = get_path, frozenset(subjects), clock
+        self._get_raw, self._subjects, self._clock = get_raw, frozenset(subjects), clock
         self._keys: dict[str, Any] = {}
         self._issuer = ""
-        self._asked_at_s: float | None = None
-        self._asking = asyncio.Lock()
+        self._refreshed_at_s: float | None = None
+        self._refresh_lock = asyncio.Lock()
 
-    async def check(self, token: str) -> None:
-        """See `Callers`. Keys once read stand while the API server is away."""
-        claims = await self._verified(token)
+    async def authenticate(self, token: str) -> None:
+        """See `Authenticator`. Keys once read stand while the API server is away."""
+        claims = await self._verify_token(token)
         now_s = self._clock.now_s()
-        if not _number(claims, "exp") > now_s - LEEWAY_S:
-            raise NotAllowed("the token is over")
-        if _number(claims, "nbf", default=0.0) > now_s + LEEWAY_S:
-            raise NotAllowed("the token is not valid yet")
+        if not _read_time_claim(claims, "exp") > now_s - CLOCK_LEEWAY_S:
+            raise Unauthorized("the token is over")
+        if _read_time_claim(claims, "nbf", default=0.0) > now_s + CLOCK_LEEWAY_S:
+            raise Unauthorized("the token is not valid yet")
         if claims.get("sub") not in self._subjects:
-            raise NotAllowed(f"{claims.get('sub')} is none of the callers")
+            raise Unauthorized(f"{claims.get('sub')} is none of the callers")
 
-    async def refresh(self) -> None:
+    async def refresh_keys(self) -> None:
         """Read issuer and keys anew, unless that was done a moment ago; what is known stands if it fails."""
-        async with self._asking:
+        async with self._refresh_lock:
             now_s = self._clock.monotonic_s()
-            if self._asked_at_s is not None and now_s - self._asked_at_s < REFRESH_S:
+            if self._refreshed_at_s is not None and now_s - self._refreshed_at_s < KEY_REFRESH_INTERVAL_S:
                 return
-            self._asked_at_s = now_s
+            self._refreshed_at_s = now_s
             try:
-                discovery, keys = await self._get_path(_DISCOVERY), await self._get_path(_JWKS)
-                self._issuer, self._keys = _issuer(discovery), _read_keys(keys)
+                discovery, keys = await self._get_raw(_DISCOVERY), await self._get_raw(_JWKS)
+                self._issuer, self._keys = _read_issuer(discovery), _read_keys(keys)
             except (FulcrumError, ValueError) as error:
                 log.warning("keys of the API server not read", reason=str(error), known=len(self._keys))
 
-    async def _verified(self, token: str) -> Mapping[str, Any]:
+    async def _verify_token(self, token: str) -> Mapping[str, Any]:
         """The claims of a token that the API server signed, for us."""
         import jwt  # 10 MB that a local run never needs
 
@@ -101,9 +101,9 @@ class ServiceAccounts:
             header = jwt.get_unverified_header(token)
             name = str(header.get("kid"))
             if name not in self._keys:
-                await self.refresh()
+                await self.refresh_keys()
             if name not in self._keys:
-                raise NotAllowed("the token is signed with a key that the API server does not name")
+                raise Unauthorized("the token is signed with a key that the API server does not name")
             claims: Mapping[str, Any] = jwt.decode(
                 token,
                 self._keys[name],
@@ -113,16 +113,16 @@ class ServiceAccounts:
                 options={"require": ["exp", "sub", "aud", "iss"], "verify_exp": False, "verify_nbf": False},
             )
         except jwt.PyJWTError as error:
-            raise NotAllowed(f"a ServiceAccount's token for {AUDIENCE} is required: {error}") from error
+            raise Unauthorized(f"a ServiceAccount's token for {AUDIENCE} is required: {error}") from error
         return claims
 
 
-def _read_keys(answer: Any) -> dict[str, Any]:
+def _read_keys(response: Any) -> dict[str, Any]:
     """Keys by their id; those of kinds that are not understood are passed over."""
     import jwt
 
     keys: dict[str, Any] = {}
-    for entry in _field(answer, "keys", list):
+    for entry in _read_field(response, "keys", list):
         try:
             keys[str(entry["kid"])] = jwt.PyJWK.from_dict(entry)
         except (jwt.PyJWTError, KeyError, TypeError):
@@ -132,19 +132,19 @@ def _read_keys(answer: Any) -> dict[str, Any]:
     return keys
 
 
-def _issuer(answer: Any) -> str:
-    return str(_field(answer, "issuer", str))
+def _read_issuer(response: Any) -> str:
+    return str(_read_field(response, "issuer", str))
 
 
-def _field(answer: Any, name: str, kind: type) -> Any:
-    value = answer.get(name) if isinstance(answer, Mapping) else None
+def _read_field(response: Any, name: str, kind: type) -> Any:
+    value = response.get(name) if isinstance(response, Mapping) else None
     if not isinstance(value, kind):
-        raise ValueError(f"the answer has no {name}")
+        raise ValueError(f"the response has no {name}")
     return value
 
 
-def _number(claims: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
+def _read_time_claim(claims: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
     value = claims.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise NotAllowed(f"the token's {name} is no time")
+        raise Unauthorized(f"the token's {name} is no time")
     return float(value)

@@ -11,10 +11,10 @@ log = structlog.get_logger()
 
 
 @contextlib.asynccontextmanager
-async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+async def background_task(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs it meanwhile. If a fault ends it, that is told at once: the router serves on without it."""
-    task = asyncio.get_running_loop().create_task(work)
-    task.add_done_callback(_tell_fault)
+    task = asyncio.get_running_loop().create_task(coroutine)
+    task.add_done_callback(_log_failure)
     try:
         yield
     finally:
@@ -22,6 +22,6 @@ async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.wait((task,))
 
 
-def _tell_fault(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (fault := task.exception()) is not None:
-        log.error("a part of the router ended by a fault", part=task.get_coro(), exc_info=fault)
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background task failed", task=task.get_coro(), exc_info=error)

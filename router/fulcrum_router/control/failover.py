@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from fulcrum_cluster.lease import ROUTER_TIMING, ClusterLease, Elector, StepDown
+from fulcrum_cluster.leader_election import ROUTER_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.objects import ENDPOINT_SLICE, Object, ObjectApi
 from fulcrum_core.errors import Conflict, StoreError
 from fulcrum_core.ports import Clock
@@ -21,19 +21,19 @@ from fulcrum_router.router import Router
 
 log = structlog.get_logger()
 
-HAND_OVER_S = 5.0
+HANDOVER_TIMEOUT_S = 5.0
 """How long a router that was told to end goes on taking new requests at most."""
 LINGER_S = 3.0
 """How long it does so after its successor has stepped in: until every node directs connections there."""
-CHECK_S = 2.0
+SLICE_CHECK_INTERVAL_S = 2.0
 """How often the active one looks whether the slice still says so."""
-RETRY_S = 0.5
-LOOK_S = 0.1
+SLICE_RETRY_S = 0.5
+SUCCESSOR_POLL_S = 0.1
 """How often a leaving router looks for its successor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RouterEndpoint:
     """Where one router listens, and under which names that is kept."""
 
     name: str
@@ -44,22 +44,22 @@ class Place:
     port: int
     state_port: int
 
-    def ports(self) -> list[dict[str, Any]]:
+    def slice_ports(self) -> list[dict[str, Any]]:
         """As the slice says it; the names are those of the Service's ports."""
         named = (("http", self.port), ("state", self.state_port))
         return [{"name": name, "port": port, "protocol": "TCP"} for name, port in named]
 
-    def patch(self) -> dict[str, Any]:
+    def slice_patch(self) -> dict[str, Any]:
         """What makes the slice direct all traffic here."""
         pod = {"kind": "Pod", "namespace": self.namespace, "name": self.identity}
         ready = {"ready": True, "serving": True, "terminating": False}
         endpoint = {"addresses": [self.address], "conditions": ready, "targetRef": pod}
-        return {"endpoints": [endpoint], "ports": self.ports()}
+        return {"endpoints": [endpoint], "ports": self.slice_ports()}
 
-    def is_in(self, found: Mapping[str, Any]) -> bool:
+    def matches_slice(self, found: Mapping[str, Any]) -> bool:
         """Whether the slice does so already."""
         ports = {(port.get("name"), port.get("port")) for port in found.get("ports") or ()}
-        here = {(port["name"], port["port"]) for port in self.ports()}
+        here = {(port["name"], port["port"]) for port in self.slice_ports()}
         return _addresses(found) == [self.address] and ports == here
 
 
@@ -67,21 +67,27 @@ class Failover:
     """One router's part in it."""
 
     def __init__(
-        self, router: Router, objects: ObjectApi, place: Place, *, clock: Clock, rng: random.Random
+        self,
+        router: Router,
+        objects: ObjectApi,
+        endpoint: RouterEndpoint,
+        *,
+        clock: Clock,
+        rng: random.Random,
     ) -> None:
-        self._router, self._objects, self._place, self._clock = router, objects, place, clock
-        self._elector = Elector(
-            ClusterLease(objects, place.name, namespace=place.namespace),
-            identity=place.identity,
+        self._router, self._objects, self._endpoint, self._clock = router, objects, endpoint, clock
+        self._elector = LeaderElector(
+            KubernetesLease(objects, endpoint.name, namespace=endpoint.namespace),
+            identity=endpoint.identity,
             timing=ROUTER_TIMING,
             step_down=StepDown.WHEN_REPLACED,
             clock=clock,
             rng=rng,
-            on_change=self._changed,
+            on_change=self._on_leadership_change,
         )
-        self._turned = asyncio.Event()
-        self._last_active_s = -HAND_OVER_S
-        self._written = True
+        self._leadership_changed = asyncio.Event()
+        self._last_active_s = -HANDOVER_TIMEOUT_S
+        self._slice_written = True
         router.active = False
 
     async def run(self) -> None:
@@ -94,86 +100,90 @@ class Failover:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._elector.run())
-                    tasks.create_task(self._keep_slice())
+                    tasks.create_task(self._reconcile_slice())
             except Exception:
                 log.exception("election begins anew after a fault of the router")
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(SLICE_RETRY_S)
 
     async def hand_over(self) -> None:
         """After `run`: let another one take over, serving on until clients are directed there.
 
-        Returns after `HAND_OVER_S` at the latest, also where no other one is left.
+        Returns after `HANDOVER_TIMEOUT_S` at the latest, also where no other one is left.
         """
-        end_s = self._clock.monotonic_s() + HAND_OVER_S
+        end_s = self._clock.monotonic_s() + HANDOVER_TIMEOUT_S
         if self._elector.leading:
             await self._elector.release()
-        elif self._clock.monotonic_s() - self._last_active_s > HAND_OVER_S:
+        elif self._clock.monotonic_s() - self._last_active_s > HANDOVER_TIMEOUT_S:
             return
-        while self._clock.monotonic_s() < end_s and not await self._is_replaced():
-            await asyncio.sleep(LOOK_S)
+        while self._clock.monotonic_s() < end_s and not await self._has_successor():
+            await asyncio.sleep(SUCCESSOR_POLL_S)
         self._router.leaving = True
         await asyncio.sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
 
-    def _changed(self, leads: bool) -> None:
-        if leads:
-            self._router.step_in()
+    def _on_leadership_change(self, leading: bool) -> None:
+        if leading:
+            self._router.become_active()
         else:
             self._router.active = False
             self._last_active_s = self._clock.monotonic_s()
-        self._turned.set()
+        self._leadership_changed.set()
 
-    async def _keep_slice(self) -> None:
+    async def _reconcile_slice(self) -> None:
         while True:
-            self._turned.clear()
-            pause_s = CHECK_S
-            if self._elector.leading and not await self._direct_here():
-                pause_s = RETRY_S
+            self._leadership_changed.clear()
+            pause_s = SLICE_CHECK_INTERVAL_S
+            if self._elector.leading and not await self._ensure_slice():
+                pause_s = SLICE_RETRY_S
             try:
                 async with asyncio.timeout(pause_s):
-                    await self._turned.wait()
+                    await self._leadership_changed.wait()
             except TimeoutError:
                 continue
 
-    async def _direct_here(self) -> bool:
+    async def _ensure_slice(self) -> bool:
         """Whether the slice directs traffic here now."""
         try:
-            found = await self._find()
-            if not self._place.is_in(found):
+            found = await self._get_slice()
+            if not self._endpoint.matches_slice(found):
                 if _addresses(found):
-                    await self._elector.attempt()  # is it another active one's by now?
+                    await self._elector.try_to_lead()  # is it another active one's by now?
                 if not self._elector.leading:
                     return True
-                await self._write(found)
+                await self._patch_slice(found)
         except Conflict:
             return False
         except StoreError as error:
-            if self._written:
-                log.warning("endpoint not written", slice=self._place.name, reason=str(error))
-            self._written = False
+            if self._slice_written:
+                log.warning("endpoint not written", slice=self._endpoint.name, reason=str(error))
+            self._slice_written = False
             return False
-        self._written = True
+        self._slice_written = True
         return True
 
-    async def _write(self, found: Object) -> None:
-        place = self._place
+    async def _patch_slice(self, found: Object) -> None:
+        endpoint = self._endpoint
         await self._objects.patch(
             ENDPOINT_SLICE,
-            place.name,
-            place.patch(),
-            namespace=place.namespace,
+            endpoint.name,
+            endpoint.slice_patch(),
+            namespace=endpoint.namespace,
             resource_version=found["metadata"]["resourceVersion"],
         )
-        log.info("traffic directed here", slice=place.name, address=place.address, before=_addresses(found))
+        log.info(
+            "traffic directed here", slice=endpoint.name, address=endpoint.address, before=_addresses(found)
+        )
 
-    async def _is_replaced(self) -> bool:
+    async def _has_successor(self) -> bool:
         try:
-            found = await self._find()
+            found = await self._get_slice()
         except StoreError:
             return False
-        return bool(_addresses(found)) and not self._place.is_in(found)
+        return bool(_addresses(found)) and not self._endpoint.matches_slice(found)
 
-    async def _find(self) -> Object:
-        return await self._objects.get(ENDPOINT_SLICE, self._place.name, namespace=self._place.namespace)
+    async def _get_slice(self) -> Object:
+        return await self._objects.get(
+            ENDPOINT_SLICE, self._endpoint.name, namespace=self._endpoint.namespace
+        )
 
 
 def _addresses(found: Mapping[str, Any]) -> list[str]:

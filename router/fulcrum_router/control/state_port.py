@@ -6,120 +6,126 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from fulcrum_core.state import InstanceState, PairState, RouterState, TierState
-from fulcrum_router.control.auth import Callers, NotAllowed
-from fulcrum_router.counters import Outcome, TierBooks
+from fulcrum_core.router_state import InstanceState, PairState, RouterState, TierState
+from fulcrum_router.control.auth import Authenticator, Unauthorized
+from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.policy import Pair, PairKey, Proof
+from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def picture(router: Router, *, now_s: float) -> RouterState:
+def build_router_state(router: Router, *, now_s: float) -> RouterState:
     """One consistent picture of the router."""
-    wanted = router.flips.last
+    flip_request = router.flip_requests.last
     return RouterState(
         service=router.settings.service if router.settings else "",
-        generation=router.epoch.generation,
-        acknowledged_at_s=router.epoch.at_s,
+        generation=router.applied_assignment.generation,
+        acknowledged_at_s=router.applied_assignment.applied_at_s,
         at_s=now_s,
-        since_s=router.since_s,
-        instances=tuple(_instance(instance) for instance in router.fleet.all),
-        flip_wanted=wanted.role if wanted else None,
-        flip_wanted_seq=router.flips.seq,
+        ledger_since_s=router.since_s,
+        instances=tuple(_build_instance_state(instance) for instance in router.fleet.instances),
+        flip_request_role=flip_request.role if flip_request else None,
+        flip_request_seq=router.flip_requests.seq,
         prediction_error=router.prediction_error.value,
-        local_prefills=router.books.local_prefills,
-        tiers=tuple(_tier(name, books) for name, books in sorted(router.books.tiers.items())),
-        pairs=tuple(_pair(key, pair, time.monotonic()) for key, pair in router.pairs.told()),
+        local_prefills=router.counters.unexpected_local_prefills,
+        tiers=tuple(
+            _build_tier_state(name, counters) for name, counters in sorted(router.counters.tiers.items())
+        ),
+        pairs=tuple(
+            _build_pair_state(key, pair, time.monotonic()) for key, pair in router.pairs.list_reported()
+        ),
     )
 
 
-def _instance(instance: Instance) -> InstanceState:
+def _build_instance_state(instance: Instance) -> InstanceState:
     ledger = instance.ledger
     return InstanceState(
         name=instance.name,
         role=instance.role,
         serving=instance.serving,
-        prefill_queued_s=ledger.prefill_s,
+        prefill_queued_s=ledger.prefill_queued_s,
         prefill_tokens=ledger.prefill_tokens,
         decode_tokens=ledger.decode_tokens,
-        decode_requests=ledger.decode_requests,
+        decode_legs=ledger.decode_legs,
         legs=ledger.legs,
-        open_handoffs=ledger.open_handoffs,
+        pending_transfers=ledger.pending_transfers,
         itl_s=instance.itl_s,
         kv_usage=instance.kv_usage,
         missed_probes=instance.missed_probes,
         engine_requests=None if instance.health.ejected else instance.engine_requests,
-        engine_read_s=instance.engine_read_s,
+        engine_read_at_s=instance.engine_read_at_s,
     )
 
 
-def _pair(key: PairKey, pair: Pair, now_s: float) -> PairState:
+def _build_pair_state(key: PairKey, pair: TransferPair, now_s: float) -> PairState:
     return PairState(
         prefill=key.prefill,
         decode=key.decode,
-        proven=pair.counts[Proof.PROVEN],
-        recomputed=pair.counts[Proof.RECOMPUTED],
-        unknown=pair.counts[Proof.UNKNOWN],
-        last_proven_s=None if pair.last_proven_s is None else now_s - pair.last_proven_s,
+        verified=pair.counts[TransferOutcome.VERIFIED],
+        recomputed=pair.counts[TransferOutcome.RECOMPUTED],
+        unknown=pair.counts[TransferOutcome.UNKNOWN],
+        verified_age_s=None if pair.last_verified_at_s is None else now_s - pair.last_verified_at_s,
         handshake_s=pair.handshake_s,
-        seconds_per_1k_tokens=pair.seconds_per_1k_tokens,
+        transfer_s_per_1k_tokens=pair.transfer_s_per_1k_tokens,
         last_reason=pair.reason,
     )
 
 
-def _tier(name: str, books: TierBooks) -> TierState:
+def _build_tier_state(name: str, counters: TierCounters) -> TierState:
     return TierState(
         name=name,
-        offered=books.offered,
-        ok=books.ended[Outcome.OK],
-        failed=books.ended[Outcome.FAILED],
-        broken=books.ended[Outcome.BROKEN],
-        cancelled=books.ended[Outcome.CANCELLED],
-        slo_met=books.slo_met,
+        offered=counters.offered,
+        ok=counters.requests_by_outcome[RequestOutcome.OK],
+        failed=counters.requests_by_outcome[RequestOutcome.FAILED],
+        broken=counters.requests_by_outcome[RequestOutcome.BROKEN],
+        cancelled=counters.requests_by_outcome[RequestOutcome.CANCELLED],
+        slo_met=counters.slo_met,
     )
 
 
-def make_app(router: Router, callers: Callers) -> web.Application:
+def make_app(router: Router, authenticator: Authenticator) -> web.Application:
     """The application of the state port. A standby has nothing to tell: 503, and come back by another way."""
 
     @web.middleware
     async def authenticate(request: web.Request, handler: _Handler) -> web.StreamResponse:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
-            await callers.check(token if scheme.lower() == "bearer" else "")
-        except NotAllowed as error:
+            await authenticator.authenticate(token if scheme.lower() == "bearer" else "")
+        except Unauthorized as error:
             return web.json_response({"error": str(error)}, status=401)
         if router.active:
-            answer = await handler(request)
+            response = await handler(request)
             if router.active:
-                return answer
+                return response
         standby = web.json_response({"error": "not active"}, status=503)
         standby.force_close()  # the next connection finds the active one
         return standby
 
-    async def state(request: web.Request) -> web.Response:
-        generation = int(_number(request, "min_generation", 0))
-        if generation > router.epoch.generation:
-            await router.epoch.reached(generation, _number(request, "timeout_s", 5.0))
-        body = picture(router, now_s=time.time()).model_dump_json()
+    async def get_state(request: web.Request) -> web.Response:
+        generation = int(_read_number(request, "min_generation", 0))
+        if generation > router.applied_assignment.generation:
+            await router.applied_assignment.wait_until_reached(
+                generation, _read_number(request, "timeout_s", 5.0)
+            )
+        body = build_router_state(router, now_s=time.time()).model_dump_json()
         return web.Response(text=body, content_type="application/json")
 
-    async def flip_wanted(request: web.Request) -> web.Response:
-        after, timeout_s = int(_number(request, "after", 0)), _number(request, "timeout_s", 10.0)
-        wanted = await router.flips.after(after, timeout_s)
-        if wanted is None:
+    async def get_flip_request(request: web.Request) -> web.Response:
+        after, timeout_s = int(_read_number(request, "after", 0)), _read_number(request, "timeout_s", 10.0)
+        flip_request = await router.flip_requests.wait_after(after, timeout_s)
+        if flip_request is None:
             return web.Response(status=204)
-        return web.Response(text=wanted.model_dump_json(), content_type="application/json")
+        return web.Response(text=flip_request.model_dump_json(), content_type="application/json")
 
     app = web.Application(middlewares=[authenticate])
-    app.add_routes([web.get("/state", state), web.get("/flip-wanted", flip_wanted)])
+    app.add_routes([web.get("/state", get_state), web.get("/flip-requests", get_flip_request)])
     return app
 
 
-def _number(request: web.Request, name: str, default: float) -> float:
+def _read_number(request: web.Request, name: str, default: float) -> float:
     """A query parameter ≥ 0; times are capped so that nobody holds a poll for ever."""
     text = request.query.get(name)
     if text is None:

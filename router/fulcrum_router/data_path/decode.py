@@ -1,8 +1,8 @@
-"""The decode leg: an engine's answer on its way to the client, bytes as they came.
+"""The decode leg: an engine's response on its way to the client, bytes as they came.
 
 Nothing reaches the client before the first content byte, so that until then another instance can take
-the request unseen: a stream is held to its first whole chunk, a small JSON answer to its end. From
-there on only whole chunks are passed, so that a stream that breaks can end in an error event. An answer to
+the request unseen: a stream is held to its first whole chunk, a small JSON response to its end. From
+there on only whole chunks are passed, so that a stream that breaks can end in an error event. A response to
 a hand-off that comes too late for its lease is held until somebody has settled whether it is sound.
 """
 
@@ -14,27 +14,27 @@ from typing import Protocol
 import structlog
 
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.bodies import read_usage
-from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, AnswerHead, chunk
+from fulcrum_router.http1.bodies import parse_usage
+from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead, frame_chunk
 from fulcrum_router.http1.inline_task import Completion
-from fulcrum_router.http1.responses import error_event
+from fulcrum_router.http1.responses import build_error_event
 from fulcrum_router.http1.upstream import EngineConnection, Failure, LegFailed
-from fulcrum_router.kv_transfer.verification import NO_CHOICES, Handed
-from fulcrum_router.observe.engines import expired_handoffs
+from fulcrum_router.kv_transfer.verification import EMPTY_CHOICES, KvTransfer
+from fulcrum_router.observe.engines import fetch_expired_transfers
 from fulcrum_router.policy.ledger import DecodeEntry
 
 log = structlog.get_logger()
 
-HELD_WHOLE_BYTES = 1024 * 1024
-"""A JSON answer up to this size reaches the client only once it is whole."""
-HELD_CHUNK_BYTES = 65_536
+MAX_BUFFERED_BODY_BYTES = 1024 * 1024
+"""A JSON response up to this size reaches the client only once it is whole."""
+MAX_BUFFERED_CHUNK_BYTES = 65_536
 """A chunk begun is held up to this size."""
 
-DONE = b"data: [DONE]"
-_ABORT = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+DONE_EVENT = b"data: [DONE]"
+_ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 
-class Broken(Exception):
+class StreamBroken(Exception):
     """The engine failed after the first byte went to the client."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
@@ -42,7 +42,7 @@ class Broken(Exception):
         self.failure, self.detail = failure, detail
 
 
-class Sink(Protocol):
+class DownstreamWriter(Protocol):
     """The client's side."""
 
     @property
@@ -54,257 +54,257 @@ class Sink(Protocol):
 
 
 class DecodeLeg(Completion[None]):
-    """One attempt at the decode leg; completes with the end of its answer."""
+    """One attempt at the decode leg; completes with the end of its response."""
 
     __slots__ = (
-        "_cleared",
+        "_body_bytes",
+        "_body_parts",
+        "_buffered",
         "_committed",
-        "_doubted",
-        "_held",
-        "_last",
-        "_parts",
-        "_size",
-        "_torn",
+        "_last_sent",
+        "_lease_checked",
+        "_mid_chunk",
+        "_withheld",
+        "cache_salt",
         "connection",
+        "downstream",
         "entry",
         "events",
-        "extra",
-        "first_s",
-        "handed",
+        "first_byte_at_s",
+        "fulcrum_headers",
         "head",
         "instance",
-        "on_doubt",
-        "on_first",
+        "on_first_byte",
+        "on_late_response",
         "released",
-        "salt",
         "sent_s",
-        "sink",
         "streaming",
+        "transfer",
     )
 
     def __init__(
         self,
         connection: EngineConnection,
-        sink: Sink,
+        downstream: DownstreamWriter,
         entry: DecodeEntry,
-        extra: bytes,
+        fulcrum_headers: bytes,
         instance: Instance,
-        salt: str | None,
-        on_first: Callable[[float], None],
-        on_doubt: Callable[[], None],
-        handed: Handed | None = None,
+        cache_salt: str | None,
+        on_first_byte: Callable[[float], None],
+        on_late_response: Callable[[], None],
+        transfer: KvTransfer | None = None,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
-        self.connection, self.sink, self.entry = connection, sink, entry
-        self.extra = extra
+        self.connection, self.downstream, self.entry = connection, downstream, entry
+        self.fulcrum_headers = fulcrum_headers
         """Header lines put in front of the engine's own."""
-        self.instance, self.salt = instance, salt
-        """Who was asked, and what its prompts' salt was then; None: one that finds no KV there."""
-        self.on_first = on_first
-        self.on_doubt = on_doubt
-        """Called when it has to be settled whether the answer is sound."""
-        self.handed = handed
+        self.instance, self.cache_salt = instance, cache_salt
+        """Who was asked, and what its prompts' cache_salt was then; None: one that finds no KV there."""
+        self.on_first_byte = on_first_byte
+        self.on_late_response = on_late_response
+        """Called when it has to be settled whether the response is sound."""
+        self.transfer = transfer
         """The hand-off that it was given."""
         self.released = False
         """Whether the connection is somebody else's by now."""
-        self.head: AnswerHead | None = None
+        self.head: ResponseHead | None = None
         self.streaming = False
         self.sent_s = time.monotonic()
-        self.first_s = 0.0
+        self.first_byte_at_s = 0.0
         self.events = 0
         self._committed = False
-        self._cleared = False
-        self._doubted: list[bytes] | None = None
+        self._lease_checked = False
+        self._withheld: list[bytes] | None = None
         """What came while it was in doubt whether the lease was kept."""
-        self._torn = False
-        self._held = self._last = b""
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._mid_chunk = False
+        self._buffered = self._last_sent = b""
+        self._body_parts: list[bytes] = []
+        self._body_bytes = 0
 
     @property
-    def replaceable(self) -> bool:
-        """See `Leg`."""
+    def retryable(self) -> bool:
+        """See `ResponseHandler`."""
         return not self._committed
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self.head = head
-        self.streaming = head.event_stream and head.status == 200
+        self.streaming = head.is_event_stream and head.status == 200
 
     def on_body(self, data: bytes, boundary: int) -> None:
         if self.streaming:
-            self._stream(data, boundary)
+            self._take_stream_data(data, boundary)
         elif self._committed:
-            self.sink.write(data)
+            self.downstream.write(data)
         else:
             self._collect(data)
 
-    def _stream(self, data: bytes, boundary: int) -> None:
+    def _take_stream_data(self, data: bytes, boundary: int) -> None:
         if boundary < len(data):
-            data = self._hold(data, boundary)
+            data = self._buffer_partial_chunk(data, boundary)
             if not data:
                 return
-        elif self._held or self._torn:
-            data, self._held, self._torn = self._held + data, b"", False
-        self._pass(data)
+        elif self._buffered or self._mid_chunk:
+            data, self._buffered, self._mid_chunk = self._buffered + data, b"", False
+        self._forward(data)
 
-    def _pass(self, data: bytes) -> None:
+    def _forward(self, data: bytes) -> None:
         """Whole chunks go to the client."""
-        if b'"abort"' in data and _ABORT.search(data):
-            self._give_up(Failure.ABORTED, "the engine aborted the request")
+        if b'"abort"' in data and _ABORT_PATTERN.search(data):
+            self._abort(Failure.ABORTED, "the engine aborted the request")
             return
-        if self._doubted is not None:
-            self._doubted.append(data)
+        if self._withheld is not None:
+            self._withheld.append(data)
             return
-        if not self._committed and not self._torn and says_nothing(data):
-            if DONE in data:
-                self._give_up(Failure.ABORTED, "the engine ended the stream before its first token")
+        if not self._committed and not self._mid_chunk and has_no_token(data):
+            if DONE_EVENT in data:
+                self._abort(Failure.ABORTED, "the engine ended the stream before its first token")
             else:
-                self._held = data + self._held
+                self._buffered = data + self._buffered
             return
-        handed = self.handed
-        if handed is not None and NO_CHOICES in data and not self._torn:
-            data = handed.read_events(data, chunked=self.head is not None and self.head.length == CHUNKED)
+        transfer = self.transfer
+        if transfer is not None and EMPTY_CHOICES in data and not self._mid_chunk:
+            data = transfer.extract_usage(data, chunked=self.head is not None and self.head.length == CHUNKED)
         events = data.count(b"\ndata:")
         if not self._committed:
             assert self.head is not None
-            if not self._cleared and self._is_late():
-                self._doubted = [data]
-                self._ask(pausing=True)
+            if not self._lease_checked and self._needs_lease_check():
+                self._withheld = [data]
+                self._request_lease_check(pause_reading=True)
                 return
             self._commit()
-            data = self.head.with_fields(self.extra) + data
+            data = self.head.prepend_headers(self.fulcrum_headers) + data
         self.events += events
-        self.entry.grow(events)
-        self._last = data
-        self.sink.write(data)
+        self.entry.add_tokens(events)
+        self._last_sent = data
+        self.downstream.write(data)
 
     @property
-    def told_all(self) -> bool:
+    def sent_last_event(self) -> bool:
         """Whether the client has the last event of its stream, and may leave before the body's end."""
-        return self._last.rstrip().endswith(DONE)
+        return self._last_sent.rstrip().endswith(DONE_EVENT)
 
-    def _hold(self, data: bytes, boundary: int) -> bytes:
+    def _buffer_partial_chunk(self, data: bytes, boundary: int) -> bytes:
         """Keep what follows the last whole chunk; the rest may go."""
         if boundary:
-            ready, self._held = self._held + data[:boundary], data[boundary:]
-            self._torn = False
+            ready, self._buffered = self._buffered + data[:boundary], data[boundary:]
+            self._mid_chunk = False
             return ready
-        self._held += data
-        if len(self._held) <= HELD_CHUNK_BYTES:
+        self._buffered += data
+        if len(self._buffered) <= MAX_BUFFERED_CHUNK_BYTES:
             return b""
-        ready, self._held, self._torn = self._held, b"", True
+        ready, self._buffered, self._mid_chunk = self._buffered, b"", True
         return ready
 
     def _collect(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._size += len(data)
+        self._body_parts.append(data)
+        self._body_bytes += len(data)
         assert self.head is not None
-        if self._size > HELD_WHOLE_BYTES and self.head.status < 500 and self._doubted is None:
-            if self._is_late():
-                self._doubted = []
-                self._ask(pausing=True)
+        if self._body_bytes > MAX_BUFFERED_BODY_BYTES and self.head.status < 500 and self._withheld is None:
+            if self._needs_lease_check():
+                self._withheld = []
+                self._request_lease_check(pause_reading=True)
             else:
                 self._send_collected()
 
     def _send_collected(self) -> None:
         assert self.head is not None
         self._commit()
-        content, self._parts = b"".join(self._parts), []
-        if self.handed is not None:
-            self.handed.usage = read_usage(content)
-        self.sink.write(self.head.with_fields(self.extra) + content)
+        content, self._body_parts = b"".join(self._body_parts), []
+        if self.transfer is not None:
+            self.transfer.usage = parse_usage(content)
+        self.downstream.write(self.head.prepend_headers(self.fulcrum_headers) + content)
 
     def _commit(self) -> None:
         self._committed = True
-        self.first_s = time.monotonic()
-        awaited, head = self.instance.awaited, self.head
-        if self.handed is not None:
-            awaited.discard(self.handed)
+        self.first_byte_at_s = time.monotonic()
+        pending, head = self.instance.incoming_transfers, self.head
+        if self.transfer is not None:
+            pending.discard(self.transfer)
         if head is not None and head.status == 200:
-            awaited.answered(sent_s=self.sent_s, now_s=self.first_s)
-        self.on_first(self.first_s)
-        if self.sink.paused:
+            pending.record_response(sent_s=self.sent_s, now_s=self.first_byte_at_s)
+        self.on_first_byte(self.first_byte_at_s)
+        if self.downstream.paused:
             self.connection.pause()
 
     # --- doubt ---------------------------------------------------------------------------------
 
-    def _is_late(self) -> bool:
+    def _needs_lease_check(self) -> bool:
         """Whether it is in doubt, for the first time, that all KV it comes of was fetched in time."""
-        if self._cleared or self.salt is None or self.head is None or self.head.status >= 400:
+        if self._lease_checked or self.cache_salt is None or self.head is None or self.head.status >= 400:
             return False
-        return bool(self.salt != self.instance.salt or self.doubts())
+        return bool(self.cache_salt != self.instance.cache_salt or self.find_late_transfers())
 
-    def doubts(self) -> list[Handed]:
+    def find_late_transfers(self) -> list[KvTransfer]:
         """Hand-offs that may have been fetched too late, of what it may come of: its own, and others'."""
-        found, handed = self.instance.awaited.overdue(time.monotonic()), self.handed
-        if handed is not None and handed.late and handed not in found:
-            found.append(handed)
+        found, transfer = self.instance.incoming_transfers.find_overdue(time.monotonic()), self.transfer
+        if transfer is not None and transfer.is_late and transfer not in found:
+            found.append(transfer)
         return found
 
-    def _ask(self, *, pausing: bool) -> None:
-        """Hold everything until `settle` is called."""
-        if pausing:
+    def _request_lease_check(self, *, pause_reading: bool) -> None:
+        """Hold everything until `finish_lease_check` is called."""
+        if pause_reading:
             self.connection.pause()
-        self.on_doubt()
+        self.on_late_response()
 
-    def settle(self, *, sound: bool) -> None:
+    def finish_lease_check(self, *, kv_valid: bool) -> None:
         """It is known now whether what was held may be passed on."""
-        doubted = self._doubted
-        if self.done or doubted is None:
+        withheld = self._withheld
+        if self.done or withheld is None:
             return
-        if not sound:
-            self._give_up(Failure.LEASE, "the hand-off may have been fetched too late")
+        if not kv_valid:
+            self._abort(Failure.LEASE_EXPIRED, "the hand-off may have been fetched too late")
             return
-        self._doubted, self._cleared = None, True
+        self._withheld, self._lease_checked = None, True
         if not self.released:
             self.connection.resume()
-        for data in doubted:
-            self._pass(data)
+        for data in withheld:
+            self._forward(data)
         if self.released:
             self.on_end()
 
     def on_end(self) -> None:
         if self.done:
             return
-        if self._doubted is not None:
+        if self._withheld is not None:
             self.connection.resume()  # nobody else has it yet
             self.released = True
             return
         if not self._committed:
-            failed = self._judge()
+            failed = self._find_failure()
             if failed is not None:
                 self.set_exception(failed)
                 return
-            if self._is_late():
-                self._doubted, self.released = [], True
-                self._ask(pausing=False)
+            if self._needs_lease_check():
+                self._withheld, self.released = [], True
+                self._request_lease_check(pause_reading=False)
                 return
             self._send_collected()
         self.set_result(None)
 
-    def on_whole(self, head: AnswerHead, content: bytes) -> None:
-        handed, self.head = self.handed, head
-        if head.event_stream or head.status >= 500 or b'"abort"' in content or self._is_late():
+    def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
+        transfer, self.head = self.transfer, head
+        if head.is_event_stream or head.status >= 500 or b'"abort"' in content or self._needs_lease_check():
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
             return
-        if handed is not None:
-            handed.usage = read_usage(content)
+        if transfer is not None:
+            transfer.usage = parse_usage(content)
         self._commit()
-        self.sink.write(head.with_fields(self.extra) + content)
+        self.downstream.write(head.prepend_headers(self.fulcrum_headers) + content)
         self.set_result(None)
 
-    def _judge(self) -> LegFailed | None:
-        """Whether a whole answer is one that another instance should be asked for instead."""
+    def _find_failure(self) -> LegFailed | None:
+        """Whether a whole response is one that another instance should be asked for instead."""
         head = self.head
         assert head is not None
         if head.status >= 500:
             return LegFailed(Failure.STATUS, f"the engine answered {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first event")
-        for part in self._parts:
-            if b'"abort"' in part and _ABORT.search(b"".join(self._parts)):
+        for part in self._body_parts:
+            if b'"abort"' in part and _ABORT_PATTERN.search(b"".join(self._body_parts)):
                 return LegFailed(Failure.ABORTED, "the engine aborted the request")
         return None
 
@@ -312,49 +312,51 @@ class DecodeLeg(Completion[None]):
         if self.done:
             return
         if self._committed:
-            self.set_exception(Broken(failure, detail))
+            self.set_exception(StreamBroken(failure, detail))
         else:
             status = self.head.status if self.head is not None and self.head.status >= 500 else 0
             self.set_exception(LegFailed(failure, detail, status=status))
 
-    def _give_up(self, failure: Failure, detail: str) -> None:
+    def _abort(self, failure: Failure, detail: str) -> None:
         if not self.released:
             self.connection.abort()
         self.on_failure(failure, detail)
 
-    def last_words(self, message: str) -> bytes:
+    def build_stream_error(self, message: str) -> bytes:
         """What tells the client that its stream broke; empty where nothing can be put in."""
         head = self.head
-        if not self.streaming or self._torn or head is None:
+        if not self.streaming or self._mid_chunk or head is None:
             return b""
-        event = error_event(message)
+        event = build_error_event(message)
         if head.length == CHUNKED:
-            return chunk(event)
+            return frame_chunk(event)
         return event if head.length == UNTIL_CLOSE else b""
 
 
-def says_nothing(framed: bytes) -> bool:
-    """Whether what a stream begins with is no answer yet: its end, its usage, a comment.
+def has_no_token(framed: bytes) -> bool:
+    """Whether what a stream begins with is no response yet: its end, its usage, a comment.
 
     vLLM that shuts down sends a new stream's end and nothing else.
     """
-    return framed.count(b"data:") == framed.count(DONE) + framed.count(NO_CHOICES)
+    return framed.count(b"data:") == framed.count(DONE_EVENT) + framed.count(EMPTY_CHOICES)
 
 
-async def settle(leg: DecodeLeg) -> None:
-    """Pass on an answer that is in doubt, if none of the givers let anything expire meanwhile.
+async def check_leases(leg: DecodeLeg) -> None:
+    """Pass on a response that is in doubt, if none of the givers let anything expire meanwhile.
 
     The first one that did, or does not say, is enough: the request waits while they are asked.
     """
-    sound, expired = leg.salt == leg.instance.salt, dict[str, float | None]()
-    for handed in leg.doubts() if sound else ():
-        giver, before = handed.source, handed.expired_before
-        if giver.name not in expired:
-            expired[giver.name] = await expired_handoffs(giver)
-        now = expired[giver.name]
-        sound = now is not None and now == before
-        names = {"prefill": giver.name, "decode": leg.instance.name}
-        log.warning("answer later than the lease", **names, sound=sound, expired=now, expired_before=before)
-        if not sound:
+    kv_valid, expired = leg.cache_salt == leg.instance.cache_salt, dict[str, float | None]()
+    for transfer in leg.find_late_transfers() if kv_valid else ():
+        source, before = transfer.source, transfer.expired_before
+        if source.name not in expired:
+            expired[source.name] = await fetch_expired_transfers(source)
+        now = expired[source.name]
+        kv_valid = now is not None and now == before
+        names = {"prefill": source.name, "decode": leg.instance.name}
+        log.warning(
+            "response later than the KV lease", **names, kv_valid=kv_valid, expired=now, expired_before=before
+        )
+        if not kv_valid:
             break
-    leg.settle(sound=sound)
+    leg.finish_lease_check(kv_valid=kv_valid)

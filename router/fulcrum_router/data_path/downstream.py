@@ -13,24 +13,24 @@ from typing import Any, cast
 import httptools
 from prometheus_client import CollectorRegistry
 
-from fulcrum_router.data_path import pages
+from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
-from fulcrum_router.data_path.request import Call
+from fulcrum_router.data_path.request import ClientRequest
 from fulcrum_router.http1 import responses
 from fulcrum_router.router import Router
 
 MAX_HEAD_BYTES = 32_768
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BACKLOG_BYTES = 65_536
-REQUEST_PATIENCE_S = 60.0
+REQUEST_TIMEOUT_S = 60.0
 """For a request to come in whole."""
-IDLE_S = 75.0
+IDLE_TIMEOUT_S = 75.0
 """For the next request."""
-STALLED_S = 60.0
-"""For a client that takes nothing while an answer waits."""
+STALLED_CLIENT_TIMEOUT_S = 60.0
+"""For a client that takes nothing while a response waits."""
 
-_POSTS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
-_KEPT = frozenset(
+_COMPLETION_PATHS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+_REPLAYED_HEADERS = frozenset(
     {
         b"content-length",
         b"traceparent",
@@ -40,15 +40,15 @@ _KEPT = frozenset(
         b"x-request-id",
     }
 )
-_MAX_ID_BYTES = 200
+_MAX_REQUEST_ID_BYTES = 200
 
 
-class _Refused(Exception):
-    """The request cannot be taken; the connection ends with this answer."""
+class _RequestRejected(Exception):
+    """The request cannot be taken; the connection ends with this response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.answer = responses.error(status, message, close=True)
+        self.response = responses.build_error_response(status, message, close=True)
 
 
 class ClientServer:
@@ -61,13 +61,13 @@ class ClientServer:
     def __call__(self) -> "ClientConnection":
         return ClientConnection(self)
 
-    def check(self, now_s: float) -> None:
+    def enforce_timeouts(self, now_s: float) -> None:
         """Close connections that are idle, slow to ask or slow to read for too long."""
         for connection in list(self.connections):
-            connection.check(now_s)
+            connection.enforce_timeouts(now_s)
 
     def close(self) -> None:
-        """Close idle connections, and busy ones after their answer."""
+        """Close idle connections, and busy ones after their response."""
         for connection in list(self.connections):
             connection.close_when_idle()
 
@@ -77,21 +77,21 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_backlog",
-        "_backlog_size",
-        "_beginning",
-        "_body",
-        "_body_size",
-        "_calls",
+        "_backlog_bytes",
+        "_body_bytes",
+        "_body_parts",
         "_closing",
+        "_closing_response",
         "_exchange",
-        "_fields",
-        "_head_done",
-        "_head_size",
+        "_head_bytes",
+        "_head_complete",
         "_headers",
+        "_is_starting",
         "_parser",
         "_path",
-        "_read_size",
-        "_refusal",
+        "_queue",
+        "_raw_headers",
+        "_read_bytes",
         "_server",
         "_transport",
         "_waiting_since_s",
@@ -104,27 +104,27 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
         self._headers: dict[bytes, bytes] = {}
         """The fields of the head, names in lower case."""
-        self._fields: dict[bytes, bytes] = {}
+        self._raw_headers: dict[bytes, bytes] = {}
         """Fields as they came, trailers included."""
-        self.on_header = self._fields.__setitem__  # called for each field: no Python code
+        self.on_header = self._raw_headers.__setitem__  # called for each field: no Python code
         self._parser: Any = httptools.HttpRequestParser(self)
         self._exchange: Exchange | None = None
-        self._calls: deque[Call | bytes] = deque()
+        self._queue: deque[ClientRequest | bytes] = deque()
         """Requests read and not begun, and answers to give at their turn."""
-        self._refusal: bytes | None = None
+        self._closing_response: bytes | None = None
         self._backlog: list[bytes] = []
-        self._backlog_size = self._read_size = 0
+        self._backlog_bytes = self._read_bytes = 0
         self._closing = False
-        self._beginning = False
+        self._is_starting = False
         self.paused = False
         self._clear()
 
     def _clear(self) -> None:
         self._path = b""
-        self._fields.clear()
-        self._body: list[bytes] = []
-        self._head_size = self._body_size = 0
-        self._head_done = False
+        self._raw_headers.clear()
+        self._body_parts: list[bytes] = []
+        self._head_bytes = self._body_bytes = 0
+        self._head_complete = False
         self._waiting_since_s = time.monotonic()
 
     # --- asyncio -------------------------------------------------------------------------------
@@ -136,19 +136,19 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # asyncio's signature
         self._server.connections.discard(self)
         self._closing = True
-        self._calls.clear()
+        self._queue.clear()
         if self._exchange is not None:
             self._exchange.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        if self._exchange is None and not self._calls:
+        if self._exchange is None and not self._queue:
             self._feed(data)
             return
         self._backlog.append(data)
-        self._backlog_size += len(data)
-        if self._backlog_size > MAX_BACKLOG_BYTES:
+        self._backlog_bytes += len(data)
+        if self._backlog_bytes > MAX_BACKLOG_BYTES:
             self._transport.pause_reading()
 
     def pause_writing(self) -> None:
@@ -171,157 +171,165 @@ class ClientConnection(asyncio.Protocol):
         self._path += url
 
     def on_headers_complete(self) -> None:
-        self._head_done = True
-        if self._head_size + self._read_size > MAX_HEAD_BYTES:
-            self._check_fields()
-        fields = self._fields
+        self._head_complete = True
+        if self._head_bytes + self._read_bytes > MAX_HEAD_BYTES:
+            self._limit_header_bytes()
+        fields = self._raw_headers
         self._headers = headers = dict(zip(map(bytes.lower, fields), fields.values(), strict=True))
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
-            raise _Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        if b"expect" in self._headers and self._exchange is None and not self._calls:
+            raise _RequestRejected(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if b"expect" in self._headers and self._exchange is None and not self._queue:
             if self._headers[b"expect"].lower() != b"100-continue":
-                raise _Refused(417, "the only expectation met is 100-continue")
+                raise _RequestRejected(417, "the only expectation met is 100-continue")
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._body_size += len(body)
-        if self._body_size > MAX_BODY_BYTES:
-            raise _Refused(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        self._body.append(body)
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_BODY_BYTES:
+            raise _RequestRejected(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        self._body_parts.append(body)
 
     def on_message_complete(self) -> None:
-        if self._refusal is None:
-            self._calls.append(self._call())
+        if self._closing_response is None:
+            self._queue.append(self._take_request())
 
     # --- requests ------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
-        refusal: bytes | None = None
-        self._read_size = len(data)
+        closing_response: bytes | None = None
+        self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
-            if not self._calls:
-                self._check_unfinished()
+            if not self._queue:
+                self._limit_unfinished_head()
         except httptools.HttpParserUpgrade as offer:
-            self._pass_over_upgrade(data[offer.args[0] :])
+            self._ignore_upgrade(data[offer.args[0] :])
             return
         except httptools.HttpParserError as error:
-            refused = error.__context__
-            if isinstance(refused, _Refused):
-                refusal = refused.answer
+            rejection = error.__context__
+            if isinstance(rejection, _RequestRejected):
+                closing_response = rejection.response
             else:
-                refusal = responses.error(400, f"the request is not HTTP/1.1: {error}", close=True)
-        except _Refused as refused:
-            refusal = refused.answer
-        if refusal is not None:
-            self._refusal = refusal
-        self._next()
+                closing_response = responses.build_error_response(
+                    400, f"the request is not HTTP/1.1: {error}", close=True
+                )
+        except _RequestRejected as rejection:
+            closing_response = rejection.response
+        if closing_response is not None:
+            self._closing_response = closing_response
+        self._serve_next()
 
-    def _pass_over_upgrade(self, rest: bytes) -> None:
+    def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request again without the offer (Java's clients make one): it has the body skipped."""
-        self._calls.pop()
+        self._queue.pop()
         method, path = self._parser.get_method(), self._path
-        kept = b"".join(b"%b: %b\r\n" % (name, self._headers[name]) for name in _KEPT & self._headers.keys())
+        header_lines = b"".join(
+            b"%b: %b\r\n" % (name, self._headers[name]) for name in _REPLAYED_HEADERS & self._headers.keys()
+        )
         self._parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":
-            self._refusal = responses.error(405, "CONNECT is not served", close=True)
-            self._next()
+            self._closing_response = responses.build_error_response(405, "CONNECT is not served", close=True)
+            self._serve_next()
         else:
-            self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, kept, rest))
+            self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, header_lines, rest))
 
-    def _check_unfinished(self) -> None:
+    def _limit_unfinished_head(self) -> None:
         """Bound a head that does not end, and trailers that do not."""
-        if self._head_done:
-            self._check_fields()
+        if self._head_complete:
+            self._limit_header_bytes()
             return
-        self._head_size += self._read_size
-        if self._head_size > MAX_HEAD_BYTES:
-            raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+        self._head_bytes += self._read_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _RequestRejected(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
-    def _check_fields(self) -> None:
-        fields = self._fields
+    def _limit_header_bytes(self) -> None:
+        fields = self._raw_headers
         size = len(self._path) + sum(map(len, fields)) + sum(map(len, fields.values()))
         if size > MAX_HEAD_BYTES:
-            raise _Refused(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+            raise _RequestRejected(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
-    def _call(self) -> Call | bytes:
-        """The request read, or the answer that it gets without any engine."""
+    def _take_request(self) -> ClientRequest | bytes:
+        """The request read, or the response that it gets without any engine."""
         parser = self._parser
-        keep = parser.should_keep_alive()
+        keep_alive = parser.should_keep_alive()
         path = self._path.partition(b"?")[0]
         method = parser.get_method()
-        if path in _POSTS:
+        if path in _COMPLETION_PATHS:
             if method != b"POST":
-                return self._wrong_method(b"POST", keep)
-            return self._engine_call(path, keep)
-        if path in pages.PATHS:
+                return self._reject_method(b"POST", keep_alive)
+            return self._build_client_request(path, keep_alive)
+        if path in router_endpoints.ROUTER_PATHS:
             if method not in (b"GET", b"HEAD"):
-                return self._wrong_method(b"GET, HEAD", keep)
+                return self._reject_method(b"GET, HEAD", keep_alive)
             router, registry = self._server.router, self._server.registry
-            answer = pages.page(router, registry, path, head_only=method == b"HEAD", close=not keep)
+            response = router_endpoints.build_router_response(
+                router, registry, path, head_only=method == b"HEAD", close=not keep_alive
+            )
         else:
             name = path[:100].decode("latin-1")
-            answer = responses.error(404, f"{name} is not served here", close=not keep)
-        if not keep:
-            self._refusal = b""  # nothing after this one
-        return answer
+            response = responses.build_error_response(404, f"{name} is not served here", close=not keep_alive)
+        if not keep_alive:
+            self._closing_response = b""  # nothing after this one
+        return response
 
-    def _wrong_method(self, allowed: bytes, keep: bool) -> bytes:
-        if not keep:
-            self._refusal = b""
+    def _reject_method(self, allowed: bytes, keep_alive: bool) -> bytes:
+        if not keep_alive:
+            self._closing_response = b""
         message = f"use {allowed.decode()}"
-        return responses.error(405, message, extra=b"allow: %b\r\n" % allowed, close=not keep)
-
-    def _engine_call(self, path: bytes, keep: bool) -> Call:
-        headers = self._headers
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        tier = headers.get(b"x-customer-tier")
-        request_id = headers.get(b"x-request-id")
-        if request_id is not None and not (len(request_id) <= _MAX_ID_BYTES and request_id.isascii()):
-            request_id = None
-        return Call(
-            path,
-            body,
-            request_id or self._server.router.new_request_id(),
-            None if tier is None else tier.decode("latin-1"),
-            _trace_lines(headers) if b"traceparent" in headers else b"",
-            b"1.0" if self._parser.get_http_version() == "1.0" else b"1.1",
-            keep,
+        return responses.build_error_response(
+            405, message, header_lines=b"allow: %b\r\n" % allowed, close=not keep_alive
         )
 
-    def _next(self) -> None:
-        """Begin with the next request, or give the next answer, in the order they came in."""
+    def _build_client_request(self, path: bytes, keep_alive: bool) -> ClientRequest:
+        headers = self._headers
+        body = self._body_parts[0] if len(self._body_parts) == 1 else b"".join(self._body_parts)
+        tier = headers.get(b"x-customer-tier")
+        request_id = headers.get(b"x-request-id")
+        if request_id is not None and not (len(request_id) <= _MAX_REQUEST_ID_BYTES and request_id.isascii()):
+            request_id = None
+        return ClientRequest(
+            path,
+            body,
+            request_id or self._server.router.make_request_id(),
+            None if tier is None else tier.decode("latin-1"),
+            _build_trace_headers(headers) if b"traceparent" in headers else b"",
+            b"1.0" if self._parser.get_http_version() == "1.0" else b"1.1",
+            keep_alive,
+        )
+
+    def _serve_next(self) -> None:
+        """Begin with the next request, or give the next response, in the order they came in."""
         while self._exchange is None and not self._closing:
-            if self._calls:
-                self._beginning = True
-                self._begin(self._calls.popleft())
-                self._beginning = False
-            elif self._refusal is not None:
-                self._transport.write(self._refusal)
+            if self._queue:
+                self._is_starting = True
+                self._start_exchange(self._queue.popleft())
+                self._is_starting = False
+            elif self._closing_response is not None:
+                self._transport.write(self._closing_response)
                 self._close()
             elif self._backlog:
-                data, self._backlog, self._backlog_size = b"".join(self._backlog), [], 0
+                data, self._backlog, self._backlog_bytes = b"".join(self._backlog), [], 0
                 self._transport.resume_reading()
                 self._feed(data)
                 return
             else:
                 return
 
-    def _begin(self, call: Call | bytes) -> None:
-        if isinstance(call, bytes):
-            self._transport.write(call)
+    def _start_exchange(self, request: ClientRequest | bytes) -> None:
+        if isinstance(request, bytes):
+            self._transport.write(request)
             return
         router = self._server.router
         if router.settings is None or router.stopping:
             message = "the router is shutting down" if router.stopping else "the service is not known yet"
-            self._transport.write(responses.error(503, message, close=not call.keep_alive))
-            if not call.keep_alive:
+            self._transport.write(responses.build_error_response(503, message, close=not request.keep_alive))
+            if not request.keep_alive:
                 self._close()
             return
         if router.leaving:
-            call.keep_alive = False
-        self._exchange = Exchange(router, router.settings, self, call)
+            request.keep_alive = False
+        self._exchange = Exchange(router, router.settings, self, request)
         self._exchange.start()
 
     # --- for the exchange ----------------------------------------------------------------------
@@ -329,23 +337,23 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         self._transport.write(data)
 
-    def answered(self, *, keep: bool) -> None:
+    def finish_response(self, *, keep_alive: bool) -> None:
         self._exchange = None
         self._waiting_since_s = time.monotonic()
-        if not keep or self._server.router.stopping:
+        if not keep_alive or self._server.router.stopping:
             self._close()
-        elif not self._beginning and (self._calls or self._refusal is not None or self._backlog):
-            self._next()
+        elif not self._is_starting and (self._queue or self._closing_response is not None or self._backlog):
+            self._serve_next()
 
     def _close(self) -> None:
         self._closing = True
-        self._calls.clear()
+        self._queue.clear()
         self._transport.close()
 
     # --- upkeep --------------------------------------------------------------------------------
 
     def close_when_idle(self) -> None:
-        """Close now, or after the answer in progress."""
+        """Close now, or after the response in progress."""
         if self._exchange is None:
             self._close()
 
@@ -353,19 +361,19 @@ class ClientConnection(asyncio.Protocol):
         """Close at once, whatever is in progress."""
         self._transport.abort()
 
-    def check(self, now_s: float) -> None:
+    def enforce_timeouts(self, now_s: float) -> None:
         """Close if the client lets us wait for too long."""
         waited_s = now_s - self._waiting_since_s
         if self.paused:
-            if waited_s > STALLED_S:
+            if waited_s > STALLED_CLIENT_TIMEOUT_S:
                 self._transport.abort()
         elif self._exchange is None and not self._closing:
-            begun = bool(self._head_size or self._body)
-            if waited_s > (REQUEST_PATIENCE_S if begun else IDLE_S):
+            begun = bool(self._head_bytes or self._body_parts)
+            if waited_s > (REQUEST_TIMEOUT_S if begun else IDLE_TIMEOUT_S):
                 self._close()
 
 
-def _trace_lines(headers: Mapping[bytes, bytes]) -> bytes:
+def _build_trace_headers(headers: Mapping[bytes, bytes]) -> bytes:
     """The W3C trace context, for engines; `tracestate` means nothing alone."""
     state = headers.get(b"tracestate")
     lines = b"traceparent: %b\r\n" % headers[b"traceparent"]

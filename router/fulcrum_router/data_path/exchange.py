@@ -1,6 +1,7 @@
-"""One request, from its last body byte to the last byte of its answer.
+"""One request, from its last body byte to the last byte of its response.
 
-Its prompt is computed (`prompt`), an instance that decodes is chosen, and the answer relayed (`relay`). When
+Its prompt is computed (`prompt`), an instance that decodes is chosen, and the response relayed (`relay`).
+When
 that instance fails before the client has seen a byte, another one is asked.
 """
 
@@ -9,321 +10,365 @@ import time
 
 import structlog
 
-from fulcrum_core.api import conditions as words
-from fulcrum_router.counters import DECODE, Outcome
-from fulcrum_router.data_path.decode import Broken, DecodeLeg, settle
-from fulcrum_router.data_path.prefill import ATTEMPTS, Prompt
-from fulcrum_router.data_path.request import Answered, Call, Client
-from fulcrum_router.fleet.instances import Instance, pool_of
+from fulcrum_core.api import conditions
+from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.data_path.decode import DecodeLeg, StreamBroken, check_leases
+from fulcrum_router.data_path.prefill import MAX_ATTEMPTS, PrefillLeg
+from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse
+from fulcrum_router.fleet.instances import Instance, get_connection_pool
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.bodies import BadBody, Request, decode_body, parse_request
+from fulcrum_router.http1.bodies import InvalidBody, RequestBody, build_decode_body, parse_request_body
 from fulcrum_router.http1.framing import UNTIL_CLOSE
-from fulcrum_router.http1.inline_task import Flow, in_task
-from fulcrum_router.http1.upstream import Failure, LegFailed
-from fulcrum_router.kv_transfer.verification import prove
+from fulcrum_router.http1.inline_task import InlineTask, run_in_asyncio_task
+from fulcrum_router.http1.upstream import EngineConnection, Failure, LegFailed
+from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy import (
-    Decision,
     Dispatch,
-    FlipRules,
-    FlipWanted,
+    DispatchDecision,
+    DispatchReason,
+    FlipProposal,
+    FlipProposalRules,
     NoInstance,
-    Reason,
     choose_decode,
 )
-from fulcrum_router.policy.dispatch import NO_FLIPS
-from fulcrum_router.policy.ledger import PrefillEntry
-from fulcrum_router.router import Router, new_salt
-from fulcrum_router.settings import Settings
+from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.ledger import DecodeEntry, PrefillEntry
+from fulcrum_router.router import Router, make_cache_salt
+from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
 
-_PREFILLED_HERE = Reason.PREFILLED_HERE  # an attribute of an enum is slow to read
-_ENDED_WELL = (Outcome.OK, None)
-_CANCELLED = Outcome.CANCELLED
-_TOO_SLOW = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJECTED})
+_PREFILLED_HERE = DispatchReason.PREFILLED_HERE  # an attribute of an enum is slow to read
+_OK_WITHOUT_TPOT = (RequestOutcome.OK, None)
+_CANCELLED = RequestOutcome.CANCELLED
+_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJECTED})
 
 
 class Exchange:
     """One request in service."""
 
     __slots__ = (
-        "_avoid",
-        "_call",
-        "_client",
-        "_first_s",
-        "_flow",
-        "_keep",
-        "_leg",
-        "_local_entry",
-        "_prompt",
-        "_recompute",
+        "_client_request",
+        "_decode_leg",
+        "_downstream",
+        "_excluded",
+        "_first_byte_at_s",
+        "_inline_task",
+        "_keep_alive",
+        "_lease_check",
+        "_local_prefill_entry",
+        "_must_recompute",
+        "_prefill_leg",
         "_router",
-        "_settling",
         "_tier",
         "_timeouts",
         "arrival_s",
     )
 
-    def __init__(self, router: Router, settings: Settings, client: Client, call: Call) -> None:
+    def __init__(
+        self, router: Router, settings: ServiceSettings, downstream: Downstream, client_request: ClientRequest
+    ) -> None:
         self.arrival_s = time.monotonic()
-        self._router, self._client, self._call = router, client, call
-        self._tier, self._timeouts = settings.tier(call.tier), settings.timeouts
-        self._keep = call.keep_alive
-        self._avoid: tuple[str, ...] = ()
-        self._recompute = False
+        self._router, self._downstream, self._client_request = router, downstream, client_request
+        self._tier, self._timeouts = settings.find_tier(client_request.tier), settings.timeouts
+        self._keep_alive = client_request.keep_alive
+        self._excluded: tuple[str, ...] = ()
+        self._must_recompute = False
         """Whether no KV that there is may be used."""
-        self._settling: asyncio.Task[None] | None = None
-        self._local_entry: PrefillEntry | None = None
-        self._leg: DecodeLeg | None = None
-        self._first_s: float | None = None
-        self._flow = Flow(self._run())
+        self._lease_check: asyncio.Task[None] | None = None
+        self._local_prefill_entry: PrefillEntry | None = None
+        self._decode_leg: DecodeLeg | None = None
+        self._first_byte_at_s: float | None = None
+        self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
         """Begin. May end at once, and tell the client so."""
-        self._flow.resume()
+        self._inline_task.resume()
 
     def cancel(self) -> None:
         """The client left: drop both legs."""
-        self._flow.cancel()
+        self._inline_task.cancel()
 
     def pause(self) -> None:
         """The client is slower than the engine."""
-        if self._leg is not None and not self._leg.released:
-            self._leg.connection.pause()
+        if self._decode_leg is not None and not self._decode_leg.released:
+            self._decode_leg.connection.pause()
 
     def resume(self) -> None:
         """The client takes more."""
-        if self._leg is not None and not self._leg.released:
-            self._leg.connection.resume()
+        if self._decode_leg is not None and not self._decode_leg.released:
+            self._decode_leg.connection.resume()
 
     async def _run(self) -> None:
-        books = self._router.books
-        books.tier(self._tier.name).offered += 1
+        counters = self._router.counters
+        counters.get_tier(self._tier.name).offered += 1
         outcome, tpot_s = _CANCELLED, None
         try:
             outcome, tpot_s = await self._serve()
-        except Answered as end:
-            outcome, self._keep = end.outcome, self._keep and end.keep
-            self._client.write(end.answer)
-        except Broken as broken:
-            outcome = self._broken(broken)
+        except EarlyResponse as end:
+            outcome, self._keep_alive = end.outcome, self._keep_alive and end.keep_alive
+            self._downstream.write(end.response)
+        except StreamBroken as broken:
+            outcome = self._end_broken_stream(broken)
         except asyncio.CancelledError:
-            self._keep = False
+            self._keep_alive = False
         except Exception:
             log.exception("request failed by a fault of the router")
-            outcome, self._keep = Outcome.FAILED, False
-            if self._first_s is None:
-                self._client.write(responses.error(500, "internal error of the router", close=True))
+            outcome, self._keep_alive = RequestOutcome.FAILED, False
+            if self._first_byte_at_s is None:
+                self._downstream.write(
+                    responses.build_error_response(500, "internal error of the router", close=True)
+                )
         finally:
-            if self._settling is not None:
-                self._settling.cancel()
-            self._leg = None  # it refers back to us: without this only a garbage collection would free both
-            ttft_s = None if self._first_s is None else self._first_s - self.arrival_s
-            books.finish(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
-            self._client.answered(keep=self._keep)
+            if self._lease_check is not None:
+                self._lease_check.cancel()
+            self._decode_leg = (
+                None  # it refers back to us: without this only a garbage collection would free both
+            )
+            ttft_s = None if self._first_byte_at_s is None else self._first_byte_at_s - self.arrival_s
+            counters.record_request(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
+            self._downstream.finish_response(keep_alive=self._keep_alive)
 
-    async def _serve(self) -> tuple[Outcome, float | None]:
-        request = self._parse()
-        self._prompt = prompt = Prompt(self._router, self._call, request, self._timeouts, self._tier.slo)
+    async def _serve(self) -> tuple[RequestOutcome, float | None]:
+        request = self._parse_body()
+        self._prefill_leg = prefill_leg = PrefillLeg(
+            self._router, self._client_request, request, self._timeouts, self._tier.slo
+        )
         failed: LegFailed | None = None
         try:
-            for _ in range(ATTEMPTS):
-                if prompt.handoff is None and not self._recompute:
-                    await prompt.compute()
-                decision = self._choose(self._router.rules)
-                if type(decision) is FlipWanted:
-                    await in_task(self._router.ask_for_flip(decision))
-                    decision = self._choose(NO_FLIPS)
-                instance = self._dispatched(decision)
+            for _ in range(MAX_ATTEMPTS):
+                if prefill_leg.kv_transfer_params is None and not self._must_recompute:
+                    await prefill_leg.compute_prompt()
+                decision = self._choose_decode(self._router.flip_rules)
+                if type(decision) is FlipProposal:
+                    await run_in_asyncio_task(self._router.request_flip(decision))
+                    decision = self._choose_decode(NO_FLIP_PROPOSALS)
+                instance = self._dispatch(decision)
                 if instance is None:
                     break
                 try:
-                    return await self._decode(instance)
+                    return await self._decode_on(instance)
                 except LegFailed as error:
                     failed = error
-                    self._decode_failed(instance, error)
-            raise self._refusal(failed)
+                    self._handle_decode_failure(instance, error)
+            raise self._build_failure_response(failed)
         finally:
-            prompt.close()
+            prefill_leg.release_transfer()
 
-    def _parse(self) -> Request:
+    def _parse_body(self) -> RequestBody:
         try:
-            return parse_request(self._call.body, self._tier.engine_priority)
-        except BadBody as error:
-            raise Answered(Outcome.INVALID, responses.error(400, str(error))) from None
+            return parse_request_body(self._client_request.body, self._tier.engine_priority)
+        except InvalidBody as error:
+            raise EarlyResponse(
+                RequestOutcome.INVALID, responses.build_error_response(400, str(error))
+            ) from None
 
     # --- decode --------------------------------------------------------------------------------
 
-    def _choose(self, rules: FlipRules) -> Decision:
-        source = self._prompt.source
+    def _choose_decode(self, rules: FlipProposalRules) -> DispatchDecision:
+        source = self._prefill_leg.source
         return choose_decode(
-            self._router.fleet.all,
-            self._prompt.tokens,
+            self._router.fleet.instances,
+            self._prefill_leg.tokens,
             self._tier.slo,
             prefilled_on=source,
             rules=rules,
             now_s=time.time(),
-            avoid=self._avoid,
-            delays=self._router.pairs.delays.get(source.name) if source is not None else None,
+            exclude=self._excluded,
+            delays=self._router.pairs.decode_delay_tokens.get(source.name) if source is not None else None,
         )
 
-    def _dispatched(self, decision: Decision) -> Instance | None:
-        prompt = self._prompt
-        if type(decision) is NoInstance and prompt.source is not None:
-            prompt.forget("unreadable_handoff")
-            decision = self._choose(NO_FLIPS)
+    def _dispatch(self, decision: DispatchDecision) -> Instance | None:
+        prefill_leg = self._prefill_leg
+        if type(decision) is NoInstance and prefill_leg.source is not None:
+            prefill_leg.discard_prefill("unreadable_kv")
+            decision = self._choose_decode(NO_FLIP_PROPOSALS)
         if type(decision) is not Dispatch:
             return None
-        self._router.books.dispatched[DECODE, decision.reason] += 1
+        self._router.counters.dispatches[DECODE, decision.reason] += 1
         instance = self._router.fleet[decision.instance]
         if decision.reason is _PREFILLED_HERE:
-            prompt.close()  # its blocks are this engine's own prefix cache
-        elif prompt.is_stale:
-            prompt.missed_by(instance, words.LEASE_EXPIRED)
-            prompt.leave_to_decode("stale_handoff")
+            prefill_leg.release_transfer()  # its blocks are this engine's own prefix cache
+        elif prefill_leg.is_stale:
+            prefill_leg.record_miss_by(instance, conditions.LEASE_EXPIRED)
+            prefill_leg.fall_back_to_local_prefill("stale_kv_transfer")
         return instance
 
-    async def _decode(self, instance: Instance) -> tuple[Outcome, float | None]:
-        """Relay the answer of one instance.
+    async def _decode_on(self, instance: Instance) -> tuple[RequestOutcome, float | None]:
+        """Relay the response of one instance.
 
         Raises:
             LegFailed: if the client has seen nothing of it.
-            Broken: if it has.
+            StreamBroken: if it has.
         """
-        prompt, ledger, timeouts = self._prompt, instance.ledger, self._timeouts
-        pool, handed = pool_of(instance), prompt.handed_to(instance)
-        salt = None if self._recompute else instance.salt
-        body = decode_body(
-            prompt.request,
-            prompt.handoff,
-            ask_usage=handed is not None and handed.hides_usage,
-            salt=new_salt() if salt is None else salt,
+        prefill_leg, timeouts = self._prefill_leg, self._timeouts
+        pool, transfer = get_connection_pool(instance), prefill_leg.start_transfer(instance)
+        cache_salt = None if self._must_recompute else instance.cache_salt
+        body = build_decode_body(
+            prefill_leg.request_body,
+            prefill_leg.kv_transfer_params,
+            include_usage=transfer is not None and transfer.strips_usage,
+            cache_salt=make_cache_salt() if cache_salt is None else cache_salt,
         )
-        head, fields = self._call.leg_head(pool.address, len(body)), self._fulcrum_fields(instance)
-        entry = ledger.open_decode(tokens=prompt.tokens)
-        if prompt.source is None or prompt.local is not None:
-            seconds = instance.prefill_model.ttft_s(prompt.tokens)
-            self._local_entry = ledger.open_local_prefill(tokens=prompt.tokens, seconds=seconds)
+        head = self._client_request.build_leg_head(pool.address, len(body))
+        fields = self._build_fulcrum_headers(instance)
+        entry = instance.ledger.add_decode(tokens=prefill_leg.tokens)
+        self._count_local_prefill(instance)
         try:
-            connection = pool.kept()
+            connection = pool.take_idle()
             if connection is None:
-                connection = await in_task(pool.connect(timeouts.connect))
+                connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
             while True:
-                leg = self._leg = DecodeLeg(
-                    connection, self._client, entry, fields, instance, salt, self._first, self._doubt, handed
-                )
-                if handed is not None:
-                    handed.sent_s = leg.sent_s
-                    instance.awaited.add(handed)
-                connection.send(leg, head, body, first_byte_s=timeouts.first_byte, idle_s=timeouts.idle)
+                leg = self._start_leg(connection, entry, fields, instance, cache_salt, transfer)
+                first_byte_s, idle_s = timeouts.first_byte_s, timeouts.idle_s
+                connection.send(leg, head, body, first_byte_timeout_s=first_byte_s, idle_timeout_s=idle_s)
                 try:
                     await leg
                 except LegFailed:
                     if not connection.lost_reuse_race:
                         raise
-                    connection = await in_task(pool.connect(timeouts.connect))
+                    connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
                     continue
                 except asyncio.CancelledError:
                     if not leg.released:
                         connection.abort()
-                    if not leg.told_all:
+                    if not leg.sent_last_event:
                         raise
-                return self._decoded(instance, leg)
-        except Broken as broken:
-            self._router.leg_failed(instance, DECODE, LegFailed(broken.failure, broken.detail))
+                return self._finish_decode(instance, leg)
+        except StreamBroken as broken:
+            self._router.record_leg_failure(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
-            if handed is not None:
-                instance.awaited.discard(handed)
-                if self._first_s is None and handed.may_be_late:
-                    self._router.distrust(instance, salt)
             entry.release()
-            if self._local_entry is not None:
-                self._local_entry.release()
+            if self._local_prefill_entry is not None:
+                self._local_prefill_entry.release()
+            if transfer is not None:
+                self._end_transfer(instance, transfer, cache_salt)
 
-    def _doubt(self) -> None:
-        """An answer may come of KV that was fetched too late: ask the givers what they let expire."""
-        if self._leg is not None:
-            self._settling = asyncio.get_running_loop().create_task(settle(self._leg))
+    def _end_transfer(self, instance: Instance, transfer: KvTransfer, cache_salt: str | None) -> None:
+        """Stop waiting for the transfer; one that may still arrive late taints the prefix cache."""
+        instance.incoming_transfers.discard(transfer)
+        if self._first_byte_at_s is None and transfer.may_be_late:
+            self._router.rotate_cache_salt(instance, cache_salt)
 
-    def _decoded(self, instance: Instance, leg: DecodeLeg) -> tuple[Outcome, float | None]:
-        books, head, local = self._router.books, leg.head, self._prompt.local
+    def _start_leg(
+        self,
+        connection: EngineConnection,
+        entry: DecodeEntry,
+        fields: bytes,
+        instance: Instance,
+        cache_salt: str | None,
+        transfer: KvTransfer | None,
+    ) -> DecodeLeg:
+        """Make the decode leg of one connection, and count its transfer as pending."""
+        leg = self._decode_leg = DecodeLeg(
+            connection,
+            self._downstream,
+            entry,
+            fields,
+            instance,
+            cache_salt,
+            self._record_first_byte,
+            self._start_lease_check,
+            transfer,
+        )
+        if transfer is not None:
+            transfer.sent_s = leg.sent_s
+            instance.incoming_transfers.add(transfer)
+        return leg
+
+    def _count_local_prefill(self, instance: Instance) -> None:
+        """Count the prefill that the decode instance does itself, until the first byte."""
+        leg = self._prefill_leg
+        if leg.source is None or leg.local_prefill_reason is not None:
+            seconds = instance.prefill_model.ttft_s(leg.tokens)
+            self._local_prefill_entry = instance.ledger.add_local_prefill(tokens=leg.tokens, seconds=seconds)
+
+    def _start_lease_check(self) -> None:
+        """A response may come of KV that was fetched too late: ask the givers what they let expire."""
+        if self._decode_leg is not None:
+            self._lease_check = asyncio.get_running_loop().create_task(check_leases(self._decode_leg))
+
+    def _finish_decode(self, instance: Instance, leg: DecodeLeg) -> tuple[RequestOutcome, float | None]:
+        counters, head, local = self._router.counters, leg.head, self._prefill_leg.local_prefill_reason
         assert head is not None
-        self._router.leg_succeeded(instance, DECODE)
-        if leg.handed is not None and head.status == 200:
-            first_s = leg.first_s - leg.sent_s if leg.streaming else None
-            prove(leg.handed, first_s=first_s)
+        self._router.record_leg_success(instance, DECODE)
+        if leg.transfer is not None and head.status == 200:
+            time_to_first_event_s = leg.first_byte_at_s - leg.sent_s if leg.streaming else None
+            verify_transfer(leg.transfer, time_to_first_event_s=time_to_first_event_s)
         if local is not None:
-            books.local[local] += 1
+            counters.local_prefills[local] += 1
         if head.length == UNTIL_CLOSE:
-            self._keep = False
+            self._keep_alive = False
         if head.status >= 400:
-            return Outcome.INVALID, None
+            return RequestOutcome.INVALID, None
         if not leg.streaming:
-            return _ENDED_WELL
-        tokens = self._output_tokens(leg)
-        books.output_tokens += tokens
+            return _OK_WITHOUT_TPOT
+        tokens = self._count_output_tokens(leg)
+        counters.output_tokens += tokens
         if tokens < 2:
-            return _ENDED_WELL
-        return Outcome.OK, (time.monotonic() - leg.first_s) / (tokens - 1)
+            return _OK_WITHOUT_TPOT
+        return RequestOutcome.OK, (time.monotonic() - leg.first_byte_at_s) / (tokens - 1)
 
-    def _output_tokens(self, leg: DecodeLeg) -> int:
+    def _count_output_tokens(self, leg: DecodeLeg) -> int:
         """Events that carry a token: not `[DONE]`, nor the usage chunk, nor chat's first with the role."""
-        options = self._prompt.request.fields.get("stream_options")
+        options = self._prefill_leg.request_body.fields.get("stream_options")
         usage = type(options) is dict and bool(options.get("include_usage"))
-        chat = self._call.path.endswith(b"/chat/completions")
+        chat = self._client_request.path.endswith(b"/chat/completions")
         return max(0, leg.events - 1 - usage - chat)
 
-    def _first(self, now_s: float) -> None:
+    def _record_first_byte(self, now_s: float) -> None:
         """The first byte goes to the client."""
-        self._first_s = now_s
-        self._prompt.close()
-        if self._local_entry is not None:
-            self._local_entry.release()  # further releases change nothing
+        self._first_byte_at_s = now_s
+        self._prefill_leg.release_transfer()
+        if self._local_prefill_entry is not None:
+            self._local_prefill_entry.release()  # further releases change nothing
 
-    def _decode_failed(self, instance: Instance, error: LegFailed) -> None:
-        self._router.leg_failed(instance, DECODE, error)
-        self._router.books.retries[DECODE, error.failure] += 1
-        prompt, leg, self._leg = self._prompt, self._leg, None
-        if error.failure is Failure.LEASE and leg is not None:
-            self._router.distrust(instance, leg.salt)
-            if leg.handed is not None and leg.handed.late:
-                prompt.missed_by(instance, words.LEASE_EXPIRED)
-            prompt.forget("lease_expired")
-            self._recompute = True
+    def _handle_decode_failure(self, instance: Instance, error: LegFailed) -> None:
+        self._router.record_leg_failure(instance, DECODE, error)
+        self._router.counters.retries[DECODE, error.failure] += 1
+        prefill_leg, leg, self._decode_leg = self._prefill_leg, self._decode_leg, None
+        if error.failure is Failure.LEASE_EXPIRED and leg is not None:
+            self._router.rotate_cache_salt(instance, leg.cache_salt)
+            if leg.transfer is not None and leg.transfer.is_late:
+                prefill_leg.record_miss_by(instance, conditions.LEASE_EXPIRED)
+            prefill_leg.discard_prefill("lease_expired")
+            self._must_recompute = True
             return
-        self._avoid += (instance.name,)
-        if error.failure is Failure.STATUS and prompt.handoff is not None:
-            prompt.missed_by(instance, words.RECOMPUTED)
-        if error.consumed:
-            prompt.close()
+        self._excluded += (instance.name,)
+        if error.failure is Failure.STATUS and prefill_leg.kv_transfer_params is not None:
+            prefill_leg.record_miss_by(instance, conditions.RECOMPUTED)
+        if error.may_have_started:
+            prefill_leg.release_transfer()
 
     # --- what the client is told ---------------------------------------------------------------
 
-    def _fulcrum_fields(self, decode: Instance) -> bytes:
+    def _build_fulcrum_headers(self, decode: Instance) -> bytes:
         """Who did the work, in front of the engine's own header."""
-        source, local = self._prompt.source, self._prompt.local
-        fields = decode.decode_field if source is None else source.prefill_field + decode.decode_field
+        source, local = self._prefill_leg.source, self._prefill_leg.local_prefill_reason
+        fields = decode.decode_header if source is None else source.prefill_header + decode.decode_header
         if local is not None:
             fields += b"x-fulcrum-local-prefill: %b\r\n" % local.encode()
-        return fields if self._keep else fields + b"connection: close\r\n"
+        return fields if self._keep_alive else fields + b"connection: close\r\n"
 
-    def _refusal(self, failed: LegFailed | None) -> Answered:
+    def _build_failure_response(self, failed: LegFailed | None) -> EarlyResponse:
         """No instance answered."""
         if failed is None or failed.status == 503:
             message = "no instance can take the request now" if failed is None else failed.detail
             status = 503
         else:
             message = f"no instance answered: {failed.detail}"
-            status = 504 if failed.failure in _TOO_SLOW else 502
-        return Answered(Outcome.FAILED, responses.error(status, message, close=not self._keep))
+            status = 504 if failed.failure in _TIMEOUT_FAILURES else 502
+        return EarlyResponse(
+            RequestOutcome.FAILED, responses.build_error_response(status, message, close=not self._keep_alive)
+        )
 
-    def _broken(self, broken: Broken) -> Outcome:
+    def _end_broken_stream(self, broken: StreamBroken) -> RequestOutcome:
         """The stream ends here: an error event where one can be put, and no clean end."""
-        leg = self._leg
-        self._keep = False
+        leg = self._decode_leg
+        self._keep_alive = False
         if leg is not None:
-            last = leg.last_words(f"the engine failed in mid-stream: {broken.detail}")
+            last = leg.build_stream_error(f"the engine failed in mid-stream: {broken.detail}")
             if last:
-                self._client.write(last)
-        return Outcome.BROKEN
+                self._downstream.write(last)
+        return RequestOutcome.BROKEN

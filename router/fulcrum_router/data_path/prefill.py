@@ -1,163 +1,182 @@
 """One request's prompt: who computes it, and the hand-off that waits until decode has fetched it.
 
 Prefill instances are asked one after another. Where none is there or none can, the decode instance computes
-the prompt itself, and `local` says why. A hand-off is used once: where an engine may have fetched it, the
+the prompt itself, and `local_prefill_reason` says why. A hand-off is used once: where an engine may have
+fetched it, the
 prompt is computed anew, since blocks that were given up hold other prompts' tokens and nobody would notice.
 """
 
 import time
 
 from fulcrum_core.values import Role, Slo
-from fulcrum_router.counters import PREFILL, Outcome
-from fulcrum_router.data_path.request import Answered, Call
-from fulcrum_router.fleet.instances import Instance, pool_of
+from fulcrum_router.counters import PREFILL, RequestOutcome
+from fulcrum_router.data_path.request import ClientRequest, EarlyResponse
+from fulcrum_router.fleet.instances import Instance, get_connection_pool
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.bodies import Request, lacks_usage, prefill_body, read_prefill_answer
-from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, AnswerHead
-from fulcrum_router.http1.inline_task import in_task
-from fulcrum_router.http1.upstream import Failure, LegFailed, ask
-from fulcrum_router.kv_transfer.verification import HALF, Handed, missed
-from fulcrum_router.policy import Decision, Dispatch, FlipRules, FlipWanted, choose_prefill
-from fulcrum_router.policy.dispatch import NO_FLIPS
-from fulcrum_router.policy.ledger import HandoffEntry
+from fulcrum_router.http1.bodies import (
+    RequestBody,
+    build_prefill_body,
+    is_stream_without_usage,
+    parse_prefill_response,
+)
+from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
+from fulcrum_router.http1.inline_task import run_in_asyncio_task
+from fulcrum_router.http1.upstream import Failure, LegFailed, send_request
+from fulcrum_router.kv_transfer.verification import USABLE_LEASE_FRACTION, KvTransfer, record_miss
+from fulcrum_router.policy import Dispatch, DispatchDecision, FlipProposal, FlipProposalRules, choose_prefill
+from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.ledger import PendingTransferEntry
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Timeouts
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Instances asked for one leg."""
 
-_BOTH = Role.BOTH  # an attribute of an enum is slow to read
+_ROLE_BOTH = Role.BOTH  # an attribute of an enum is slow to read
 
 
-class Prompt:
+class PrefillLeg:
     """The prompt of one request."""
 
     __slots__ = (
-        "_avoid",
-        "_call",
+        "_client_request",
         "_entry",
+        "_excluded",
         "_expired_before",
+        "_received_after_s",
         "_router",
         "_slo",
-        "_stamp_s",
         "_timeouts",
-        "handoff",
-        "local",
-        "request",
+        "kv_transfer_params",
+        "local_prefill_reason",
+        "request_body",
         "source",
         "tokens",
     )
 
-    def __init__(self, router: Router, call: Call, request: Request, timeouts: Timeouts, slo: Slo) -> None:
-        self._router, self._call, self.request = router, call, request
+    def __init__(
+        self,
+        router: Router,
+        client_request: ClientRequest,
+        request_body: RequestBody,
+        timeouts: Timeouts,
+        slo: Slo,
+    ) -> None:
+        self._router, self._client_request, self.request_body = router, client_request, request_body
         self._timeouts, self._slo = timeouts, slo
-        self._avoid: tuple[str, ...] = ()
-        self.tokens = request.prompt_ids + router.ratio.tokens(request.prompt_bytes)
+        self._excluded: tuple[str, ...] = ()
+        self.tokens = request_body.prompt_id_count + router.tokens_per_byte.predict_tokens(
+            request_body.prompt_bytes
+        )
         """Estimated until an engine has counted them."""
         self.source: Instance | None = None
         """Who computed it last."""
-        self.local: str | None = None
+        self.local_prefill_reason: str | None = None
         """Why decode computes it itself."""
-        self.handoff: bytes | None = None
+        self.kv_transfer_params: bytes | None = None
         """As decode is to get it."""
-        self._entry: HandoffEntry | None = None
-        self._stamp_s = 0.0
+        self._entry: PendingTransferEntry | None = None
+        self._received_after_s = 0.0
         self._expired_before: float | None = None
 
-    async def compute(self) -> None:
-        """For a flow: have it computed, and keep the hand-off; without one, `local` tells why.
+    async def compute_prompt(self) -> None:
+        """For a flow: have it computed, and keep the hand-off; without one, `local_prefill_reason` tells why.
 
         Raises:
-            Answered: if an engine finds the request at fault.
+            EarlyResponse: if an engine finds the request at fault.
         """
-        self.local = self.request.several
+        self.local_prefill_reason = self.request_body.local_prefill_reason
         self.source = None
-        while self.local is None:
-            if len(self._avoid) >= ATTEMPTS:
-                self.local = "prefill_failed"
+        while self.local_prefill_reason is None:
+            if len(self._excluded) >= MAX_ATTEMPTS:
+                self.local_prefill_reason = "prefill_failed"
                 return
-            decision = self._choose(self._router.rules)
-            if type(decision) is FlipWanted:
-                await in_task(self._router.ask_for_flip(decision))
-                decision = self._choose(NO_FLIPS)
-            instance = self._dispatched(decision)
-            if instance is None or instance.role is _BOTH:
+            decision = self._choose(self._router.flip_rules)
+            if type(decision) is FlipProposal:
+                await run_in_asyncio_task(self._router.request_flip(decision))
+                decision = self._choose(NO_FLIP_PROPOSALS)
+            instance = self._dispatch(decision)
+            if instance is None or instance.role is _ROLE_BOTH:
                 return  # whoever serves both phases needs no hand-off
             try:
                 await self._compute_on(instance)
             except LegFailed as error:
-                self._router.leg_failed(instance, PREFILL, error)
-                self._router.books.retries[PREFILL, error.failure] += 1
-                self._avoid += (instance.name,)
+                self._router.record_leg_failure(instance, PREFILL, error)
+                self._router.counters.retries[PREFILL, error.failure] += 1
+                self._excluded += (instance.name,)
                 continue
             return
 
-    def _choose(self, rules: FlipRules) -> Decision:
-        fleet, pairs = self._router.fleet.all, self._router.pairs
-        avoid, delays = self._avoid + pairs.broken, pairs.giver_delays
-        return choose_prefill(fleet, self.tokens, self._slo, rules=rules, avoid=avoid, delays=delays)
+    def _choose(self, rules: FlipProposalRules) -> DispatchDecision:
+        fleet, pairs = self._router.fleet.instances, self._router.pairs
+        exclude, delays = self._excluded + pairs.broken_prefill_instances, pairs.prefill_delays_s
+        return choose_prefill(fleet, self.tokens, self._slo, rules=rules, exclude=exclude, delays=delays)
 
-    def _dispatched(self, decision: Decision) -> Instance | None:
+    def _dispatch(self, decision: DispatchDecision) -> Instance | None:
         if type(decision) is Dispatch:
-            self._router.books.dispatched[PREFILL, decision.reason] += 1
+            self._router.counters.dispatches[PREFILL, decision.reason] += 1
             return self._router.fleet[decision.instance]
-        self.local = "prefill_failed" if self._avoid else "no_prefill_instance"
-        if self._router.pairs.broken:
-            self.local = "no_kv_transfer"
+        self.local_prefill_reason = "prefill_failed" if self._excluded else "no_prefill_instance"
+        if self._router.pairs.broken_prefill_instances:
+            self.local_prefill_reason = "kv_transfer_broken"
         return None
 
     async def _compute_on(self, instance: Instance) -> None:
-        pool, ledger, timeouts = pool_of(instance), instance.ledger, self._timeouts
-        alone = not ledger.prefill_legs and not ledger.decode_requests
+        pool, ledger, timeouts = get_connection_pool(instance), instance.ledger, self._timeouts
+        was_idle = not ledger.prefill_legs and not ledger.decode_legs
         tokens = self.tokens
-        entry = ledger.open_prefill(tokens=tokens, seconds=instance.prefill_model.ttft_s(tokens))
-        predicted_s = ledger.prefill_s
-        body = prefill_body(self.request, salt=instance.salt)
-        self._expired_before = instance.kv_expired
+        entry = ledger.add_prefill(tokens=tokens, seconds=instance.prefill_model.ttft_s(tokens))
+        predicted_s = ledger.prefill_queued_s
+        body = build_prefill_body(self.request_body, cache_salt=instance.cache_salt)
+        self._expired_before = instance.expired_transfers
         sent_s = time.monotonic()
         try:
-            status, content, head = await ask(
+            status, content, head = await send_request(
                 pool,
-                self._call.leg_head(pool.address, len(body)),
+                self._client_request.build_leg_head(pool.address, len(body)),
                 body,
-                connect_s=timeouts.connect,
-                answer_s=timeouts.prefill,
+                connect_timeout_s=timeouts.connect_s,
+                response_timeout_s=timeouts.prefill_s,
             )
         finally:
             entry.release()
         if status != 200:
-            raise self._refusal(instance, status, content, head)
-        self._stamp_s, now_s = self._router.stamp_s, time.monotonic()
-        self._take(instance, content, pool.host)
-        self._router.leg_succeeded(instance, PREFILL)
+            raise self._build_failure(instance, status, content, head)
+        self._received_after_s, now_s = self._router.received_after_s, time.monotonic()
+        self._take_response(instance, content, pool.host)
+        self._router.record_leg_success(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
-        if alone:
+        if was_idle:
             instance.learn_prefill(tokens=self.tokens, seconds=now_s - sent_s)
 
-    def _refusal(self, instance: Instance, status: int, content: bytes, head: AnswerHead) -> Exception:
+    def _build_failure(
+        self, instance: Instance, status: int, content: bytes, head: ResponseHead
+    ) -> Exception:
         """A 5xx is the engine's fault, anything else the client's."""
         if status >= 500:
             return LegFailed(Failure.STATUS, f"the engine answered {status}", status=status)
-        self._router.leg_succeeded(instance, PREFILL)
+        self._router.record_leg_success(instance, PREFILL)
         chunked = head.length == CHUNKED
-        answer = responses.answer(status, content) if chunked else head.with_fields(b"") + content
-        return Answered(Outcome.INVALID, answer, keep=head.length != UNTIL_CLOSE)
+        response = (
+            responses.build_response(status, content) if chunked else head.prepend_headers(b"") + content
+        )
+        return EarlyResponse(RequestOutcome.INVALID, response, keep_alive=head.length != UNTIL_CLOSE)
 
-    def _take(self, instance: Instance, content: bytes, host: str) -> None:
-        answer = read_prefill_answer(content, host)
-        if answer.prompt_tokens is not None:
-            counted = answer.prompt_tokens - self.request.prompt_ids
-            self._router.ratio.learn(size=self.request.prompt_bytes, tokens=counted)
-            self.tokens = answer.prompt_tokens
-        if answer.problem == "aborted":
+    def _take_response(self, instance: Instance, content: bytes, host: str) -> None:
+        response = parse_prefill_response(content, host)
+        if response.prompt_tokens is not None:
+            counted = response.prompt_tokens - self.request_body.prompt_id_count
+            self._router.tokens_per_byte.learn(prompt_bytes=self.request_body.prompt_bytes, tokens=counted)
+            self.tokens = response.prompt_tokens
+        if response.problem == "aborted":
             raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")
-        if answer.problem in ("no_handoff", "not_json"):
-            raise LegFailed(Failure.HANDOFF, "the engine gave no hand-off")
-        self.local = answer.problem
-        self.handoff = answer.handoff
+        if response.problem in ("no_kv_transfer_params", "not_json"):
+            raise LegFailed(Failure.NO_KV_TRANSFER_PARAMS, "the engine gave no hand-off")
+        self.local_prefill_reason = response.problem
+        self.kv_transfer_params = response.kv_transfer_params
         self.source = instance
-        if answer.handoff is not None:
-            self._entry = instance.ledger.open_handoff()
+        if response.kv_transfer_params is not None:
+            self._entry = instance.ledger.add_pending_transfer()
 
     # --- the hand-off --------------------------------------------------------------------------
 
@@ -165,42 +184,43 @@ class Prompt:
     def is_stale(self) -> bool:
         """Whether there is a hand-off, and it may be too old to be fetched in time."""
         source = self.source
-        if self.handoff is None or source is None:
+        if self.kv_transfer_params is None or source is None:
             return False
-        return time.monotonic() - self._stamp_s > HALF * source.kv_lease_s
+        return time.monotonic() - self._received_after_s > USABLE_LEASE_FRACTION * source.kv_lease_s
 
-    def handed_to(self, decode: Instance) -> Handed | None:
-        """What is to be proven of the hand-off that this instance gets; None if it gets none."""
+    def start_transfer(self, decode: Instance) -> KvTransfer | None:
+        """What is to be verified of the hand-off that this instance gets; None if it gets none."""
         source = self.source
-        if self.handoff is None or source is None:
+        if self.kv_transfer_params is None or source is None:
             return None
-        return Handed.of(
+        return KvTransfer.create(
             self._router.pairs,
             source,
             decode,
             tokens=self.tokens,
-            stamp_s=self._stamp_s,
-            hides_usage=self._call.version != b"1.0" and lacks_usage(self.request),
+            received_after_s=self._received_after_s,
+            strips_usage=self._client_request.http_version != b"1.0"
+            and is_stream_without_usage(self.request_body),
             expired_before=self._expired_before,
         )
 
-    def missed_by(self, decode: Instance, why: str) -> None:
-        """Count a hand-off that this instance did not use, or did not answer."""
+    def record_miss_by(self, decode: Instance, reason: str) -> None:
+        """Count a hand-off that this instance did not use, or did not respond."""
         if self.source is not None:
-            missed(self._router.pairs, self.source, decode, why)
+            record_miss(self._router.pairs, self.source, decode, reason)
 
-    def leave_to_decode(self, why: str) -> None:
+    def fall_back_to_local_prefill(self, reason: str) -> None:
         """The hand-off is of no use: decode computes the prompt."""
-        self.close()
-        self.local = why
+        self.release_transfer()
+        self.local_prefill_reason = reason
 
-    def forget(self, why: str) -> None:
+    def discard_prefill(self, reason: str) -> None:
         """So is what was computed, and where: any instance may decode."""
-        self.leave_to_decode(why)
+        self.fall_back_to_local_prefill(reason)
         self.source = None
 
-    def close(self) -> None:
+    def release_transfer(self) -> None:
         """The hand-off was fetched, or is not to be."""
         if self._entry is not None:
             self._entry.release()
-            self._entry = self.handoff = None
+            self._entry = self.kv_transfer_params = None

@@ -1,12 +1,12 @@
-"""What an exchange is about: a client's request, and the connection that its answer goes to."""
+"""What an exchange is about: a client's request, and the connection that its response goes to."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from fulcrum_router.counters import Outcome
+from fulcrum_router.counters import RequestOutcome
 
 
-class Client(Protocol):
+class Downstream(Protocol):
     """The client's connection."""
 
     @property
@@ -16,35 +16,35 @@ class Client(Protocol):
     def write(self, data: bytes) -> None:
         """Send."""
 
-    def answered(self, *, keep: bool) -> None:
-        """The exchange is over; without `keep` the connection is to be closed."""
+    def finish_response(self, *, keep_alive: bool) -> None:
+        """The exchange is over; without `keep_alive` the connection is to be closed."""
 
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
-class Call:
+class ClientRequest:
     """A POST as it came in."""
 
     path: bytes
     body: bytes
     request_id: bytes
     tier: str | None
-    trace: bytes
+    trace_headers: bytes
     """Header lines of the W3C trace context."""
-    version: bytes
+    http_version: bytes
     """Of HTTP, as the engines are asked, too: one who speaks 1.0 understands no chunks."""
     keep_alive: bool
 
-    def leg_head(self, address: bytes, length: int) -> bytes:
+    def build_leg_head(self, address: bytes, body_bytes: int) -> bytes:
         """The head under which an engine gets a body of this length."""
         return (
             b"POST %b HTTP/%b\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
-        ) % (self.path, self.version, address, self.request_id, self.trace, length)
+        ) % (self.path, self.http_version, address, self.request_id, self.trace_headers, body_bytes)
 
 
-class Answered(Exception):
-    """The client gets this answer, and no more is done for it; without `keep` the connection ends."""
+class EarlyResponse(Exception):
+    """The client gets this response, and no more is done for it; without `keep_alive` the connection ends."""
 
-    def __init__(self, outcome: Outcome, answer: bytes, *, keep: bool = True) -> None:
+    def __init__(self, outcome: RequestOutcome, response: bytes, *, keep_alive: bool = True) -> None:
         super().__init__(outcome)
-        self.outcome, self.answer, self.keep = outcome, answer, keep
+        self.outcome, self.response, self.keep_alive = outcome, response, keep_alive

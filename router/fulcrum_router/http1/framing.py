@@ -1,6 +1,6 @@
 """HTTP/1.1 framing of engines' answers: just enough to relay bytes as they came.
 
-A head is read once, a body is never decoded: chunk framing is walked to learn where the answer ends
+A head is read once, a body is never decoded: chunk framing is walked to learn where the response ends
 and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
 """
 
@@ -24,60 +24,60 @@ _HOP_BY_HOP = (
 
 
 class FramingError(ValueError):
-    """An engine's answer is not HTTP/1.1 as we know it."""
+    """An engine's response is not HTTP/1.1 as we know it."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """The head of an answer. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
+class ResponseHead:
+    """The head of a response. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
 
-    line: bytes
+    status_line: bytes
     """The status line."""
-    fields: bytes
+    header_lines: bytes
     """The fields as they came, the hop-by-hop ones left out, and the empty line."""
     status: int
     length: int
     keep_alive: bool
-    event_stream: bool
+    is_event_stream: bool
 
-    def with_fields(self, ours: bytes) -> bytes:
+    def prepend_headers(self, headers: bytes) -> bytes:
         """The head for the client, our fields in front of the engine's."""
-        return self.line + ours + self.fields
+        return self.status_line + headers + self.header_lines
 
 
 @lru_cache(maxsize=256)  # an engine's heads repeat, but for their lengths
-def parse_head(raw: bytes) -> AnswerHead:
+def parse_head(raw: bytes) -> ResponseHead:
     """The head that ends with an empty line.
 
     Raises:
         FramingError: if the status or the length cannot be read, or both framings are given.
     """
-    low = raw.lower()
-    if not low.startswith(b"http/1.") or not raw[9:12].isdigit():
+    lowered = raw.lower()
+    if not lowered.startswith(b"http/1.") or not raw[9:12].isdigit():
         raise FramingError(f"not an HTTP/1.x status line: {raw[:40]!r}")
     status = int(raw[9:12])
-    keep_alive = low.startswith(b"http/1.1")
-    connection = _field(low, b"\r\nconnection:")
+    keep_alive = lowered.startswith(b"http/1.1")
+    connection = _header_value(lowered, b"\r\nconnection:")
     if connection:
         keep_alive = b"close" not in connection and (keep_alive or b"keep-alive" in connection)
-    length = _length(low, status)
+    length = _body_length(lowered, status)
     if length == UNTIL_CLOSE:
         keep_alive = False
-    line, fields = _end_to_end(raw)
-    return AnswerHead(line, fields, status, length, keep_alive, b"text/event-stream" in low)
+    line, fields = _drop_hop_by_hop(raw)
+    return ResponseHead(line, fields, status, length, keep_alive, b"text/event-stream" in lowered)
 
 
-def _end_to_end(raw: bytes) -> tuple[bytes, bytes]:
+def _drop_hop_by_hop(raw: bytes) -> tuple[bytes, bytes]:
     line, *fields = raw[:-4].split(b"\r\n")
     kept = [field + b"\r\n" for field in fields if not field.lower().startswith(_HOP_BY_HOP)]
     return line + b"\r\n", b"".join(kept) + b"\r\n"
 
 
-def _length(low: bytes, status: int) -> int:
+def _body_length(lowered: bytes, status: int) -> int:
     if status in (204, 304) or status < 200:
         return 0
-    length = _field(low, b"\r\ncontent-length:")
-    encoding = _field(low, b"\r\ntransfer-encoding:")
+    length = _header_value(lowered, b"\r\ncontent-length:")
+    encoding = _header_value(lowered, b"\r\ntransfer-encoding:")
     if encoding:
         if encoding != b"chunked" or length is not None:
             raise FramingError("transfer-encoding other than chunked, or with a content-length")
@@ -89,78 +89,79 @@ def _length(low: bytes, status: int) -> int:
     return int(length)
 
 
-def _field(low: bytes, name: bytes) -> bytes | None:
-    start = low.find(name)
+def _header_value(lowered: bytes, name: bytes) -> bytes | None:
+    start = lowered.find(name)
     if start < 0:
         return None
     start += len(name)
-    return low[start : low.index(b"\r\n", start)].strip()
+    return lowered[start : lowered.index(b"\r\n", start)].strip()
 
 
-class ChunkWalk:
+class ChunkScanner:
     """Where chunks end, over data that is split anywhere."""
 
-    __slots__ = ("_left", "_line", "_trailers", "done")
+    __slots__ = ("_in_trailers", "_partial_line", "_remaining_bytes", "done")
 
     def __init__(self) -> None:
-        self._left = 0  # bytes to go in the chunk begun, its CRLF included
-        self._line = b""  # a size line or trailer begun
-        self._trailers = False
+        self._remaining_bytes = 0  # bytes to go in the chunk begun, its CRLF included
+        self._partial_line = b""  # a size line or trailer begun
+        self._in_trailers = False
         self.done = False
 
     def feed(self, data: bytes) -> int:
-        """How many bytes of `data` lie before the end of its last whole chunk, or of the answer once `done`.
+        """How many bytes of `data` lie before the end of its last whole chunk, or of the response once
+        `done`.
 
         Raises:
             FramingError: if a size cannot be read.
         """
-        size, position, boundary = len(data), self._left, 0
+        size, position, boundary = len(data), self._remaining_bytes, 0
         if position > size:
-            self._left = position - size
+            self._remaining_bytes = position - size
             return 0
         boundary = position
         while position < size:
             end = data.find(b"\n", position)
             if end < 0:
-                self._line += data[position:]
-                if len(self._line) > MAX_SIZE_LINE_BYTES:
+                self._partial_line += data[position:]
+                if len(self._partial_line) > MAX_SIZE_LINE_BYTES:
                     raise FramingError("chunk size line too long")
                 break
             line = data[position:end]
-            if self._line:
-                line, self._line = self._line + line, b""
-            if self._trailers:
+            if self._partial_line:
+                line, self._partial_line = self._partial_line + line, b""
+            if self._in_trailers:
                 if not line.strip():
                     self.done = True
-                    self._left = 0
+                    self._remaining_bytes = 0
                     return end + 1
                 position = end + 1
                 continue
-            length = _chunk_size(line)
+            length = _parse_chunk_size(line)
             if length == 0:
-                self._trailers = True
+                self._in_trailers = True
                 position = end + 1
                 continue
             position = end + 3 + length
             if position > size:
-                self._left = position - size
+                self._remaining_bytes = position - size
                 return boundary
             boundary = position
-        self._left = 0
+        self._remaining_bytes = 0
         return boundary
 
 
-def _chunk_size(line: bytes) -> int:
+def _parse_chunk_size(line: bytes) -> int:
     try:
         size = int(line, 16)
     except ValueError:
-        size = _extended_size(line)
+        size = _parse_extended_size(line)
     if size < 0:
         raise FramingError(f"chunk size {line[:20]!r}")
     return size
 
 
-def _extended_size(line: bytes) -> int:
+def _parse_extended_size(line: bytes) -> int:
     try:
         return int(line.partition(b";")[0], 16)
     except ValueError:
@@ -173,19 +174,19 @@ def dechunk(framed: bytes) -> bytes:
     position = 0
     while True:
         end = framed.index(b"\n", position)
-        size = _chunk_size(framed[position:end])
+        size = _parse_chunk_size(framed[position:end])
         if size == 0:
             return b"".join(parts)
         parts.append(framed[end + 1 : end + 1 + size])
         position = end + 3 + size
 
 
-def chunk_spans(framed: bytes) -> Iterator[tuple[int, int, int]]:
+def find_chunks(framed: bytes) -> Iterator[tuple[int, int, int]]:
     """Where each chunk's content begins and ends, and the chunk itself ends; the empty one left out."""
     position = 0
     while position < len(framed):
         end = framed.find(b"\n", position)
-        size = _chunk_size(framed[position:end]) if end >= 0 else 0
+        size = _parse_chunk_size(framed[position:end]) if end >= 0 else 0
         if size == 0:
             return
         start = end + 1
@@ -193,6 +194,6 @@ def chunk_spans(framed: bytes) -> Iterator[tuple[int, int, int]]:
         yield start, start + size, position
 
 
-def chunk(content: bytes) -> bytes:
+def frame_chunk(content: bytes) -> bytes:
     """One chunk."""
     return b"%x\r\n%b\r\n" % (len(content), content)

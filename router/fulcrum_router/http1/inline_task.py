@@ -3,7 +3,7 @@
 It goes on in the very callback that brought what it waited for, which saves a turn of the event loop
 and its bookkeeping at each leg (a tenth of the router's CPU on short prompts), and a client that leaves
 cancels both legs on the spot. Such a coroutine awaits `Completion`s only; what needs asyncio is
-wrapped in `in_task`.
+wrapped in `run_in_asyncio_task`.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ T = TypeVar("T")
 class Completion(Generic[T]):
     """Something that one flow waits for, and that happens once."""
 
-    __slots__ = ("_error", "_flow", "_value", "done")
+    __slots__ = ("_error", "_value", "_waiter", "done")
 
     def __init__(self) -> None:
-        self._flow: Flow | None = None
+        self._waiter: InlineTask | None = None
         self._error: BaseException | None = None
         self.done = False
 
@@ -44,47 +44,47 @@ class Completion(Generic[T]):
 
     def _finish(self) -> None:
         self.done = True
-        flow, self._flow = self._flow, None
-        if flow is not None:
-            flow.resume()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.resume()
 
-    def awaited_by(self, flow: "Flow | None") -> None:
+    def set_waiter(self, waiter: "InlineTask | None") -> None:
         """Whom to wake."""
-        self._flow = flow
+        self._waiter = waiter
 
 
-class Flow:
+class InlineTask:
     """A coroutine that waits for completions."""
 
-    __slots__ = ("_coroutine", "_waits")
+    __slots__ = ("_coroutine", "_waiting_for")
 
     def __init__(self, coroutine: Coroutine[Completion[Any], None, None]) -> None:
         self._coroutine = coroutine
-        self._waits: Completion[Any] | None = None
+        self._waiting_for: Completion[Any] | None = None
 
     def resume(self) -> None:
         """Run until it waits again, or ends."""
         try:
-            self._waits = waits = self._coroutine.send(None)
+            self._waiting_for = completion = self._coroutine.send(None)
         except StopIteration:
-            self._waits = None
+            self._waiting_for = None
             return
-        waits.awaited_by(self)
+        completion.set_waiter(self)
 
     def cancel(self) -> None:
         """Raise CancelledError where it waits. One that has ended is left alone."""
-        waits, self._waits = self._waits, None
-        if waits is None:
+        completion, self._waiting_for = self._waiting_for, None
+        if completion is None:
             return
-        waits.awaited_by(None)
+        completion.set_waiter(None)
         try:
-            self._waits = waits = self._coroutine.throw(asyncio.CancelledError())
+            self._waiting_for = completion = self._coroutine.throw(asyncio.CancelledError())
         except (StopIteration, asyncio.CancelledError):
             return
-        waits.awaited_by(self)
+        completion.set_waiter(self)
 
 
-async def in_task(coroutine: Coroutine[Any, Any, T]) -> T:
+async def run_in_asyncio_task(coroutine: Coroutine[Any, Any, T]) -> T:
     """For a flow: await something of asyncio's."""
     completion: Completion[T] = Completion()
 
@@ -103,7 +103,7 @@ async def in_task(coroutine: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
-async def from_task(coroutine: Coroutine[Completion[Any], None, T]) -> T:
+async def run_inline(coroutine: Coroutine[Completion[Any], None, T]) -> T:
     """For a task: await what only a flow can."""
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -117,9 +117,9 @@ async def from_task(coroutine: Coroutine[Completion[Any], None, T]) -> T:
             if not future.done():
                 future.set_result(value)
 
-    flow = Flow(run())
-    flow.resume()
+    inline_task = InlineTask(run())
+    inline_task.resume()
     try:
         return await future
     finally:
-        flow.cancel()
+        inline_task.cancel()

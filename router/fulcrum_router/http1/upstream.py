@@ -1,6 +1,6 @@
 """Connections to engines: one request at a time on each, kept alive in a pool per endpoint.
 
-A connection frames the answer and hands what it reads to the leg that holds it. Waiting is guarded
+A connection frames the response and hands what it reads to the leg that holds it. Waiting is guarded
 by one sweep over all busy connections instead of a timer for each.
 """
 
@@ -14,20 +14,20 @@ from fulcrum_router.http1.framing import (
     CHUNKED,
     MAX_HEAD_BYTES,
     UNTIL_CLOSE,
-    AnswerHead,
-    ChunkWalk,
+    ChunkScanner,
     FramingError,
+    ResponseHead,
     dechunk,
     parse_head,
 )
-from fulcrum_router.http1.inline_task import Completion, in_task
+from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
 
-KEEP_IDLE_S = 4.0
+MAX_IDLE_S = 4.0
 """An idle connection older than this is not used again: engines close theirs after 5 s."""
 REUSE_RACE_S = 0.05
 """A kept connection that dies this soon after a request was closed before the engine read it."""
 SMALL_BODY_BYTES = 16_384
-MAX_WHOLE_BYTES = 8 * 1024 * 1024
+MAX_RESPONSE_BYTES = 8 * 1024 * 1024
 
 
 class Failure(StrEnum):
@@ -43,41 +43,43 @@ class Failure(StrEnum):
     STATUS = "status"
     ABORTED = "aborted"
     MALFORMED = "malformed"
-    HANDOFF = "handoff"
-    LEASE = "lease"
-    """Its answer came so late that the hand-off may have been fetched after its lease."""
+    NO_KV_TRANSFER_PARAMS = "no_kv_transfer_params"
+    LEASE_EXPIRED = "lease_expired"
+    """Its response came so late that the hand-off may have been fetched after its lease."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
 class LegFailed(Exception):
-    """A leg that gave no answer. `status` is the engine's own where it sent one."""
+    """A leg that gave no response. `status` is the engine's own where it sent one."""
 
-    def __init__(self, failure: Failure, detail: str, *, status: int = 0, consumed: bool = True) -> None:
+    def __init__(
+        self, failure: Failure, detail: str, *, status: int = 0, may_have_started: bool = True
+    ) -> None:
         super().__init__(detail)
         self.failure, self.detail, self.status = failure, detail, status
-        self.consumed = consumed
+        self.may_have_started = may_have_started
         """Whether the engine may have begun with the request, and so fetched a hand-off."""
 
 
-class Leg(Protocol):
+class ResponseHandler(Protocol):
     """Who holds a connection."""
 
     @property
-    def replaceable(self) -> bool:
+    def retryable(self) -> bool:
         """Whether another instance could still do it instead, unseen by the client."""
 
-    def on_head(self, head: AnswerHead) -> None:
-        """The head of the answer."""
+    def on_head(self, head: ResponseHead) -> None:
+        """The head of the response."""
 
     def on_body(self, data: bytes, boundary: int) -> None:
         """Bytes of the body as framed; up to `boundary` they end with a whole chunk (unchunked: all)."""
 
     def on_end(self) -> None:
-        """The answer is whole; the connection is given back already."""
+        """The response is whole; the connection is given back already."""
 
-    def on_whole(self, head: AnswerHead, content: bytes) -> None:
-        """All of the three at once: an unchunked answer that came in one read."""
+    def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
+        """All of the three at once: an unchunked response that came in one read."""
 
     def on_failure(self, failure: Failure, detail: str) -> None:
         """There will be no more; the connection is gone already."""
@@ -89,45 +91,54 @@ class EngineConnection(asyncio.Protocol):
     __slots__ = (
         "_buffer",
         "_head",
-        "_heard",
-        "_left",
-        "_patience_s",
+        "_idle_timeout_s",
         "_pool",
-        "_walk",
+        "_received_data",
+        "_remaining_bytes",
+        "_scanner",
         "deadline_s",
+        "handler",
         "idle_since_s",
-        "leg",
         "reused",
         "sent_s",
         "transport",
     )
 
-    def __init__(self, pool: "EnginePool") -> None:
+    def __init__(self, pool: "ConnectionPool") -> None:
         self._pool = pool
         self.transport: asyncio.Transport | None = None
-        self.leg: Leg | None = None
+        self.handler: ResponseHandler | None = None
         self.reused = False
-        self.idle_since_s = self.sent_s = self.deadline_s = self._patience_s = 0.0
+        self.idle_since_s = self.sent_s = self.deadline_s = self._idle_timeout_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
         self._buffer = b""
-        self._head: AnswerHead | None = None
-        self._left = 0
-        self._walk: ChunkWalk | None = None
-        self._heard = False
+        self._head: ResponseHead | None = None
+        self._remaining_bytes = 0
+        self._scanner: ChunkScanner | None = None
+        self._received_data = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
-    def send(self, leg: Leg, head: bytes, body: bytes, *, first_byte_s: float, idle_s: float) -> None:
-        """Send a request; `leg` hears of the answer. Waits are bounded by `first_byte_s`, then `idle_s`."""
+    def send(
+        self,
+        handler: ResponseHandler,
+        head: bytes,
+        body: bytes,
+        *,
+        first_byte_timeout_s: float,
+        idle_timeout_s: float,
+    ) -> None:
+        """Send a request; `handler` hears of the response. Waits are bounded by `first_byte_timeout_s`,
+        then `idle_timeout_s`."""
         assert self.transport is not None
-        self.leg = leg
-        self._heard = False
-        self._patience_s = idle_s
+        self.handler = handler
+        self._received_data = False
+        self._idle_timeout_s = idle_timeout_s
         self.sent_s = now = time.monotonic()
-        self.deadline_s = now + first_byte_s
+        self.deadline_s = now + first_byte_timeout_s
         self._pool.busy.add(self)
         if len(body) < SMALL_BODY_BYTES:
             self.transport.write(head + body)
@@ -135,37 +146,37 @@ class EngineConnection(asyncio.Protocol):
             self.transport.writelines((head, body))
 
     def data_received(self, data: bytes) -> None:
-        leg = self.leg
-        if leg is None:
+        handler = self.handler
+        if handler is None:
             self._discard()  # an engine that speaks unasked is not in step with us
             return
-        self._heard = True
+        self._received_data = True
         try:
-            if self._head is None and not self._buffer and self._read_whole(leg, data):
+            if self._head is None and not self._buffer and self._read_complete_response(handler, data):
                 return
             if self._head is None:
-                data = self._read_head(leg, data)
-                if self._head is None or (not data and self._left):
+                data = self._read_head(handler, data)
+                if self._head is None or (not data and self._remaining_bytes):
                     return
-            self._read_body(leg, data)
+            self._read_body(handler, data)
         except FramingError as error:
             self._fail(Failure.MALFORMED, str(error))
 
-    def _read_whole(self, leg: Leg, data: bytes) -> bool:
-        """Done with it if `data` is a whole answer, as short ones are; otherwise nothing has happened."""
+    def _read_complete_response(self, handler: ResponseHandler, data: bytes) -> bool:
+        """Done with it if `data` is a whole response, as short ones are; otherwise nothing has happened."""
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:
             return False
         head = parse_head(data[:end])
         if head.length != len(data) - end or not head.keep_alive or head.status < 200:
             return False
-        self.leg = None
+        self.handler = None
         self._pool.busy.discard(self)
-        self._pool.give_back(self)
-        leg.on_whole(head, data[end:])
+        self._pool.put_idle(self)
+        handler.on_complete_response(head, data[end:])
         return True
 
-    def _read_head(self, leg: Leg, data: bytes) -> bytes:
+    def _read_head(self, handler: ResponseHandler, data: bytes) -> bytes:
         """What follows the head, once it is whole."""
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
@@ -177,98 +188,98 @@ class EngineConnection(asyncio.Protocol):
             return b""
         head = parse_head(data[:end])
         if head.status < 200:
-            return self._read_head(leg, data[end:])  # 100 Continue and its like
+            return self._read_head(handler, data[end:])  # 100 Continue and its like
         self._head = head
-        self._left = head.length
+        self._remaining_bytes = head.length
         if head.length == CHUNKED:
-            self._walk = ChunkWalk()
-        leg.on_head(head)
+            self._scanner = ChunkScanner()
+        handler.on_head(head)
         return data[end:]
 
-    def _read_body(self, leg: Leg, data: bytes) -> None:
-        walk = self._walk
-        if walk is not None:
-            boundary = walk.feed(data)
-            if not walk.done:
-                leg.on_body(data, boundary)
+    def _read_body(self, handler: ResponseHandler, data: bytes) -> None:
+        scanner = self._scanner
+        if scanner is not None:
+            boundary = scanner.feed(data)
+            if not scanner.done:
+                handler.on_body(data, boundary)
                 return
             surplus = boundary < len(data)
-            leg.on_body(data[:boundary] if surplus else data, boundary)
-        elif self._left >= 0:
-            surplus = len(data) > self._left
+            handler.on_body(data[:boundary] if surplus else data, boundary)
+        elif self._remaining_bytes >= 0:
+            surplus = len(data) > self._remaining_bytes
             if surplus:
-                data = data[: self._left]
-            self._left -= len(data)
+                data = data[: self._remaining_bytes]
+            self._remaining_bytes -= len(data)
             if data:
-                leg.on_body(data, len(data))
-            if self._left:
+                handler.on_body(data, len(data))
+            if self._remaining_bytes:
                 return
         else:
-            leg.on_body(data, len(data))
+            handler.on_body(data, len(data))
             return
-        if self.leg is leg:  # a leg may have let go of us while it read
-            self._finish(leg, surplus=surplus)
+        if self.handler is handler:  # a leg may have let go of us while it read
+            self._finish(handler, surplus=surplus)
 
-    def _finish(self, leg: Leg, *, surplus: bool) -> None:
+    def _finish(self, handler: ResponseHandler, *, surplus: bool) -> None:
         head = self._head
-        self.leg = None
+        self.handler = None
         self._pool.busy.discard(self)
         if head is not None and head.keep_alive and not surplus:
             self._clear()
-            self._pool.give_back(self)
+            self._pool.put_idle(self)
         else:
             self._discard()
-        leg.on_end()
+        handler.on_end()
 
     def abort(self) -> None:
         """Let go of the leg and close at once: the engine stops working on the request."""
-        self.leg = None
+        self.handler = None
         self._discard()
 
     def _discard(self) -> None:
-        self._pool.forget(self)
+        self._pool.remove(self)
         if self.transport is not None:
             self.transport.abort()
 
     def _fail(self, failure: Failure, detail: str) -> None:
-        leg, self.leg = self.leg, None
+        handler, self.handler = self.handler, None
         self._discard()
-        if leg is not None:
-            leg.on_failure(failure, detail)
+        if handler is not None:
+            handler.on_failure(failure, detail)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.forget(self)
-        leg, self.leg = self.leg, None
-        if leg is None:
+        self._pool.remove(self)
+        handler, self.handler = self.handler, None
+        if handler is None:
             return
         if self._head is not None and self._head.length == UNTIL_CLOSE and exc is None:
-            leg.on_end()
+            handler.on_end()
         else:
-            leg.on_failure(Failure.CLOSED, f"the engine closed the connection ({exc or 'end of stream'})")
+            handler.on_failure(Failure.CLOSED, f"the engine closed the connection ({exc or 'end of stream'})")
 
     @property
-    def silent(self) -> bool:
+    def received_nothing(self) -> bool:
         """Whether nothing was read since the request was sent."""
-        return not self._heard and self._head is None
+        return not self._received_data and self._head is None
 
     @property
     def lost_reuse_race(self) -> bool:
         """Whether a kept connection died before the engine can have read the request."""
-        return self.reused and self.silent and time.monotonic() - self.sent_s < REUSE_RACE_S
+        return self.reused and self.received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
 
-    def check(self, now_s: float) -> None:
+    def enforce_timeouts(self, now_s: float) -> None:
         """Fail the leg if it waited too long; what was read since the last check puts the deadline off."""
-        if self._heard:
-            self._heard = False
-            self.deadline_s = now_s + self._patience_s
-            self._pool.heard_s = now_s
+        if self._received_data:
+            self._received_data = False
+            self.deadline_s = now_s + self._idle_timeout_s
+            self._pool.last_data_s = now_s
         elif now_s >= self.deadline_s:
             phase = "the first byte" if self._head is None else "the next bytes"
             self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
-    def hurry(self, deadline_s: float) -> None:
+    def shorten_deadlines(self, deadline_s: float) -> None:
         """Fail a leg that another instance can take; any other has to hear of its engine by the deadline."""
-        if self.leg is not None and self.leg.replaceable:
+        if self.handler is not None and self.handler.retryable:
             self._fail(Failure.EJECTED, "the engine hangs")
         else:
             self.deadline_s = min(self.deadline_s, deadline_s)
@@ -286,10 +297,10 @@ class EngineConnection(asyncio.Protocol):
                 self.transport.resume_reading()
 
 
-class EnginePool:
+class ConnectionPool:
     """The connections to one endpoint, last used first."""
 
-    __slots__ = ("_closed", "_idle", "address", "busy", "heard_s", "host", "port")
+    __slots__ = ("_closed", "_idle", "address", "busy", "host", "last_data_s", "port")
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -297,15 +308,15 @@ class EnginePool:
         self._closed = False
         self._idle: list[EngineConnection] = []
         self.busy: set[EngineConnection] = set()
-        self.heard_s = 0.0
+        self.last_data_s = 0.0
         """When this endpoint last said something."""
 
-    def kept(self) -> EngineConnection | None:
+    def take_idle(self) -> EngineConnection | None:
         """An idle connection that is fresh enough, if there is one."""
         idle = self._idle
         while idle:
             connection = idle.pop()
-            if time.monotonic() - connection.idle_since_s < KEEP_IDLE_S:
+            if time.monotonic() - connection.idle_since_s < MAX_IDLE_S:
                 connection.reused = True
                 return connection
             connection.abort()
@@ -325,75 +336,77 @@ class EnginePool:
                 )
         except TimeoutError:
             # A burst of connections overflows the backlog of an engine that is well: it is heard elsewhere.
-            failure = Failure.TIMEOUT if self.heard_s > began_s else Failure.UNREACHABLE
-            raise LegFailed(failure, "no connection in time", consumed=False) from None
+            failure = Failure.TIMEOUT if self.last_data_s > began_s else Failure.UNREACHABLE
+            raise LegFailed(failure, "no connection in time", may_have_started=False) from None
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             failure = Failure.REFUSED if refused else Failure.UNREACHABLE
-            raise LegFailed(failure, f"no connection: {error.strerror or error}", consumed=False) from error
+            raise LegFailed(
+                failure, f"no connection: {error.strerror or error}", may_have_started=False
+            ) from error
         if self._closed:
             connection.abort()
-            raise LegFailed(Failure.EJECTED, "the instance has left", consumed=False)
+            raise LegFailed(Failure.EJECTED, "the instance has left", may_have_started=False)
         return connection
 
-    def give_back(self, connection: EngineConnection) -> None:
+    def put_idle(self, connection: EngineConnection) -> None:
         """Keep it for the next request."""
         if self._closed:
             connection.abort()
             return
-        self.heard_s = connection.idle_since_s = time.monotonic()
+        self.last_data_s = connection.idle_since_s = time.monotonic()
         self._idle.append(connection)
 
-    def forget(self, connection: EngineConnection) -> None:
+    def remove(self, connection: EngineConnection) -> None:
         """It is closed, or will be."""
         self.busy.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close what is idle; what is busy ends its answer first."""
+        """Close what is idle; what is busy ends its response first."""
         self._closed = True
         for connection in list(self._idle):
             connection.abort()
 
-    def hurry(self, deadline_s: float) -> None:
+    def shorten_deadlines(self, deadline_s: float) -> None:
         """Nobody shall wait for this endpoint longer than that, and who can go elsewhere not at all."""
         for connection in list(self.busy):
-            connection.hurry(deadline_s)
+            connection.shorten_deadlines(deadline_s)
 
-    def check(self, now_s: float) -> None:
+    def enforce_timeouts(self, now_s: float) -> None:
         """Fail the legs that waited too long."""
         for connection in list(self.busy):
-            connection.check(now_s)
+            connection.enforce_timeouts(now_s)
 
 
-class WholeAnswer(Completion[bytes]):
-    """A leg that collects its answer, and completes with its content: prefill legs and probes."""
+class BufferedResponse(Completion[bytes]):
+    """A leg that collects its response, and completes with its content: prefill legs and probes."""
 
-    __slots__ = ("_parts", "_size", "head", "replaceable")
+    __slots__ = ("_body_bytes", "_body_parts", "head", "retryable")
 
-    def __init__(self, *, replaceable: bool) -> None:
+    def __init__(self, *, retryable: bool) -> None:
         Completion.__init__(self)  # super() costs a lookup
-        self.replaceable = replaceable
-        self.head: AnswerHead | None = None
-        self._parts: list[bytes] = []
-        self._size = 0
+        self.retryable = retryable
+        self.head: ResponseHead | None = None
+        self._body_parts: list[bytes] = []
+        self._body_bytes = 0
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self.head = head
 
-    def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # Leg's signature
-        self._size += len(data)
-        if self._size > MAX_WHOLE_BYTES:
-            raise FramingError("answer too long")
-        self._parts.append(data)
+    def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
+        self._body_bytes += len(data)
+        if self._body_bytes > MAX_RESPONSE_BYTES:
+            raise FramingError("response too long")
+        self._body_parts.append(data)
 
     def on_end(self) -> None:
-        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        body = self._body_parts[0] if len(self._body_parts) == 1 else b"".join(self._body_parts)
         assert self.head is not None
         self.set_result(dechunk(body) if self.head.length == CHUNKED else body)
 
-    def on_whole(self, head: AnswerHead, content: bytes) -> None:
+    def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         self.head = head
         self.set_result(content)
 
@@ -401,37 +414,39 @@ class WholeAnswer(Completion[bytes]):
         self.set_exception(LegFailed(failure, detail))
 
 
-async def ask(
-    pool: EnginePool,
+async def send_request(
+    pool: ConnectionPool,
     head: bytes,
     body: bytes,
     *,
-    connect_s: float,
-    answer_s: float,
-    replaceable: bool = True,
-) -> tuple[int, bytes, AnswerHead]:
-    """For a flow: one request with a whole answer: its status, content and head. Cancelled, it aborts it.
+    connect_timeout_s: float,
+    response_timeout_s: float,
+    retryable: bool = True,
+) -> tuple[int, bytes, ResponseHead]:
+    """For a flow: one request with a whole response: its status, content and head. Cancelled, it aborts it.
 
     A kept connection that dies before the engine read the request is replaced by a fresh one, once.
 
     Raises:
-        LegFailed: if there is no answer. One with status 5xx is an answer.
+        LegFailed: if there is no response. One with status 5xx is a response.
     """
-    connection = pool.kept()
+    connection = pool.take_idle()
     if connection is None:
-        connection = await in_task(pool.connect(connect_s))
+        connection = await run_in_asyncio_task(pool.connect(connect_timeout_s))
     while True:
-        leg = WholeAnswer(replaceable=replaceable)
-        connection.send(leg, head, body, first_byte_s=answer_s, idle_s=answer_s)
+        response = BufferedResponse(retryable=retryable)
+        connection.send(
+            response, head, body, first_byte_timeout_s=response_timeout_s, idle_timeout_s=response_timeout_s
+        )
         try:
-            content = await leg
+            content = await response
         except LegFailed:
             if not connection.lost_reuse_race:
                 raise
-            connection = await in_task(pool.connect(connect_s))
+            connection = await run_in_asyncio_task(pool.connect(connect_timeout_s))
             continue
         except asyncio.CancelledError:
             connection.abort()
             raise
-        assert leg.head is not None
-        return leg.head.status, content, leg.head
+        assert response.head is not None
+        return response.head.status, content, response.head

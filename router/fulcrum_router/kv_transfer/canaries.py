@@ -14,38 +14,49 @@ import time
 import orjson
 import structlog
 
-from fulcrum_core.api import conditions as words
+from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.fleet.instances import Instance, pool_of
-from fulcrum_router.http1.bodies import Request, decode_body, prefill_body, read_prefill_answer, read_usage
-from fulcrum_router.http1.inline_task import from_task
-from fulcrum_router.http1.upstream import EnginePool, LegFailed, ask
-from fulcrum_router.kv_transfer.verification import Handed, has_timed_out, missed, prove
-from fulcrum_router.policy import Pair, PairKey
-from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, SAMPLE_TOKENS
+from fulcrum_router.fleet.instances import Instance, get_connection_pool
+from fulcrum_router.http1.bodies import (
+    RequestBody,
+    build_decode_body,
+    build_prefill_body,
+    parse_prefill_response,
+    parse_usage,
+)
+from fulcrum_router.http1.inline_task import run_inline
+from fulcrum_router.http1.upstream import ConnectionPool, LegFailed, send_request
+from fulcrum_router.kv_transfer.verification import (
+    KvTransfer,
+    is_handshake_timeout,
+    record_miss,
+    verify_transfer,
+)
+from fulcrum_router.policy import PairKey, TransferPair
+from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()
 
-INTERVAL_S = 300.0
+IDLE_INTERVAL_S = 300.0
 """A pair without traffic is tried so often."""
-LOOK_S = 0.25
-REFRESH_S = 1.0
-AT_ONCE = 2
-ANSWER_S = 15.0
+TICK_S = 0.25
+REFRESH_INTERVAL_S = 1.0
+MAX_IN_FLIGHT = 2
+LEG_TIMEOUT_S = 15.0
 """For one leg: more than an engine waits for a peer that does not answer."""
-REFUSED_S = 600.0
+REFUSED_RETRY_S = 600.0
 """A pair whose engines refuse these roles is left alone for so long, or until roles change."""
 LOW_PRIORITY = 1_000_000
 """As engines read it: later than anybody else."""
-QUIET_DECODES = 1
+MAX_QUIET_DECODE_LEGS = 1
 """Decode legs beside which an instance still counts as quiet."""
-LONGEST_TOKENS = 4_096
+MAX_PROMPT_TOKENS = 4_096
 """Of a canary that is to tell whether a slow pair still is."""
-_REFUSED = frozenset({400, 422})
+_REFUSED_STATUSES = frozenset({400, 422})
 
 
-class Canaries:
+class CanaryScheduler:
     """Keeps the pairs of one router's instances known.
 
     Args:
@@ -54,130 +65,148 @@ class Canaries:
         rng: Chooses prompts.
     """
 
-    def __init__(self, router: Router, *, interval_s: float = INTERVAL_S, rng: random.Random) -> None:
+    def __init__(self, router: Router, *, interval_s: float = IDLE_INTERVAL_S, rng: random.Random) -> None:
         self._router, self._interval_s, self._rng = router, interval_s, rng
-        self._flying: dict[PairKey, asyncio.Task[None]] = {}
+        self._in_flight: dict[PairKey, asyncio.Task[None]] = {}
         self._refused: dict[PairKey, tuple[float, object]] = {}
         """Until when a pair is left alone, and the roles that its instances had."""
-        self._known: dict[str, tuple[EnginePool | None, Role, bool, bool]] = {}
+        self._last_fleet: dict[str, tuple[ConnectionPool | None, Role, bool, bool]] = {}
         """Of each instance its engine, and whether work or canaries go there."""
-        self._refreshed_s = 0.0
+        self._refreshed_at_s = 0.0
 
     async def run(self) -> None:
         """Look after the pairs until cancelled."""
         try:
             while True:
-                self._look(time.monotonic())
-                await asyncio.sleep(LOOK_S)
+                self._tick(time.monotonic())
+                await asyncio.sleep(TICK_S)
         finally:
-            for task in self._flying.values():
+            for task in self._in_flight.values():
                 task.cancel()
 
-    def _look(self, now_s: float) -> None:
-        if self._follow() or now_s - self._refreshed_s >= REFRESH_S:
-            self._refreshed_s = now_s
-            self._router.pairs.refresh(self._router.fleet.all, now_s=now_s)
-            self._send(now_s)
+    def _tick(self, now_s: float) -> None:
+        if self._has_fleet_changed() or now_s - self._refreshed_at_s >= REFRESH_INTERVAL_S:
+            self._refreshed_at_s = now_s
+            self._router.pairs.refresh(self._router.fleet.instances, now_s=now_s)
+            self._send_due(now_s)
 
-    def _follow(self) -> bool:
+    def _has_fleet_changed(self) -> bool:
         """Whether there is another fleet than before. An endpoint that has changed is another engine."""
-        known = {i.name: (i.pool, i.role, i.serving, i.warms_up) for i in self._router.fleet.all}
+        known = {
+            i.name: (i.connection_pool, i.role, i.serving, i.is_warming_up)
+            for i in self._router.fleet.instances
+        }
         for name, (pool, *_) in known.items():
-            if name in self._known and self._known[name][0] is not pool:
-                self._router.pairs.cool(name)
-        before, self._known = self._known, known
+            if name in self._last_fleet and self._last_fleet[name][0] is not pool:
+                self._router.pairs.invalidate(name)
+        before, self._last_fleet = self._last_fleet, known
         return known != before
 
-    def _send(self, now_s: float) -> None:
+    def _send_due(self, now_s: float) -> None:
         router = self._router
         if not router.active or router.stopping or router.settings is None:
             return
-        fleet, busy = router.fleet, {name for key in self._flying for name in key}
-        there = [i for i in fleet.all if i.serving or i.warms_up]
-        for key in router.pairs.due(there, now_s=now_s, interval_s=self._interval_s):
-            if len(self._flying) >= AT_ONCE:
+        fleet, busy = router.fleet, {name for key in self._in_flight for name in key}
+        candidates = [i for i in fleet.instances if i.serving or i.is_warming_up]
+        for key in router.pairs.list_due(candidates, now_s=now_s, interval_s=self._interval_s):
+            if len(self._in_flight) >= MAX_IN_FLIGHT:
                 return
-            giver, taker = fleet.get(key.prefill), fleet.get(key.decode)
-            if giver is None or taker is None or not busy.isdisjoint(key) or not self._may(key, now_s):
+            prefill, decode = fleet.get(key.prefill), fleet.get(key.decode)
+            if (
+                prefill is None
+                or decode is None
+                or not busy.isdisjoint(key)
+                or not self._may_send(key, now_s)
+            ):
                 continue
-            new = giver.warms_up or taker.warms_up
-            if new or (is_quiet(giver) and is_quiet(taker)):
+            new = prefill.is_warming_up or decode.is_warming_up
+            if new or (is_quiet(prefill) and is_quiet(decode)):
                 busy.update(key)
-                self._flying[key] = asyncio.create_task(self._fly(key, giver, taker))
+                self._in_flight[key] = asyncio.create_task(self._run_canary(key, prefill, decode))
 
-    def _may(self, key: PairKey, now_s: float) -> bool:
+    def _may_send(self, key: PairKey, now_s: float) -> bool:
         until_s, roles = self._refused.get(key, (0.0, None))
-        if now_s >= until_s or roles != self._roles(key):
+        if now_s >= until_s or roles != self._read_roles(key):
             self._refused.pop(key, None)
             return True
         return False
 
-    def _roles(self, key: PairKey) -> tuple[object, ...]:
+    def _read_roles(self, key: PairKey) -> tuple[object, ...]:
         found = (self._router.fleet.get(name) for name in key)
-        return tuple(instance and (instance.role, instance.pool) for instance in found)
+        return tuple(instance and (instance.role, instance.connection_pool) for instance in found)
 
-    async def _fly(self, key: PairKey, giver: Instance, taker: Instance) -> None:
+    async def _run_canary(self, key: PairKey, prefill: Instance, decode: Instance) -> None:
         try:
-            await self._hand_over(key, giver, taker)
+            await self._send_canary(key, prefill, decode)
         except LegFailed as failed:
             log.debug("canary not answered", prefill=key.prefill, decode=key.decode, reason=failed.detail)
         except Exception:
             log.exception("canary failed by a fault of the router")
         finally:
-            self._flying.pop(key, None)
-        self._router.pairs.refresh(self._router.fleet.all, now_s=time.monotonic())
-        self._send(time.monotonic())
+            self._in_flight.pop(key, None)
+        self._router.pairs.refresh(self._router.fleet.instances, now_s=time.monotonic())
+        self._send_due(time.monotonic())
 
-    async def _hand_over(self, key: PairKey, giver: Instance, taker: Instance) -> None:
+    async def _send_canary(self, key: PairKey, prefill: Instance, decode: Instance) -> None:
         """One canary from end to end."""
         router, pair = self._router, self._router.pairs[key]
         pair.last_used_s = time.monotonic()  # tried: another one has its turn
-        request = self._request(giver, pair)
-        host = pool_of(giver).host
-        status, content = await self._ask(giver, prefill_body(request))
+        request = self._build_request(prefill, pair)
+        host = get_connection_pool(prefill).host
+        status, content = await self._post(prefill, build_prefill_body(request))
         if status != 200:
-            self._not_given(key, status)
+            self._record_refusal(key, status)
             return
-        stamp_s, answer = router.stamp_s, read_prefill_answer(content, host)
-        if answer.handoff is None:
-            missed(router.pairs, giver, taker, words.NOT_COMPATIBLE)
-            log.warning("canary was given no hand-off", prefill=key.prefill, reason=answer.problem)
+        received_after_s, response = router.received_after_s, parse_prefill_response(content, host)
+        if response.kv_transfer_params is None:
+            record_miss(router.pairs, prefill, decode, conditions.INCOMPATIBLE)
+            log.warning("canary was given no hand-off", prefill=key.prefill, reason=response.problem)
             return
-        handed = Handed.of(router.pairs, giver, taker, tokens=answer.prompt_tokens or 0, stamp_s=stamp_s)
+        transfer = KvTransfer.create(
+            router.pairs,
+            prefill,
+            decode,
+            tokens=response.prompt_tokens or 0,
+            received_after_s=received_after_s,
+        )
         sent_s = time.monotonic()
-        status, content = await self._ask(taker, decode_body(request, answer.handoff))
+        status, content = await self._post(decode, build_decode_body(request, response.kv_transfer_params))
         took_s = time.monotonic() - sent_s
-        if status in _REFUSED:
-            self._not_given(key, status)
+        if status in _REFUSED_STATUSES:
+            self._record_refusal(key, status)
         elif status != 200:
-            why = words.HANDSHAKE_FAILED if has_timed_out(took_s) else words.RECOMPUTED
-            missed(router.pairs, giver, taker, why)
-        elif handed.late:
-            missed(router.pairs, giver, taker, words.LEASE_EXPIRED)  # nobody knows whose KV it was
+            reason = conditions.HANDSHAKE_FAILED if is_handshake_timeout(took_s) else conditions.RECOMPUTED
+            record_miss(router.pairs, prefill, decode, reason)
+        elif transfer.is_late:
+            record_miss(
+                router.pairs, prefill, decode, conditions.LEASE_EXPIRED
+            )  # nobody knows whose KV it was
         else:
-            handed.usage = read_usage(content)
-            await self._learn_to_tell(taker, request, handed)
-            prove(handed, first_s=took_s)
+            transfer.usage = parse_usage(content)
+            await self._check_reports_cached_tokens(decode, request, transfer)
+            verify_transfer(transfer, time_to_first_event_s=took_s)
 
-    def _not_given(self, key: PairKey, status: int) -> None:
-        if status in _REFUSED:  # its role is a start-up option
-            self._refused[key] = (time.monotonic() + REFUSED_S, self._roles(key))
+    def _record_refusal(self, key: PairKey, status: int) -> None:
+        if status in _REFUSED_STATUSES:  # its role is a start-up option
+            self._refused[key] = (time.monotonic() + REFUSED_RETRY_S, self._read_roles(key))
 
-    async def _learn_to_tell(self, taker: Instance, request: Request, handed: Handed) -> None:
+    async def _check_reports_cached_tokens(
+        self, decode: Instance, request: RequestBody, transfer: KvTransfer
+    ) -> None:
         """Whether an engine that says nothing of cached tokens would if there were some: ask it once more."""
-        usage = handed.usage
-        if usage is None or usage.cached_tokens is not None or taker.tells_cached:
+        usage = transfer.usage
+        if usage is None or usage.cached_tokens is not None or decode.reports_cached_tokens:
             return
-        status, content = await self._ask(taker, request.raw)
-        again = read_usage(content) if status == 200 else None
-        taker.tells_cached = again is not None and again.cached_tokens is not None
+        status, content = await self._post(decode, request.raw)
+        second = parse_usage(content) if status == 200 else None
+        decode.reports_cached_tokens = second is not None and second.cached_tokens is not None
 
-    def _request(self, giver: Instance, pair: Pair) -> Request:
+    def _build_request(self, prefill: Instance, pair: TransferPair) -> RequestBody:
         """A prompt of some blocks, in ids that every model has, for the engine's own model, salted."""
-        block = giver.identity.block_size if giver.identity else DEFAULT_BLOCK_TOKENS
-        length = max(2 * block + 5, SAMPLE_TOKENS + 5)
-        if pair.reason == words.SLOW_TRANSPORT:
-            length = max(length, min(pair.slow_tokens, LONGEST_TOKENS))
+        block = prefill.identity.block_size if prefill.identity else DEFAULT_BLOCK_TOKENS
+        length = max(2 * block + 5, MIN_TIMED_TOKENS + 5)
+        if pair.reason == conditions.SLOW_TRANSPORT:
+            length = max(length, min(pair.slow_prompt_tokens, MAX_PROMPT_TOKENS))
         fields = {
             "prompt": [self._rng.randrange(32, 128) for _ in range(length)],
             "max_tokens": 1,
@@ -185,20 +214,22 @@ class Canaries:
             "cache_salt": f"canary-{os.urandom(8).hex()}",
             "priority": LOW_PRIORITY,
         }
-        return Request(orjson.dumps(fields), fields, 0, length, None)
+        return RequestBody(orjson.dumps(fields), fields, 0, length, None)
 
-    async def _ask(self, instance: Instance, body: bytes) -> tuple[int, bytes]:
-        pool = pool_of(instance)
+    async def _post(self, instance: Instance, body: bytes) -> tuple[int, bytes]:
+        pool = get_connection_pool(instance)
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: canary-%b\r\ncontent-length: %d\r\n\r\n"
-        ) % (pool.address, self._router.new_request_id(), len(body))
-        asking = ask(pool, head, body, connect_s=1.0, answer_s=ANSWER_S, replaceable=False)
-        status, content, _ = await from_task(asking)
+        ) % (pool.address, self._router.make_request_id(), len(body))
+        call = send_request(
+            pool, head, body, connect_timeout_s=1.0, response_timeout_s=LEG_TIMEOUT_S, retryable=False
+        )
+        status, content, _ = await run_inline(call)
         return status, content
 
 
 def is_quiet(instance: Instance) -> bool:
     """Whether a canary would not be in anybody's way."""
     ledger = instance.ledger
-    return not (ledger.prefill_legs or ledger.local_prefills) and ledger.decode_requests <= QUIET_DECODES
+    return not (ledger.prefill_legs or ledger.local_prefills) and ledger.decode_legs <= MAX_QUIET_DECODE_LEGS

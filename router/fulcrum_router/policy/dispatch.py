@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeVar
 
+from fulcrum_core.formatting import format_count
+from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.spelling import format_count
-from fulcrum_core.transfer import can_transfer
-from fulcrum_core.values import Identity, Role, Slo
+from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.policy.ledger import LedgerView
 
 
@@ -41,7 +41,7 @@ class InstanceView(Protocol):
         """Whether it may be given new work."""
 
     @property
-    def identity(self) -> Identity | None:
+    def identity(self) -> EngineIdentity | None:
         """What must agree for a KV transfer; None: not known, and not held against it."""
 
     @property
@@ -64,14 +64,14 @@ class InstanceView(Protocol):
 V = TypeVar("V", bound=InstanceView)
 
 
-class Delay(NamedTuple):
+class TransferDelay(NamedTuple):
     """What the hand-offs of a pair take longer than those of others: each, and for each prompt token."""
 
     fixed: float = 0.0
     per_token: float = 0.0
 
 
-class Reason(StrEnum):
+class DispatchReason(StrEnum):
     """Why an instance was chosen."""
 
     WITHIN_SLO = "within_slo"
@@ -86,11 +86,11 @@ class Dispatch(NamedTuple):
     """The instance that takes the request, and its cost pair."""
 
     instance: str
-    reason: Reason
+    reason: DispatchReason
     cost: tuple[float, float]
 
 
-class FlipWanted(NamedTuple):
+class FlipProposal(NamedTuple):
     """No instance of `role` meets the SLO and one of the other may flip; `fallback` if none does."""
 
     role: Role
@@ -104,31 +104,31 @@ class NoInstance(NamedTuple):
     reason: str
 
 
-Decision = Dispatch | FlipWanted | NoInstance
+DispatchDecision = Dispatch | FlipProposal | NoInstance
 
 Cost = tuple[float, float, int, str]
 """A cost pair, and what decides between equal ones."""
 
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
-_WITHIN_SLO, _PREFILLED_HERE = Reason.WITHIN_SLO, Reason.PREFILLED_HERE
+_WITHIN_SLO, _PREFILLED_HERE = DispatchReason.WITHIN_SLO, DispatchReason.PREFILLED_HERE
 
 
-_UNKNOWN = math.inf
+_UNKNOWN_COST = math.inf
 """NaN (the one value that differs from itself) compares with nothing: such a cost counts as the worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlipRules:
+class FlipProposalRules:
     """When a flip may be asked for."""
 
     enabled: bool = False
-    shrink: float = 0.5
+    max_decode_load: float = 0.5
     """D→P is wanted only while the decode load LD is below this (L_SHRINK)."""
-    to_decode_after_s: float = -math.inf
+    to_decode_cooldown_until_s: float = -math.inf
     """P→D is wanted only from this Unix time on: the end of the cooldown."""
 
 
-NO_FLIPS = FlipRules()
+NO_FLIP_PROPOSALS = FlipProposalRules()
 
 
 def choose_prefill(
@@ -136,38 +136,42 @@ def choose_prefill(
     tokens: int,
     slo: Slo,
     *,
-    rules: FlipRules = NO_FLIPS,
-    avoid: Collection[str] = (),
-    delays: Mapping[str, Delay] | None = None,
-) -> Decision:
+    rules: FlipProposalRules = NO_FLIP_PROPOSALS,
+    exclude: Collection[str] = (),
+    delays: Mapping[str, TransferDelay] | None = None,
+) -> DispatchDecision:
     """Who computes a prompt of `tokens` tokens that the router does not believe to be cached.
 
-    Only serving instances whose KV some serving decode instance can read, and none of `avoid`. With
+    Only serving instances whose KV some serving decode instance can read, and none of `exclude`. With
     no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
     `delays` are seconds by prefill instance.
     """
-    readers = [i for i in instances if i.serving and i.role is not _PREFILL]
+    decode_instances = [i for i in instances if i.serving and i.role is not _PREFILL]
     costs = [
-        _prefill_cost(taker, tokens)
-        for taker in instances
-        if taker.serving
-        and taker.role is not _DECODE
-        and taker.name not in avoid
-        and (not readers or readers[0].identity is taker.identity or _some_can_read(readers, taker.identity))
+        _compute_prefill_cost(candidate, tokens)
+        for candidate in instances
+        if candidate.serving
+        and candidate.role is not _DECODE
+        and candidate.name not in exclude
+        and (
+            not decode_instances
+            or decode_instances[0].identity is candidate.identity
+            or _any_can_read(decode_instances, candidate.identity)
+        )
     ]
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
     if delays:
-        costs = [(batch, ttft_s + _wait(delays, n, tokens), r, n) for batch, ttft_s, r, n in costs]
-    chosen = _within(costs, slo.ttft_s)
+        costs = [(batch, ttft_s + _compute_delay(delays, n, tokens), r, n) for batch, ttft_s, r, n in costs]
+    chosen = _choose_within(costs, slo.ttft_s)
     if chosen:
         return chosen
-    least = _least(costs)
-    why = _want_prefill(readers, tokens, slo, rules)
-    if why is None:
+    least = _choose_cheapest(costs)
+    reason = _explain_flip_to_prefill(decode_instances, tokens, slo, rules)
+    if reason is None:
         return least
-    looked_at = format_count(len(costs), "prefill instance")
-    return FlipWanted(Role.PREFILL, least, f"{looked_at}, best TTFT {least.cost[1]:.3f} s; {why}")
+    considered = format_count(len(costs), "prefill instance")
+    return FlipProposal(Role.PREFILL, least, f"{considered}, best TTFT {least.cost[1]:.3f} s; {reason}")
 
 
 def choose_decode(
@@ -176,46 +180,55 @@ def choose_decode(
     slo: Slo,
     *,
     prefilled_on: V | None = None,
-    rules: FlipRules = NO_FLIPS,
+    rules: FlipProposalRules = NO_FLIP_PROPOSALS,
     now_s: float = 0.0,
-    avoid: Collection[str] = (),
-    delays: Mapping[str, Delay] | None = None,
-) -> Decision:
+    exclude: Collection[str] = (),
+    delays: Mapping[str, TransferDelay] | None = None,
+) -> DispatchDecision:
     """Who answers a prompt of `tokens` tokens whose KV lies on `prefilled_on` (None: nowhere).
 
     `delays` are those of instances that get it late, in prompt tokens that each could compute meanwhile. If
     no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
     """
-    if prefilled_on is not None and prefilled_on.role is not _PREFILL and _serves(prefilled_on, avoid):
-        cost = _decode_cost(prefilled_on, tokens, slo)
+    if (
+        prefilled_on is not None
+        and prefilled_on.role is not _PREFILL
+        and _is_available(prefilled_on, exclude)
+    ):
+        cost = _compute_decode_cost(prefilled_on, tokens, slo)
         return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     source = None if prefilled_on is None else prefilled_on.identity
-    costs = _decode_costs(instances, tokens, slo, _PREFILL, source, avoid)
+    costs = _list_decode_costs(instances, tokens, slo, _PREFILL, source, exclude)
     if not costs:
-        return _other_role(instances, tokens, slo, source, avoid)
+        return _choose_other_role(instances, tokens, slo, source, exclude)
     if delays:
-        costs = [(queue + _wait(delays, n, tokens), over, r, n) for queue, over, r, n in costs]
-    chosen = _within(costs, 0.0)
+        costs = [
+            (queue + _compute_delay(delays, n, tokens), excess_tokens, r, n)
+            for queue, excess_tokens, r, n in costs
+        ]
+    chosen = _choose_within(costs, 0.0)
     if chosen:
         return chosen
-    least = _least(costs)
-    why = _want_decode(instances, tokens, slo, rules, now_s)
-    if why is None:
+    least = _choose_cheapest(costs)
+    reason = _explain_flip_to_decode(instances, tokens, slo, rules, now_s)
+    if reason is None:
         return least
-    looked_at = format_count(len(costs), "decode instance")
-    return FlipWanted(Role.DECODE, least, f"{looked_at}, least over by {least.cost[1]:.0f} tokens; {why}")
+    considered = format_count(len(costs), "decode instance")
+    return FlipProposal(
+        Role.DECODE, least, f"{considered}, least over by {least.cost[1]:.0f} tokens; {reason}"
+    )
 
 
-def decode_load(decoders: Iterable[InstanceView], slo: Slo) -> float | None:
+def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
     """LD: mean inter-token latency of the decode instances over S_D. One without requests counts as 0.
 
     None where one has requests and its latency is not known: an unknown load is not a low one.
     """
     total, count = 0.0, 0
-    for instance in decoders:
+    for instance in decode_instances:
         itl_s = instance.itl_s
         if itl_s is None or math.isnan(itl_s):
-            if instance.ledger.decode_requests:
+            if instance.ledger.decode_legs:
                 return None
             itl_s = 0.0
         total += itl_s
@@ -223,88 +236,95 @@ def decode_load(decoders: Iterable[InstanceView], slo: Slo) -> float | None:
     return total / count / slo.tpot_s if count else None
 
 
-def _want_prefill(decoders: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipRules) -> str | None:
+def _explain_flip_to_prefill(
+    decode_instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules
+) -> str | None:
     """Why a decode instance should flip, or None if it should not.
 
     A prompt that is too long for the SLO even on an instance without a queue is no reason: it would be
     late there, too, and the next long one would have yet another instance flipped.
     """
-    spare = [d for d in decoders if not d.role.serves(Role.PREFILL)] if rules.enabled else []
-    if len(spare) <= 1 or all(d.prefill_model.ttft_s(tokens) > slo.ttft_s for d in spare):
+    candidates = [d for d in decode_instances if not d.role.serves(Role.PREFILL)] if rules.enabled else []
+    if len(candidates) <= 1 or all(d.prefill_model.ttft_s(tokens) > slo.ttft_s for d in candidates):
         return None
-    load = decode_load(decoders, slo)
-    if load is None or load >= rules.shrink:
+    load = compute_decode_load(decode_instances, slo)
+    if load is None or load >= rules.max_decode_load:
         return None
-    return f"decode load {load:.2f} is below {rules.shrink:g}"
+    return f"decode load {load:.2f} is below {rules.max_decode_load:g}"
 
 
-def _want_decode(
-    instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipRules, now_s: float
+def _explain_flip_to_decode(
+    instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules, now_s: float
 ) -> str | None:
     """Why a prefill instance should flip, or None if it should not; it must be of use to this request."""
-    if not rules.enabled or now_s < rules.to_decode_after_s:
+    if not rules.enabled or now_s < rules.to_decode_cooldown_until_s:
         return None
-    spare = [p for p in instances if p.serving and p.role is Role.PREFILL]
-    if len(spare) <= 1 or all(tokens > p.decode_model.max_tokens(slo.tpot_s) for p in spare):
+    candidates = [p for p in instances if p.serving and p.role is Role.PREFILL]
+    if len(candidates) <= 1 or all(tokens > p.decode_model.max_tokens(slo.tpot_s) for p in candidates):
         return None
-    return f"{len(spare)} prefill instances, cooldown over"
+    return f"{len(candidates)} prefill instances, cooldown over"
 
 
-def _serves(instance: InstanceView, avoid: Collection[str]) -> bool:
-    return instance.serving and instance.name not in avoid
+def _is_available(instance: InstanceView, exclude: Collection[str]) -> bool:
+    return instance.serving and instance.name not in exclude
 
 
-def _other_role(
-    instances: Sequence[InstanceView], tokens: int, slo: Slo, source: Identity | None, avoid: Collection[str]
-) -> Decision:
-    costs = _decode_costs(instances, tokens, slo, _DECODE, source, avoid)
-    if not costs:
-        return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
-    return _least(costs)._replace(reason=Reason.OTHER_ROLE)
-
-
-def _decode_costs(
+def _choose_other_role(
     instances: Sequence[InstanceView],
     tokens: int,
     slo: Slo,
-    barred: Role,
-    source: Identity | None,
-    avoid: Collection[str],
+    source: EngineIdentity | None,
+    exclude: Collection[str],
+) -> DispatchDecision:
+    costs = _list_decode_costs(instances, tokens, slo, _DECODE, source, exclude)
+    if not costs:
+        return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
+    return _choose_cheapest(costs)._replace(reason=DispatchReason.OTHER_ROLE)
+
+
+def _list_decode_costs(
+    instances: Sequence[InstanceView],
+    tokens: int,
+    slo: Slo,
+    excluded_role: Role,
+    source: EngineIdentity | None,
+    exclude: Collection[str],
 ) -> list[Cost]:
-    """The costs of those that serve, do not play the `barred` role, and can read the KV of `source`."""
+    """The costs of those that serve, do not play the `excluded_role` role, and can read the KV of
+    `source`."""
     return [
-        _decode_cost(instance, tokens, slo)
+        _compute_decode_cost(instance, tokens, slo)
         for instance in instances
         if instance.serving
-        and instance.role is not barred
-        and instance.name not in avoid
+        and instance.role is not excluded_role
+        and instance.name not in exclude
         and (source is None or source is instance.identity or _can_read(source, instance.identity))
     ]
 
 
-def _prefill_cost(instance: InstanceView, tokens: int) -> Cost:
+def _compute_prefill_cost(instance: InstanceView, tokens: int) -> Cost:
     ledger = instance.ledger
-    seconds = ledger.prefill_s + instance.prefill_model.ttft_s(tokens)
+    seconds = ledger.prefill_queued_s + instance.prefill_model.ttft_s(tokens)
     if seconds != seconds:
-        seconds = _UNKNOWN
-    return (ledger.decode_tokens, seconds, ledger.decode_requests, instance.name)
+        seconds = _UNKNOWN_COST
+    return (ledger.decode_tokens, seconds, ledger.decode_legs, instance.name)
 
 
-def _decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
+def _compute_decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
     ledger = instance.ledger
-    over = ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s)
-    if over != over:
-        over = _UNKNOWN
-    return (ledger.prefill_tokens, over, ledger.decode_requests, instance.name)
+    excess_tokens = ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s)
+    if excess_tokens != excess_tokens:
+        excess_tokens = _UNKNOWN_COST
+    return (ledger.prefill_tokens, excess_tokens, ledger.decode_legs, instance.name)
 
 
-def _wait(delays: Mapping[str, Delay], name: str, tokens: int) -> float:
+def _compute_delay(delays: Mapping[str, TransferDelay], name: str, tokens: int) -> float:
     """What a hand-off of so many tokens takes longer, in the unit of `delays`."""
     delay = delays.get(name)
     return 0.0 if delay is None else delay[0] + delay[1] * tokens
 
 
-def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
+def _choose_within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
     best = min(costs)
     if best[1] > bound:  # the least of all need not be the least of those that pass
         best = min((cost for cost in costs if cost[1] <= bound), default=best)
@@ -312,16 +332,16 @@ def _within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
     return Dispatch(name, _WITHIN_SLO, (first, second)) if second <= bound else None
 
 
-def _least(costs: Sequence[Cost]) -> Dispatch:
+def _choose_cheapest(costs: Sequence[Cost]) -> Dispatch:
     first, second, _, name = min(costs)
-    return Dispatch(name, Reason.LEAST_COST, (first, second))
+    return Dispatch(name, DispatchReason.LEAST_COST, (first, second))
 
 
-def _can_read(source: Identity | None, reader: Identity | None) -> bool:
+def _can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
     if source is None or reader is None or source is reader:
         return True
     return can_transfer(source, reader).allowed
 
 
-def _some_can_read(readers: Sequence[InstanceView], source: Identity | None) -> bool:
-    return any(_can_read(source, reader.identity) for reader in readers)
+def _any_can_read(decode_instances: Sequence[InstanceView], source: EngineIdentity | None) -> bool:
+    return any(_can_read(source, reader.identity) for reader in decode_instances)

@@ -20,49 +20,49 @@ DEFAULT_DECODE = DecodeModel(intercept=0.01, slope=5e-7)
 """Before anything is known: 10 ms a step and 20 ms more at 40,000 tokens."""
 
 
-def prompt_size(request: Mapping[str, Any]) -> tuple[int, int]:
+def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes of text in the prompt, and the tokens that are given as ids."""
     prompt = request.get("prompt")
     if prompt is None:
-        return _messages_size(request.get("messages")), 0
-    return _prompt_size(prompt)
+        return _measure_messages(request.get("messages")), 0
+    return _measure_prompt_field(prompt)
 
 
-def _prompt_size(prompt: object) -> tuple[int, int]:
+def _measure_prompt_field(prompt: object) -> tuple[int, int]:
     if isinstance(prompt, str):
-        return _utf8_size(prompt), 0
+        return _count_utf8_bytes(prompt), 0
     if not isinstance(prompt, list):
         return 0, 0
     if all(isinstance(item, int) for item in prompt[:1]):
         return 0, len(prompt)
-    sizes = [_prompt_size(item) for item in prompt]
+    sizes = [_measure_prompt_field(item) for item in prompt]
     return sum(size for size, _ in sizes), sum(ids for _, ids in sizes)
 
 
-def _messages_size(messages: object) -> int:
+def _measure_messages(messages: object) -> int:
     if not isinstance(messages, list):
         return 0
     total = 0
     for message in messages:
         if isinstance(message, dict):
-            total += _content_size(message.get("content"))
+            total += _measure_content(message.get("content"))
     return total
 
 
-def _content_size(content: object) -> int:
+def _measure_content(content: object) -> int:
     if isinstance(content, str):
-        return _utf8_size(content)
+        return _count_utf8_bytes(content)
     if not isinstance(content, list):
         return 0
     texts = (part.get("text") for part in content if isinstance(part, dict))
-    return sum(_utf8_size(text) for text in texts if isinstance(text, str))
+    return sum(_count_utf8_bytes(text) for text in texts if isinstance(text, str))
 
 
-def _utf8_size(text: str) -> int:
+def _count_utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-class TokenRatio:
+class TokensPerByte:
     """Tokens per byte of prompt, as one service's engines count them."""
 
     __slots__ = ("_weight", "value")
@@ -71,18 +71,18 @@ class TokenRatio:
         self.value = value
         self._weight = weight
 
-    def tokens(self, size: int) -> int:
-        """Predicted tokens of `size` bytes, at least 1."""
-        return math.ceil(size * self.value) or 1
+    def predict_tokens(self, prompt_bytes: int) -> int:
+        """Predicted tokens of `prompt_bytes` bytes, at least 1."""
+        return math.ceil(prompt_bytes * self.value) or 1
 
-    def learn(self, *, size: int, tokens: float) -> None:
+    def learn(self, *, prompt_bytes: int, tokens: float) -> None:
         """What an engine counted. Short prompts, of which most is template, say little and count less."""
-        if size <= 0 or not 0 < tokens < math.inf:
+        if prompt_bytes <= 0 or not 0 < tokens < math.inf:
             return
-        ratio = tokens / size
+        ratio = tokens / prompt_bytes
         if not 0.01 <= ratio <= 4.0:
             ratio = 0.01 if ratio < 0.01 else 4.0
-        weight = self._weight if size >= 256 else self._weight * size / 256
+        weight = self._weight if prompt_bytes >= 256 else self._weight * prompt_bytes / 256
         self.value += weight * (ratio - self.value)
 
 
@@ -90,71 +90,71 @@ _PRIOR_WEIGHT = 0.05
 """What a sample of the prior counts, for ever; a measured one counts 1 and fades."""
 
 
-class NonNegativeFit:
+class NonNegativeLeastSquares:
     """Coefficients ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)², old samples fading.
 
     The normal equations are kept as sums; a fit tries every subset of coefficients (at most seven of
     three) and keeps the best that has no negative one. That is exact, and needs no library.
     """
 
-    __slots__ = ("_cross", "_fade", "_prior_cross", "_prior_square", "_square", "count")
+    __slots__ = ("_decay", "_prior_xtx", "_prior_xty", "_xtx", "_xty", "count")
 
-    def __init__(self, prior: Sequence[tuple[Sequence[float], float]], *, fade: float = 0.99) -> None:
+    def __init__(self, prior: Sequence[tuple[Sequence[float], float]], *, decay: float = 0.99) -> None:
         size = len(prior[0][0])
-        self._fade = fade
-        self._square = [[0.0] * size for _ in range(size)]
-        self._cross = [0.0] * size
+        self._decay = decay
+        self._xtx = [[0.0] * size for _ in range(size)]
+        self._xty = [0.0] * size
         for features, value in prior:
             self._accumulate(features, value, _PRIOR_WEIGHT)
-        self._prior_square, self._prior_cross = self._square, self._cross
-        self._square = [[0.0] * size for _ in range(size)]
-        self._cross = [0.0] * size
+        self._prior_xtx, self._prior_xty = self._xtx, self._xty
+        self._xtx = [[0.0] * size for _ in range(size)]
+        self._xty = [0.0] * size
         self.count = 0
 
     def learn(self, features: Sequence[float], value: float) -> bool:
         """One sample; False if it was not a usable one."""
         if not 0 < value < math.inf or not all(0 <= x < math.inf for x in features):
             return False
-        for row in self._square:
-            row[:] = [self._fade * cell for cell in row]
-        self._cross = [self._fade * cell for cell in self._cross]
+        for row in self._xtx:
+            row[:] = [self._decay * cell for cell in row]
+        self._xty = [self._decay * cell for cell in self._xty]
         self._accumulate(features, value, 1.0)
         self.count += 1
         return True
 
     def solve(self) -> tuple[float, ...]:
         """The coefficients that fit best now."""
-        size = len(self._cross)
-        square = [
+        size = len(self._xty)
+        xtx = [
             [a + b for a, b in zip(r, p, strict=True)]
-            for r, p in zip(self._square, self._prior_square, strict=True)
+            for r, p in zip(self._xtx, self._prior_xtx, strict=True)
         ]
-        cross = [a + b for a, b in zip(self._cross, self._prior_cross, strict=True)]
+        xty = [a + b for a, b in zip(self._xty, self._prior_xty, strict=True)]
         best, best_gain = (0.0,) * size, 0.0
         for length in range(1, size + 1):
             for chosen in itertools.combinations(range(size), length):
-                theta = _solve([[square[i][j] for j in chosen] for i in chosen], [cross[i] for i in chosen])
+                theta = _solve([[xtx[i][j] for j in chosen] for i in chosen], [xty[i] for i in chosen])
                 if theta is None or min(theta) < 0:
                     continue
                 # At the minimum of a subset the loss has fallen by θ·(Xᵀy).
-                gain = sum(t * cross[i] for t, i in zip(theta, chosen, strict=True))
+                gain = sum(t * xty[i] for t, i in zip(theta, chosen, strict=True))
                 if gain > best_gain:
-                    spread = dict(zip(chosen, theta, strict=True))
-                    best, best_gain = tuple(spread.get(i, 0.0) for i in range(size)), gain
+                    by_index = dict(zip(chosen, theta, strict=True))
+                    best, best_gain = tuple(by_index.get(i, 0.0) for i in range(size)), gain
         return best
 
     def _accumulate(self, features: Sequence[float], value: float, weight: float) -> None:
         scaled = [x / value for x in features]
         for i, left in enumerate(scaled):
-            row = self._square[i]
+            row = self._xtx[i]
             for j, right in enumerate(scaled):
                 row[j] += weight * left * right
-            self._cross[i] += weight * left
+            self._xty[i] += weight * left
 
 
-def _solve(square: list[list[float]], cross: list[float]) -> list[float] | None:
+def _solve(xtx: list[list[float]], xty: list[float]) -> list[float] | None:
     """Gauss with partial pivoting; None if the system is singular."""
-    rows = [[*row, value] for row, value in zip(square, cross, strict=True)]
+    rows = [[*row, value] for row, value in zip(xtx, xty, strict=True)]
     size = len(rows)
     for column in range(size):
         pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
@@ -172,8 +172,8 @@ def _solve(square: list[list[float]], cross: list[float]) -> list[float] | None:
 
 
 _REFIT_EVERY = 32
-_PRIOR_PROMPTS = (64, 512, 4096)
-_PRIOR_BATCHES = (1_000, 20_000, 200_000)
+_PRIOR_PROMPT_TOKENS = (64, 512, 4096)
+_PRIOR_BATCH_TOKENS = (1_000, 20_000, 200_000)
 _PROMPT_UNIT = 1_000.0
 _BATCH_UNIT = 10_000.0
 
@@ -185,11 +185,13 @@ class PrefillPredictor:
 
     def __init__(self, prior: PrefillModel = DEFAULT_PREFILL) -> None:
         self.model = prior
-        self._fit = NonNegativeFit([(self._features(n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPTS])
+        self._fit = NonNegativeLeastSquares(
+            [(self._features(n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
+        )
 
     def learn(self, *, tokens: int, seconds: float) -> None:
         """How long a prompt took that had the instance to itself."""
-        if self._fit.learn(self._features(tokens), seconds) and _due(self._fit.count):
+        if self._fit.learn(self._features(tokens), seconds) and _is_refit_due(self._fit.count):
             c0, c1, c2 = self._fit.solve()
             self.model = PrefillModel(c0=c0, c1=c1 / _PROMPT_UNIT, c2=c2 / _PROMPT_UNIT**2)
 
@@ -206,8 +208,8 @@ class DecodePredictor:
 
     def __init__(self, prior: DecodeModel = DEFAULT_DECODE) -> None:
         self.model = prior
-        self._fit = NonNegativeFit(
-            [((1.0, n / _BATCH_UNIT), max(prior.itl_s(n), 1e-6)) for n in _PRIOR_BATCHES]
+        self._fit = NonNegativeLeastSquares(
+            [((1.0, n / _BATCH_UNIT), max(prior.itl_s(n), 1e-6)) for n in _PRIOR_BATCH_TOKENS]
         )
 
     def learn(self, *, tokens: int, itl_s: float) -> None:
@@ -221,12 +223,12 @@ class DecodePredictor:
             self.model = DecodeModel(intercept=intercept, slope=slope / _BATCH_UNIT)
 
 
-def _due(count: int) -> bool:
+def _is_refit_due(count: int) -> bool:
     """Often at first, then every so many samples."""
     return count % _REFIT_EVERY == 0 or (count < _REFIT_EVERY and count & (count - 1) == 0)
 
 
-class PredictionError:
+class PredictionErrorMean:
     """Mean of (predicted − measured)/measured of recent prefills; None before the first."""
 
     __slots__ = ("_weight", "value")

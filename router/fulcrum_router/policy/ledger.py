@@ -12,7 +12,7 @@ class LedgerView(Protocol):
     """The books, to be read only."""
 
     @property
-    def prefill_s(self) -> float:
+    def prefill_queued_s(self) -> float:
         """Predicted seconds of prefill work in flight, local prefills included."""
 
     @property
@@ -24,7 +24,7 @@ class LedgerView(Protocol):
         """KV tokens of decode legs in flight: prompt and output so far."""
 
     @property
-    def decode_requests(self) -> int:
+    def decode_legs(self) -> int:
         """Decode legs in flight."""
 
 
@@ -32,46 +32,46 @@ class Ledger:
     """The books of one instance."""
 
     __slots__ = (
-        "decode_requests",
+        "decode_legs",
         "decode_tokens",
         "local_prefills",
-        "open_handoffs",
+        "pending_transfers",
         "prefill_legs",
-        "prefill_s",
+        "prefill_queued_s",
         "prefill_tokens",
     )
 
     def __init__(self) -> None:
-        self.prefill_s = 0.0
+        self.prefill_queued_s = 0.0
         self.prefill_tokens = 0
         self.prefill_legs = 0
         self.local_prefills = 0
         self.decode_tokens = 0
-        self.decode_requests = 0
-        self.open_handoffs = 0
+        self.decode_legs = 0
+        self.pending_transfers = 0
 
     @property
     def legs(self) -> int:
         """All legs in flight; a local prefill is part of its decode leg."""
-        return self.prefill_legs + self.decode_requests
+        return self.prefill_legs + self.decode_legs
 
-    def open_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
+    def add_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
         """A prefill leg that is predicted to take `seconds`."""
         self.prefill_legs += 1
         return PrefillEntry(self, tokens, seconds, local=False)
 
-    def open_local_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
+    def add_local_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
         """The prefill that a decode leg without a hand-off does first."""
         self.local_prefills += 1
         return PrefillEntry(self, tokens, seconds, local=True)
 
-    def open_decode(self, *, tokens: int) -> "DecodeEntry":
+    def add_decode(self, *, tokens: int) -> "DecodeEntry":
         """A decode leg over a prompt of `tokens`."""
         return DecodeEntry(self, tokens)
 
-    def open_handoff(self) -> "HandoffEntry":
+    def add_pending_transfer(self) -> "PendingTransferEntry":
         """A prompt whose KV blocks wait here to be fetched."""
-        return HandoffEntry(self)
+        return PendingTransferEntry(self)
 
 
 class PrefillEntry:
@@ -84,7 +84,7 @@ class PrefillEntry:
         self._tokens = tokens
         self._seconds = seconds
         self._local = local
-        ledger.prefill_s += seconds
+        ledger.prefill_queued_s += seconds
         ledger.prefill_tokens += tokens
 
     def release(self) -> None:
@@ -99,7 +99,9 @@ class PrefillEntry:
             ledger.prefill_legs -= 1
         ledger.prefill_tokens -= self._tokens
         idle = not ledger.prefill_legs and not ledger.local_prefills
-        ledger.prefill_s = 0.0 if idle else max(0.0, ledger.prefill_s - self._seconds)  # no float dust
+        ledger.prefill_queued_s = (
+            0.0 if idle else max(0.0, ledger.prefill_queued_s - self._seconds)
+        )  # no float dust
 
 
 class DecodeEntry:
@@ -110,10 +112,10 @@ class DecodeEntry:
     def __init__(self, ledger: Ledger, tokens: int) -> None:
         self._ledger: Ledger | None = ledger
         self._tokens = tokens
-        ledger.decode_requests += 1
+        ledger.decode_legs += 1
         ledger.decode_tokens += tokens
 
-    def grow(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """Count output tokens; nothing once released."""
         ledger = self._ledger
         if ledger is not None:
@@ -126,22 +128,22 @@ class DecodeEntry:
         if ledger is None:
             return
         self._ledger = None
-        ledger.decode_requests -= 1
+        ledger.decode_legs -= 1
         ledger.decode_tokens -= self._tokens
 
 
-class HandoffEntry:
+class PendingTransferEntry:
     """KV blocks that wait to be fetched."""
 
     __slots__ = ("_ledger",)
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger: Ledger | None = ledger
-        ledger.open_handoffs += 1
+        ledger.pending_transfers += 1
 
     def release(self) -> None:
         """Take it out of the books."""
         ledger = self._ledger
         if ledger is not None:
             self._ledger = None
-            ledger.open_handoffs -= 1
+            ledger.pending_transfers -= 1

@@ -1,16 +1,24 @@
 """The load generator: offers a workload to a service, checks every byte of the answers, measures."""
 
-from fulcrum_simulator.client.generator import LoadGenerator, Target
-from fulcrum_simulator.client.outcomes import Ending, Latencies, Outcome, Report, Tally, latencies, percentile
+from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget
+from fulcrum_simulator.client.outcomes import (
+    Latencies,
+    LoadReport,
+    LoadResults,
+    OutcomeKind,
+    RequestOutcome,
+    percentile,
+    summarize_latencies,
+)
 
 __all__ = [
-    "Ending",
     "Latencies",
     "LoadGenerator",
-    "Outcome",
-    "Report",
-    "Tally",
-    "Target",
-    "latencies",
+    "LoadReport",
+    "LoadResults",
+    "LoadTarget",
+    "OutcomeKind",
+    "RequestOutcome",
     "percentile",
+    "summarize_latencies",
 ]

@@ -10,26 +10,26 @@ from typing import cast
 
 import httptools
 
-from fulcrum_simulator.client.exchange import Exchange
+from fulcrum_simulator.client.exchange import HttpExchange
 
 
-class Connection(asyncio.Protocol):
-    """One connection to the service. Calls `released` when free for the next, `closed` when it is gone."""
+class HttpConnection(asyncio.Protocol):
+    """One connection to the service. Calls `on_free` when free for the next, `on_closed` when it is gone."""
 
     def __init__(
-        self, released: Callable[["Connection"], None], closed: Callable[["Connection"], None]
+        self, on_free: Callable[["HttpConnection"], None], on_closed: Callable[["HttpConnection"], None]
     ) -> None:
-        self._released, self._closed = released, closed
+        self._on_free, self._on_closed = on_free, on_closed
         self._now_s = asyncio.get_running_loop().time
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        self._exchange: Exchange | None = None
-        self._read_s = 0.0
+        self._exchange: HttpExchange | None = None
+        self._received_s = 0.0
 
-    def send(self, exchange: Exchange, *, host: str) -> None:
+    def send(self, exchange: HttpExchange, *, host: str) -> None:
         """Writes the exchange's request; the connection must be free."""
         if self._transport is None:
-            exchange.lost("connection closed", self._now_s())
+            exchange.on_lost("connection closed", self._now_s())
             return
         request = exchange.request
         head = (
@@ -38,12 +38,12 @@ class Connection(asyncio.Protocol):
         )
         self._exchange = exchange
         self._parser = httptools.HttpResponseParser(self)
-        exchange.sent(self._now_s())
+        exchange.on_sent(self._now_s())
         self._transport.write(head.encode() + request.body)
 
-    def abort(self, why: str) -> None:
+    def abort(self, reason: str) -> None:
         """Ends the exchange in flight, if any, and the connection."""
-        self._lose(why)
+        self._end_exchange(reason)
         if self._transport is not None:
             self._transport.abort()
 
@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._read_s = self._now_s()
+        self._received_s = self._now_s()
         if self._parser is None:
             self.abort("data without a request")
             return
@@ -64,31 +64,31 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._lose(f"connection lost: {type(exc).__name__}" if exc else "connection closed")
-        self._closed(self)
+        self._end_exchange(f"connection lost: {type(exc).__name__}" if exc else "connection closed")
+        self._on_closed(self)
 
-    def _lose(self, why: str) -> None:
+    def _end_exchange(self, reason: str) -> None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.lost(why, self._now_s())
+            exchange.on_lost(reason, self._now_s())
 
     # httptools' callbacks
 
     def on_headers_complete(self) -> None:
         if self._exchange is not None and self._parser is not None:
-            self._exchange.head(self._parser.get_status_code())
+            self._exchange.on_status(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
         if self._exchange is not None:
-            self._exchange.body(body, self._read_s)
+            self._exchange.on_body(body, self._received_s)
 
     def on_message_complete(self) -> None:
         exchange, self._exchange = self._exchange, None
         parser, self._parser = self._parser, None
         if exchange is None or parser is None or self._transport is None:
             return
-        exchange.complete(self._read_s)
+        exchange.on_complete(self._received_s)
         if parser.should_keep_alive():
-            self._released(self)
+            self._on_free(self)
         else:
             self._transport.close()

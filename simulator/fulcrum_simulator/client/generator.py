@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client.connection import Connection
-from fulcrum_simulator.client.exchange import Exchange
-from fulcrum_simulator.client.outcomes import Outcome, Tally
-from fulcrum_simulator.client.prompts import write_request
+from fulcrum_simulator.client.connection import HttpConnection
+from fulcrum_simulator.client.exchange import HttpExchange
+from fulcrum_simulator.client.outcomes import LoadResults, RequestOutcome
+from fulcrum_simulator.client.prompts import prepare_request
 from fulcrum_simulator.workload import WorkloadRequest
 
 UNFINISHED = "unfinished when the run ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoadTarget:
     """Where the load goes and in which form. All of it is streamed: an answer in one piece has no TTFT."""
 
     host: str
@@ -30,42 +30,43 @@ class Target:
     chat_share: float = 0.0
     """Of requests, 0 to 1: those sent as a chat. The others are plain completions."""
     max_connections: int = 1024
-    """Beyond this many open connections requests wait, and the tally says how many did (`held_back`)."""
+    """Beyond this many open connections requests wait, and the tally says how many did
+    (`connection_waits`)."""
 
 
 class LoadGenerator:
     """Sends workloads to one service and tallies what becomes of each request.
 
-    One `play` runs at a time; several in a row share the tally and the connections. The same seed writes the
+    One `send` runs at a time; several in a row share the tally and the connections. The same seed writes the
     same prompts.
     """
 
-    def __init__(self, target: Target, *, slo: Slo, seed: int) -> None:
-        self.tally = Tally(slo)
+    def __init__(self, target: LoadTarget, *, slo: Slo, seed: int) -> None:
+        self.results = LoadResults(slo)
         self._target = target
         self._seed = seed
         self._rng = random.Random(seed)
-        self._free: list[Connection] = []
-        self._open: set[Connection] = set()
+        self._free: list[HttpConnection] = []
+        self._open: set[HttpConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[Exchange] = deque()
+        self._waiting: deque[HttpExchange] = deque()
         self._all_ended = asyncio.Event()
 
-    async def play(self, requests: Iterable[WorkloadRequest], *, start_s: float | None = None) -> None:
+    async def send(self, requests: Iterable[WorkloadRequest], *, start_s: float | None = None) -> None:
         """Sends each request at `start_s` (the loop's clock; default now) plus its arrival, and returns."""
         loop = asyncio.get_running_loop()
-        origin_s = loop.time() if start_s is None else start_s
+        load_start_s = loop.time() if start_s is None else start_s
         for request in requests:
-            intended_s = origin_s + request.arrival_s
+            intended_s = load_start_s + request.arrival_s
             if (wait_s := intended_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
-            self._send(request, intended_s)
+            self._send_one(request, intended_s)
 
     async def finish(self, *, timeout_s: float) -> None:
         """Waits for all answers, at most `timeout_s`; then ends what is left as unfinished and closes all."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.tally.in_flight:
+                while self.results.in_flight:
                     self._all_ended.clear()
                     await self._all_ended.wait()
         except TimeoutError:
@@ -76,7 +77,7 @@ class LoadGenerator:
         """Ends what is in flight as unfinished and closes every connection."""
         now_s = asyncio.get_running_loop().time()
         while self._waiting:
-            self._waiting.popleft().lost(UNFINISHED, now_s)
+            self._waiting.popleft().on_lost(UNFINISHED, now_s)
         for task in self._connecting:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
@@ -85,69 +86,71 @@ class LoadGenerator:
         while self._open:
             await asyncio.sleep(0)
 
-    def _send(self, request: WorkloadRequest, intended_s: float) -> None:
-        index = self.tally.offer()
+    def _send_one(self, request: WorkloadRequest, intended_s: float) -> None:
+        index = self.results.record_offered()
         target = self._target
-        written = write_request(
+        prepared = prepare_request(
             request,
             model=target.model,
             seed=self._seed,
             index=index,
             chat=self._rng.random() < target.chat_share,
         )
-        self._place(Exchange(written, index=index, intended_s=intended_s, ended=self._end))
+        self._assign_connection(
+            HttpExchange(prepared, index=index, intended_s=intended_s, on_end=self._record_end)
+        )
 
-    def _place(self, exchange: Exchange) -> None:
+    def _assign_connection(self, exchange: HttpExchange) -> None:
         """On a free connection, else on a new one, else at the end of the queue for one."""
         if self._free:
             self._free.pop().send(exchange, host=self._target.host)
         elif len(self._open) + len(self._connecting) < self._target.max_connections:
-            self._open_for(exchange)
+            self._connect_for(exchange)
         else:
-            self.tally.held_back += 1
+            self.results.connection_waits += 1
             self._waiting.append(exchange)
 
-    def _open_for(self, exchange: Exchange) -> None:
+    def _connect_for(self, exchange: HttpExchange) -> None:
         task = asyncio.create_task(self._connect(exchange))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
 
-    async def _connect(self, exchange: Exchange) -> None:
+    async def _connect(self, exchange: HttpExchange) -> None:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(
                 self._new_connection, self._target.host, self._target.port
             )
         except OSError as error:
-            exchange.lost(f"cannot connect: {type(error).__name__}", loop.time())
-            self._serve_waiting()
+            exchange.on_lost(f"cannot connect: {type(error).__name__}", loop.time())
+            self._send_waiting()
         except asyncio.CancelledError:
-            exchange.lost(UNFINISHED, loop.time())
+            exchange.on_lost(UNFINISHED, loop.time())
             raise
         else:
             self._open.add(connection)
             connection.send(exchange, host=self._target.host)
 
-    def _new_connection(self) -> Connection:
-        return Connection(self._release, self._forget)
+    def _new_connection(self) -> HttpConnection:
+        return HttpConnection(self._on_connection_free, self._on_connection_closed)
 
-    def _release(self, connection: Connection) -> None:
+    def _on_connection_free(self, connection: HttpConnection) -> None:
         if self._waiting:
             connection.send(self._waiting.popleft(), host=self._target.host)
         else:
             self._free.append(connection)
 
-    def _forget(self, connection: Connection) -> None:
+    def _on_connection_closed(self, connection: HttpConnection) -> None:
         self._open.discard(connection)
         if connection in self._free:
             self._free.remove(connection)
-        self._serve_waiting()
+        self._send_waiting()
 
-    def _serve_waiting(self) -> None:
+    def _send_waiting(self) -> None:
         if self._waiting:
-            self._open_for(self._waiting.popleft())
+            self._connect_for(self._waiting.popleft())
 
-    def _end(self, outcome: Outcome) -> None:
-        self.tally.end(outcome)
-        if not self.tally.in_flight:
+    def _record_end(self, outcome: RequestOutcome) -> None:
+        self.results.record_outcome(outcome)
+        if not self.results.in_flight:
             self._all_ended.set()

@@ -12,7 +12,7 @@ from enum import StrEnum
 from fulcrum_core.values import Slo
 
 
-class Ending(StrEnum):
+class OutcomeKind(StrEnum):
     """How a request ended."""
 
     OK = "ok"
@@ -22,28 +22,28 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RequestOutcome:
     """One request's end. Times count from the instant at which it was meant to be sent.
 
-    `tpot_s` = (end − first) / (tokens − 1), None with a single token. `told` says whether a broken stream
-    announced itself by an error event. `reason` is empty where the request is ok.
+    `tpot_s` = (end − first) / (tokens − 1), None with a single token. `error_reported` says whether a
+    broken stream     announced itself by an error event. `reason` is empty where the request is ok.
     """
 
     index: int
-    ending: Ending
+    kind: OutcomeKind
     sent_late_s: float
     end_s: float
     output_tokens: int = 0
     ttft_s: float | None = None
     tpot_s: float | None = None
-    told: bool = False
+    error_reported: bool = False
     reason: str = ""
 
-    def met(self, slo: Slo) -> bool:
+    def meets(self, slo: Slo) -> bool:
         """Whether it finished right and within both objectives."""
-        if self.ending is not Ending.OK or self.ttft_s is None:
+        if self.kind is not OutcomeKind.OK or self.ttft_s is None:
             return False
-        return slo.met(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+        return slo.is_met(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Latencies:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """The figures of a run: offered = ok + failed + broken + wrong + in_flight, the last 0 at its end."""
 
     offered: int
@@ -67,7 +67,7 @@ class Report:
     wrong: int
     in_flight: int
     broken_silently: int
-    held_back: int
+    connection_waits: int
     output_tokens: int
     attainment: float | None
     latencies: Latencies
@@ -76,65 +76,65 @@ class Report:
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadResults:
     """Counts requests as they are offered and as they end; the load generator writes it, a view reads it."""
 
     slo: Slo
     offered: int = 0
-    held_back: int = 0
-    ended: dict[Ending, int] = field(default_factory=lambda: dict.fromkeys(Ending, 0))
-    met: int = 0
+    connection_waits: int = 0
+    by_kind: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
+    slo_met: int = 0
     output_tokens: int = 0
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
 
-    def offer(self) -> int:
+    def record_offered(self) -> int:
         """Counts one more request and gives its index."""
         self.offered += 1
         return self.offered - 1
 
-    def end(self, outcome: Outcome) -> None:
+    def record_outcome(self, outcome: RequestOutcome) -> None:
         """Counts the one end of a request."""
         self.outcomes.append(outcome)
-        self.ended[outcome.ending] += 1
+        self.by_kind[outcome.kind] += 1
         self.output_tokens += outcome.output_tokens
-        self.met += outcome.met(self.slo)
+        self.slo_met += outcome.meets(self.slo)
 
     @property
     def in_flight(self) -> int:
         """Requests offered and not ended."""
         return self.offered - len(self.outcomes)
 
-    def since(self, start_s: float) -> Sequence[Outcome]:
+    def since(self, start_s: float) -> Sequence[RequestOutcome]:
         """The outcomes that ended at `start_s` or later."""
         first = len(self.outcomes)
         while first and self.outcomes[first - 1].end_s >= start_s:
             first -= 1
         return self.outcomes[first:]
 
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         """The figures so far. Attainment is over all that was offered; what is unfinished has missed."""
-        return Report(
+        return LoadReport(
             offered=self.offered,
-            ok=self.ended[Ending.OK],
-            failed=self.ended[Ending.FAILED],
-            broken=self.ended[Ending.BROKEN],
-            wrong=self.ended[Ending.WRONG],
+            ok=self.by_kind[OutcomeKind.OK],
+            failed=self.by_kind[OutcomeKind.FAILED],
+            broken=self.by_kind[OutcomeKind.BROKEN],
+            wrong=self.by_kind[OutcomeKind.WRONG],
             in_flight=self.in_flight,
-            broken_silently=sum(o.ending is Ending.BROKEN and not o.told for o in self.outcomes),
-            held_back=self.held_back,
+            broken_silently=sum(o.kind is OutcomeKind.BROKEN and not o.error_reported for o in self.outcomes),
+            connection_waits=self.connection_waits,
             output_tokens=self.output_tokens,
-            attainment=self.met / self.offered if self.offered else None,
-            latencies=latencies(self.outcomes),
+            attainment=self.slo_met / self.offered if self.offered else None,
+            latencies=summarize_latencies(self.outcomes),
             sent_late_p99_s=percentile([o.sent_late_s for o in self.outcomes], 99),
             reasons=dict(sorted(Counter(o.reason for o in self.outcomes if o.reason).items())),
         )
 
 
-def latencies(outcomes: Iterable[Outcome]) -> Latencies:
+def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
     """TTFT and TPOT at the median and at p99 of the requests that ended right."""
-    right = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
-    ttft = [outcome.ttft_s for outcome in right if outcome.ttft_s is not None]
-    tpot = [outcome.tpot_s for outcome in right if outcome.tpot_s is not None]
+    successful = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.OK]
+    ttft = [outcome.ttft_s for outcome in successful if outcome.ttft_s is not None]
+    tpot = [outcome.tpot_s for outcome in successful if outcome.tpot_s is not None]
     return Latencies(percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99))
 
 

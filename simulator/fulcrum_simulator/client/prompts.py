@@ -11,11 +11,11 @@ from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest,
 from fulcrum_simulator.workload import WorkloadRequest
 
 _CHAT_FRAME_BYTES = len(render_chat([{"role": "user", "content": ""}]))
-SHORTEST_CHAT_TOKENS = count_tokens(b"." * _CHAT_FRAME_BYTES) + 1
+CHAT_TOKENS_MIN = count_tokens(b"." * _CHAT_FRAME_BYTES) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenRequest:
+class PreparedRequest:
     """A request ready to be sent, and what its answer must be."""
 
     path: str
@@ -25,23 +25,22 @@ class WrittenRequest:
     output_tokens: int
 
 
-def write_request(
+def prepare_request(
     request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False
-) -> WrittenRequest:
+) -> PreparedRequest:
     """The `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
 
     A prompt too short for the chat template's own words is sent as a plain completion.
     """
-    chat = chat and request.input_tokens >= SHORTEST_CHAT_TOKENS
+    chat = chat and request.input_tokens >= CHAT_TOKENS_MIN
     size = request.input_tokens * BYTES_PER_TOKEN - (_CHAT_FRAME_BYTES if chat else 0)
     text = _unique_text(seed, index, size)
     prompt = render_chat([{"role": "user", "content": text}]) if chat else text.encode()
-    question = f'"messages":[{{"role":"user","content":"{text}"}}]' if chat else f'"prompt":"{text}"'
+    prompt_field = f'"messages":[{{"role":"user","content":"{text}"}}]' if chat else f'"prompt":"{text}"'
     streaming = '"stream":true,"stream_options":{"include_usage":true}'
-    body = (
-        f'{{"model":"{model}",{question},"max_tokens":{request.output_tokens},"temperature":0,{streaming}}}'
-    )
-    return WrittenRequest(
+    tokens = request.output_tokens
+    body = f'{{"model":"{model}",{prompt_field},"max_tokens":{tokens},"temperature":0,{streaming}}}'
+    return PreparedRequest(
         path="/v1/chat/completions" if chat else "/v1/completions",
         body=body.encode(),
         digest=prompt_digest(prompt),
@@ -51,5 +50,5 @@ def write_request(
 
 
 def _unique_text(seed: int, index: int, size: int) -> str:
-    word = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest()
-    return (word * (size // len(word) + 1))[:size]
+    pattern = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest()
+    return (pattern * (size // len(pattern) + 1))[:size]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from fulcrum_simulator.engine.requests import ImportKv
+from fulcrum_simulator.engine.requests import KvImportRequest
 
 
 class EngineDead(Exception):
@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvExport:
+class ExportedKv:
     """Blocks pinned for a peer until `expires_s`, unless extended: what a prefill leg hands over."""
 
     request_id: str
@@ -29,15 +29,15 @@ class KvExport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FetchStart:
+class KvFetch:
     """The scheduler took an import and holds blocks for it: pull `remote_block_ids` (`kv_bytes` in all) now.
 
-    Only blocks that the engine's own prefix cache lacks are listed. Answer with `kv_fetch_done` or
-    `kv_fetch_failed`; until then send the peer a heartbeat every `Engine.heartbeat_interval_s`.
+    Only blocks that the engine's own prefix cache lacks are listed. Answer with `complete_kv_fetch` or
+    `fail_kv_fetch`; until then send the peer a heartbeat every `Engine.heartbeat_interval_s`.
     """
 
     request_id: str
-    source: ImportKv
+    source: KvImportRequest
     remote_block_ids: tuple[int, ...]
     tokens: int
     kv_bytes: int
@@ -53,7 +53,7 @@ class Step:
     context_tokens: int
 
 
-class TokenOut(NamedTuple):
+class OutputToken(NamedTuple):
     """The `index`-th output token (from 0) of a request; `digest` is the prompt whose KV it follows from."""
 
     request_id: str
@@ -79,7 +79,7 @@ class Finished:
 
     request_id: str
     reason: FinishReason
-    export: KvExport | None
+    export: ExportedKv | None
     prompt_tokens: int
     output_tokens: int
     max_tokens: int
@@ -99,4 +99,4 @@ class Finished:
         return self.prefill_s + self.decode_s
 
 
-Event = TokenOut | Preempted | Finished
+Event = OutputToken | Preempted | Finished

@@ -24,7 +24,7 @@ class Leases:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
-        self._none_before_s = math.inf  # no lease runs out earlier; lets a step skip the search
+        self._earliest_expiry_s = math.inf  # no lease runs out earlier; lets a step skip the search
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -33,7 +33,7 @@ class Leases:
         """Pin these blocks; returns when the lease runs out."""
         lease = _Lease(blocks, now_s + self._lease_s)
         self._leases[request_id] = lease
-        self._none_before_s = min(self._none_before_s, lease.expires_s)
+        self._earliest_expiry_s = min(self._earliest_expiry_s, lease.expires_s)
         return lease.expires_s
 
     def extend(self, request_id: str, now_s: float) -> bool:
@@ -51,13 +51,13 @@ class Leases:
 
     def expire(self, now_s: float) -> list[list[int]]:
         """End the leases that ran out by now; the blocks of each."""
-        if now_s < self._none_before_s:
+        if now_s < self._earliest_expiry_s:
             return []
-        late = [request_id for request_id, lease in self._leases.items() if lease.expires_s <= now_s]
-        expired = [self._leases.pop(request_id).blocks for request_id in late]
-        self._none_before_s = min((lease.expires_s for lease in self._leases.values()), default=math.inf)
+        expired_ids = [request_id for request_id, lease in self._leases.items() if lease.expires_s <= now_s]
+        expired = [self._leases.pop(request_id).blocks for request_id in expired_ids]
+        self._earliest_expiry_s = min((lease.expires_s for lease in self._leases.values()), default=math.inf)
         return expired
 
-    def next_deadline_s(self) -> float | None:
+    def next_lease_expiry_s(self) -> float | None:
         """When the next lease runs out; None without leases."""
         return min((lease.expires_s for lease in self._leases.values()), default=None)

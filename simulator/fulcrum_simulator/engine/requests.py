@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class NoHandoff:
+class NoKvTransfer:
     """Prefill and decode both happen here."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExportKv:
+class KvExportRequest:
     """Only the prompt is computed here (`do_remote_decode`): its blocks stay pinned for a peer to pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportKv:
+class KvImportRequest:
     """A peer computed the prompt (`do_remote_prefill`): pull its blocks, then decode.
 
     The fields are the peer's answer as it came. As on the real engine, an answer without `block_ids` (None)
@@ -30,7 +30,7 @@ class ImportKv:
     port: int = 0
 
 
-Handoff = NoHandoff | ExportKv | ImportKv
+KvTransfer = NoKvTransfer | KvExportRequest | KvImportRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class EngineRequest:
     digest: bytes
     block_hashes: tuple[bytes, ...] = ()
     priority: int = 0
-    handoff: Handoff = NoHandoff()
+    kv_transfer: KvTransfer = NoKvTransfer()
     stop_after: int | None = None
 
 
@@ -67,9 +67,10 @@ def block_hashes(prompt: bytes, *, block_bytes: int, salt: bytes = b"") -> tuple
     return tuple(hashes)
 
 
-def held_digest(read: tuple[bytes, ...], *, own: bytes) -> bytes:
-    """The prompt that a taker with the prompt `own` continues after reading blocks that hold `read`.
+def pulled_digest(blocks: tuple[bytes, ...], *, own_digest: bytes) -> bytes:
+    """The prompt that a taker with the prompt `own_digest` continues after reading blocks that hold these
+    digests.
 
     One block of another prompt is enough to make the text another's, as it would be on a real engine.
     """
-    return next((digest for digest in read if digest != own), own)
+    return next((digest for digest in blocks if digest != own_digest), own_digest)

@@ -59,7 +59,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gauges:
+class EngineGauges:
     """What the engine holds now: requests by state, and its KV cache.
 
     `waiting_deferred` requests wait for their fetch to end. The fetch stages split the imports.

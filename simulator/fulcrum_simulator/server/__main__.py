@@ -18,15 +18,15 @@ from aiohttp import web  # noqa: E402
 
 from fulcrum_core.errors import InvalidInput  # noqa: E402
 from fulcrum_simulator.server.app import EngineApp  # noqa: E402
-from fulcrum_simulator.server.giver import Giver, start_giver  # noqa: E402
 from fulcrum_simulator.server.log import log  # noqa: E402
 from fulcrum_simulator.server.options import Options, parse_options  # noqa: E402
 from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
 from fulcrum_simulator.server.service import EngineService  # noqa: E402
+from fulcrum_simulator.server.side_channel_server import SideChannelServer, start_side_channel_server  # noqa: E402
 
-DEATH_THROES_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
-KEEP_ALIVE_S = 5.0  # vLLM closes idle connections this soon; a router's pool must cope
-CLOSE_S = 0.5  # how long open connections get at the end
+DEATH_GRACE_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
+KEEP_ALIVE_TIMEOUT_S = 5.0  # vLLM closes idle connections this soon; a router's pool must cope
+SHUTDOWN_TIMEOUT_S = 0.5  # how long open connections get at the end
 
 
 def bind(host: str, port: int, *, option: str) -> socket.socket:
@@ -47,25 +47,29 @@ def bind(host: str, port: int, *, option: str) -> socket.socket:
     return bound
 
 
-async def serve(options: Options, http: socket.socket, side: socket.socket, *, started_s: float) -> None:
+async def serve(
+    options: Options, http: socket.socket, side_channel: socket.socket, *, started_s: float
+) -> None:
     """Start up, print the ready line, and serve until a signal or the engine's death."""
     service = EngineService(options)
-    service.side_channel_port = side.getsockname()[1]
+    service.side_channel_port = side_channel.getsockname()[1]
     stop, died = asyncio.Event(), asyncio.Event()
     service.runner.on_death = died.set
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    if not await _warm_up(options.profile.startup_s - (time.monotonic() - started_s), stop):
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    if not await _wait_for_startup(options.profile.startup_s - (time.monotonic() - started_s), stop):
         return
-    giver = Giver(service.runner, model=options.model, while_hung=service.while_hung)
-    peers = await start_giver(giver, side)
+    side_channel_server = SideChannelServer(
+        service.runner, model=options.model, wait_while_hung=service.wait_while_hung
+    )
+    listener = await start_side_channel_server(side_channel_server, side_channel)
     runner = web.AppRunner(
         EngineApp(service).build(),
         access_log=None,
         handler_cancellation=True,
-        keepalive_timeout=KEEP_ALIVE_S,
-        shutdown_timeout=CLOSE_S,
+        keepalive_timeout=KEEP_ALIVE_TIMEOUT_S,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
     )
     await runner.setup()
     await web.SockSite(runner, http, backlog=1024).start()
@@ -73,13 +77,13 @@ async def serve(options: Options, http: socket.socket, side: socket.socket, *, s
     print("ready", orjson.dumps(ready).decode(), flush=True)
     gc.collect()
     gc.freeze()  # what start-up left is never garbage: keep collections short, they delay steps
-    await _until_end(service, stop, died)
-    peers.close()
+    await _wait_for_end(service, stop, died)
+    listener.close()
     await runner.cleanup()
-    await service.taker.close()
+    await service.puller.close()
 
 
-async def _warm_up(seconds: float, stop: asyncio.Event) -> bool:
+async def _wait_for_startup(seconds: float, stop: asyncio.Event) -> bool:
     """Load the model, so to speak; False if told to stop meanwhile."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
@@ -89,19 +93,19 @@ async def _warm_up(seconds: float, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _until_end(service: EngineService, stop: asyncio.Event, died: asyncio.Event) -> None:
+async def _wait_for_end(service: EngineService, stop: asyncio.Event, died: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(died.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
     if died.is_set():
         log("error", "engine died", at_s=time.time(), instance=service.options.name)
-        await asyncio.sleep(DEATH_THROES_S)
+        await asyncio.sleep(DEATH_GRACE_S)
         return
     if not await service.drain(service.options.shutdown_timeout_s):
-        fields = {"instance": service.options.name, "requests": service.runner.live}
+        fields = {"instance": service.options.name, "requests": service.runner.live_requests}
         log("warning", "drain took too long", at_s=time.time(), **fields)
-        await service.clients_gone()
+        await service.wait_for_clients()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -111,11 +115,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = parse_options(arguments)
         http = bind(options.host, options.port, option="--port")
-        side = bind(options.host, options.side_channel_port, option="--side-channel-port")
+        side_channel = bind(options.host, options.side_channel_port, option="--side-channel-port")
     except InvalidInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    uvloop.run(serve(options, http, side, started_s=started_s))
+    uvloop.run(serve(options, http, side_channel, started_s=started_s))
     return 0
 
 

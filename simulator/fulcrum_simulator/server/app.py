@@ -12,33 +12,44 @@ from aiohttp import web
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.engine import EngineDead, EngineRequest, block_hashes
 from fulcrum_simulator.server.faults import parse_fault
-from fulcrum_simulator.server.handoff import CACHED_KEY, answer_params, read_handoff
-from fulcrum_simulator.server.requests import Ask, Refused, check_role, parse_ask, parse_body, parse_prompt
+from fulcrum_simulator.server.kv_transfer_params import (
+    CACHED_TOKENS_KEY,
+    build_kv_transfer_params,
+    parse_kv_transfer_params,
+)
+from fulcrum_simulator.server.requests import (
+    GenerateRequest,
+    RequestRejected,
+    check_role,
+    parse_body,
+    parse_generate_request,
+    parse_prompt,
+)
 from fulcrum_simulator.server.responses import (
     DONE,
     ENGINE_DEAD,
-    AnswerShape,
-    Usage,
+    ResponseTemplate,
+    TokenUsage,
     error_event,
     error_object,
 )
 from fulcrum_simulator.server.service import EngineService
-from fulcrum_simulator.server.sinks import Ending, EventStream, WholeAnswer
+from fulcrum_simulator.server.token_sinks import BufferedResponse, ResponseEnd, StreamedResponse
 from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest
 
 ENGINE_VERSION = "0.32.0"
-_BODY_LIMIT = 64 * 1024 * 1024
-_SIMULATOR = "/simulator/"
+_BODY_BYTES_MAX = 64 * 1024 * 1024
+_SIMULATOR_PREFIX = "/simulator/"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _GenerateCall:
     """One checked request with its ids and the fixed parts of its answer."""
 
-    ask: Ask
+    parsed: GenerateRequest
     request: EngineRequest
-    shape: AnswerShape
+    template: ResponseTemplate
 
 
 class EngineApp:
@@ -50,7 +61,7 @@ class EngineApp:
 
     def build(self) -> web.Application:
         """The aiohttp application."""
-        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[self._guard])
+        app = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[self._handle_errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/tokenize", self._tokenize)
@@ -65,20 +76,22 @@ class EngineApp:
         return app
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def _handle_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Errors as vLLM's error object; a hanging engine answers nothing but the simulator's own routes."""
-        if not request.path.startswith(_SIMULATOR):
-            await self._service.while_hung()
+        if not request.path.startswith(_SIMULATOR_PREFIX):
+            await self._service.wait_while_hung()
         try:
             return await handler(request)
-        except Refused as refusal:
-            return _error(refusal.message, kind=refusal.kind, status=refusal.status, param=refusal.param)
+        except RequestRejected as refusal:
+            return _error_response(
+                refusal.message, kind=refusal.kind, status=refusal.status, param=refusal.param
+            )
         except InvalidInput as error:
-            return _error(str(error), kind="BadRequestError", status=400)
+            return _error_response(str(error), kind="BadRequestError", status=400)
         except EngineDead:
-            return _error(ENGINE_DEAD, kind="InternalServerError", status=500)
+            return _error_response(ENGINE_DEAD, kind="InternalServerError", status=500)
         except web.HTTPException as error:
-            return _error(error.reason, kind=error.reason.replace(" ", ""), status=error.status)
+            return _error_response(error.reason, kind=error.reason.replace(" ", ""), status=error.status)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, chat=False)
@@ -90,59 +103,61 @@ class EngineApp:
         service = self._service
         if service.refusing:
             message = "The server is too busy; try a different instance."
-            raise Refused(message, status=503, kind="ServiceUnavailableError")
+            raise RequestRejected(message, status=503, kind="ServiceUnavailableError")
         if service.runner.dead:
             raise EngineDead
-        call = self._read_call(
+        call = self._parse_call(
             parse_body(await request.read()), request.headers.get("X-Request-Id"), chat=chat
         )
-        if call.ask.stream:
-            return await self._stream(request, call)
-        return await self._answer(call)
+        if call.parsed.stream:
+            return await self._respond_streamed(request, call)
+        return await self._respond(call)
 
-    def _read_call(self, body: dict[str, Any], request_id: str | None, *, chat: bool) -> _Call:
+    def _parse_call(self, body: dict[str, Any], request_id: str | None, *, chat: bool) -> _GenerateCall:
         service = self._service
-        ask = parse_ask(
+        parsed = parse_generate_request(
             body, chat=chat, model=service.options.model, max_model_tokens=service.options.max_model_tokens
         )
-        check_role(ask, service.options.role)
-        given = request_id or uuid.uuid4().hex
-        answer_id = f"chatcmpl-{given}" if chat else f"cmpl-{given}"
-        return _Call(
-            ask=ask,
+        check_role(parsed, service.options.role)
+        call_id = request_id or uuid.uuid4().hex
+        response_id = f"chatcmpl-{call_id}" if chat else f"cmpl-{call_id}"
+        return _GenerateCall(
+            parsed=parsed,
             request=EngineRequest(
-                id=f"{answer_id}{'' if chat else '-0'}-{uuid.uuid4().hex[:8]}",
+                id=f"{response_id}{'' if chat else '-0'}-{uuid.uuid4().hex[:8]}",
                 arrival_s=service.runner.now_s(),
-                prompt_tokens=ask.prompt_tokens,
-                max_tokens=ask.max_tokens,
-                digest=prompt_digest(ask.prompt),
+                prompt_tokens=parsed.prompt_tokens,
+                max_tokens=parsed.max_tokens,
+                digest=prompt_digest(parsed.prompt),
                 block_hashes=block_hashes(
-                    ask.prompt,
+                    parsed.prompt,
                     block_bytes=service.options.profile.block_size * BYTES_PER_TOKEN,
-                    salt=ask.cache_salt.encode()[:64],
+                    salt=parsed.cache_salt.encode()[:64],
                 ),
-                priority=ask.priority,
-                handoff=read_handoff(ask.kv_transfer_params),
+                priority=parsed.priority,
+                kv_transfer=parse_kv_transfer_params(parsed.kv_transfer_params),
             ),
-            shape=AnswerShape(answer_id=answer_id, model=ask.model, created_s=int(time.time()), chat=chat),
+            template=ResponseTemplate(
+                response_id=response_id, model=parsed.model, created_s=int(time.time()), chat=chat
+            ),
         )
 
-    async def _answer(self, call: _Call) -> web.Response:
-        sink = WholeAnswer()
+    async def _respond(self, call: _GenerateCall) -> web.Response:
+        sink = BufferedResponse()
         self._service.submit(call.request, sink)
         try:
             ending = await sink.ending
         finally:
             self._service.runner.abort(call.request.id)
-        body = call.shape.whole(
+        body = call.template.format_response(
             sink.text,
             finish_reason=ending.reason,
-            usage=_usage(call.ask, ending),
-            kv_transfer_params=self._answer_params(ending),
+            usage=_measure_usage(call.parsed, ending),
+            kv_transfer_params=self._kv_transfer_params(ending),
         )
         return web.Response(body=body, content_type="application/json")
 
-    async def _stream(self, request: web.Request, call: _Call) -> web.StreamResponse:
+    async def _respond_streamed(self, request: web.Request, call: _GenerateCall) -> web.StreamResponse:
         """Headers go out at once and every token from the step loop; only the end is written here."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
@@ -150,24 +165,28 @@ class EngineApp:
         transport = request.transport
         if transport is None:
             return response
-        sink = EventStream(call.shape, transport, max_tokens=call.ask.max_tokens)
+        sink = StreamedResponse(call.template, transport, max_tokens=call.parsed.max_tokens)
         self._service.submit(call.request, sink)
         try:
             ending = await sink.ending
         except EngineDead:
             tail = error_event(ENGINE_DEAD, kind="InternalServerError", status=500)
         else:
-            tail = call.shape.usage(_usage(call.ask, ending)) if call.ask.include_usage else b""
+            tail = (
+                call.template.format_usage(_measure_usage(call.parsed, ending))
+                if call.parsed.include_usage
+                else b""
+            )
         finally:
             self._service.runner.abort(call.request.id)
         await response.write(tail + DONE)
         return response
 
-    def _answer_params(self, ending: Ending) -> dict[str, Any] | None:
+    def _kv_transfer_params(self, ending: ResponseEnd) -> dict[str, Any] | None:
         end = ending.end
         if end is None or end.export is None:
             return None
-        return answer_params(
+        return build_kv_transfer_params(
             end.export,
             engine_id=self._service.runner.engine.engine_id,
             host=self._service.options.host,
@@ -182,7 +201,7 @@ class EngineApp:
             int.from_bytes(prompt[start : start + BYTES_PER_TOKEN], "little")
             for start in range(0, len(prompt), BYTES_PER_TOKEN)
         ]
-        return _json(
+        return _json_response(
             {
                 "count": count_tokens(prompt),
                 "max_model_len": self._service.options.max_model_tokens,
@@ -202,18 +221,18 @@ class EngineApp:
             "parent": None,
             "max_model_len": self._service.options.max_model_tokens,
         }
-        return _json({"object": "list", "data": [card]})
+        return _json_response({"object": "list", "data": [card]})
 
     async def _health(self, _: web.Request) -> web.Response:
         """200 while the engine lives: also when it drains, refuses or aborts."""
         return web.Response(status=503 if self._service.runner.dead else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json({"version": ENGINE_VERSION})
+        return _json_response({"version": ENGINE_VERSION})
 
     async def _load(self, _: web.Request) -> web.Response:
         """As with `--enable-server-load-tracking`."""
-        return _json({"server_load": self._service.runner.live})
+        return _json_response({"server_load": self._service.runner.live_requests})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         runner = self._service.runner
@@ -221,28 +240,30 @@ class EngineApp:
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=1.0.0; charset=utf-8"})
 
     async def _stats(self, _: web.Request) -> web.Response:
-        return _json(self._service.stats())
+        return _json_response(self._service.read_stats())
 
     async def _fault(self, request: web.Request) -> web.Response:
         fault = parse_fault(parse_body(await request.read()))
-        self._service.inject(fault)
-        return _json({"kind": fault.kind})
+        self._service.inject_fault(fault)
+        return _json_response({"kind": fault.kind})
 
 
-def _usage(ask: Ask, ending: Ending) -> Usage:
+def _measure_usage(parsed: GenerateRequest, ending: ResponseEnd) -> TokenUsage:
     """What was not computed here: proof of a hand-off, unless the parameters still say what P had cached."""
     end = ending.end
     cached = end.cached_tokens + end.external_tokens if end else 0
-    params = ask.kv_transfer_params or {}
-    if params.get("do_remote_prefill") and type(params.get(CACHED_KEY)) is int:
-        cached = params[CACHED_KEY]
-    return Usage(prompt_tokens=ask.prompt_tokens, completion_tokens=ending.tokens, cached_tokens=cached)
+    params = parsed.kv_transfer_params or {}
+    if params.get("do_remote_prefill") and type(params.get(CACHED_TOKENS_KEY)) is int:
+        cached = params[CACHED_TOKENS_KEY]
+    return TokenUsage(
+        prompt_tokens=parsed.prompt_tokens, completion_tokens=ending.tokens, cached_tokens=cached
+    )
 
 
-def _json(content: Any) -> web.Response:
+def _json_response(content: Any) -> web.Response:
     return web.Response(body=orjson.dumps(content), content_type="application/json")
 
 
-def _error(message: str, *, kind: str, status: int, param: str | None = None) -> web.Response:
+def _error_response(message: str, *, kind: str, status: int, param: str | None = None) -> web.Response:
     body = error_object(message, kind=kind, status=status, param=param)
     return web.Response(status=status, body=body, content_type="application/json")

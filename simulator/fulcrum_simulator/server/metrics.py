@@ -7,24 +7,52 @@ use the feature.
 
 from dataclasses import dataclass
 
-from fulcrum_simulator.engine import EngineStats, Finished, Gauges
-from fulcrum_simulator.server.catalogue import (
+from fulcrum_simulator.engine import EngineGauges, EngineStats, Finished
+from fulcrum_simulator.server.metric_families import (
+    CounterFamily,
+    GaugeFamily,
+    HistogramFamily,
+    InfoFamily,
+    MetricFamily,
+)
+from fulcrum_simulator.server.vllm_metrics import (
+    BUCKETS_UP_TO_MODEL_LENGTH,
     CACHE_CONFIG_CONSTANTS,
     CACHE_CONFIG_HELP,
-    SPECS,
-    UP_TO_MODEL_LENGTH,
-    Kind,
-    Spec,
+    METRIC_FAMILIES,
+    MetricFamilySpec,
+    MetricType,
 )
-from fulcrum_simulator.server.exposition import Constant, Counter, Family, Gauge, Histogram
 
 ENGINE = "0"
-_LATENESS_MS = (0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12.5, 15, 20, 30, 50, 100, 250, 500, 1000)
-LATENESS_EDGES = tuple(edge / 1000 for edge in _LATENESS_MS)
+_STEP_LATENESS_BUCKETS_MS = (
+    0.1,
+    0.25,
+    0.5,
+    1,
+    1.5,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    10,
+    12.5,
+    15,
+    20,
+    30,
+    50,
+    100,
+    250,
+    500,
+    1000,
+)
+STEP_LATENESS_BUCKETS_S = tuple(edge / 1000 for edge in _STEP_LATENESS_BUCKETS_MS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheShape:
+class CacheConfig:
     """The facts behind `vllm:cache_config_info`."""
 
     block_tokens: int
@@ -49,54 +77,64 @@ class CacheShape:
 class EngineMetrics:
     """All families of one engine, and the ways in which they move."""
 
-    def __init__(self, *, model: str, cache: CacheShape, created_s: float) -> None:
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
-        self._families: list[Family] = [
-            self._family(spec, model=model, created_s=created_s, longest=cache.max_model_tokens)
-            for spec in SPECS
+    def __init__(self, *, model: str, cache: CacheConfig, created_s: float) -> None:
+        self._counters: dict[str, CounterFamily] = {}
+        self._gauges: dict[str, GaugeFamily] = {}
+        self._histograms: dict[str, HistogramFamily] = {}
+        self._families: list[MetricFamily] = [
+            self._make_family(spec, model=model, created_s=created_s, longest=cache.max_model_tokens)
+            for spec in METRIC_FAMILIES
         ]
-        self._families.append(Constant("vllm:cache_config_info", CACHE_CONFIG_HELP, cache.labels()))
-        self.lateness = Histogram(
-            "fulcrum_engine_lateness_seconds",
+        self._families.append(InfoFamily("vllm:cache_config_info", CACHE_CONFIG_HELP, cache.labels()))
+        self.step_lateness = HistogramFamily(
+            "fulcrum_engine_step_lateness_seconds",
             "How late the end of a step was noticed: wake-up minus due time.",
             {"engine": ENGINE, "model_name": model},
-            edges=LATENESS_EDGES,
+            buckets=STEP_LATENESS_BUCKETS_S,
             created_s=created_s,
         )
-        self._families.append(self.lateness)
+        self._families.append(self.step_lateness)
         self._gauges["vllm:engine_sleep_state"].set(1, "awake")
         self._failed_notifications = 0
 
-    def _family(self, spec: Spec, *, model: str, created_s: float, longest: int) -> Family:
+    def _make_family(
+        self, spec: MetricFamilySpec, *, model: str, created_s: float, longest: int
+    ) -> MetricFamily:
         labels = {"model_name": model} | ({"engine": ENGINE} if spec.per_engine else {})
-        if spec.kind is Kind.COUNTER:
-            family: Family = self._counters.setdefault(
+        if spec.type is MetricType.COUNTER:
+            family: MetricFamily = self._counters.setdefault(
                 spec.name,
-                Counter(
-                    spec.name, spec.help, labels, created_s=created_s, by=spec.by, variants=spec.variants
+                CounterFamily(
+                    spec.name,
+                    spec.help,
+                    labels,
+                    created_s=created_s,
+                    label=spec.label,
+                    label_values=spec.label_values,
                 ),
             )
-        elif spec.kind is Kind.GAUGE:
+        elif spec.type is MetricType.GAUGE:
             family = self._gauges.setdefault(
-                spec.name, Gauge(spec.name, spec.help, labels, by=spec.by, variants=spec.variants)
+                spec.name,
+                GaugeFamily(spec.name, spec.help, labels, label=spec.label, label_values=spec.label_values),
             )
         else:
-            edges = one_two_five(longest) if spec.edges is UP_TO_MODEL_LENGTH else spec.edges
+            buckets = (
+                token_count_buckets(longest) if spec.buckets is BUCKETS_UP_TO_MODEL_LENGTH else spec.buckets
+            )
             family = self._histograms.setdefault(
-                spec.name, Histogram(spec.name, spec.help, labels, edges=edges, created_s=created_s)
+                spec.name, HistogramFamily(spec.name, spec.help, labels, buckets=buckets, created_s=created_s)
             )
         return family
 
-    def render(self, gauges: Gauges, stats: EngineStats) -> bytes:
+    def render(self, gauges: EngineGauges, stats: EngineStats) -> bytes:
         """The whole exposition at one moment; takes the samples that lie in `stats`."""
         self._set_gauges(gauges)
         self._set_counters(stats)
-        self.absorb(stats)
+        self.flush_samples(stats)
         return "".join([family.render() for family in self._families]).encode()
 
-    def absorb(self, stats: EngineStats) -> None:
+    def flush_samples(self, stats: EngineStats) -> None:
         """Move the samples in `stats` into the histograms: now and then, so that they do not pile up."""
         samples = stats.take_samples()
         for name, values in (
@@ -108,7 +146,7 @@ class EngineMetrics:
             for value in values:
                 observe(value)
 
-    def _set_gauges(self, now: Gauges) -> None:
+    def _set_gauges(self, now: EngineGauges) -> None:
         gauges = self._gauges
         gauges["vllm:num_requests_running"].set(now.running)
         gauges["vllm:num_requests_waiting"].set(now.waiting)
@@ -147,19 +185,19 @@ class EngineMetrics:
         for reason, count in stats.finished.items():
             self._counters["vllm:request_success"].set(count, reason)
 
-    def transferred(self, *, bytes_moved: int, seconds: float, post_s: float) -> None:
+    def record_transfer(self, *, bytes_moved: int, seconds: float, post_s: float) -> None:
         """This engine pulled blocks: two descriptors, as a real pull of one run of blocks shows."""
-        see = self._histograms
-        see["vllm:nixl_bytes_transferred"].observe(bytes_moved)
-        see["vllm:nixl_xfer_time_seconds"].observe(seconds)
-        see["vllm:nixl_post_time_seconds"].observe(post_s)
-        see["vllm:nixl_num_descriptors"].observe(2)
+        histograms = self._histograms
+        histograms["vllm:nixl_bytes_transferred"].observe(bytes_moved)
+        histograms["vllm:nixl_xfer_time_seconds"].observe(seconds)
+        histograms["vllm:nixl_post_time_seconds"].observe(post_s)
+        histograms["vllm:nixl_num_descriptors"].observe(2)
 
-    def notification_failed(self) -> None:
+    def record_failed_notification(self) -> None:
         """The giver could not be told that its blocks are free; counts as a failed transfer, too."""
         self._failed_notifications += 1
 
-    def finished(self, end: Finished) -> None:
+    def record_finished(self, end: Finished) -> None:
         """A request left the engine."""
         for name, value in {
             "vllm:request_prompt_tokens": end.prompt_tokens,
@@ -179,13 +217,13 @@ class EngineMetrics:
             self._histograms[name].observe(value)
 
 
-def one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, ... up to `largest`: vLLM's edges for token counts."""
-    edges: list[float] = []
+def token_count_buckets(largest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, ... up to `largest`: vLLM's buckets for token counts."""
+    buckets: list[float] = []
     scale = 1
     while True:
         for mantissa in (1, 2, 5):
             if mantissa * scale > largest:
-                return tuple(edges)
-            edges.append(mantissa * scale)
+                return tuple(buckets)
+            buckets.append(mantissa * scale)
         scale *= 10

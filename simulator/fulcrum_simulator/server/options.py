@@ -40,37 +40,39 @@ def parse_options(arguments: Sequence[str]) -> Options:
         InvalidInput: for a value that breaks a rule.
         SystemExit: code 2 and one line on stderr for arguments that cannot be parsed; code 0 after `--help`.
     """
-    given = _parser().parse_args(arguments)
-    profile = load_profile(given.profile)
-    for name, port in (("--port", given.port), ("--side-channel-port", given.side_channel_port)):
-        _check(0 <= port <= 65535, name, port, "is not between 0 and 65535")
-    _check(given.lease_s > 0, "--lease-s", given.lease_s, "must be positive")
-    _check(given.shutdown_timeout >= 0, "--shutdown-timeout", given.shutdown_timeout, "must not be negative")
+    parsed = _parser().parse_args(arguments)
+    profile = load_profile(parsed.profile)
+    for name, port in (("--port", parsed.port), ("--side-channel-port", parsed.side_channel_port)):
+        _require(0 <= port <= 65535, name, port, "is not between 0 and 65535")
+    _require(parsed.lease_s > 0, "--lease-s", parsed.lease_s, "must be positive")
+    _require(
+        parsed.shutdown_timeout >= 0, "--shutdown-timeout", parsed.shutdown_timeout, "must not be negative"
+    )
     capacity = profile.kv_blocks * profile.block_size
-    longest = given.max_model_len or capacity
+    longest = parsed.max_model_len or capacity
     fits = 0 < longest <= capacity
-    _check(
+    _require(
         fits,
         "--max-model-len",
         longest,
         f"is not between 1 and the KV cache's {capacity} tokens",
     )
     return Options(
-        name=given.name,
-        model=given.model,
+        name=parsed.name,
+        model=parsed.model,
         profile=profile,
-        host=given.host,
-        port=given.port,
-        side_channel_port=given.side_channel_port,
-        lease_s=given.lease_s,
-        shutdown_timeout_s=given.shutdown_timeout,
+        host=parsed.host,
+        port=parsed.port,
+        side_channel_port=parsed.side_channel_port,
+        lease_s=parsed.lease_s,
+        shutdown_timeout_s=parsed.shutdown_timeout,
         max_model_tokens=longest,
-        seed=given.seed,
-        role=given.role,
+        seed=parsed.seed,
+        role=parsed.role,
     )
 
 
-def _check(holds: bool, path: str, value: object, rule: str) -> None:
+def _require(holds: bool, path: str, value: object, rule: str) -> None:
     if not holds:
         raise InvalidInput(path, value, rule)
 

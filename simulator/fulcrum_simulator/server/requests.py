@@ -16,7 +16,7 @@ from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, render_chat
 COMPLETION_DEFAULT_TOKENS = 16
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """The request is answered with an error object of this status, type and parameter."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerateRequest:
     """One checked request. `kv_transfer_params` is passed on as the client sent it."""
 
     chat: bool
@@ -46,79 +46,84 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`.
 
     Raises:
-        Refused: 400 for anything else.
+        RequestRejected: 400 for anything else.
     """
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise Refused(f"body (line {error.lineno}, column {error.colno}) is not JSON") from None
+        raise RequestRejected(f"body (line {error.lineno}, column {error.colno}) is not JSON") from None
     if not isinstance(body, dict):
-        raise Refused("body must be a JSON object")
+        raise RequestRejected("body must be a JSON object")
     return body
 
 
-def parse_ask(body: Mapping[str, Any], *, chat: bool, model: str, max_model_tokens: int) -> Ask:
+def parse_generate_request(
+    body: Mapping[str, Any], *, chat: bool, model: str, max_model_tokens: int
+) -> GenerateRequest:
     """The request in `body`, for an engine that serves `model`.
 
     Raises:
-        Refused: 404 for another model, 400 for a bad field or a prompt that leaves no room for one token.
+        RequestRejected: 404 for another model, 400 for a bad field or a prompt that leaves no room for one
+        token.
     """
     _check_model(body.get("model"), model)
-    prompt = _chat_prompt(body) if chat else _prompt(body.get("prompt"))
+    prompt = _render_chat_prompt(body) if chat else _encode_prompt(body.get("prompt"))
     prompt_tokens = count_tokens(prompt)
-    return Ask(
+    return GenerateRequest(
         chat=chat,
         model=model,
         prompt=prompt,
         prompt_tokens=prompt_tokens,
         max_tokens=_max_tokens(body, prompt_tokens=prompt_tokens, chat=chat, limit=max_model_tokens),
-        stream=_boolean(body, "stream"),
+        stream=_read_bool(body, "stream"),
         include_usage=_include_usage(body),
-        priority=_integer(body, "priority", 0),
-        cache_salt=_text(body, "cache_salt"),
-        kv_transfer_params=_object(body, "kv_transfer_params"),
+        priority=_read_int(body, "priority", 0),
+        cache_salt=_read_text(body, "cache_salt"),
+        kv_transfer_params=_read_object(body, "kv_transfer_params"),
     )
 
 
 def parse_prompt(body: Mapping[str, Any]) -> bytes:
     """The prompt of a `/tokenize` body: `prompt`, or `messages` as in chat."""
-    return _chat_prompt(body) if "messages" in body else _prompt(body.get("prompt"))
+    return _render_chat_prompt(body) if "messages" in body else _encode_prompt(body.get("prompt"))
 
 
-def check_role(ask: Ask, role: str | None) -> None:
+def check_role(parsed: GenerateRequest, role: str | None) -> None:
     """An engine of one role does what belongs to it: a prefill leg leaves the decoding to somebody else.
 
     Raises:
-        Refused: 400 for what belongs to the other role.
+        RequestRejected: 400 for what belongs to the other role.
     """
-    is_prefill = bool(ask.kv_transfer_params and ask.kv_transfer_params.get("do_remote_decode"))
+    is_prefill = bool(parsed.kv_transfer_params and parsed.kv_transfer_params.get("do_remote_decode"))
     if role is not None and is_prefill != (role == "prefill"):
-        raise Refused(f"This engine was started for {role} alone", param="kv_transfer_params")
+        raise RequestRejected(f"This engine was started for {role} alone", param="kv_transfer_params")
 
 
-def _check_model(asked: object, served: str) -> None:
-    if asked is not None and asked != served:
-        raise Refused(f"The model `{asked}` does not exist.", status=404, kind="NotFoundError", param="model")
+def _check_model(requested: object, served: str) -> None:
+    if requested is not None and requested != served:
+        raise RequestRejected(
+            f"The model `{requested}` does not exist.", status=404, kind="NotFoundError", param="model"
+        )
 
 
-def _chat_prompt(body: Mapping[str, Any]) -> bytes:
+def _render_chat_prompt(body: Mapping[str, Any]) -> bytes:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
-        raise Refused("messages must be a list of at least one message object", param="messages")
-    return render_chat([{**message, "content": _content(message)} for message in messages])
+        raise RequestRejected("messages must be a list of at least one message object", param="messages")
+    return render_chat([{**message, "content": _read_content(message)} for message in messages])
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _read_content(message: Mapping[str, Any]) -> str:
     """The text of one message; of a list of parts, the text parts joined."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     if content is None or isinstance(content, str):
         return content or ""
-    raise Refused("messages.content must be a string or a list of parts", param="messages")
+    raise RequestRejected("messages.content must be a string or a list of parts", param="messages")
 
 
-def _prompt(prompt: object) -> bytes:
+def _encode_prompt(prompt: object) -> bytes:
     """Text as UTF-8; token ids as four bytes each, so that both count the same way."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -130,75 +135,77 @@ def _prompt(prompt: object) -> bytes:
         and all(type(item) is int and 0 <= item < 2**32 for item in prompt)
     ):
         return b"".join(item.to_bytes(BYTES_PER_TOKEN, "little") for item in prompt)
-    raise Refused("prompt must be one non-empty text or list of token ids", param="prompt")
+    raise RequestRejected("prompt must be one non-empty text or list of token ids", param="prompt")
 
 
 def _max_tokens(body: Mapping[str, Any], *, prompt_tokens: int, chat: bool, limit: int) -> int:
     room = limit - prompt_tokens
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
     name = next((name for name in names if body.get(name) is not None), names[-1])
-    wanted = _integer(body, name, room if chat else min(room, COMPLETION_DEFAULT_TOKENS))
-    if room < 1 or wanted > room:
-        raise Refused(
+    tokens = _read_int(body, name, room if chat else min(room, COMPLETION_DEFAULT_TOKENS))
+    if room < 1 or tokens > room:
+        raise RequestRejected(
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{max(wanted, 1)} output tokens and your prompt contains {prompt_tokens} input tokens, for a "
-            f"total of {max(wanted, 1) + prompt_tokens} tokens. Please reduce the length of the input prompt "
+            f"{max(tokens, 1)} output tokens and your prompt contains {prompt_tokens} input tokens, for a "
+            f"total of {max(tokens, 1) + prompt_tokens} tokens. Please reduce the length of the input prompt "
             "or the number of requested output tokens.",
             param="input_tokens",
         )
-    if wanted < 1:
-        raise Refused(f"{name} must be at least 1, got {wanted}.", param=name)
-    _check_min_tokens(body, wanted)
-    _check_copies(body)
-    return wanted
+    if tokens < 1:
+        raise RequestRejected(f"{name} must be at least 1, got {tokens}.", param=name)
+    _check_min_tokens(body, tokens)
+    _check_n(body)
+    return tokens
 
 
 def _check_min_tokens(body: Mapping[str, Any], max_tokens: int) -> None:
-    fewest = _integer(body, "min_tokens", 0)
-    if not 0 <= fewest <= max_tokens:
-        raise Refused(
-            f"min_tokens must be between 0 and max_tokens={max_tokens}, got {fewest}.", param="min_tokens"
+    min_tokens = _read_int(body, "min_tokens", 0)
+    if not 0 <= min_tokens <= max_tokens:
+        raise RequestRejected(
+            f"min_tokens must be between 0 and max_tokens={max_tokens}, got {min_tokens}.", param="min_tokens"
         )
 
 
-def _check_copies(body: Mapping[str, Any]) -> None:
-    copies = _integer(body, "n", 1)
-    if copies != 1:
-        raise Refused(f"n must be 1 on a simulated engine, got {copies}.", param="n")
+def _check_n(body: Mapping[str, Any]) -> None:
+    n = _read_int(body, "n", 1)
+    if n != 1:
+        raise RequestRejected(f"n must be 1 on a simulated engine, got {n}.", param="n")
 
 
 def _include_usage(body: Mapping[str, Any]) -> bool:
-    options = _object(body, "stream_options")
+    options = _read_object(body, "stream_options")
     if options is not None and not body.get("stream"):
-        raise Refused("Stream options can only be defined when `stream=True`.", param="stream_options")
+        raise RequestRejected(
+            "Stream options can only be defined when `stream=True`.", param="stream_options"
+        )
     return bool(options and options.get("include_usage"))
 
 
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
+def _read_bool(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Refused(f"{name} must be true or false", param=name)
+        raise RequestRejected(f"{name} must be true or false", param=name)
     return bool(value)
 
 
-def _integer(body: Mapping[str, Any], name: str, default: int) -> int:
+def _read_int(body: Mapping[str, Any], name: str, default: int) -> int:
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not int:
-        raise Refused(f"{name} must be a whole number", param=name)
+        raise RequestRejected(f"{name} must be a whole number", param=name)
     return value
 
 
-def _text(body: Mapping[str, Any], name: str) -> str:
+def _read_text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is not None and not isinstance(value, str):
-        raise Refused(f"{name} must be a string", param=name)
+        raise RequestRejected(f"{name} must be a string", param=name)
     return value or ""
 
 
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+def _read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise Refused(f"{name} must be an object", param=name)
+        raise RequestRejected(f"{name} must be an object", param=name)
     return value

@@ -15,7 +15,7 @@ ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """Token counts of an answer; `cached_tokens` are prompt tokens that this engine did not compute."""
 
     prompt_tokens: int
@@ -32,11 +32,11 @@ class Usage:
         }
 
 
-class AnswerShape:
+class ResponseTemplate:
     """The parts of one request's answer that stay the same: id, model, time, completion or chat."""
 
-    def __init__(self, *, answer_id: str, model: str, created_s: int, chat: bool) -> None:
-        self._common = {"id": answer_id, "created": created_s, "model": model}
+    def __init__(self, *, response_id: str, model: str, created_s: int, chat: bool) -> None:
+        self._common = {"id": response_id, "created": created_s, "model": model}
         self._chat = chat
         if chat:
             self._head = self._chunk_head("chat.completion.chunk") + b'{"index":0,"delta":{"content":"'
@@ -49,18 +49,18 @@ class AnswerShape:
         head = orjson.dumps({"id": self._common["id"], "object": kind, **self._common})
         return b"data: " + head[:-1] + b',"choices":['
 
-    def opening(self) -> bytes:
+    def format_opening(self) -> bytes:
         """The event that announces the assistant; nothing for a completion."""
         if not self._chat:
             return b""
         delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return self._chunk_head("chat.completion.chunk") + delta + b"]}\n\n"
 
-    def token(self, text: str) -> bytes:
+    def format_token(self, text: str) -> bytes:
         """The event of one token that is not the last."""
         return self._head + text.encode() + self._tail
 
-    def last(self, text: str, finish_reason: str) -> bytes:
+    def format_last_token(self, text: str, finish_reason: str) -> bytes:
         """The event that ends the choice, with its last token if it has one."""
         reason = finish_reason.encode()
         if self._chat:
@@ -71,13 +71,18 @@ class AnswerShape:
             )
         return self._head + text.encode() + tail
 
-    def usage(self, usage: Usage) -> bytes:
+    def format_usage(self, usage: TokenUsage) -> bytes:
         """The event without choices that `stream_options.include_usage` asks for."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return self._chunk_head(kind) + b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
 
-    def whole(
-        self, text: str, *, finish_reason: str, usage: Usage, kv_transfer_params: Mapping[str, Any] | None
+    def format_response(
+        self,
+        text: str,
+        *,
+        finish_reason: str,
+        usage: TokenUsage,
+        kv_transfer_params: Mapping[str, Any] | None,
     ) -> bytes:
         """The JSON answer of a request that does not stream."""
         choice: dict[str, Any] = {"index": 0}

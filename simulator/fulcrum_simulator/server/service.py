@@ -11,14 +11,14 @@ from typing import Any
 from fulcrum_simulator.engine import Engine, EngineRequest
 from fulcrum_simulator.server.faults import Fault, FaultKind
 from fulcrum_simulator.server.log import log
-from fulcrum_simulator.server.metrics import CacheShape, EngineMetrics
+from fulcrum_simulator.server.metrics import CacheConfig, EngineMetrics
 from fulcrum_simulator.server.options import Options
-from fulcrum_simulator.server.runner import Runner, Sink
-from fulcrum_simulator.server.taker import Taker
+from fulcrum_simulator.server.runner import EngineRunner, TokenSink
+from fulcrum_simulator.server.side_channel_puller import SideChannelPuller
 
 STEP_JITTER = 0.05
-_ANSWER_FIRST_S = 0.02
-_DRAIN_LOOK_S = 0.02
+_DIE_DELAY_S = 0.02
+_DRAIN_POLL_S = 0.02
 
 
 class EngineService:
@@ -26,7 +26,7 @@ class EngineService:
 
     def __init__(self, options: Options) -> None:
         profile = options.profile
-        cache = CacheShape(
+        cache_config = CacheConfig(
             block_tokens=profile.block_size,
             num_blocks=profile.kv_blocks,
             kv_bytes=profile.kv_blocks * profile.block_size * profile.kv_bytes_per_token,
@@ -36,26 +36,28 @@ class EngineService:
             profile,
             engine_id=str(uuid.uuid4()),
             lease_s=options.lease_s,
-            step_noise=_step_noise(options.seed),
+            step_jitter=_make_step_jitter(options.seed),
         )
         self.options = options
-        self.runner = Runner(engine, EngineMetrics(model=options.model, cache=cache, created_s=time.time()))
-        self.taker = Taker(self.runner, model=options.model, lease_s=options.lease_s)
-        self.runner.puller = self.taker
+        self.runner = EngineRunner(
+            engine, EngineMetrics(model=options.model, cache=cache_config, created_s=time.time())
+        )
+        self.puller = SideChannelPuller(self.runner, model=options.model, lease_s=options.lease_s)
+        self.runner.puller = self.puller
         self.side_channel_port = 0
         self.refusing = False
         self._aborting = False
         self._not_hung = asyncio.Event()
         self._not_hung.set()
 
-    async def while_hung(self) -> None:
+    async def wait_while_hung(self) -> None:
         """Returns once the engine does not hang."""
         await self._not_hung.wait()
 
-    def submit(self, request: EngineRequest, sink: Sink) -> None:
+    def submit(self, request: EngineRequest, sink: TokenSink) -> None:
         """Run a request, or, while draining, answer it at once with reason "abort" and no tokens."""
         if self._aborting:
-            sink.finished(None)
+            sink.on_finished(None)
         else:
             self.runner.submit(request, sink)
 
@@ -69,27 +71,27 @@ class EngineService:
             self.runner.abort_all()
             return True
         deadline_s = self.runner.now_s() + timeout_s
-        while self.runner.live or self.runner.engine.gauges.leases:
+        while self.runner.live_requests or self.runner.engine.gauges.leases:
             if self.runner.now_s() >= deadline_s:
-                self.runner.halt()
+                self.runner.pause()
                 return False
-            await asyncio.sleep(_DRAIN_LOOK_S)
+            await asyncio.sleep(_DRAIN_POLL_S)
         return True
 
-    async def clients_gone(self) -> None:
+    async def wait_for_clients(self) -> None:
         """Returns once nobody waits for an answer that will not come."""
-        while self.runner.live:
-            await asyncio.sleep(_DRAIN_LOOK_S)
+        while self.runner.live_requests:
+            await asyncio.sleep(_DRAIN_POLL_S)
 
-    def inject(self, fault: Fault) -> None:
+    def inject_fault(self, fault: Fault) -> None:
         """Switch a fault on; NONE switches all off."""
         log("info", "fault injected", at_s=time.time(), instance=self.options.name, **_fault_fields(fault))
         match fault.kind:
             case FaultKind.DIE:
-                asyncio.get_running_loop().call_later(_ANSWER_FIRST_S, os._exit, 1)
+                asyncio.get_running_loop().call_later(_DIE_DELAY_S, os._exit, 1)
             case FaultKind.HANG:
                 self._not_hung.clear()
-                self.runner.halt()
+                self.runner.pause()
             case FaultKind.SLOW:
                 self.runner.slow_factor = fault.factor
             case FaultKind.REFUSE:
@@ -99,21 +101,21 @@ class EngineService:
             case FaultKind.EXPIRE_LEASES:
                 self.runner.expire_all_leases()
             case FaultKind.FAIL_TRANSFERS:
-                self.taker.failures_to_come = fault.count
+                self.puller.pulls_to_fail = fault.count
             case FaultKind.NONE:
-                self._heal()
+                self._clear_faults()
 
-    def _heal(self) -> None:
+    def _clear_faults(self) -> None:
         self.refusing = self._aborting = False
         self.runner.slow_factor = 1.0
-        self.taker.failures_to_come = 0
+        self.puller.pulls_to_fail = 0
         if not self._not_hung.is_set():
             self._not_hung.set()
-            self.runner.go_on()
+            self.runner.resume()
 
-    def stats(self) -> dict[str, Any]:
+    def read_stats(self) -> dict[str, Any]:
         """What a test or a live view wants to know at a glance; lateness in milliseconds."""
-        gauges, lateness = self.runner.engine.gauges, self.runner.metrics.lateness
+        gauges, lateness = self.runner.engine.gauges, self.runner.metrics.step_lateness
         return {
             "name": self.options.name,
             "engine_id": self.runner.engine.engine_id,
@@ -134,9 +136,9 @@ def _fault_fields(fault: Fault) -> dict[str, Any]:
     return {"fault": fault.kind.value, "factor": fault.factor, "count": fault.count}
 
 
-def _step_noise(seed: int) -> Callable[[], float] | None:
+def _make_step_jitter(seed: int) -> Callable[[], float] | None:
     """A factor within ± 5 % for each step; none for seed 0."""
     if seed == 0:
         return None
-    source = random.Random(seed)
-    return lambda: source.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)
+    rng = random.Random(seed)
+    return lambda: rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)

@@ -8,7 +8,7 @@ draws the same requests. The parameters come from published recordings:
 * the moving mix: the two clients whose coming and going turns that same day from 15 input tokens for one
   output token to 1.4: 2,400 tokens in and 112 out on average, then 281 in and 430 out.
 
-Real arrivals fill a rack of accelerators; `Mix.scaled` shortens lengths for engines that are slower.
+Real arrivals fill a rack of accelerators; `TrafficMix.scaled` shortens lengths for engines that are slower.
 """
 
 import math
@@ -20,7 +20,7 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
 @dataclass(frozen=True, slots=True)
-class LengthLaw:
+class LengthDistribution:
     """Log-normal token counts: `median` · e^(`sigma` · z), drawn again beyond `max_tokens`."""
 
     median: float
@@ -28,17 +28,17 @@ class LengthLaw:
     max_tokens: int
 
     @classmethod
-    def with_mean(cls, mean: float, *, sigma: float, max_tokens: int) -> "LengthLaw":
+    def with_mean(cls, mean: float, *, sigma: float, max_tokens: int) -> "LengthDistribution":
         """The law with this mean: median = mean / e^(sigma²/2), before anything is drawn again."""
         return cls(mean / math.exp(sigma**2 / 2), sigma, max_tokens)
 
-    def scaled(self, factor: float) -> "LengthLaw":
+    def scaled(self, factor: float) -> "LengthDistribution":
         """The same shape, every length times `factor`."""
-        return LengthLaw(self.median * factor, self.sigma, max(1, round(self.max_tokens * factor)))
+        return LengthDistribution(self.median * factor, self.sigma, max(1, round(self.max_tokens * factor)))
 
-    def at_most(self, max_tokens: int) -> "LengthLaw":
+    def at_most(self, max_tokens: int) -> "LengthDistribution":
         """The same shape without its longest: what is longer is drawn again."""
-        return LengthLaw(self.median, self.sigma, min(self.max_tokens, max_tokens))
+        return LengthDistribution(self.median, self.sigma, min(self.max_tokens, max_tokens))
 
     def draw(self, rng: random.Random) -> int:
         """One length, at least 1."""
@@ -49,44 +49,46 @@ class LengthLaw:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class TrafficMix:
     """A kind of traffic: prompts and answers, drawn independently (their recorded correlation is near 0)."""
 
     name: str
-    input: LengthLaw
-    output: LengthLaw
+    input: LengthDistribution
+    output: LengthDistribution
 
-    def scaled(self, *, input: float = 1.0, output: float = 1.0) -> "Mix":  # noqa: A002 - the field's own name
+    def scaled(self, *, input: float = 1.0, output: float = 1.0) -> "TrafficMix":  # noqa: A002 - the field's own name
         """The same kind of traffic with lengths multiplied."""
-        return Mix(self.name, self.input.scaled(input), self.output.scaled(output))
+        return TrafficMix(self.name, self.input.scaled(input), self.output.scaled(output))
 
 
 # sigma = sqrt(2·ln(mean/median)); medians, means and maxima of the recordings: in 1,469/2,048, out 13/28.
-CODE = Mix("code completion", LengthLaw(1469, 0.815, 7437), LengthLaw(13, 1.24, 1899))
-# in 449/743, out 137/241.
-CHAT = Mix("chat", LengthLaw(449, 1.0, 24229), LengthLaw(137, 1.06, 8192))
-# Only means are published of these two clients; the spread is ours.
-PREFILL_HEAVY = Mix(
-    "prefill-heavy",
-    LengthLaw.with_mean(2400, sigma=0.5, max_tokens=8192),
-    LengthLaw.with_mean(112, sigma=0.5, max_tokens=1024),
+CODE = TrafficMix(
+    "code completion", LengthDistribution(1469, 0.815, 7437), LengthDistribution(13, 1.24, 1899)
 )
-DECODE_HEAVY = Mix(
+# in 449/743, out 137/241.
+CHAT = TrafficMix("chat", LengthDistribution(449, 1.0, 24229), LengthDistribution(137, 1.06, 8192))
+# Only means are published of these two clients; the spread is ours.
+PREFILL_HEAVY = TrafficMix(
+    "prefill-heavy",
+    LengthDistribution.with_mean(2400, sigma=0.5, max_tokens=8192),
+    LengthDistribution.with_mean(112, sigma=0.5, max_tokens=1024),
+)
+DECODE_HEAVY = TrafficMix(
     "decode-heavy",
-    LengthLaw.with_mean(281, sigma=0.5, max_tokens=2048),
-    LengthLaw.with_mean(430, sigma=0.5, max_tokens=2048),
+    LengthDistribution.with_mean(281, sigma=0.5, max_tokens=2048),
+    LengthDistribution.with_mean(430, sigma=0.5, max_tokens=2048),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPhase:
+class WorkloadPhase:
     """A stretch of time with one mean rate and one mix; `gap_cv`: deviation over mean of its gaps."""
 
     name: str
     start_s: float
     end_s: float
     rate_rps: float
-    mix: Mix
+    mix: TrafficMix
     gap_cv: float = 1.0
 
     def requests(self, rng: random.Random) -> Iterator[WorkloadRequest]:
@@ -101,10 +103,10 @@ class LoadPhase:
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratedLoad:
+class GeneratedWorkload:
     """A workload drawn from phases: iterate over it for its requests, the same ones each time."""
 
-    phases: tuple[LoadPhase, ...]
+    phases: tuple[WorkloadPhase, ...]
     seed: int
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
@@ -112,60 +114,62 @@ class GeneratedLoad:
         for phase in self.phases:
             yield from phase.requests(rng)
 
-    def phase_at(self, at_s: float) -> LoadPhase | None:
+    def phase_at(self, at_s: float) -> WorkloadPhase | None:
         """The phase that covers `at_s`; None after the end."""
         return next((phase for phase in self.phases if phase.start_s <= at_s < phase.end_s), None)
 
 
-def steady(*, rate_rps: float, duration_s: float, seed: int, mix: Mix = CHAT) -> GeneratedLoad:
+def generate_steady(
+    *, rate_rps: float, duration_s: float, seed: int, mix: TrafficMix = CHAT
+) -> GeneratedWorkload:
     """Poisson arrivals of one mix: the balance between prefill and decode never moves."""
-    return GeneratedLoad((LoadPhase(f"steady {mix.name}", 0.0, duration_s, rate_rps, mix),), seed)
+    return GeneratedWorkload((WorkloadPhase(f"steady {mix.name}", 0.0, duration_s, rate_rps, mix),), seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class MixPeriod:
     """One side of a moving mix: its traffic, its rate, and how long it lasts."""
 
-    mix: Mix
+    mix: TrafficMix
     rate_rps: float
-    lasts_s: float
+    duration_s: float
 
 
-def moving(*, turns: tuple[Turn, ...], duration_s: float, seed: int) -> GeneratedLoad:
+def generate_moving(*, periods: tuple[MixPeriod, ...], duration_s: float, seed: int) -> GeneratedWorkload:
     """Poisson arrivals whose mix changes turn by turn, over and over: the balance moves and moves back."""
-    phases: list[LoadPhase] = []
+    phases: list[WorkloadPhase] = []
     start_s = 0.0
     while start_s < duration_s:
-        turn = turns[len(phases) % len(turns)]
-        end_s = min(start_s + turn.lasts_s, duration_s)
-        phases.append(LoadPhase(turn.mix.name, start_s, end_s, turn.rate_rps, turn.mix))
+        period = periods[len(phases) % len(periods)]
+        end_s = min(start_s + period.duration_s, duration_s)
+        phases.append(WorkloadPhase(period.mix.name, start_s, end_s, period.rate_rps, period.mix))
         start_s = end_s
-    return GeneratedLoad(tuple(phases), seed)
+    return GeneratedWorkload(tuple(phases), seed)
 
 
-CLUMP_S = (60.0, 240.0)  # Azure code: "clumps of one to four minutes"
+BURST_S = (60.0, 240.0)  # Azure code: "clumps of one to four minutes"
 # 217 s is the longest silence of the recording; this mean leaves about a third of the time empty.
 SILENCE_MEAN_S, SILENCE_MAX_S = 80.0, 217.0
-CLUMP_GAP_CV = 2.0  # within a clump; 4.5 over the whole recording with gaps above 20 s left out
+BURST_GAP_CV = 2.0  # within a clump; 4.5 over the whole recording with gaps above 20 s left out
 
 
-def bursty(
-    *, rate_rps: float, duration_s: float, seed: int, mix: Mix = CODE, compression: float = 1.0
-) -> GeneratedLoad:
+def generate_bursty(
+    *, rate_rps: float, duration_s: float, seed: int, mix: TrafficMix = CODE, compression: float = 1.0
+) -> GeneratedWorkload:
     """Clumps of uneven arrivals with silences between them; `rate_rps` is the mean over both.
 
     `compression` shortens clumps and silences, so that a short run sees several.
     """
     rng = random.Random(seed)
-    clump_rate_rps = rate_rps * (sum(CLUMP_S) / 2 + SILENCE_MEAN_S) / (sum(CLUMP_S) / 2)
-    phases: list[LoadPhase] = []
+    burst_rate_rps = rate_rps * (sum(BURST_S) / 2 + SILENCE_MEAN_S) / (sum(BURST_S) / 2)
+    phases: list[WorkloadPhase] = []
     start_s = 0.0
     while start_s < duration_s:
-        for name, lasts_s, rate in (
-            ("burst", rng.uniform(*CLUMP_S), clump_rate_rps),
+        for name, phase_s, rate_rps_in_phase in (
+            ("burst", rng.uniform(*BURST_S), burst_rate_rps),
             ("silence", min(SILENCE_MAX_S, rng.expovariate(1.0 / SILENCE_MEAN_S)), 0.0),
         ):
-            end_s = min(start_s + lasts_s / compression, duration_s)
-            phases.append(LoadPhase(name, start_s, end_s, rate, mix, CLUMP_GAP_CV))
+            end_s = min(start_s + phase_s / compression, duration_s)
+            phases.append(WorkloadPhase(name, start_s, end_s, rate_rps_in_phase, mix, BURST_GAP_CV))
             start_s = end_s
-    return GeneratedLoad(tuple(phases), seed)
+    return GeneratedWorkload(tuple(phases), seed)

@@ -28,7 +28,7 @@ class _Cell(NamedTuple):
     column: str
     text: str
 
-    def broken(self, rule: str) -> InvalidInput:
+    def make_error(self, rule: str) -> InvalidInput:
         return InvalidInput(f"{self.path} row {self.row} {self.column}", self.text or "empty", rule)
 
 
@@ -42,7 +42,7 @@ def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
     rows = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
     try:
         _check_header(path, rows.fieldnames or ())
-        requests = tuple(_requests(path, rows))
+        requests = tuple(_parse_requests(path, rows))
     except csv.Error as error:
         raise InvalidInput(f"{path} line {rows.line_num + 1}", error, "must be CSV") from error
     if not requests:
@@ -63,8 +63,8 @@ def _read_text(path: Path) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(said).splitlines()[0].lower()
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0].lower()
 
 
 def _check_header(path: Path, columns: Sequence[str]) -> None:
@@ -74,47 +74,49 @@ def _check_header(path: Path, columns: Sequence[str]) -> None:
             raise InvalidInput(f"{path} header", found, f"must hold the column {column}")
 
 
-def _requests(path: Path, rows: Iterator[Mapping[str, str | None]]) -> Iterator[WorkloadRequest]:
-    before_s = 0.0
+def _parse_requests(path: Path, rows: Iterator[Mapping[str, str | None]]) -> Iterator[WorkloadRequest]:
+    previous_s = 0.0
     for number, row in enumerate(rows, start=1):
         arrival = _Cell(path, number, "arrival_s", row["arrival_s"] or "")
-        arrival_s = _arrival(arrival)
-        if arrival_s < before_s:
-            raise arrival.broken(f"must not be earlier than the row before ({before_s:g} s)")
-        before_s = arrival_s
+        arrival_s = _parse_arrival(arrival)
+        if arrival_s < previous_s:
+            raise arrival.make_error(f"must not be earlier than the row before ({previous_s:g} s)")
+        previous_s = arrival_s
         yield WorkloadRequest(
             arrival_s=arrival_s,
-            input_tokens=_length(_Cell(path, number, "input_tokens", row["input_tokens"] or "")),
-            output_tokens=_length(_Cell(path, number, "output_tokens", row["output_tokens"] or "")),
-            prefix_hash_ids=_ids(_Cell(path, number, "prefix_hash_ids", row.get("prefix_hash_ids") or "")),
+            input_tokens=_parse_tokens(_Cell(path, number, "input_tokens", row["input_tokens"] or "")),
+            output_tokens=_parse_tokens(_Cell(path, number, "output_tokens", row["output_tokens"] or "")),
+            prefix_hash_ids=_parse_ids(
+                _Cell(path, number, "prefix_hash_ids", row.get("prefix_hash_ids") or "")
+            ),
             tenant=row.get("tenant") or None,
         )
 
 
-def _arrival(cell: _Cell) -> float:
+def _parse_arrival(cell: _Cell) -> float:
     try:
         arrival_s = float(cell.text)
     except ValueError:
-        raise cell.broken("must be a number of seconds") from None
+        raise cell.make_error("must be a number of seconds") from None
     if not math.isfinite(arrival_s):
-        raise cell.broken("must be a finite number of seconds")
+        raise cell.make_error("must be a finite number of seconds")
     if arrival_s < 0:
-        raise cell.broken("must not be negative")
+        raise cell.make_error("must not be negative")
     return arrival_s
 
 
-def _length(cell: _Cell) -> int:
+def _parse_tokens(cell: _Cell) -> int:
     try:
         tokens = int(cell.text)
     except ValueError:
-        raise cell.broken("must be a whole number of tokens") from None
+        raise cell.make_error("must be a whole number of tokens") from None
     if tokens < 1:
-        raise cell.broken("must be at least 1 token")
+        raise cell.make_error("must be at least 1 token")
     return tokens
 
 
-def _ids(cell: _Cell) -> tuple[int, ...]:
+def _parse_ids(cell: _Cell) -> tuple[int, ...]:
     try:
         return tuple(map(int, cell.text.split()))
     except ValueError:
-        raise cell.broken("must be space-separated whole numbers") from None
+        raise cell.make_error("must be space-separated whole numbers") from None

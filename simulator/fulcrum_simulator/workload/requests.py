@@ -6,7 +6,7 @@ No text lives here: whoever sends a request writes a prompt of that length.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fulcrum_core.spelling import format_count
+from fulcrum_core.formatting import format_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class WorkloadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TooLong:
+class OverlongRequests:
     """How many requests of a workload an engine cannot take whole, and the longest of them."""
 
     requests: int
@@ -32,9 +32,9 @@ class TooLong:
     max_tokens: int
 
     def __str__(self) -> str:
-        are = format_count(self.requests, "request is", "requests are")
+        count = format_count(self.requests, "request is", "requests are")
         return (
-            f"{are} longer than the engine's {self.max_tokens} tokens "
+            f"{count} longer than the engine's {self.max_tokens} tokens "
             f"(the longest has {self.longest_tokens}); left out, not cut"
         )
 
@@ -47,7 +47,7 @@ class LengthLimit:
         self._left_out = 0
         self._longest_tokens = 0
 
-    def keep(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    def filter(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
         """The requests whose prompt and answer together fit `max_tokens`, in order."""
         for request in requests:
             tokens = request.input_tokens + request.output_tokens
@@ -58,8 +58,8 @@ class LengthLimit:
                 self._longest_tokens = max(self._longest_tokens, tokens)
 
     @property
-    def too_long(self) -> TooLong | None:
+    def overlong(self) -> OverlongRequests | None:
         """What was left out so far; None if nothing was."""
         if not self._left_out:
             return None
-        return TooLong(self._left_out, self._longest_tokens, self.max_tokens)
+        return OverlongRequests(self._left_out, self._longest_tokens, self.max_tokens)

@@ -12,12 +12,12 @@ from itertools import pairwise
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
-def replay_faster(requests: Iterable[WorkloadRequest], speed: float) -> Iterator[WorkloadRequest]:
+def speed_up_arrivals(requests: Iterable[WorkloadRequest], speed: float) -> Iterator[WorkloadRequest]:
     """The same requests, `speed` times as fast: every arrival time is divided by it."""
     return (replace(request, arrival_s=request.arrival_s / speed) for request in requests)
 
 
-def shift(requests: Iterable[WorkloadRequest], by_s: float) -> Iterator[WorkloadRequest]:
+def shift_arrivals(requests: Iterable[WorkloadRequest], by_s: float) -> Iterator[WorkloadRequest]:
     """The same requests, `by_s` seconds later."""
     return (replace(request, arrival_s=request.arrival_s + by_s) for request in requests)
 
@@ -40,7 +40,7 @@ def scale_rate(requests: Sequence[WorkloadRequest], factor: float, *, seed: int)
         for copy in range(copies)
         if copy < copies - 1 or rng.random() < last_share
     ]
-    return sorted(scaled, key=_arrival)
+    return sorted(scaled, key=_arrival_s)
 
 
 def _copies(factor: float) -> int:
@@ -51,11 +51,11 @@ def _mean_gap_s(requests: Sequence[WorkloadRequest]) -> float:
     return (requests[-1].arrival_s - requests[0].arrival_s) / max(1, len(requests) - 1)
 
 
-def _arrival(request: WorkloadRequest) -> float:
+def _arrival_s(request: WorkloadRequest) -> float:
     return request.arrival_s
 
 
-def jitter(requests: Sequence[WorkloadRequest], *, seed: int) -> list[WorkloadRequest]:
+def jitter_arrivals(requests: Sequence[WorkloadRequest], *, seed: int) -> list[WorkloadRequest]:
     """Every arrival moved by up to half the gap to its neighbour on that side; seed 0: as recorded.
 
     The order stays. The first request moves backwards only as far as the start, the last one never forwards.
@@ -77,35 +77,35 @@ def _displacement_s(share: float, before_s: float, after_s: float) -> float:
     return share * (before_s if share < 0 else after_s)
 
 
-def alternate(
+def alternate_workloads(
     first: Iterable[WorkloadRequest], second: Iterable[WorkloadRequest], *, phase_s: float
 ) -> Iterator[WorkloadRequest]:
     """Phases of `phase_s` taken in turn from two workloads, until one of them runs out at its turn.
 
     Each workload's own time stands still while the other one plays, so no request is skipped.
     """
-    turns = (_Turns(first, phase_s), _Turns(second, phase_s))
+    slices = (_TimeSlices(first, phase_s), _TimeSlices(second, phase_s))
     phase = 0
-    while turns[phase % 2].has_more():
-        turn_of_its_own = phase // 2
-        yield from shift(turns[phase % 2].take(turn_of_its_own), (phase - turn_of_its_own) * phase_s)
+    while slices[phase % 2].has_more():
+        slice_index = phase // 2
+        yield from shift_arrivals(slices[phase % 2].take_slice(slice_index), (phase - slice_index) * phase_s)
         phase += 1
 
 
-class _Turns:
+class _TimeSlices:
     """A workload cut into slices of equal time."""
 
     def __init__(self, requests: Iterable[WorkloadRequest], phase_s: float) -> None:
-        self._rest = iter(requests)
-        self._next = next(self._rest, None)
+        self._requests = iter(requests)
+        self._next = next(self._requests, None)
         self._phase_s = phase_s
 
     def has_more(self) -> bool:
         return self._next is not None
 
-    def take(self, turn: int) -> Iterator[WorkloadRequest]:
-        """The requests that arrive before the end of slice `turn`, counted from 0."""
-        end_s = (turn + 1) * self._phase_s
+    def take_slice(self, index: int) -> Iterator[WorkloadRequest]:
+        """The requests that arrive before the end of slice `index`, counted from 0."""
+        end_s = (index + 1) * self._phase_s
         while self._next is not None and self._next.arrival_s < end_s:
             yield self._next
-            self._next = next(self._rest, None)
+            self._next = next(self._requests, None)

@@ -50,13 +50,13 @@ async def process(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process]:
 async def ready_port(process: asyncio.subprocess.Process) -> int:
     assert process.stdout is not None
     line = await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
-    word, _, ports = line.decode().partition(" ")
-    assert word == "ready"
+    marker, _, ports = line.decode().partition(" ")
+    assert marker == "ready"
     port: int = json.loads(ports)["port"]
     return port
 
 
-async def test_without_store_and_router_it_serves_and_says_that_it_cannot_tell(
+async def test_without_store_and_router_it_serves_its_port_and_holds(
     process: asyncio.subprocess.Process,
 ) -> None:
     port = await ready_port(process)
@@ -74,14 +74,16 @@ async def test_without_store_and_router_it_serves_and_says_that_it_cannot_tell(
         assert (await client.get("/decisions", params={"limit": "many"})).status_code == 400
 
 
-async def test_sigterm_ends_it_at_once_and_cleanly(process: asyncio.subprocess.Process) -> None:
+async def test_sigterm_stops_the_process_within_two_seconds_with_code_0(
+    process: asyncio.subprocess.Process,
+) -> None:
     await ready_port(process)
     process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(process.wait(), 2.0) == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "phrase"),
     [
         pytest.param({"token-file": "/nowhere/token"}, "/nowhere/token", id="no token file"),
         pytest.param(
@@ -98,18 +100,18 @@ async def test_sigterm_ends_it_at_once_and_cleanly(process: asyncio.subprocess.P
         ),
     ],
 )
-async def test_bad_arguments_end_it_with_one_line(
-    tmp_path: Path, changes: dict[str, str], words: str
+async def test_bad_arguments_exit_with_one_line_and_code_2(
+    tmp_path: Path, changes: dict[str, str], phrase: str
 ) -> None:
     process = await start(*arguments(tmp_path, **changes))
     out, err = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     lines = err.decode().splitlines()
     assert (process.returncode, out, len(lines)) == (2, b"", 1)
     assert lines[0].startswith("error: ")
-    assert words in lines[0]
+    assert phrase in lines[0]
 
 
-async def test_a_port_in_use_ends_it_with_one_line(tmp_path: Path) -> None:
+async def test_a_port_in_use_exits_with_one_line_and_code_2(tmp_path: Path) -> None:
     holder = await asyncio.start_server(lambda _r, w: w.close(), "127.0.0.1", 0)
     async with holder:
         port = holder.sockets[0].getsockname()[1]

@@ -21,7 +21,7 @@ spec: {model: m, instances: 3}
 
 
 @pytest.fixture(scope="module")
-def surroundings() -> Iterator[dict[str, str]]:
+def environment() -> Iterator[dict[str, str]]:
     """A service of three instances that is up, and the environment in which commands find it."""
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         env = {**os.environ, "XDG_RUNTIME_DIR": folder}
@@ -33,9 +33,9 @@ def surroundings() -> Iterator[dict[str, str]]:
         )
         assert process.stdout is not None
         try:
-            said = [process.stdout.readline() for _ in range(3)]
-            assert said[0] == "chat: starting 3 engines (Simulated), a router and an autoscaler\n", said
-            assert said[2] == "chat: 3 instances serve; Ctrl-C ends the run\n", said
+            lines = [process.stdout.readline() for _ in range(3)]
+            assert lines[0] == "chat: starting 3 engines (Simulated), a router and an autoscaler\n", lines
+            assert lines[2] == "chat: 3 instances serve; Ctrl-C ends the run\n", lines
             yield env
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
@@ -50,8 +50,8 @@ def fulcrum(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
 
 
-def test_status_shows_the_service_and_its_instances(surroundings: dict[str, str]) -> None:
-    shown = fulcrum(surroundings, "status")
+def test_status_shows_the_service_and_its_instances(environment: dict[str, str]) -> None:
+    shown = fulcrum(environment, "status")
     lines = shown.stdout.splitlines()
     assert (shown.returncode, shown.stderr) == (0, "")
     assert lines[0].split()[:4] == ["NAME", "MODEL", "READY", "P"]
@@ -61,79 +61,81 @@ def test_status_shows_the_service_and_its_instances(surroundings: dict[str, str]
     ]  # fmt: skip
 
 
-def test_a_flip_is_acknowledged_and_seen_in_status(surroundings: dict[str, str]) -> None:
-    flipped = fulcrum(surroundings, "flip", "chat-1", "--to", "Prefill", "--pin", "10m")
+def test_a_flip_is_acknowledged_and_shown_by_status(environment: dict[str, str]) -> None:
+    flipped = fulcrum(environment, "flip", "chat-1", "--to", "Prefill", "--pin", "10m")
     assert (flipped.returncode, flipped.stderr) == (0, "")
     assert flipped.stdout.startswith("chat-1 → Prefill, pinned for 10m: acknowledged by the router after ")
     line = next(
-        line for line in fulcrum(surroundings, "status", "chat").stdout.splitlines() if "chat-1" in line
+        line for line in fulcrum(environment, "status", "chat").stdout.splitlines() if "chat-1" in line
     )
     assert line.split()[2] == "Prefill"
     assert re.search(r"Person, pinned for 9m\d\ds$", line)
 
 
-def test_a_flip_that_may_not_be_is_refused_in_one_line(surroundings: dict[str, str]) -> None:
-    unknown = fulcrum(surroundings, "flip", "chat-9", "--to", "Decode")
+def test_a_flip_of_an_unknown_instance_is_refused_in_one_line(environment: dict[str, str]) -> None:
+    unknown = fulcrum(environment, "flip", "chat-9", "--to", "Decode")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert (
         unknown.stderr == "error: instance (chat-9) is not of service chat; it has chat-0, chat-1, chat-2\n"
     )
 
 
-def test_a_flip_to_the_role_that_is_held_writes_nothing(surroundings: dict[str, str]) -> None:
-    seen = next(
-        line.split() for line in fulcrum(surroundings, "status").stdout.splitlines() if "chat-0" in line
+def test_a_flip_to_the_current_role_writes_nothing(environment: dict[str, str]) -> None:
+    columns = next(
+        line.split() for line in fulcrum(environment, "status").stdout.splitlines() if "chat-0" in line
     )
-    held = fulcrum(surroundings, "flip", "chat-0", "--to", seen[2].lower())
-    assert (held.returncode, held.stderr) == (0, "")
-    assert held.stdout.startswith(f"chat-0 has the role {seen[2]} already: nothing written (the local run of")
+    unchanged = fulcrum(environment, "flip", "chat-0", "--to", columns[2].lower())
+    assert (unchanged.returncode, unchanged.stderr) == (0, "")
+    assert unchanged.stdout.startswith(
+        f"chat-0 has the role {columns[2]} already: nothing written (the local run of"
+    )
 
 
-def test_a_drain_ends_when_nothing_is_left_and_can_be_taken_back(surroundings: dict[str, str]) -> None:
+def test_a_drain_ends_when_the_instance_is_idle_and_can_be_undone(environment: dict[str, str]) -> None:
     """Of three instances with floors of one each, one of the two that share a role may go."""
-    shown = fulcrum(surroundings, "status").stdout.splitlines()
+    shown = fulcrum(environment, "status").stdout.splitlines()
     roles = {line.split()[0]: line.split()[2] for line in shown if line.startswith("chat-")}
-    many = max(roles.values(), key=list(roles.values()).count)
-    name = next(name for name, role in roles.items() if role == many)
-    drained = fulcrum(surroundings, "drain", name, "--wait")
+    shared_role = max(roles.values(), key=list(roles.values()).count)
+    name = next(name for name, role in roles.items() if role == shared_role)
+    drained = fulcrum(environment, "drain", name, "--wait")
     assert (drained.returncode, drained.stderr) == (0, "")
     assert "; drained, no request is left on it (the local run of chat" in drained.stdout
-    last = next(other for other, role in roles.items() if role != many)
-    refused = fulcrum(surroundings, "drain", last)
+    last = next(other for other, role in roles.items() if role != shared_role)
+    refused = fulcrum(environment, "drain", last)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"error: instance ({last}) may not be drained: 0 instances would serve")
-    back = fulcrum(surroundings, "drain", name, "--undo")
+    back = fulcrum(environment, "drain", name, "--undo")
     assert back.stdout.startswith(f"{name}: takes new work again (")
-    again = fulcrum(surroundings, "drain", name, "--undo")
+    again = fulcrum(environment, "drain", name, "--undo")
     assert again.stdout.startswith(f"{name}: was not cordoned: nothing written (")
 
 
-def test_status_for_programs_is_one_document(surroundings: dict[str, str]) -> None:
-    shown = fulcrum(surroundings, "status", "-o", "json")
+def test_status_json_is_one_document(environment: dict[str, str]) -> None:
+    shown = fulcrum(environment, "status", "-o", "json")
     (service,) = json.loads(shown.stdout)["services"]
     assert (service["name"], service["status"]["ready"], len(service["instances"])) == ("chat", "3/3", 3)
 
 
-def test_explain_tells_decisions(surroundings: dict[str, str]) -> None:
-    told = fulcrum(surroundings, "explain", "--limit", "3")
-    assert (told.returncode, told.stderr) == (0, "")
-    decided, _, rest = told.stdout.partition("\n\n")
+def test_explain_prints_decisions_and_conditions(environment: dict[str, str]) -> None:
+    explained = fulcrum(environment, "explain", "--limit", "3")
+    assert (explained.returncode, explained.stderr) == (0, "")
+    decided, _, rest = explained.stdout.partition("\n\n")
     assert 1 <= len(decided.splitlines()) <= 3
     assert rest.startswith("CONDITION   ")
     assert "target the local run of chat, process " in rest
 
 
-def test_doctor_finds_nothing_wrong_with_a_run_that_is_well(surroundings: dict[str, str]) -> None:
-    looked = fulcrum(surroundings, "doctor")
-    assert (looked.returncode, looked.stderr) == (0, ""), looked.stdout
-    assert " 0 problems\ntarget the local run of chat, process " in looked.stdout
-    told = json.loads(fulcrum(surroundings, "doctor", "-o", "json").stdout)
-    assert {"router", "autoscaler", "pairs", "floors"} <= {check["check"] for check in told["checks"]}
+def test_doctor_finds_no_problem_in_a_healthy_run(environment: dict[str, str]) -> None:
+    examined = fulcrum(environment, "doctor")
+    assert (examined.returncode, examined.stderr) == (0, ""), examined.stdout
+    assert " 0 problems\ntarget the local run of chat, process " in examined.stdout
+    report = json.loads(fulcrum(environment, "doctor", "-o", "json").stdout)
+    assert {"router", "autoscaler", "pairs", "floors"} <= {check["check"] for check in report["checks"]}
 
 
-def test_help_is_there_at_once(surroundings: dict[str, str]) -> None:
+def test_help_imports_no_heavy_module(environment: dict[str, str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "fulcrum_cli", "--help"]
-    shown = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=30, check=True)
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
     imported = {line.rsplit("|", 1)[1].strip() for line in shown.stderr.splitlines() if "|" in line}
     assert imported.isdisjoint(
         {"httpx", "aiohttp", "uvloop", "rich.live", "fulcrum_operator", "fulcrum_core.api"}

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from fulcrum_cli.local import LocalOptions, LocalRun, run_local
+from fulcrum_cli.local import LocalRun, LocalRunOptions, run_local
 from fulcrum_core.api import PDInstance, PDService, parse_object
 
 DEADLINE_S = 60.0
@@ -20,10 +20,10 @@ SERVICE = {
 @pytest.fixture
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
     """Two instances that serve."""
-    options = LocalOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
+    options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
     async with run_local([parse_object(SERVICE)], options) as made:
         async with asyncio.timeout(DEADLINE_S):
-            await made.serving()
+            await made.wait_serving()
         yield made
 
 
@@ -33,11 +33,11 @@ async def verdict(run: LocalRun) -> tuple[str, str, str]:
     return found.get("KVTransferVerified", ("", "", ""))
 
 
-async def test_an_idle_service_is_verified_by_canaries(run: LocalRun) -> None:
+async def test_canaries_verify_the_kv_transfer_of_an_idle_service(run: LocalRun) -> None:
     both = "seen to hand KV over: chat-0 → chat-1, chat-1 → chat-0"
     async with asyncio.timeout(DEADLINE_S):
         while await verdict(run) != ("True", "Verified", both):
-            await run.changed()
+            await run.wait_change()
     listing = await run.store.list(PDInstance, namespace="default")
     assert {i.metadata.name: i.status.kv_verified_at is not None for i in listing.items} == {
         "chat-0": True,

@@ -15,19 +15,27 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cli.local import Commands, Life, LocalOptions, LocalRun, StartFailed, find_runs, run_local
+from fulcrum_cli.local import (
+    LocalRun,
+    LocalRunOptions,
+    ProcessSpec,
+    ProgramCommands,
+    StartFailed,
+    find_runs,
+    run_local,
+)
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDInstance, PDService, Resource, parse_object
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
-STAND_INS = Commands(
-    engine=lambda _instance, _around: Life(command=TINY),
-    router=lambda _around, port, _state_port: (*TINY, "--port", str(port)),
-    autoscaler=lambda _around, port, _state: (*TINY, "--port", str(port)),
+FAKE_PROGRAMS = ProgramCommands(
+    engine=lambda _instance, _context: ProcessSpec(command=TINY),
+    router=lambda _shared, port, _state_port: (*TINY, "--port", str(port)),
+    autoscaler=lambda _shared, port, _state: (*TINY, "--port", str(port)),
 )
-REAL_ENGINES = Commands(router=STAND_INS.router, autoscaler=STAND_INS.autoscaler)
+ENGINE_SERVERS = ProgramCommands(router=FAKE_PROGRAMS.router, autoscaler=FAKE_PROGRAMS.autoscaler)
 DEADLINE_S = 30.0
 
 
@@ -54,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return folder
 
 
-def alive(pids: dict[str, int]) -> list[str]:
+def running(pids: dict[str, int]) -> list[str]:
     """Names of those that run; one that has ended and whom nobody has asked about (a zombie) does not."""
     return [name for name, pid in pids.items() if state_of(pid) not in ("gone", "Z")]
 
@@ -68,16 +76,16 @@ def state_of(pid: int) -> str:
 
 @contextlib.asynccontextmanager
 async def serving(
-    commands: Commands = STAND_INS, objects: list[Resource] | None = None
+    commands: ProgramCommands = FAKE_PROGRAMS, objects: list[Resource] | None = None
 ) -> AsyncIterator[LocalRun]:
     """A run in which every instance serves."""
-    async with run_local(objects or manifest(), LocalOptions(port=0), commands=commands) as run:
+    async with run_local(objects or manifest(), LocalRunOptions(port=0), commands=commands) as run:
         async with asyncio.timeout(DEADLINE_S):
-            await run.serving()
+            await run.wait_serving()
         yield run
 
 
-async def changed(run: LocalRun, holds: Callable[[PDInstance], bool]) -> PDInstance:
+async def wait_for_instance(run: LocalRun, condition: Callable[[PDInstance], bool]) -> PDInstance:
     """Waits until this holds for chat-0; returns what it then is."""
     listing = await run.store.list(PDInstance, namespace="default")
     async with asyncio.timeout(DEADLINE_S):
@@ -88,23 +96,23 @@ async def changed(run: LocalRun, holds: Callable[[PDInstance], bool]) -> PDInsta
                 if (
                     event.object is not None
                     and event.object.metadata.name == "chat-0"
-                    and holds(event.object)
+                    and condition(event.object)
                 ):
                     return event.object
     raise AssertionError("the watch ended")
 
 
-async def test_a_run_serves_and_leaves_nothing(runs: Path) -> None:
+async def test_a_run_serves_and_leaves_no_process_or_file(runs: Path) -> None:
     async with serving() as run:
         pids = run.pids()
-        assert sorted(alive(pids)) == ["autoscaler", "chat-0", "chat-1", "router"]
-    assert (alive(pids), list(runs.glob("fulcrum-*/*"))) == ([], [])
+        assert sorted(running(pids)) == ["autoscaler", "chat-0", "chat-1", "router"]
+    assert (running(pids), list(runs.glob("fulcrum-*/*"))) == ([], [])
 
 
-async def test_other_terminals_find_a_run_and_its_store() -> None:
+async def test_a_run_is_found_by_other_terminals_with_its_store() -> None:
     async with serving() as run:
         (found,) = find_runs()
-        async with open_store(found.store) as store:
+        async with open_store(found.store_address) as store:
             instances = (await store.list(PDInstance, namespace=found.namespace)).items
         assert (found, found.pid, [instance.status.phase for instance in instances]) == (
             run.info,
@@ -114,7 +122,7 @@ async def test_other_terminals_find_a_run_and_its_store() -> None:
     assert find_runs() == ()
 
 
-async def test_a_run_removes_what_killed_ones_left(runs: Path) -> None:
+async def test_a_run_removes_folders_of_killed_runs(runs: Path) -> None:
     ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await ended.wait()
     (runs / f"fulcrum-{os.getuid()}" / f"old-{ended.pid}-beef").mkdir(parents=True)
@@ -123,7 +131,7 @@ async def test_a_run_removes_what_killed_ones_left(runs: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
-async def test_a_link_that_somebody_else_made_is_no_folder_of_ours(
+async def test_a_run_folder_owned_by_another_user_is_refused(
     runs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     precious = tmp_path_factory.mktemp("home") / "notes-99999999-x"
@@ -137,14 +145,14 @@ async def test_a_link_that_somebody_else_made_is_no_folder_of_ours(
     assert (find_runs(), precious.is_dir()) == ((), True)
 
 
-async def test_a_folder_of_the_users_own_keeps_the_logs_and_nothing_else(
+async def test_a_given_run_folder_keeps_the_logs_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     own = tmp_path_factory.mktemp("own")
-    async with run_local(manifest(), LocalOptions(port=0, run_dir=own), commands=STAND_INS) as run:
-        await run.serving()
+    async with run_local(manifest(), LocalRunOptions(port=0, run_dir=own), commands=FAKE_PROGRAMS) as run:
+        await run.wait_serving()
         with pytest.raises(InvalidInput, match="is used by another run"):
-            async with run_local(manifest(), LocalOptions(port=0, run_dir=own), commands=STAND_INS):
+            async with run_local(manifest(), LocalRunOptions(port=0, run_dir=own), commands=FAKE_PROGRAMS):
                 pass
     assert sorted(path.name for path in own.iterdir()) == [
         "autoscaler.log",
@@ -154,27 +162,27 @@ async def test_a_folder_of_the_users_own_keeps_the_logs_and_nothing_else(
     ]
 
 
-async def test_the_token_is_for_its_owner_alone() -> None:
+async def test_the_token_file_is_readable_by_its_owner_alone() -> None:
     async with serving() as run:
         path = Path(run.info.token_file)
         assert (stat.S_IMODE(path.stat().st_mode), len(run.info.token) >= 32) == (0o600, True)
 
 
-async def test_a_service_with_real_engines_comes_up_and_goes_down() -> None:
-    async with serving(REAL_ENGINES) as run:
+async def test_a_service_of_engine_servers_serves_and_ends_without_processes() -> None:
+    async with serving(ENGINE_SERVERS) as run:
         pids = run.pids()
-        found = await run.serving()
+        found = await run.wait_serving()
         roles = {instance.metadata.name: instance.status.role for instance in found}
         assert roles == {"chat-0": "Prefill", "chat-1": "Decode"}
-    assert alive(pids) == []
+    assert running(pids) == []
 
 
-async def test_a_killed_engine_loses_its_endpoint_at_once_and_serves_again_elsewhere() -> None:
-    async with serving(REAL_ENGINES) as run:
+async def test_a_killed_engine_loses_its_endpoint_and_serves_again_on_another_port() -> None:
+    async with serving(ENGINE_SERVERS) as run:
         before = (await run.store.get(PDInstance, "chat-0", namespace="default")).status.endpoint
         run.kill("chat-0")
-        failed = await changed(run, lambda i: i.status.phase is Phase.FAILED)
-        again = await changed(run, lambda i: i.status.phase is Phase.SERVING)
+        failed = await wait_for_instance(run, lambda i: i.status.phase is Phase.FAILED)
+        again = await wait_for_instance(run, lambda i: i.status.phase is Phase.SERVING)
         assert (failed.status.endpoint, again.status.restarts, again.status.endpoint != before) == (
             None,
             1,
@@ -182,29 +190,29 @@ async def test_a_killed_engine_loses_its_endpoint_at_once_and_serves_again_elsew
         )
 
 
-async def test_a_killed_router_comes_back_at_its_address() -> None:
+async def test_a_killed_router_restarts_on_its_ports() -> None:
     async with serving() as run:
         address = run.info.router_url
         first = run.pids()["router"]
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(DEADLINE_S):
             while run.pids().get("router") in (None, first) or run.info.router_url != address:
-                await run.changed()
-            service = await _with_endpoint(run, address)
+                await run.wait_change()
+            service = await _wait_for_endpoint(run, address)
         assert service.status.endpoint == address
 
 
-async def test_a_killed_autoscaler_comes_back_at_its_address() -> None:
+async def test_a_killed_autoscaler_restarts_on_its_port() -> None:
     async with serving() as run:
         host, port = run.info.autoscaler_url.removeprefix("http://").rsplit(":", 1)
         first = run.pids()["autoscaler"]
         os.kill(first, signal.SIGKILL)
         async with asyncio.timeout(DEADLINE_S):
-            while run.pids().get("autoscaler") in (None, first) or not await _listens(host, int(port)):
+            while run.pids().get("autoscaler") in (None, first) or not await _is_listening(host, int(port)):
                 await asyncio.sleep(0.02)
 
 
-async def _listens(host: str, port: int) -> bool:
+async def _is_listening(host: str, port: int) -> bool:
     try:
         _, writer = await asyncio.open_connection(host, port)
     except OSError:
@@ -214,12 +222,12 @@ async def _listens(host: str, port: int) -> bool:
     return True
 
 
-async def _with_endpoint(run: LocalRun, address: str) -> PDService:
+async def _wait_for_endpoint(run: LocalRun, address: str) -> PDService:
     while True:
         service = await run.store.get(PDService, "chat", namespace="default")
         if service.status.endpoint == address:
             return service
-        await run.changed()
+        await run.wait_change()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +250,7 @@ async def test_bad_input_is_refused_before_anything_starts(
     objects: list[Resource], rule: str, runs: Path
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
-        async with run_local(objects, LocalOptions(port=0), commands=STAND_INS):
+        async with run_local(objects, LocalRunOptions(port=0), commands=FAKE_PROGRAMS):
             pass
     assert (str(refused.value), list(runs.iterdir())) == (rule, [])
 
@@ -253,7 +261,7 @@ async def test_a_port_in_use_is_refused_before_anything_starts(runs: Path) -> No
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(InvalidInput) as refused:
-            async with run_local(manifest(), LocalOptions(port=port), commands=STAND_INS):
+            async with run_local(manifest(), LocalRunOptions(port=port), commands=FAKE_PROGRAMS):
                 pass
     taken = "cannot be listened on at 127.0.0.1: address already in use"
     rule = f"port ({port}) {taken}; --port 0 takes a free one"
@@ -261,15 +269,15 @@ async def test_a_port_in_use_is_refused_before_anything_starts(runs: Path) -> No
 
 
 @pytest.mark.parametrize("program", ["router", "autoscaler"])
-async def test_a_program_that_refuses_half_way_leaves_nothing_started(program: str, runs: Path) -> None:
+async def test_a_program_that_fails_to_start_ends_the_whole_run(program: str, runs: Path) -> None:
     refuses = (*TINY, "--refuse", "--port (1) is taken")
     commands = (
-        replace(STAND_INS, router=lambda *_: refuses)
+        replace(FAKE_PROGRAMS, router=lambda *_: refuses)
         if program == "router"
-        else replace(STAND_INS, autoscaler=lambda *_: refuses)
+        else replace(FAKE_PROGRAMS, autoscaler=lambda *_: refuses)
     )
     with pytest.raises(StartFailed) as failed:
-        async with run_local(manifest(), LocalOptions(port=0), commands=commands):
+        async with run_local(manifest(), LocalRunOptions(port=0), commands=commands):
             pass
     assert str(failed.value) == f"{program} does not start: exit code 2: --port (1) is taken"
     assert list(runs.glob("fulcrum-*/*")) == []
@@ -284,24 +292,24 @@ def children() -> list[str]:
     ]
 
 
-async def test_an_engine_that_never_will_serve_is_told() -> None:
+async def test_an_engine_that_cannot_start_is_reported() -> None:
     refuses = (*TINY, "--refuse", "--model (m) is unknown")
-    commands = replace(STAND_INS, engine=lambda *_: Life(command=refuses))
-    async with run_local(manifest(instances=1), LocalOptions(port=0), commands=commands) as run:
+    commands = replace(FAKE_PROGRAMS, engine=lambda *_: ProcessSpec(command=refuses))
+    async with run_local(manifest(instances=1), LocalRunOptions(port=0), commands=commands) as run:
         with pytest.raises(StartFailed) as failed:
-            await run.serving()
+            await run.wait_serving()
     assert str(failed.value) == "engine chat-0 does not start: exit code 2: --model (m) is unknown"
 
 
 SCRIPT = """
 import asyncio, json, signal, sys
 from fulcrum_core.api import parse_object
-from fulcrum_cli.local import LocalOptions, run_local
+from fulcrum_cli.local import LocalRunOptions, run_local
 
 async def main():
     objects = [parse_object(json.loads(sys.argv[1]))]
-    async with run_local(objects, LocalOptions(port=0)) as run:
-        await run.serving()
+    async with run_local(objects, LocalRunOptions(port=0)) as run:
+        await run.wait_serving()
         print("pids", json.dumps(run.pids()), flush=True)
         await asyncio.Event().wait()
 
@@ -313,18 +321,18 @@ except KeyboardInterrupt:
 """
 
 
-async def told_pids(output: asyncio.StreamReader) -> dict[str, int]:
+async def read_pids(output: asyncio.StreamReader) -> dict[str, int]:
     """What the script says of its processes, among what it logs."""
     async for line in output:
-        word, _, rest = line.decode().partition(" ")
-        if word == "pids":
-            told: dict[str, int] = json.loads(rest)
-            return told
+        keyword, _, rest = line.decode().partition(" ")
+        if keyword == "pids":
+            pids: dict[str, int] = json.loads(rest)
+            return pids
     raise AssertionError("the script ended without a word")
 
 
-@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGKILL])
-async def test_whatever_ends_the_run_ends_all_of_its_processes(word: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_a_signal_that_ends_the_run_ends_all_of_its_processes(number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SCRIPT, json.dumps(manifest()[0].dump())),
         stdout=asyncio.subprocess.PIPE,
@@ -333,16 +341,16 @@ async def test_whatever_ends_the_run_ends_all_of_its_processes(word: signal.Sign
     assert process.stdout is not None
     try:
         async with asyncio.timeout(DEADLINE_S):
-            pids = await told_pids(process.stdout)
-        process.send_signal(word)
+            pids = await read_pids(process.stdout)
+        process.send_signal(number)
         async with asyncio.timeout(DEADLINE_S):
             code = await process.wait()
-            while alive(pids):
+            while running(pids):
                 await asyncio.sleep(0.01)
     finally:
         if process.returncode is None:
             process.kill()
     assert (sorted(pids), code) == (
         ["autoscaler", "chat-0", "chat-1", "router"],
-        130 if word is signal.SIGINT else -signal.SIGKILL,
+        130 if number is signal.SIGINT else -signal.SIGKILL,
     )

@@ -19,117 +19,117 @@ PROGRAMS = ("fulcrum_simulator.server", "fulcrum_router", "fulcrum_autoscaler")
 
 
 @pytest.fixture
-def surroundings() -> Iterator[dict[str, str]]:
+def environment() -> Iterator[dict[str, str]]:
     """An environment whose runs are apart from the user's; its path is short, as a socket's must be."""
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         yield {**os.environ, "XDG_RUNTIME_DIR": folder}
 
 
-def play(surroundings: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+def play(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fulcrum_cli", "play", "--headless", *arguments]
     return subprocess.Popen(
-        command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def figures(surroundings: dict[str, str], *arguments: str) -> dict[str, Any]:
-    path = Path(surroundings["XDG_RUNTIME_DIR"]) / "figures.json"
-    process = play(surroundings, "--json", str(path), *arguments)
+def figures(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    path = Path(environment["XDG_RUNTIME_DIR"]) / "figures.json"
+    process = play(environment, "--json", str(path), *arguments)
     out, err = process.communicate(timeout=90)
     assert process.returncode == 0, out + err
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 
-def children(surroundings: dict[str, str]) -> list[str]:
-    """Command lines of the processes started in these surroundings."""
-    mark = f"XDG_RUNTIME_DIR={surroundings['XDG_RUNTIME_DIR']}".encode()
+def child_command_lines(environment: dict[str, str]) -> list[str]:
+    """Command lines of the processes started in this environment."""
+    variable = f"XDG_RUNTIME_DIR={environment['XDG_RUNTIME_DIR']}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (process / "environ").read_bytes().split(b"\0"):
+            if variable in (process / "environ").read_bytes().split(b"\0"):
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
             continue  # it ended meanwhile, or is another user's
     return [line for line in found if any(program in line for program in PROGRAMS)]
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Waits until `holds`, or fails."""
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits until `condition`, or fails."""
     async with asyncio.timeout(DEADLINE_S):
-        while not holds():
+        while not condition():
             await asyncio.sleep(0.02)
 
 
-def accounts(requests: dict[str, Any]) -> bool:
+def every_request_is_accounted_for(requests: dict[str, Any]) -> bool:
     return bool(requests["offered"] == sum(requests[key] for key in ("ok", "failed", "broken", "wrong")))
 
 
-def test_a_short_run_serves_every_request_right_and_leaves_nothing(surroundings: dict[str, str]) -> None:
-    report = figures(surroundings, "--for", "6s", "--seed", "1")
+def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(environment: dict[str, str]) -> None:
+    report = figures(environment, "--for", "6s", "--seed", "1")
     requests = report["requests"]
-    assert accounts(requests)
+    assert every_request_is_accounted_for(requests)
     assert requests["offered"] > 40
     assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
     assert len(report["roles_over_time"]) == 8
     assert report["flips"], "a load for prefill makes the autoscaler flip within seconds"
-    assert children(surroundings) == []
-    assert list(Path(surroundings["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
+    assert child_command_lines(environment) == []
+    assert list(Path(environment["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
 
 
-def test_mode_off_never_flips(surroundings: dict[str, str]) -> None:
-    report = figures(surroundings, "--for", "4s", "--mode", "Off")
+def test_mode_off_never_flips(environment: dict[str, str]) -> None:
+    report = figures(environment, "--for", "4s", "--mode", "Off")
     assert (report["mode"], report["flips"]) == ("Off", [])
     assert {letter for band in report["roles_over_time"].values() for letter in band} <= set("PD.")
 
 
-def test_forced_flips_are_all_acknowledged_and_harm_no_request(surroundings: dict[str, str]) -> None:
-    report = figures(surroundings, "--flips", "40", "--load", "steady", "--mode", "Off")
+def test_forced_flips_are_all_acknowledged_and_harm_no_request(environment: dict[str, str]) -> None:
+    report = figures(environment, "--flips", "40", "--load", "steady", "--mode", "Off")
     forced = [flip for flip in report["flips"] if flip["reason"].startswith("forced")]
     requests = report["requests"]
     assert len(forced) == 40
     assert all(flip["ack_ms"] is not None for flip in forced)
     assert [flip["to"] for flip in forced] == ["Decode", "Prefill"] * 20
-    assert accounts(requests)
+    assert every_request_is_accounted_for(requests)
     assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
 
 
 def test_a_killed_engine_is_restarted_and_its_requests_are_accounted_for(
-    surroundings: dict[str, str],
+    environment: dict[str, str],
 ) -> None:
-    report = figures(surroundings, "--for", "7s", "--kill-every", "2s")
+    report = figures(environment, "--for", "7s", "--kill-every", "2s")
     requests = report["requests"]
-    assert accounts(requests)
+    assert every_request_is_accounted_for(requests)
     assert (requests["failed"], requests["wrong"], requests["broken_silently"]) == (0, 0, 0)
     killed = [name for name, band in report["roles_over_time"].items() if re.search(r"[PD][x.]+[PD]", band)]
     assert len(killed) >= 2
 
 
-def test_a_recording_is_replayed_whole(surroundings: dict[str, str]) -> None:
-    path = Path(surroundings["XDG_RUNTIME_DIR"]) / "trace.csv"
+def test_a_recording_is_replayed_completely(environment: dict[str, str]) -> None:
+    path = Path(environment["XDG_RUNTIME_DIR"]) / "trace.csv"
     rows = "".join(f"{number / 4},{200 + number},{1 + number % 5}\n" for number in range(60))
     path.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
-    report = figures(surroundings, "--trace", str(path), "--speed", "5")
+    report = figures(environment, "--trace", str(path), "--speed", "5")
     assert (report["load"], report["requests"]["ok"]) == ("trace.csv", 60)
     assert report["requests"]["output_tokens"] == sum(1 + number % 5 for number in range(60))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_an_interrupt_ends_every_process(surroundings: dict[str, str], number: signal.Signals) -> None:
-    process = play(surroundings, "--for", "60s")
+async def test_an_interrupt_ends_every_process(environment: dict[str, str], number: signal.Signals) -> None:
+    process = play(environment, "--for", "60s")
     try:
-        await until(lambda: len(children(surroundings)) == 10)
+        await wait_until(lambda: len(child_command_lines(environment)) == 10)
         process.send_signal(number)
-        await until(lambda: process.poll() is not None and not children(surroundings))
+        await wait_until(lambda: process.poll() is not None and not child_command_lines(environment))
     finally:
         process.kill()
         process.communicate()
-    assert list(Path(surroundings["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
+    assert list(Path(environment["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
 
 
-async def test_a_killed_command_takes_its_processes_along(surroundings: dict[str, str]) -> None:
-    process = play(surroundings, "--for", "60s")
-    await until(lambda: len(children(surroundings)) == 10)
+async def test_killing_the_command_ends_its_processes(environment: dict[str, str]) -> None:
+    process = play(environment, "--for", "60s")
+    await wait_until(lambda: len(child_command_lines(environment)) == 10)
     process.kill()
     process.communicate()
-    await until(lambda: not children(surroundings))
+    await wait_until(lambda: not child_command_lines(environment))

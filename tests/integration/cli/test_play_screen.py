@@ -26,24 +26,24 @@ class Terminal:
 
     descriptor: int
     process: subprocess.Popen[bytes]
-    seen: str = ""
+    shown: str = ""
 
     def type(self, keys: str) -> None:
         os.write(self.descriptor, keys.encode())
 
     def read(self) -> None:
         try:
-            self.seen += os.read(self.descriptor, 65536).decode(errors="replace")
+            self.shown += os.read(self.descriptor, 65536).decode(errors="replace")
         except (BlockingIOError, OSError):
             return  # nothing yet, or the terminal is closed
 
-    async def shows(self, holds: Callable[[str], object]) -> None:
-        """Waits until what was shown since the last call satisfies `holds`."""
+    async def wait_until_shown(self, condition: Callable[[str], object]) -> None:
+        """Waits until what was shown since the last call satisfies `condition`."""
         async with asyncio.timeout(DEADLINE_S):
-            while not holds(self.seen):
+            while not condition(self.shown):
                 await asyncio.sleep(0.02)
                 self.read()
-        self.seen = ""
+        self.shown = ""
 
 
 @pytest.fixture
@@ -65,15 +65,15 @@ def terminal() -> Iterator[Terminal]:
 
 
 async def test_keys_change_the_load_flip_kill_and_quit(terminal: Terminal) -> None:
-    await terminal.shows(lambda seen: ENTER in seen)
-    await terminal.shows(lambda seen: "prefill-heavy" in seen)
+    await terminal.wait_until_shown(lambda shown: ENTER in shown)
+    await terminal.wait_until_shown(lambda shown: "prefill-heavy" in shown)
     terminal.type("2")
-    await terminal.shows(lambda seen: "load changed to steady" in seen)
+    await terminal.wait_until_shown(lambda shown: "load changed to steady" in shown)
     terminal.type("f")
-    await terminal.shows(lambda seen: "by key" in seen)
+    await terminal.wait_until_shown(lambda shown: "by key" in shown)
     terminal.type("\x1b[B\x1b[Bk")
-    await terminal.shows(lambda seen: "play-2 killed" in seen)
-    await terminal.shows(lambda seen: re.search(r"restart 1|→P 0 →D 1", seen))
+    await terminal.wait_until_shown(lambda shown: "play-2 killed" in shown)
+    await terminal.wait_until_shown(lambda shown: re.search(r"restart 1|→P 0 →D 1", shown))
     terminal.type("q")
-    await terminal.shows(lambda seen: LEAVE in seen and "attainment" in seen)
+    await terminal.wait_until_shown(lambda shown: LEAVE in shown and "attainment" in shown)
     assert terminal.process.wait(DEADLINE_S) == 0

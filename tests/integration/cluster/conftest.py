@@ -8,8 +8,8 @@ import pytest
 
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
-from fulcrum_cluster.server import serve_store
+from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api import ObjectMeta, QoSTier
 from fulcrum_core.ports import Store
 
@@ -18,7 +18,7 @@ HISTORY = 64
 
 @pytest.fixture(params=["memory", "socket"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    memory = MemoryStore(SystemClock(), history=HISTORY, bookmark_every_s=0.05)
+    memory = MemoryStore(SystemClock(), history=HISTORY, bookmark_interval_s=0.05)
     if request.param == "memory":
         yield memory
         return

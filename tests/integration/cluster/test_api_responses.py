@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from fulcrum_cluster.access import Access
-from fulcrum_cluster.client import Cluster
+from fulcrum_cluster.client import ClusterClient
+from fulcrum_cluster.client_config import ClientConfig
+from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import POD
-from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api import PDService, QoSTier
 from fulcrum_core.errors import Forbidden, StoreUnavailable
 from fulcrum_core.ports import EventType
@@ -39,10 +39,10 @@ class Changing:
     def __init__(self) -> None:
         self.refusals = 0
 
-    async def header(self) -> str:
+    async def authorization_header(self) -> str:
         return f"Bearer {self.refusals}"
 
-    def refused(self) -> None:
+    def invalidate(self) -> None:
         self.refusals += 1
 
 
@@ -59,18 +59,20 @@ def failure(code: int, *, wait_s: str = "") -> Answer:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, script: Script, token: Changing | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    folder: Path, script: Script, token: Changing | None = None
+) -> AsyncIterator[ClusterClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", script.answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.UnixSite(runner, str(folder / "s")).start()
-    async with Cluster(Access(url="http://api", socket=folder / "s", token=token)) as found:
+    async with ClusterClient(ClientConfig(url="http://api", socket=folder / "s", token=token)) as found:
         yield found
     await runner.cleanup()
 
 
-async def pods(found: Cluster) -> list[str]:
+async def pods(found: ClusterClient) -> list[str]:
     items, version = await found.objects.list(POD, namespace="default")
     assert version == "7"
     return [item["metadata"]["name"] for item in items]
@@ -184,7 +186,7 @@ async def test_a_mirror_keeps_what_it_last_read_until_the_object_is_gone(tmp_pat
         """The script is played."""
 
     async def sleep(_: float) -> None:
-        slept.append({name: obj.spec.priority for name, obj in mirror.objects.items()})
+        slept.append({name: obj.spec.priority for name, obj in informer.objects.items()})
         if len(slept) == 3:
             raise Enough
 
@@ -196,11 +198,11 @@ async def test_a_mirror_keeps_what_it_last_read_until_the_object_is_gone(tmp_pat
         events(("DELETED", tier(0, "9", {"priority": "high"}))),
     )
     async with cluster(tmp_path, script) as found:
-        mirror = Mirror(found.store, QoSTier, namespace="default", sleep=sleep)
+        informer = Informer(found.store, QoSTier, namespace="default", sleep=sleep)
         with pytest.raises(Enough):
-            await mirror.run()
+            await informer.run()
     assert slept == [{"t-0": 1, "t-1": 2}, {"t-0": 1, "t-1": 2}, {"t-1": 2}]
-    assert mirror.unreadable == frozenset()
+    assert informer.unreadable == frozenset()
 
 
 async def test_a_cluster_without_our_kinds_is_told_what_is_missing(tmp_path: Path) -> None:
@@ -220,7 +222,9 @@ async def test_a_watch_that_is_taken_and_never_begun_is_given_up(tmp_path: Path)
 
     server = await asyncio.start_unix_server(hold, tmp_path / "s")
     begin_s = asyncio.get_running_loop().time()
-    async with Cluster(Access(url="http://api", socket=tmp_path / "s"), silence_s=100) as cluster:
+    async with ClusterClient(
+        ClientConfig(url="http://api", socket=tmp_path / "s"), idle_timeout_s=100
+    ) as cluster:
         with pytest.raises(StoreUnavailable, match="does not begin to answer"):
             await anext(cluster.store.watch(QoSTier, namespace="default", since="1"))
     assert asyncio.get_running_loop().time() - begin_s < 10

@@ -83,56 +83,56 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 class TestReading:
-    async def test_what_was_created_is_read_back_whole(self, store: Store, namespace: str) -> None:
+    async def test_get_returns_the_created_object(self, store: Store, namespace: str) -> None:
         created = await store.create(service(namespace, instances=3))
         assert await store.get(PDService, "chat", namespace=namespace) == created
 
-    async def test_an_absent_object_is_not_found(self, store: Store, namespace: str) -> None:
+    async def test_get_of_an_absent_object_raises_not_found(self, store: Store, namespace: str) -> None:
         with pytest.raises(NotFound, match="chat"):
             await store.get(PDService, "chat", namespace=namespace)
 
-    async def test_a_list_is_ordered_by_name(self, store: Store, namespace: str) -> None:
+    async def test_list_is_ordered_by_name(self, store: Store, namespace: str) -> None:
         for name in ("b", "c", "a"):
             await store.create(tier(namespace, name))
         assert await names(store, QoSTier, namespace) == ["a", "b", "c"]
 
-    async def test_namespaces_do_not_see_each_other(self, store: Store, namespace: str) -> None:
+    async def test_list_returns_one_namespace_only(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace))
         assert await names(store, QoSTier, f"{namespace}-other") == []
 
-    async def test_kinds_do_not_see_each_other(self, store: Store, namespace: str) -> None:
+    async def test_list_returns_one_kind_only(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace, "chat"))
         assert await names(store, PDService, namespace) == []
 
 
 class TestCreating:
-    async def test_the_store_gives_identity_and_first_generation(self, store: Store, namespace: str) -> None:
+    async def test_create_sets_uid_version_and_generation_1(self, store: Store, namespace: str) -> None:
         metadata = (await store.create(service(namespace))).metadata
         assert metadata.uid
         assert metadata.resource_version
         assert (metadata.generation, metadata.creation_timestamp is not None) == (1, True)
 
-    async def test_a_second_object_of_the_name_is_refused(self, store: Store, namespace: str) -> None:
+    async def test_create_refuses_an_existing_name(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace))
         with pytest.raises(AlreadyExists, match="gold"):
             await store.create(tier(namespace))
 
-    async def test_the_same_name_again_is_another_object(self, store: Store, namespace: str) -> None:
+    async def test_recreated_object_has_another_uid(self, store: Store, namespace: str) -> None:
         first = await store.create(tier(namespace))
         await store.delete(QoSTier, "gold", namespace=namespace)
         second = await store.create(tier(namespace))
         assert first.metadata.uid != second.metadata.uid
 
-    async def test_the_status_given_is_dropped(self, store: Store, namespace: str) -> None:
+    async def test_create_drops_the_status(self, store: Store, namespace: str) -> None:
         given = service(namespace).replace(status=PDServiceStatus(flips=7))
         assert (await store.create(given)).status == PDServiceStatus()
 
-    async def test_a_version_given_is_refused(self, store: Store, namespace: str) -> None:
+    async def test_create_refuses_a_resource_version(self, store: Store, namespace: str) -> None:
         created = await store.create(tier(namespace))
         with pytest.raises(InvalidInput):
             await store.create(created)
 
-    async def test_defaults_are_filled_in(self, store: Store, namespace: str) -> None:
+    async def test_create_fills_in_defaults(self, store: Store, namespace: str) -> None:
         created = await store.create(service(namespace))
         assert created.spec == parse_as(PDService, {**service(namespace).dump()}).spec
         assert created.spec.slo == ServiceSloSpec(ttft=1.0, tpot=0.05)
@@ -166,7 +166,7 @@ class TestPatching:
         )
         assert after.spec.priority == 1
 
-    async def test_of_two_writers_with_one_version_the_second_conflicts(
+    async def test_of_writers_with_the_same_version_only_one_succeeds(
         self, store: Store, namespace: str
     ) -> None:
         current = (await store.create(tier(namespace))).metadata.resource_version
@@ -178,7 +178,9 @@ class TestPatching:
         results = await asyncio.gather(*(write(n) for n in range(1, 9)), return_exceptions=True)
         assert sorted(type(result).__name__ for result in results) == ["Conflict"] * 7 + ["QoSTier"]
 
-    async def test_a_write_that_changes_nothing_changes_nothing(self, store: Store, namespace: str) -> None:
+    async def test_patch_without_a_difference_keeps_the_version_and_sends_no_event(
+        self, store: Store, namespace: str
+    ) -> None:
         before = await store.create(tier(namespace, priority=1))
         since = await version(store, namespace)
         same = await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
@@ -202,7 +204,7 @@ class TestPatching:
         with pytest.raises(NotFound):
             await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
 
-    async def test_one_role_of_an_assignment_flips_alone(self, store: Store, namespace: str) -> None:
+    async def test_patch_of_one_role_keeps_the_other_roles(self, store: Store, namespace: str) -> None:
         role = {"role": "Prefill", "since": "2026-01-01T00:00:00.000000Z", "by": "Operator"}
         raw = {"service": "chat", "roles": {"chat-0": role, "chat-1": role}, "floors": {"prefill": 1}}
         spec = PDAssignmentSpec.model_validate(raw)
@@ -216,7 +218,7 @@ class TestPatching:
 
 
 class TestStatus:
-    async def test_a_patch_does_not_touch_status(self, store: Store, namespace: str) -> None:
+    async def test_patch_does_not_change_status(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
         before = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
         after = await store.patch(PDService, "chat", {"status": {"flips": 9}}, namespace=namespace)
@@ -230,7 +232,7 @@ class TestStatus:
         assert after.metadata.generation == before.metadata.generation
         assert after.metadata.resource_version != before.metadata.resource_version
 
-    async def test_status_has_the_same_precondition(self, store: Store, namespace: str) -> None:
+    async def test_patch_status_with_an_old_version_conflicts(self, store: Store, namespace: str) -> None:
         old = (await store.create(service(namespace))).metadata.resource_version
         await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace, resource_version=old)
         with pytest.raises(Conflict):
@@ -243,7 +245,9 @@ class TestStatus:
         with pytest.raises(InvalidInput, match=r"status\.flops"):
             await store.patch_status(PDService, "chat", {"flops": 3}, namespace=namespace)
 
-    async def test_a_kind_without_status_has_none_to_patch(self, store: Store, namespace: str) -> None:
+    async def test_patch_status_of_a_kind_without_status_is_not_found(
+        self, store: Store, namespace: str
+    ) -> None:
         await store.create(tier(namespace))
         with pytest.raises(NotFound):
             await store.patch_status(QoSTier, "gold", {"x": 1}, namespace=namespace)
@@ -271,7 +275,7 @@ class TestValidation:
         assert refused.value.path == path
         assert await store.get(PDService, "chat", namespace=namespace) == before
 
-    async def test_what_an_object_was_made_for_cannot_be_changed(self, store: Store, namespace: str) -> None:
+    async def test_immutable_field_cannot_be_changed(self, store: Store, namespace: str) -> None:
         spec = PDAssignmentSpec(service="chat")
         before = await store.create(
             PDAssignment(metadata=ObjectMeta(name="chat", namespace=namespace), spec=spec)
@@ -281,7 +285,7 @@ class TestValidation:
         assert refused.value.path == "spec.service"
         assert await store.get(PDAssignment, "chat", namespace=namespace) == before
 
-    async def test_a_rule_between_fields_is_held(self, store: Store, namespace: str) -> None:
+    async def test_rule_between_fields_is_enforced(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace, instances=2))
         pools = [{"name": "a", "instances": {"min": 1}}]
         with pytest.raises(InvalidInput, match="both instances and pools"):
@@ -289,7 +293,7 @@ class TestValidation:
 
 
 class TestWatching:
-    async def test_changes_come_in_order_with_the_object_after_each(
+    async def test_watch_delivers_changes_in_order_with_the_object_after_each(
         self, store: Store, namespace: str
     ) -> None:
         since = await version(store, namespace)
@@ -302,9 +306,7 @@ class TestWatching:
         assert seen[2].object is not None
         assert seen[2].object.spec == patched.spec
 
-    async def test_every_writer_is_seen_by_every_watch_in_one_order(
-        self, store: Store, namespace: str
-    ) -> None:
+    async def test_all_watches_see_all_writes_in_the_same_order(self, store: Store, namespace: str) -> None:
         since = await version(store, namespace)
         watches = [asyncio.ensure_future(events(store, QoSTier, namespace, since, 24)) for _ in range(3)]
         await asyncio.gather(*(store.create(tier(namespace, f"t-{n}")) for n in range(24)))
@@ -314,7 +316,9 @@ class TestWatching:
             f"t-{n}" for n in range(24)
         )
 
-    async def test_a_watch_resumes_where_another_ended(self, store: Store, namespace: str) -> None:
+    async def test_watch_resumes_from_the_version_of_the_last_event(
+        self, store: Store, namespace: str
+    ) -> None:
         since = await version(store, namespace)
         for name in ("a", "b", "c", "d"):
             await store.create(tier(namespace, name))
@@ -322,20 +326,22 @@ class TestWatching:
         rest = await events(store, QoSTier, namespace, first[-1].resource_version, 2)
         assert [e.object.metadata.name for e in first + rest if e.object] == ["a", "b", "c", "d"]
 
-    async def test_a_watch_continues_a_list_without_gap(self, store: Store, namespace: str) -> None:
+    async def test_watch_from_a_list_version_misses_no_change(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace, "listed"))
         since = await version(store, namespace)
         later = await store.create(tier(namespace, "watched"))
         assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [later]
 
-    async def test_other_kinds_and_namespaces_are_not_seen(self, store: Store, namespace: str) -> None:
+    async def test_watch_sees_only_its_kind_and_namespace(self, store: Store, namespace: str) -> None:
         since = await version(store, namespace)
         await store.create(service(namespace))
         await store.create(tier(f"{namespace}-other"))
         mine = await store.create(tier(namespace))
         assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [mine]
 
-    async def test_no_namespace_is_every_namespace(self, store: Store, namespace: str) -> None:
+    async def test_empty_namespace_lists_and_watches_all_namespaces(
+        self, store: Store, namespace: str
+    ) -> None:
         both = {namespace, f"{namespace}-other"}
         since = (await store.list(QoSTier, namespace="")).resource_version
         for where in sorted(both):
@@ -351,7 +357,7 @@ class TestWatching:
                 watched |= {event.object.metadata.namespace} if event.object else set()
         assert both <= listed
 
-    async def test_a_change_of_status_is_seen(self, store: Store, namespace: str) -> None:
+    async def test_watch_delivers_status_changes(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
         since = (await store.list(PDService, namespace=namespace)).resource_version
         after = await store.patch_status(PDService, "chat", {"flips": 1}, namespace=namespace)
@@ -371,7 +377,7 @@ class TestWatching:
         resumed = await events(store, QoSTier, namespace, listing.resource_version, 1)
         assert [e.object for e in resumed] == [later]
 
-    async def test_a_bookmark_moves_an_idle_watch_on(
+    async def test_bookmark_lets_an_idle_watch_resume(
         self, store: Store, namespace: str, forget_history: Callable[[], Awaitable[None]]
     ) -> None:
         await forget_history()
@@ -383,7 +389,7 @@ class TestWatching:
 
 
 class TestDeleting:
-    async def test_a_deleted_object_is_gone(self, store: Store, namespace: str) -> None:
+    async def test_deleted_object_is_not_listed(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace))
         await store.delete(QoSTier, "gold", namespace=namespace)
         assert await names(store, QoSTier, namespace) == []
@@ -392,7 +398,9 @@ class TestDeleting:
         with pytest.raises(NotFound):
             await store.delete(QoSTier, "gold", namespace=namespace)
 
-    async def test_another_one_under_its_name_stays(self, store: Store, namespace: str) -> None:
+    async def test_delete_with_the_uid_of_a_former_object_conflicts(
+        self, store: Store, namespace: str
+    ) -> None:
         former = await store.create(tier(namespace))
         await store.delete(QoSTier, "gold", namespace=namespace, uid=former.metadata.uid)
         await store.create(tier(namespace))
@@ -400,9 +408,7 @@ class TestDeleting:
             await store.delete(QoSTier, "gold", namespace=namespace, uid=former.metadata.uid)
         assert await names(store, QoSTier, namespace) == ["gold"]
 
-    async def test_what_an_object_owns_goes_with_it_and_what_that_owns(
-        self, store: Store, namespace: str
-    ) -> None:
+    async def test_delete_also_deletes_owned_objects_recursively(self, store: Store, namespace: str) -> None:
         owner = await store.create(service(namespace))
         child = await store.create(tier(namespace, "child", owner))
         await store.create(tier(namespace, "grandchild", child))
@@ -414,7 +420,7 @@ class TestDeleting:
 
         await until(collected)
 
-    async def test_one_owner_left_keeps_the_object(self, store: Store, namespace: str) -> None:
+    async def test_object_with_a_remaining_owner_is_kept(self, store: Store, namespace: str) -> None:
         first = await store.create(service(namespace, "first"))
         second = await store.create(service(namespace, "second"))
         await store.create(tier(namespace, "shared", first, second.replace()))
@@ -426,7 +432,7 @@ class TestDeleting:
 
         await until(collected)
 
-    async def test_a_namesake_of_the_owner_is_not_the_owner(self, store: Store, namespace: str) -> None:
+    async def test_owner_is_matched_by_uid_not_by_name(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
         stale = OwnerReference(kind="PDService", name="chat", uid="00000000-0000-0000-0000-000000000000")
         metadata = ObjectMeta(name="orphan", namespace=namespace, owner_references=(stale,))
@@ -445,16 +451,16 @@ class TestApplying:
         assert (applied.spec, applied.metadata.generation) == (QoSTierSpec(priority=3), 1)
 
     async def test_applying_again_changes_nothing(self, store: Store, namespace: str) -> None:
-        wish = service(namespace, instances=3, slo=ServiceSloSpec(ttft=2.0))
-        first = await store.apply(wish, manager="me")
-        assert await store.apply(wish, manager="me") == first
+        manifest = service(namespace, instances=3, slo=ServiceSloSpec(ttft=2.0))
+        first = await store.apply(manifest, manager="me")
+        assert await store.apply(manifest, manager="me") == first
 
-    async def test_what_is_left_out_now_is_removed(self, store: Store, namespace: str) -> None:
+    async def test_field_left_out_of_a_later_apply_is_removed(self, store: Store, namespace: str) -> None:
         await store.apply(service(namespace, instances=3, qos_tiers=("a",)), manager="me")
         after = await store.apply(service(namespace, instances=3), manager="me")
         assert after.spec == service(namespace, instances=3).spec
 
-    async def test_what_was_never_applied_stays(self, store: Store, namespace: str) -> None:
+    async def test_field_set_by_a_patch_survives_an_apply(self, store: Store, namespace: str) -> None:
         await store.apply(service(namespace, instances=3), manager="me")
         await store.patch(PDService, "chat", {"spec": {"qosTiers": ["a"]}}, namespace=namespace)
         after = await store.apply(service(namespace, instances=4), manager="me")
@@ -472,7 +478,7 @@ class TestApplying:
         with pytest.raises(Conflict, match="instances"):
             await store.apply(service(namespace, instances=4), manager="me")
 
-    async def test_an_equal_value_is_shared_and_stays_while_one_wants_it(
+    async def test_field_applied_by_two_managers_stays_while_one_applies_it(
         self, store: Store, namespace: str
     ) -> None:
         await store.apply(service(namespace, instances=3), manager="you")
@@ -480,7 +486,7 @@ class TestApplying:
         after = await store.apply(service(namespace), manager="you")
         assert after.spec.instances == 3
 
-    async def test_pools_are_owned_by_name(self, store: Store, namespace: str) -> None:
+    async def test_list_items_are_owned_by_their_key(self, store: Store, namespace: str) -> None:
         def pool(name: str, least: int) -> PoolSpec:
             return PoolSpec(name=name, instances=Bounds(min=least))
 
@@ -492,5 +498,5 @@ class TestApplying:
     async def test_apply_leaves_status_alone(self, store: Store, namespace: str) -> None:
         await store.apply(service(namespace), manager="me")
         before = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
-        wish = service(namespace).replace(status=PDServiceStatus(flips=9))
-        assert await store.apply(wish, manager="me") == before
+        manifest = service(namespace).replace(status=PDServiceStatus(flips=9))
+        assert await store.apply(manifest, manager="me") == before

@@ -15,8 +15,8 @@ import pytest
 
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
-from fulcrum_cluster.server import serve_store
+from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api import ObjectMeta, PDService, QoSTier, QoSTierSpec
 from fulcrum_core.errors import InvalidInput, StoreUnavailable
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory() -> MemoryStore:
-    return MemoryStore(SystemClock(), bookmark_every_s=0.05, history=8)
+    return MemoryStore(SystemClock(), bookmark_interval_s=0.05, history=8)
 
 
 @pytest.fixture
@@ -49,24 +49,24 @@ async def http(memory: MemoryStore, path: Path) -> AsyncIterator[httpx.AsyncClie
 
 
 class TestSocket:
-    async def test_only_its_owner_may_open_it(self, memory: MemoryStore, path: Path) -> None:
+    async def test_socket_is_accessible_to_its_owner_only(self, memory: MemoryStore, path: Path) -> None:
         async with serve_store(memory, path):
             modes = [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)]
         assert modes == [0o600, 0o700]
 
-    async def test_it_is_gone_with_its_server(self, memory: MemoryStore, path: Path) -> None:
+    async def test_socket_is_removed_when_the_server_ends(self, memory: MemoryStore, path: Path) -> None:
         async with serve_store(memory, path):
             assert path.is_socket()
         assert not path.exists()
 
-    async def test_one_that_a_dead_process_left_is_replaced(self, memory: MemoryStore, path: Path) -> None:
+    async def test_stale_socket_of_a_dead_process_is_replaced(self, memory: MemoryStore, path: Path) -> None:
         path.parent.mkdir()
         with socket.socket(socket.AF_UNIX) as dead:
             dead.bind(os.fspath(path))
         async with serve_store(memory, path), open_store(f"unix:{path}") as client:
             assert (await client.list(QoSTier, namespace="default")).items == ()
 
-    async def test_one_that_lives_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
+    async def test_socket_in_use_is_not_taken_over(self, memory: MemoryStore, path: Path) -> None:
         async with serve_store(memory, path):
             with pytest.raises(InvalidInput, match="in use"):
                 async with serve_store(MemoryStore(SystemClock()), path):
@@ -74,9 +74,7 @@ class TestSocket:
             async with open_store(f"unix:{path}") as client:
                 await client.create(GOLD)
 
-    async def test_one_whose_process_is_too_busy_to_answer_is_left_alone(
-        self, memory: MemoryStore, path: Path
-    ) -> None:
+    async def test_socket_of_a_busy_process_is_not_taken_over(self, memory: MemoryStore, path: Path) -> None:
         path.parent.mkdir()
         with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waits:
             busy.bind(os.fspath(path))
@@ -87,7 +85,7 @@ class TestSocket:
                     pass
         assert path.is_socket()
 
-    async def test_a_file_in_its_place_is_left_alone(self, memory: MemoryStore, path: Path) -> None:
+    async def test_regular_file_at_the_socket_path_is_kept(self, memory: MemoryStore, path: Path) -> None:
         path.parent.mkdir()
         path.write_text("precious")
         with pytest.raises(InvalidInput, match="is a file"):
@@ -95,12 +93,12 @@ class TestSocket:
                 pass
         assert path.read_text() == "precious"
 
-    async def test_a_path_too_long_for_a_socket_is_refused(self, memory: MemoryStore, tmp_path: Path) -> None:
+    async def test_too_long_socket_path_is_refused(self, memory: MemoryStore, tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="longer than the 107 bytes"):
             async with serve_store(memory, tmp_path / ("x" * 108)):
                 pass
 
-    async def test_open_watches_do_not_hold_up_the_end(self, memory: MemoryStore, path: Path) -> None:
+    async def test_open_watches_do_not_delay_shutdown(self, memory: MemoryStore, path: Path) -> None:
         async with open_store(f"unix:{path}") as client:
             async with serve_store(memory, path):
                 since = (await client.list(QoSTier, namespace="default")).resource_version
@@ -116,24 +114,24 @@ class TestSocket:
 
 
 class TestClient:
-    async def test_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
+    async def test_missing_socket_raises_store_unavailable(self, path: Path) -> None:
         async with open_store(f"unix:{path}") as client:
             with pytest.raises(StoreUnavailable, match=r"store\.sock does not answer"):
                 await client.list(QoSTier, namespace="default")
 
-    async def test_a_watch_of_a_store_that_is_not_there_is_unavailable(self, path: Path) -> None:
+    async def test_watch_on_a_missing_socket_raises_store_unavailable(self, path: Path) -> None:
         async with open_store(f"unix:{path}") as client:
             with pytest.raises(StoreUnavailable):
                 await anext(client.watch(QoSTier, namespace="default", since="1"))
 
-    async def test_a_store_that_falls_silent_is_unavailable(self, path: Path) -> None:
-        mute = MemoryStore(SystemClock(), bookmark_every_s=60.0)
-        async with serve_store(mute, path), open_store(f"unix:{path}", silence_s=0.05) as client:
+    async def test_watch_without_bookmarks_raises_store_unavailable(self, path: Path) -> None:
+        mute = MemoryStore(SystemClock(), bookmark_interval_s=60.0)
+        async with serve_store(mute, path), open_store(f"unix:{path}", idle_timeout_s=0.05) as client:
             since = (await client.list(QoSTier, namespace="default")).resource_version
             with pytest.raises(StoreUnavailable):
                 await anext(client.watch(QoSTier, namespace="default", since=since))
 
-    async def test_a_client_outlives_its_store(self, memory: MemoryStore, path: Path) -> None:
+    async def test_client_works_again_after_a_store_restart(self, memory: MemoryStore, path: Path) -> None:
         async with open_store(f"unix:{path}") as client:
             async with serve_store(memory, path):
                 await client.create(GOLD)
@@ -143,13 +141,13 @@ class TestClient:
                 assert (await client.get(QoSTier, "gold", namespace="default")).spec == GOLD.spec
 
     @pytest.mark.parametrize("address", ["", "unix:", "/run/store.sock", "http://localhost"])
-    def test_an_address_that_is_no_socket_is_refused(self, address: str) -> None:
+    def test_unknown_store_address_is_refused(self, address: str) -> None:
         with pytest.raises(InvalidInput, match="is not unix: and a path"):
             open_store(address)
 
 
 class TestRest:
-    async def test_a_manifest_in_yaml_is_applied(self, http: httpx.AsyncClient) -> None:
+    async def test_yaml_manifest_is_applied_with_defaults(self, http: httpx.AsyncClient) -> None:
         text = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDService\nmetadata: {name: chat}\nspec: {model: m}\n"
         answer = await http.patch(
             f"{SERVICES}/chat", content=text, headers=APPLY, params={"fieldManager": "me"}
@@ -158,7 +156,7 @@ class TestRest:
         slo = {"ttft": "1s", "tpot": "50ms", "attainment": 99.0, "window": "5m"}
         assert answer.json()["spec"]["slo"] == slo
 
-    async def test_a_bare_time_in_yaml_is_a_time(self, http: httpx.AsyncClient) -> None:
+    async def test_unquoted_yaml_time_is_accepted(self, http: httpx.AsyncClient) -> None:
         role = "{role: Decode, since: 2026-01-01T00:00:00Z, by: Person}"
         head = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDAssignment\n"
         text = f"{head}spec: {{service: chat, roles: {{a: {role}}}}}"
@@ -166,7 +164,9 @@ class TestRest:
         answer = await http.patch(url, content=text, headers=APPLY, params={"fieldManager": "me"})
         assert answer.json()["spec"]["roles"]["a"]["since"] == "2026-01-01T00:00:00.000000Z"
 
-    async def test_a_list_is_a_list_of_its_kind(self, http: httpx.AsyncClient, memory: MemoryStore) -> None:
+    async def test_list_response_has_the_list_kind_and_version(
+        self, http: httpx.AsyncClient, memory: MemoryStore
+    ) -> None:
         created = await memory.create(GOLD)
         assert (await http.get(TIERS)).json() == {
             "apiVersion": "fulcrum.dev/v1alpha1",
@@ -178,7 +178,7 @@ class TestRest:
     async def test_a_created_object_is_answered_with_201(self, http: httpx.AsyncClient) -> None:
         assert (await http.post(TIERS, json=GOLD.dump())).status_code == 201
 
-    async def test_a_watch_too_old_ends_in_an_error_event(
+    async def test_watch_from_a_forgotten_version_ends_in_an_error_event(
         self, http: httpx.AsyncClient, memory: MemoryStore
     ) -> None:
         await memory.create(GOLD)
@@ -188,7 +188,7 @@ class TestRest:
         event = json.loads(answer.text)
         assert (answer.status_code, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
 
-    async def test_bookmarks_come_to_those_who_ask(
+    async def test_bookmarks_are_sent_when_requested(
         self, http: httpx.AsyncClient, memory: MemoryStore
     ) -> None:
         since = (await memory.list(QoSTier, namespace="default")).resource_version
@@ -270,7 +270,7 @@ class TestRest:
             pytest.param("POST", TIERS, {"json": GOLD.dump()}, 409, "AlreadyExists", id="a second one"),
         ],
     )
-    async def test_a_refusal_is_a_status_object(
+    async def test_refusal_is_a_kubernetes_status(
         self,
         http: httpx.AsyncClient,
         memory: MemoryStore,
@@ -290,7 +290,7 @@ class TestRest:
             reason,
         )
 
-    async def test_a_refused_field_is_named_as_an_api_server_does(self, http: httpx.AsyncClient) -> None:
+    async def test_refused_field_is_reported_in_status_details(self, http: httpx.AsyncClient) -> None:
         body = {**GOLD.dump(), "spec": {"priority": "high"}}
         answer = await http.post(TIERS, json=body)
         assert answer.json()["details"] == {
@@ -303,11 +303,11 @@ class TestRest:
             ]
         }
 
-    async def test_a_status_is_patched_at_its_own_address(
+    async def test_status_subresource_patches_status_only(
         self, http: httpx.AsyncClient, memory: MemoryStore
     ) -> None:
-        wish = {"metadata": {"name": "chat"}, "kind": "PDService", "spec": {"model": "m"}}
-        await memory.create(PDService.model_validate(wish))
+        manifest = {"metadata": {"name": "chat"}, "kind": "PDService", "spec": {"model": "m"}}
+        await memory.create(PDService.model_validate(manifest))
         body = {"status": {"flips": 2}, "spec": {"model": "other"}}
         answer = await http.patch(f"{SERVICES}/chat/status", json=body, headers=MERGE)
         assert (answer.json()["status"]["flips"], answer.json()["spec"]["model"]) == (2, "m")

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cluster.access import Access
-from fulcrum_cluster.client import Cluster
+from fulcrum_cluster.client import ClusterClient
+from fulcrum_cluster.client_config import ClientConfig
 from fulcrum_core.api import QoSTier
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.ports import EventType
 from tools.kubernetes import pki
 
-NO_RECORD = b"this is no record of TLS" * 4
+NOT_A_TLS_RECORD = b"this is no record of TLS" * 4
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _serve_then_break_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """A bookmark, or for what is no watch half an answer, and then bytes that are no TLS."""
     asked = await reader.readuntil(b"\r\n\r\n")
     if b"watch=true" in asked:
@@ -30,26 +30,26 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     else:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
     await writer.drain()
-    os.write(writer.get_extra_info("socket").fileno(), NO_RECORD)
+    os.write(writer.get_extra_info("socket").fileno(), NOT_A_TLS_RECORD)
     writer.transport.abort()
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    root = pki.authority("test")
-    pki.issue(root, "server", hosts=("127.0.0.1",)).write(tmp_path, "server")
+async def cluster(tmp_path: Path) -> AsyncIterator[ClusterClient]:
+    root = pki.create_authority("test")
+    pki.issue_certificate(root, "server", hosts=("127.0.0.1",)).write(tmp_path, "server")
     root.write(tmp_path, "ca")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
-    async with await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=context) as server:
+    async with await asyncio.start_server(_serve_then_break_tls, "127.0.0.1", 0, ssl=context) as server:
         port = server.sockets[0].getsockname()[1]
         tls = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-        async with Cluster(Access(url=f"https://127.0.0.1:{port}", tls=tls)) as made:
+        async with ClusterClient(ClientConfig(url=f"https://127.0.0.1:{port}", tls=tls)) as made:
             yield made
 
 
-async def test_a_watch_that_goes_on_with_something_else_than_tls_is_a_store_that_does_not_answer(
-    cluster: Cluster,
+async def test_broken_tls_within_a_watch_raises_store_unavailable(
+    cluster: ClusterClient,
 ) -> None:
     async with aclosing(cluster.store.watch(QoSTier, namespace="default", since="1")) as events:
         assert (await anext(events)).type is EventType.BOOKMARK
@@ -57,6 +57,6 @@ async def test_a_watch_that_goes_on_with_something_else_than_tls_is_a_store_that
             await anext(events)
 
 
-async def test_so_is_an_answer_that_does(cluster: Cluster) -> None:
+async def test_broken_tls_within_a_response_raises_store_unavailable(cluster: ClusterClient) -> None:
     with pytest.raises(StoreUnavailable):
         await cluster.store.list(QoSTier, namespace="default")

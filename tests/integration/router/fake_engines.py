@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_core.api.pdservice import TimeoutsSpec
-from fulcrum_core.values import Identity, Role, Slo
+from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.router import Router
-from fulcrum_router.server import Server, bind
-from fulcrum_router.settings import Settings, Tier, Timeouts
+from fulcrum_router.server import RouterServer, bind_socket
+from fulcrum_router.settings import ServiceSettings, Tier, Timeouts
 from tests.integration.simulator.servers import MODEL
 from tests.integration.simulator.servers import Server as Engine
 
@@ -24,7 +24,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """One request as an engine saw it."""
 
     method: str
@@ -39,16 +39,16 @@ class Asked:
 
 
 @dataclass
-class Answering:
+class ResponseWriter:
     """What a script writes to."""
 
     engine: "FakeEngine"
-    asked: Asked
+    request: ReceivedRequest
     writer: asyncio.StreamWriter
 
     async def json(self, status: int, body: object) -> None:
         """A whole JSON answer."""
-        await self.raw(whole(status, body))
+        await self.raw(build_json_response(status, body))
 
     async def start_stream(self) -> None:
         """The head of a stream."""
@@ -56,7 +56,7 @@ class Answering:
 
     async def event(self, text: str) -> None:
         """One chunk with one event."""
-        await self.raw(event_chunk(text))
+        await self.raw(frame_event(text))
 
     async def raw(self, data: bytes) -> None:
         """Bytes as they are."""
@@ -72,14 +72,14 @@ class Answering:
         await asyncio.Event().wait()
 
 
-Script = Callable[[Answering], Awaitable[None]]
+Script = Callable[[ResponseWriter], Awaitable[None]]
 
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 
 
-def whole(status: int, body: object) -> bytes:
+def build_json_response(status: int, body: object) -> bytes:
     """A JSON answer."""
     content = json.dumps(body).encode()
     head = (
@@ -88,13 +88,13 @@ def whole(status: int, body: object) -> bytes:
     return head.encode() + content
 
 
-def event_chunk(text: str) -> bytes:
+def frame_event(text: str) -> bytes:
     """One chunk with one event."""
     content = f"data: {text}\n\n".encode()
     return b"%x\r\n%b\r\n" % (len(content), content)
 
 
-def handoff(engine: "FakeEngine", **changes: Any) -> dict[str, Any]:
+def make_kv_transfer_params(engine: "FakeEngine", **changes: Any) -> dict[str, Any]:
     """The hand-off that a prefill engine gives."""
     return {
         "do_remote_prefill": True,
@@ -111,56 +111,56 @@ def handoff(engine: "FakeEngine", **changes: Any) -> dict[str, Any]:
     }
 
 
-async def give_handoff(answering: Answering) -> None:
+async def send_kv_transfer_params(response: ResponseWriter) -> None:
     """The prefill leg as it should be."""
-    params = handoff(answering.engine)
-    await answering.json(200, {"choices": [{}], "usage": {"prompt_tokens": 7}, "kv_transfer_params": params})
+    params = make_kv_transfer_params(response.engine)
+    await response.json(200, {"choices": [{}], "usage": {"prompt_tokens": 7}, "kv_transfer_params": params})
 
 
-def decode_words(count: int = 3) -> Script:
+def send_source_name(count: int = 3) -> Script:
     """The decode leg as it should be: words that name the engine whose KV it was given."""
 
-    async def script(answering: Answering) -> None:
-        source = (answering.asked.body.get("kv_transfer_params") or {}).get("remote_engine_id", "own")
-        if not answering.asked.body.get("stream"):
+    async def script(response: ResponseWriter) -> None:
+        source = (response.request.body.get("kv_transfer_params") or {}).get("remote_engine_id", "own")
+        if not response.request.body.get("stream"):
             choice = {"text": f"{source} " * count, "finish_reason": "length"}
-            return await answering.json(200, {"choices": [choice]})
-        await answering.start_stream()
+            return await response.json(200, {"choices": [choice]})
+        await response.start_stream()
         for _ in range(count):
-            await answering.event(json.dumps({"choices": [{"text": f"{source} ", "finish_reason": None}]}))
-        await answering.event("[DONE]")
-        await answering.raw(b"0\r\n\r\n")
+            await response.event(json.dumps({"choices": [{"text": f"{source} ", "finish_reason": None}]}))
+        await response.event("[DONE]")
+        await response.raw(b"0\r\n\r\n")
 
     return script
 
 
-def answer_status(status: int) -> Script:
+def respond_with_status(status: int) -> Script:
     """An error and nothing else."""
 
-    async def script(answering: Answering) -> None:
-        await answering.json(status, {"error": {"message": "no", "code": status}})
+    async def script(response: ResponseWriter) -> None:
+        await response.json(status, {"error": {"message": "no", "code": status}})
 
     return script
 
 
-async def close_at_once(answering: Answering) -> None:
+async def close_connection(response: ResponseWriter) -> None:
     """Read the request and close."""
-    answering.close()
+    response.close()
 
 
-async def hang(answering: Answering) -> None:
+async def never_respond(response: ResponseWriter) -> None:
     """Read the request and say nothing."""
-    await answering.hang()
+    await response.hang()
 
 
-def stream_then(words: int, then: Script) -> Script:
+def stream_tokens_then(tokens: int, then: Script) -> Script:
     """Some events, then something else."""
 
-    async def script(answering: Answering) -> None:
-        await answering.start_stream()
-        for _ in range(words):
-            await answering.event(json.dumps({"choices": [{"text": "word ", "finish_reason": None}]}))
-        await then(answering)
+    async def script(response: ResponseWriter) -> None:
+        await response.start_stream()
+        for _ in range(tokens):
+            await response.event(json.dumps({"choices": [{"text": "word ", "finish_reason": None}]}))
+        await then(response)
 
     return script
 
@@ -170,12 +170,12 @@ class FakeEngine:
     """One engine."""
 
     name: str
-    prefill: Script = give_handoff
-    decode: Script = field(default_factory=decode_words)
+    prefill: Script = send_kv_transfer_params
+    decode: Script = field(default_factory=send_source_name)
     metrics: bytes = b""
-    asked: list[Asked] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
     """Requests for work; probes are left out."""
-    abandoned: list[Asked] = field(default_factory=list)
+    abandoned: list[ReceivedRequest] = field(default_factory=list)
     """Requests that the router left before their answer was whole."""
     connections: int = 0
     port: int = 0
@@ -183,30 +183,32 @@ class FakeEngine:
     @property
     def prefills(self) -> list[dict[str, Any]]:
         """Bodies of prefill legs."""
-        return [asked.body for asked in self.asked if asked.is_prefill]
+        return [request.body for request in self.requests if request.is_prefill]
 
     @property
     def decodes(self) -> list[dict[str, Any]]:
         """Bodies of decode legs."""
-        return [asked.body for asked in self.asked if not asked.is_prefill]
+        return [request.body for request in self.requests if not request.is_prefill]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
         self.connections += 1
         try:
-            while (asked := await read_request(reader)) is not None:
-                if asked.method == "POST":
-                    self.asked.append(asked)
-                if not await self._answer(asked, reader, writer):
+            while (request := await read_request(reader)) is not None:
+                if request.method == "POST":
+                    self.requests.append(request)
+                if not await self._respond(request, reader, writer):
                     break
         except ConnectionError:
             pass
         finally:
             writer.transport.abort()
 
-    async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        answering = Answering(self, asked, writer)
-        script = asyncio.ensure_future(self._script(asked)(answering))
+    async def _respond(
+        self, request: ReceivedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        response = ResponseWriter(self, request, writer)
+        script = asyncio.ensure_future(self._script(request)(response))
         left = asyncio.ensure_future(reader.read(1))
         await asyncio.wait((script, left), return_when=asyncio.FIRST_COMPLETED)
         if script.done():
@@ -219,21 +221,21 @@ class FakeEngine:
         script.cancel()
         with suppress(asyncio.CancelledError, ConnectionError):
             await script
-        self.abandoned.append(asked)
+        self.abandoned.append(request)
         return False
 
-    def _script(self, asked: Asked) -> Script:
-        if asked.method == "GET":
+    def _script(self, request: ReceivedRequest) -> Script:
+        if request.method == "GET":
             return self._page
-        return self.prefill if asked.is_prefill else self.decode
+        return self.prefill if request.is_prefill else self.decode
 
-    async def _page(self, answering: Answering) -> None:
+    async def _page(self, response: ResponseWriter) -> None:
         content = self.metrics
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n" % len(content)
-        await answering.raw(head + content)
+        await response.raw(head + content)
 
 
-async def read_request(reader: asyncio.StreamReader) -> Asked | None:
+async def read_request(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     """The next request on a connection; None at its end."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -243,10 +245,10 @@ async def read_request(reader: asyncio.StreamReader) -> Asked | None:
     headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in fields)}
     content = await reader.readexactly(int(headers.get("content-length", 0)))
     method, path, _ = line.split(" ")
-    return Asked(method, path, headers, json.loads(content) if content else {})
+    return ReceivedRequest(method, path, headers, json.loads(content) if content else {})
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Wait until something holds."""
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -257,11 +259,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @dataclass
-class World:
+class RunningRouter:
     """A router and its engines."""
 
     router: Router
-    server: Server
+    server: RouterServer
     engines: dict[str, FakeEngine]
     port: int
     servers: dict[str, asyncio.Server]
@@ -274,39 +276,46 @@ class World:
         """Where clients send requests."""
         return f"http://127.0.0.1:{self.port}{path}"
 
-    def stopping(self, then: Callable[[], object]) -> None:
+    def when_stopping(self, then: Callable[[], object]) -> None:
         """Call `then` once the router is shutting down."""
 
         async def wait() -> None:
-            await until(lambda: self.router.stopping, "the router is stopping")
+            await wait_until(lambda: self.router.stopping, "the router is stopping")
             then()
 
         self.background.append(asyncio.ensure_future(wait()))
 
     def ledgers_are_empty(self) -> bool:
         """Whether no work is in the books."""
-        names = ("prefill_s", "prefill_tokens", "legs", "local_prefills", "decode_tokens", "open_handoffs")
-        return all(not getattr(i.ledger, name) for i in self.router.fleet.all for name in names)
+        names = (
+            "prefill_queued_s",
+            "prefill_tokens",
+            "legs",
+            "local_prefills",
+            "decode_tokens",
+            "pending_transfers",
+        )
+        return all(not getattr(i.ledger, name) for i in self.router.fleet.instances for name in names)
 
 
 @asynccontextmanager
-async def running(
-    *engines: FakeEngine, settings: Settings | None = None, grace_s: float = 0.0
-) -> AsyncIterator[World]:
+async def run_router(
+    *engines: FakeEngine, settings: ServiceSettings | None = None, grace_s: float = 0.0
+) -> AsyncIterator[RunningRouter]:
     """A router over these engines: those named `p…` play prefill, the others decode."""
     router = Router()
-    router.configure(settings or quick_settings(), last_to_decode_s=None)
+    router.configure(settings or settings_with_short_timeouts(), last_prefill_to_decode_s=None)
     servers = {}
     for engine in engines:
         server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
         servers[engine.name] = server
         engine.port = server.sockets[0].getsockname()[1]
-        instance = _placed(engine.name, engine.port)
-        instance.identity = Identity("m", "fake 1", "bf16", 16, 1)
+        instance = _instance_at(engine.name, engine.port)
+        instance.identity = EngineIdentity("m", "fake 1", "bf16", 16, 1)
         router.fleet.add(instance)
-    bound = bind("127.0.0.1", 0, "--port")
-    served = Server(router, sweep_s=0.01, grace_s=grace_s)
-    world = World(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
+    bound = bind_socket("127.0.0.1", 0, "--port")
+    served = RouterServer(router, sweep_s=0.01, grace_s=grace_s)
+    world = RunningRouter(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
     try:
         async with served.listening(bound):
             yield world
@@ -316,27 +325,33 @@ async def running(
 
 
 @asynccontextmanager
-async def routed(engines: Mapping[str, Engine], **timeouts: float) -> AsyncIterator[tuple[Router, str]]:
-    """A router over engine servers, by names as in `running`, and where it is asked."""
+async def route_to_servers(
+    engines: Mapping[str, Engine], **timeouts: float
+) -> AsyncIterator[tuple[Router, str]]:
+    """A router over engine servers, by names as in `run_router`, and where it is asked."""
     router = Router()
-    router.configure(replace(quick_settings(**timeouts), model=MODEL), last_to_decode_s=None)
+    router.configure(
+        replace(settings_with_short_timeouts(**timeouts), model=MODEL), last_prefill_to_decode_s=None
+    )
     for name, engine in engines.items():
-        router.fleet.add(_placed(name, engine.port))
-    bound = bind("127.0.0.1", 0, "--port")
-    async with Server(router).listening(bound):
+        router.fleet.add(_instance_at(name, engine.port))
+    bound = bind_socket("127.0.0.1", 0, "--port")
+    async with RouterServer(router).listening(bound):
         yield router, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions"
 
 
-def _placed(name: str, port: int) -> Instance:
+def _instance_at(name: str, port: int) -> Instance:
     instance = Instance(name)
-    instance.place("127.0.0.1", port)
+    instance.set_endpoint("127.0.0.1", port)
     instance.assign(Role.PREFILL if name.startswith("p") else Role.DECODE)
     return instance
 
 
-def quick_settings(**timeouts: float) -> Settings:
+def settings_with_short_timeouts(**timeouts: float) -> ServiceSettings:
     """Default settings with time-outs fit for a test."""
     quick = {"connect": 0.5, "prefill": 2.0, "first_byte": 2.0, "idle": 2.0, **timeouts}
-    limits = Timeouts.of(TimeoutsSpec.model_validate(quick))
+    limits = Timeouts.from_spec(TimeoutsSpec.model_validate(quick))
     tiers = {"premium": Tier("premium", SLO, -5)}
-    return Settings(service="s", model="m", timeouts=limits, default_tier=Tier("default", SLO), tiers=tiers)
+    return ServiceSettings(
+        service="s", model="m", timeouts=limits, default_tier=Tier("default", SLO), tiers=tiers
+    )

@@ -13,46 +13,48 @@ import pytest
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
-from fulcrum_router.control.state_port import picture
+from fulcrum_router.control.state_port import build_router_state
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.kv_transfer.canaries import Canaries
-from fulcrum_router.policy import PairKey, Proof
+from fulcrum_router.kv_transfer.canaries import CanaryScheduler
+from fulcrum_router.policy import PairKey, TransferOutcome
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
-    Answering,
     FakeEngine,
+    ResponseWriter,
+    RunningRouter,
     Script,
-    World,
-    answer_status,
-    handoff,
-    running,
-    until,
+    make_kv_transfer_params,
+    respond_with_status,
+    run_router,
+    wait_until,
 )
 
 PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 BOTH_WAYS = [PairKey("d1", "p1"), PairKey("p1", "d1")]
 
 
-def says(cached: int | None, *, after_s: float = 0.0, again: int | None = None) -> Script:
+def reports_cached_tokens(cached: int | None, *, after_s: float = 0.0, again: int | None = None) -> Script:
     """A decode that reports so many cached tokens to a hand-off, and `again` to a plain request."""
 
-    async def script(answering: Answering) -> None:
-        handed = "kv_transfer_params" in answering.asked.body
+    async def script(response: ResponseWriter) -> None:
+        handed = "kv_transfer_params" in response.request.body
         if handed:
             await asyncio.sleep(after_s)
         count = cached if handed else again
         details = None if count is None else {"cached_tokens": count}
         usage = {"prompt_tokens": 261, "prompt_tokens_details": details}
-        await answering.json(200, {"choices": [{"text": "a"}], "usage": usage})
+        await response.json(200, {"choices": [{"text": "a"}], "usage": usage})
 
     return script
 
 
 @asynccontextmanager
-async def watched(world: World, *, interval_s: float = 300.0) -> AsyncIterator[World]:
+async def canaries_running(
+    world: RunningRouter, *, interval_s: float = 300.0
+) -> AsyncIterator[RunningRouter]:
     """With canaries flying."""
     canaries = asyncio.ensure_future(
-        Canaries(world.router, interval_s=interval_s, rng=random.Random(1)).run()
+        CanaryScheduler(world.router, interval_s=interval_s, rng=random.Random(1)).run()
     )
     try:
         yield world
@@ -62,180 +64,209 @@ async def watched(world: World, *, interval_s: float = 300.0) -> AsyncIterator[W
             await canaries
 
 
-def reasons(world: World) -> dict[PairKey, str]:
+def reasons(world: RunningRouter) -> dict[PairKey, str]:
     return {key: pair.reason for key, pair in sorted(world.router.pairs.pairs.items())}
 
 
-def bodies(world: World) -> list[dict[str, Any]]:
-    return [asked.body for engine in world.engines.values() for asked in engine.asked]
+def bodies(world: RunningRouter) -> list[dict[str, Any]]:
+    return [request.body for engine in world.engines.values() for request in engine.requests]
 
 
-async def test_both_directions_are_proven_before_anybody_asks() -> None:
-    engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261))]
-    async with running(*engines) as world, watched(world):
-        await until(lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Proven"), "both pairs are proven")
-        await until(lambda: not world.router.pairs.delays, "and warm")
+async def test_both_directions_are_verified_before_the_first_request() -> None:
+    engines = [
+        FakeEngine("p1", decode=reports_cached_tokens(261)),
+        FakeEngine("d1", decode=reports_cached_tokens(261)),
+    ]
+    async with run_router(*engines) as world, canaries_running(world):
+        await wait_until(
+            lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Verified"), "both pairs are verified"
+        )
+        await wait_until(lambda: not world.router.pairs.decode_delay_tokens, "and warm")
         assert world.ledgers_are_empty()
-        assert world.router.books.tiers == {}
+        assert world.router.counters.tiers == {}
         sent = bodies(world)
         assert len({body["cache_salt"] for body in sent}) == 2, (
             "a salt for each canary, the same on both legs"
         )
         assert {len(body["prompt"]) > 2 * 16 for body in sent} == {True}
         assert {body["priority"] for body in sent} == {1_000_000}
-        assert {(p.prefill, p.decode, p.proven) for p in picture(world.router, now_s=0.0).pairs} == {
+        assert {
+            (p.prefill, p.decode, p.verified) for p in build_router_state(world.router, now_s=0.0).pairs
+        } == {
             ("d1", "p1", 1),
             ("p1", "d1", 1),
         }
 
 
 async def test_a_pair_without_traffic_is_tried_again() -> None:
-    engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261))]
-    async with running(*engines) as world, watched(world, interval_s=0.0):
+    engines = [
+        FakeEngine("p1", decode=reports_cached_tokens(261)),
+        FakeEngine("d1", decode=reports_cached_tokens(261)),
+    ]
+    async with run_router(*engines) as world, canaries_running(world, interval_s=0.0):
         pair = world.router.pairs[PairKey("p1", "d1")]
-        await until(lambda: sum(pair.counts.values()) >= 2, "a second canary")
+        await wait_until(lambda: sum(pair.counts.values()) >= 2, "a second canary")
 
 
-async def _stands_by(world: World) -> None:
+async def _is_standby(world: RunningRouter) -> None:
     world.router.active = False
 
 
-async def _is_busy(world: World) -> None:
-    for instance in world.router.fleet.all:
-        instance.ledger.open_prefill(tokens=1, seconds=0.1)
+async def _is_busy(world: RunningRouter) -> None:
+    for instance in world.router.fleet.instances:
+        instance.ledger.add_prefill(tokens=1, seconds=0.1)
 
 
-async def _is_alone(world: World) -> None:
+async def _has_one_instance(world: RunningRouter) -> None:
     world.router.fleet["p1"].assign(None)
 
 
-async def _waits_for_an_engine(world: World) -> None:
-    await _is_alone(world)
+async def _waits_for_an_unresponsive_engine(world: RunningRouter) -> None:
+    await _has_one_instance(world)
     world.router.fleet["p1"].starting = True
 
 
 @pytest.mark.parametrize(
     "state",
-    [_stands_by, _is_busy, _is_alone, _waits_for_an_engine],
+    [_is_standby, _is_busy, _has_one_instance, _waits_for_an_unresponsive_engine],
     ids=["standby", "busy", "alone", "waits for an engine that does not answer"],
 )
-async def test_no_canary_flies_from_a_router_that(state: Any) -> None:
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
+async def test_no_canary_is_sent_by_a_router_that(state: Any) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         await state(world)
-        async with watched(world):
-            looked = world.router.pairs.refresh
+        async with canaries_running(world):
+            original_refresh = world.router.pairs.refresh
             seen: list[float] = []
 
             def refresh(instances: Any, *, now_s: float) -> None:
                 seen.append(now_s)
-                looked(instances, now_s=now_s)
+                original_refresh(instances, now_s=now_s)
 
             world.router.pairs.refresh = refresh  # type: ignore[method-assign]
-            await until(lambda: len(seen) >= 2, "it has looked twice")
+            await wait_until(lambda: len(seen) >= 2, "it has looked twice")
             assert bodies(world) == []
 
 
 async def test_engines_that_refuse_a_role_are_left_alone_until_roles_change() -> None:
-    refusing = FakeEngine("d1", prefill=answer_status(400), decode=says(261))
-    giver = FakeEngine("p1", decode=says(261))
-    async with running(giver, refusing) as world, watched(world, interval_s=0.05):
-        proven = world.router.pairs[PairKey("p1", "d1")].counts
-        await until(lambda: sum(proven.values()) >= 2, "the other direction is tried again and again")
+    refusing = FakeEngine("d1", prefill=respond_with_status(400), decode=reports_cached_tokens(261))
+    prefill = FakeEngine("p1", decode=reports_cached_tokens(261))
+    async with run_router(prefill, refusing) as world, canaries_running(world, interval_s=0.05):
+        verified = world.router.pairs[PairKey("p1", "d1")].counts
+        await wait_until(lambda: sum(verified.values()) >= 2, "the other direction is tried again and again")
         assert len(refusing.prefills) == 1
         assert sum(world.router.pairs[PairKey("d1", "p1")].counts.values()) == 0
         world.router.fleet["d1"].assign(Role.BOTH)
-        await until(lambda: len(refusing.prefills) == 2, "its role has changed")
+        await wait_until(lambda: len(refusing.prefills) == 2, "its role has changed")
 
 
-async def test_a_side_channel_that_cannot_be_reached_is_found_and_gone_round(
+async def test_an_unreachable_side_channel_is_detected_and_bypassed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fulcrum_router.kv_transfer.verification.HANDSHAKE_TIMEOUT_S", 0.1)
-    decode = FakeEngine("d1", decode=says(0, after_s=0.2))
-    async with running(FakeEngine("p1", decode=says(261)), decode) as world, watched(world):
-        await until(lambda: reasons(world).get(BOTH_WAYS[1]) == "HandshakeFailed", "found")
-        await until(lambda: world.router.pairs.broken == ("p1",), "drawn the conclusion")
+    decode = FakeEngine("d1", decode=reports_cached_tokens(0, after_s=0.2))
+    async with (
+        run_router(FakeEngine("p1", decode=reports_cached_tokens(261)), decode) as world,
+        canaries_running(world),
+    ):
+        await wait_until(lambda: reasons(world).get(BOTH_WAYS[1]) == "HandshakeFailed", "found")
+        await wait_until(
+            lambda: world.router.pairs.broken_prefill_instances == ("p1",), "drawn the conclusion"
+        )
         before = len(world["p1"].prefills)
         async with aiohttp.ClientSession() as client, client.post(world.url(), json=PROMPT) as answer:
-            assert (answer.status, answer.headers["x-fulcrum-local-prefill"]) == (200, "no_kv_transfer")
+            assert (answer.status, answer.headers["x-fulcrum-local-prefill"]) == (200, "kv_transfer_broken")
         assert len(world["p1"].prefills) == before
-        decode.decode = says(261)
-        world.router.pairs.cool("p1")  # what a new engine process does
-        await until(lambda: reasons(world)[BOTH_WAYS[1]] == "Proven", "healed")
-        await until(lambda: not world.router.pairs.broken, "used again")
+        decode.decode = reports_cached_tokens(261)
+        world.router.pairs.invalidate("p1")  # what a new engine process does
+        await wait_until(lambda: reasons(world)[BOTH_WAYS[1]] == "Verified", "healed")
+        await wait_until(lambda: not world.router.pairs.broken_prefill_instances, "used again")
 
 
 @pytest.mark.parametrize(
-    ("again", "expected"), [(256, "NotCompatible"), (None, "CannotTell")], ids=["it does", "it never does"]
+    ("again", "expected"), [(256, "Incompatible"), (None, "NotReported")], ids=["it does", "it never does"]
 )
-async def test_an_engine_that_does_not_say_is_asked_whether_it_ever_does(
+async def test_an_engine_without_cached_token_counts_gets_one_check_request(
     again: int | None, expected: str
 ) -> None:
-    decode = FakeEngine("d1", decode=says(None, again=again))
-    async with running(FakeEngine("p1", decode=says(261)), decode) as world, watched(world):
-        await until(lambda: reasons(world).get(BOTH_WAYS[1]) == expected, expected)
+    decode = FakeEngine("d1", decode=reports_cached_tokens(None, again=again))
+    async with (
+        run_router(FakeEngine("p1", decode=reports_cached_tokens(261)), decode) as world,
+        canaries_running(world),
+    ):
+        await wait_until(lambda: reasons(world).get(BOTH_WAYS[1]) == expected, expected)
 
 
 async def test_a_new_engine_process_is_tried_at_once() -> None:
-    engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261))]
-    async with running(*engines) as world, watched(world):
-        await until(lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Proven"), "both pairs are proven")
+    engines = [
+        FakeEngine("p1", decode=reports_cached_tokens(261)),
+        FakeEngine("d1", decode=reports_cached_tokens(261)),
+    ]
+    async with run_router(*engines) as world, canaries_running(world):
+        await wait_until(
+            lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Verified"), "both pairs are verified"
+        )
         instance = world.router.fleet["d1"]
-        instance.leave()
-        instance.place("127.0.0.1", world["d1"].port)
+        instance.clear_endpoint()
+        instance.set_endpoint("127.0.0.1", world["d1"].port)
         counts = [world.router.pairs[key].counts for key in BOTH_WAYS]
-        await until(lambda: [sum(c.values()) for c in counts] == [2, 2], "proven once more")
+        await wait_until(lambda: [sum(c.values()) for c in counts] == [2, 2], "verified once more")
 
 
 REQUESTS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
 
 
-async def test_the_pairs_of_an_instance_that_does_not_serve_yet_are_warmed_though_the_others_are_busy() -> (
-    None
-):
-    new = FakeEngine("d2", decode=says(261), metrics=REQUESTS)
-    engines = [FakeEngine("p1", decode=says(261)), FakeEngine("d1", decode=says(261)), new]
+async def test_pairs_of_a_starting_instance_are_warmed_while_the_others_are_busy() -> None:
+    new = FakeEngine("d2", decode=reports_cached_tokens(261), metrics=REQUESTS)
+    engines = [
+        FakeEngine("p1", decode=reports_cached_tokens(261)),
+        FakeEngine("d1", decode=reports_cached_tokens(261)),
+        new,
+    ]
     ways = [PairKey(*pair) for pair in permutations(("d1", "d2", "p1"), 2) if "d2" in pair]
-    async with running(*engines) as world:
+    async with run_router(*engines) as world:
         instance = world.router.fleet["d2"]
         instance.assign(None)
         for other in ("p1", "d1"):
-            world.router.fleet[other].ledger.open_prefill(tokens=1, seconds=0.1)
-        async with watched(world):
+            world.router.fleet[other].ledger.add_prefill(tokens=1, seconds=0.1)
+        async with canaries_running(world):
             instance.starting = True
-            await until(lambda: reasons(world) == dict.fromkeys(sorted(ways), "Proven"), "all four pairs")
-        world.router.pairs.refresh(world.router.fleet.all, now_s=time.monotonic())
-        assert world.router.pairs.broken == ()
-        assert set(world.router.pairs.delays) == {"p1"}, "of those that serve the one pair is cold"
+            await wait_until(
+                lambda: reasons(world) == dict.fromkeys(sorted(ways), "Verified"), "all four pairs"
+            )
+        world.router.pairs.refresh(world.router.fleet.instances, now_s=time.monotonic())
+        assert world.router.pairs.broken_prefill_instances == ()
+        assert set(world.router.pairs.decode_delay_tokens) == {"p1"}, (
+            "of those that serve the one pair is cold"
+        )
 
 
-def test_canaries_wait_for_nobody_only_while_an_instance_does_not_serve() -> None:
+def test_an_instance_warms_up_only_until_it_serves() -> None:
     instance = Instance("d")
-    instance.place("127.0.0.1", 1)
+    instance.set_endpoint("127.0.0.1", 1)
     instance.starting, instance.engine_requests = True, 0
-    before = instance.warms_up
+    before = instance.is_warming_up
     instance.assign(Role.DECODE)  # relabelled, and looked at while it serves
-    assert (before, instance.serving, instance.warms_up) == (True, True, False)
+    assert (before, instance.serving, instance.is_warming_up) == (True, True, False)
 
 
-async def give_long_handoff(answering: Answering) -> None:
-    tokens = len(answering.asked.body["prompt"])
-    params = handoff(answering.engine)
-    await answering.json(
+async def return_long_transfer_params(response: ResponseWriter) -> None:
+    tokens = len(response.request.body["prompt"])
+    params = make_kv_transfer_params(response.engine)
+    await response.json(
         200, {"choices": [{}], "usage": {"prompt_tokens": tokens}, "kv_transfer_params": params}
     )
 
 
-async def test_a_slow_pair_is_tried_with_a_prompt_that_tells() -> None:
-    giver = FakeEngine("p1", prefill=give_long_handoff, decode=says(3000))
-    engines = [giver, FakeEngine("d1", decode=says(3000))]
-    async with running(*engines) as world:
+async def test_a_slow_pair_is_tried_with_a_prompt_long_enough_to_time() -> None:
+    prefill = FakeEngine("p1", prefill=return_long_transfer_params, decode=reports_cached_tokens(3000))
+    engines = [prefill, FakeEngine("d1", decode=reports_cached_tokens(3000))]
+    async with run_router(*engines) as world:
         world.router.fleet["d1"].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
         pair = world.router.pairs[PairKey("p1", "d1")]
         for _ in range(3):  # slow beside computing it there, as no answer within a test's deadline is
-            pair.timed(9 * DEADLINE_S, tokens=3000, recompute_s=DEADLINE_S, cold=False)
-        pair.record(Proof.PROVEN, now_s=time.monotonic() - 400.0)
+            pair.record_duration(9 * DEADLINE_S, tokens=3000, recompute_s=DEADLINE_S, cold=False)
+        pair.record(TransferOutcome.VERIFIED, now_s=time.monotonic() - 400.0)
         assert pair.reason == "SlowTransport"
-        async with watched(world):
-            await until(lambda: pair.reason == "Proven", "it is quick again")
+        async with canaries_running(world):
+            await wait_until(lambda: pair.reason == "Verified", "it is quick again")
         assert {len(body["prompt"]) for body in world["d1"].decodes} == {3000}

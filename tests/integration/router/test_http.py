@@ -8,24 +8,28 @@ import pytest
 from fulcrum_router.data_path import downstream as client_module
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
-    Answering,
     FakeEngine,
-    World,
-    decode_words,
-    running,
-    until,
+    ResponseWriter,
+    RunningRouter,
+    run_router,
+    send_source_name,
+    wait_until,
 )
 
 BODY = b'{"model": "m", "prompt": "hello"}'
 
 
-def post(body: bytes = BODY, *fields: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+def build_post(
+    body: bytes = BODY, *fields: str, path: str = "/v1/completions", version: str = "1.1"
+) -> bytes:
     """A request."""
     lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *fields, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
-async def talk(world: World, *pieces: bytes, answers: int = 1) -> list[tuple[int, bytes]]:
+async def send_pieces(
+    world: RunningRouter, *pieces: bytes, response_count: int = 1
+) -> list[tuple[int, bytes]]:
     """Send the pieces one by one; the answers with a length that come back, or fewer if the router closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     for piece in pieces:
@@ -34,7 +38,7 @@ async def talk(world: World, *pieces: bytes, answers: int = 1) -> list[tuple[int
         await asyncio.sleep(0)
     got = []
     async with asyncio.timeout(DEADLINE_S):
-        for _ in range(answers):
+        for _ in range(response_count):
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except asyncio.IncompleteReadError:
@@ -45,7 +49,7 @@ async def talk(world: World, *pieces: bytes, answers: int = 1) -> list[tuple[int
     return got
 
 
-async def closes_after(world: World, request: bytes) -> bytes:
+async def read_until_closed(world: RunningRouter, request: bytes) -> bytes:
     """Everything that comes back until the router closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.write(request)
@@ -60,55 +64,55 @@ def statuses(got: list[tuple[int, bytes]]) -> list[int]:
 
 
 async def test_a_request_may_be_split_anywhere() -> None:
-    request = post()
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
+    request = build_post()
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         for split in range(1, len(request)):
-            assert statuses(await talk(world, request[:split], request[split:])) == [200]
+            assert statuses(await send_pieces(world, request[:split], request[split:])) == [200]
 
 
 async def test_a_chunked_body_is_read() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:10], BODY[10:])]
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert statuses(await talk(world, head, *pieces, b"0\r\n\r\n")) == [200]
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        assert statuses(await send_pieces(world, head, *pieces, b"0\r\n\r\n")) == [200]
         assert world["d1"].decodes[0]["prompt"] == "hello"
 
 
 async def test_pipelined_requests_are_answered_in_their_order() -> None:
-    async def echo(answering: Answering) -> None:
-        await answering.json(200, {"choices": [{"text": answering.asked.body["prompt"]}]})
+    async def echo(response: ResponseWriter) -> None:
+        await response.json(200, {"choices": [{"text": response.request.body["prompt"]}]})
 
-    requests = b"".join(post(json.dumps({"prompt": f"n{n}"}).encode()) for n in range(4))
+    requests = b"".join(build_post(json.dumps({"prompt": f"n{n}"}).encode()) for n in range(4))
     get = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with running(FakeEngine("p1"), FakeEngine("d1", decode=echo)) as world:
-        got = await talk(world, requests[:200], requests[200:] + get, answers=5)
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=echo)) as world:
+        got = await send_pieces(world, requests[:200], requests[200:] + get, response_count=5)
         texts = [json.loads(body).get("choices", [{}])[0].get("text") for _, body in got]
         assert texts == ["n0", "n1", "n2", "n3", None]
 
 
-async def test_a_connection_is_kept_unless_the_client_says_close() -> None:
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert statuses(await talk(world, post(), post(), answers=2)) == [200, 200]
-        answer = await closes_after(world, post(BODY, "Connection: close") + post())
-        assert (answer.count(b"HTTP/1.1 200"), answer.count(b"connection: close")) == (1, 1)
+async def test_a_connection_is_kept_alive_unless_the_client_asks_to_close_it() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        assert statuses(await send_pieces(world, build_post(), build_post(), response_count=2)) == [200, 200]
+        response = await read_until_closed(world, build_post(BODY, "Connection: close") + build_post())
+        assert (response.count(b"HTTP/1.1 200"), response.count(b"connection: close")) == (1, 1)
 
 
-async def test_an_http_1_0_client_gets_an_answer_that_it_understands() -> None:
-    async def until_close(answering: Answering) -> None:
-        assert answering.asked.body["stream"]
-        await answering.raw(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
-        await answering.raw(b"data: one\n\ndata: [DONE]\n\n")
-        answering.writer.close()
+async def test_an_http_1_0_client_gets_an_unchunked_response() -> None:
+    async def until_close(response: ResponseWriter) -> None:
+        assert response.request.body["stream"]
+        await response.raw(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        await response.raw(b"data: one\n\ndata: [DONE]\n\n")
+        response.writer.close()
 
-    async with running(FakeEngine("p1"), FakeEngine("d1", decode=until_close)) as world:
-        answer = await closes_after(world, post(b'{"prompt":"a","stream":true}', version="1.0"))
-        assert answer.endswith(b"\r\n\r\ndata: one\n\ndata: [DONE]\n\n")
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=until_close)) as world:
+        response = await read_until_closed(world, build_post(b'{"prompt":"a","stream":true}', version="1.0"))
+        assert response.endswith(b"\r\n\r\ndata: one\n\ndata: [DONE]\n\n")
 
 
-async def test_expect_100_continue_is_met() -> None:
-    reading = post(BODY, "Expect: 100-continue")
+async def test_expect_100_continue_gets_an_interim_response_before_the_body() -> None:
+    reading = build_post(BODY, "Expect: 100-continue")
     head, body = reading[: -len(BODY)], reading[-len(BODY) :]
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
         writer.write(head)
         async with asyncio.timeout(DEADLINE_S):
@@ -118,29 +122,29 @@ async def test_expect_100_continue_is_met() -> None:
         writer.close()
 
 
-async def test_an_offer_to_upgrade_is_passed_over() -> None:
-    offer = post(BODY, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AA")
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert statuses(await talk(world, offer, post(), answers=2)) == [200, 200]
+async def test_an_upgrade_header_is_ignored() -> None:
+    offer = build_post(BODY, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AA")
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        assert statuses(await send_pieces(world, offer, build_post(), response_count=2)) == [200, 200]
         assert [body["prompt"] for body in world["d1"].decodes] == ["hello", "hello"]
 
 
-def get(path: str, method: str = "GET") -> bytes:
+def build_get(path: str, method: str = "GET") -> bytes:
     return f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        pytest.param(get("/v1/nothing"), 404, id="a path that is none"),
-        pytest.param(get("/v1/completions"), 405, id="GET where POST is due"),
-        pytest.param(get("/health", "DELETE"), 405, id="DELETE where GET is due"),
-        pytest.param(post(b"{"), 400, id="a body that is not JSON"),
-        pytest.param(post(b"[1]"), 400, id="a body that is no object"),
+        pytest.param(build_get("/v1/nothing"), 404, id="a path that is none"),
+        pytest.param(build_get("/v1/completions"), 405, id="GET where POST is due"),
+        pytest.param(build_get("/health", "DELETE"), 405, id="DELETE where GET is due"),
+        pytest.param(build_post(b"{"), 400, id="a body that is not JSON"),
+        pytest.param(build_post(b"[1]"), 400, id="a body that is no object"),
         pytest.param(b"NONSENSE\r\n\r\n", 400, id="not HTTP"),
-        pytest.param(get("/" + "x" * 40_000), 431, id="a path too long"),
-        pytest.param(post(BODY, f"x-long: {'y' * 40_000}"), 431, id="a head too long"),
-        pytest.param(post(BODY, "Expect: miracles"), 417, id="an expectation that cannot be met"),
+        pytest.param(build_get("/" + "x" * 40_000), 431, id="a path too long"),
+        pytest.param(build_post(BODY, f"x-long: {'y' * 40_000}"), 431, id="a head too long"),
+        pytest.param(build_post(BODY, "Expect: miracles"), 417, id="an expectation that cannot be met"),
         pytest.param(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n",
             413,
@@ -148,78 +152,80 @@ def get(path: str, method: str = "GET") -> bytes:
         ),
     ],
 )
-async def test_what_cannot_be_served_is_refused_in_openai_s_words(request_bytes: bytes, status: int) -> None:
-    async with running(FakeEngine("p1"), FakeEngine("d1")) as world:
-        [(got, body)] = await talk(world, request_bytes)
+async def test_an_invalid_request_gets_an_openai_error_object(request_bytes: bytes, status: int) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        [(got, body)] = await send_pieces(world, request_bytes)
         error = json.loads(body)["error"]
         assert (got, error["code"], error["type"]) == (status, status, "invalid_request_error")
-        assert world["p1"].asked == []
+        assert world["p1"].requests == []
 
 
-async def test_a_head_that_never_ends_is_cut_off() -> None:
-    async with running() as world:
+async def test_an_endless_request_head_is_rejected() -> None:
+    async with run_router() as world:
         endless = b"GET / HTTP/1.1\r\nx-long: " + b"y" * 20_000
-        [(status, _)] = await talk(world, endless, b"y" * 20_000)
+        [(status, _)] = await send_pieces(world, endless, b"y" * 20_000)
         assert status == 431
 
 
-async def test_a_head_that_never_ends_is_cut_off_however_slowly_it_grows() -> None:
-    async with running() as world:
-        [(status, _)] = await talk(world, b"GET / HTTP/1.1\r\nx-long: ", *[b"y" * 1_000] * 33)
+async def test_an_endless_request_head_sent_in_small_pieces_is_rejected() -> None:
+    async with run_router() as world:
+        [(status, _)] = await send_pieces(world, b"GET / HTTP/1.1\r\nx-long: ", *[b"y" * 1_000] * 33)
         assert status == 431
 
 
-async def test_trailers_that_never_end_are_cut_off() -> None:
+async def test_endless_trailers_are_rejected() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
     trailers = b"".join(b"x-%d: %b\r\n" % (n, b"y" * 1_000) for n in range(40))
-    async with running() as world:
-        [(status, _)] = await talk(world, head, trailers)
+    async with run_router() as world:
+        [(status, _)] = await send_pieces(world, head, trailers)
         assert status == 431
 
 
-async def test_a_chunked_body_that_grows_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_chunked_body_over_the_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 100)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with running() as world:
-        [(status, _)] = await talk(
+    async with run_router() as world:
+        [(status, _)] = await send_pieces(
             world, head, b"40\r\n" + b"y" * 64 + b"\r\n", b"40\r\n" + b"y" * 64 + b"\r\n"
         )
         assert status == 413
 
 
-async def test_head_has_no_body() -> None:
-    async with running(FakeEngine("d1")) as world:
-        answer = await closes_after(world, b"HEAD /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert answer.endswith(b"\r\n\r\n")
+async def test_the_response_to_a_head_request_has_no_body() -> None:
+    async with run_router(FakeEngine("d1")) as world:
+        response = await read_until_closed(world, b"HEAD /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n")
+        assert response.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert response.endswith(b"\r\n\r\n")
 
 
-async def test_the_model_is_listed_and_readiness_follows_the_fleet() -> None:
-    async with running(FakeEngine("p1")) as world:
+async def test_the_model_is_listed_and_ready_needs_a_serving_instance() -> None:
+    async with run_router(FakeEngine("p1")) as world:
         paths = ("/v1/models", "/health", "/ready", "/metrics")
-        before = [(await talk(world, get(path)))[0] for path in paths]
+        before = [(await send_pieces(world, build_get(path)))[0] for path in paths]
         assert [status for status, _ in before] == [200] * 4
         assert json.loads(before[0][1])["data"][0]["id"] == "m"
         world.router.fleet["p1"].assign(None)
-        after = [(await talk(world, get(path)))[0][0] for path in paths]
+        after = [(await send_pieces(world, build_get(path)))[0][0] for path in paths]
         assert after == [200, 200, 503, 200]
 
 
-async def test_idle_connections_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "IDLE_S", 0.05)
-    async with running() as world:
-        assert await closes_after(world, b"") == b""
+async def test_an_idle_connection_is_closed_after_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "IDLE_TIMEOUT_S", 0.05)
+    async with run_router() as world:
+        assert await read_until_closed(world, b"") == b""
 
 
-async def test_at_the_end_requests_in_flight_get_a_moment() -> None:
+async def test_requests_in_flight_may_finish_during_the_shutdown_grace_period() -> None:
     go_on = asyncio.Event()
 
-    async def slow(answering: Answering) -> None:
+    async def wait_and_respond(response: ResponseWriter) -> None:
         await go_on.wait()
-        await decode_words()(answering)
+        await send_source_name()(response)
 
-    async with running(FakeEngine("p1"), FakeEngine("d1", decode=slow), grace_s=DEADLINE_S) as world:
-        request = asyncio.ensure_future(closes_after(world, post()))
-        await until(lambda: bool(world["d1"].asked), "decode is asked")
-        world.stopping(go_on.set)
+    async with run_router(
+        FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond), grace_s=DEADLINE_S
+    ) as world:
+        request = asyncio.ensure_future(read_until_closed(world, build_post()))
+        await wait_until(lambda: bool(world["d1"].requests), "decode is asked")
+        world.when_stopping(go_on.set)
     assert (await request).startswith(b"HTTP/1.1 200")

@@ -17,13 +17,13 @@ import aiohttp
 import pytest
 
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
-from fulcrum_cluster.server import serve_store
+from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.state import FlipWanted, RouterState
+from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Role
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.integration.simulator.servers import DEADLINE_S, MODEL, Server, launch, ready
@@ -35,7 +35,7 @@ IDENTITY = {"model": MODEL, "engine": "e", "kvDtype": "bf16", "blockSize": 16, "
 
 
 @dataclass
-class Stack:
+class RunningService:
     """Everything that runs."""
 
     store: MemoryStore
@@ -45,29 +45,29 @@ class Stack:
     port: int
     state_port: int
 
-    async def ask(self, prompt: str, tokens: int = 4) -> tuple[int, str, dict[str, str]]:
+    async def complete(self, prompt: str, tokens: int = 4) -> tuple[int, str, dict[str, str]]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
-        async with self.session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body) as answer:
-            content = await answer.json()
-            text = content["choices"][0]["text"] if answer.status == 200 else json.dumps(content)
-            return answer.status, text, {k.lower(): v for k, v in answer.headers.items()}
+        async with self.session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body) as response:
+            content = await response.json()
+            text = content["choices"][0]["text"] if response.status == 200 else json.dumps(content)
+            return response.status, text, {k.lower(): v for k, v in response.headers.items()}
 
-    async def state(self, path: str = "/state", token: str = TOKEN) -> tuple[int, str]:
+    async def get_state(self, path: str = "/state", token: str = TOKEN) -> tuple[int, str]:
         headers = {"Authorization": f"Bearer {token}"}
-        async with self.session.get(f"http://127.0.0.1:{self.state_port}{path}", headers=headers) as answer:
-            return answer.status, await answer.text()
+        async with self.session.get(f"http://127.0.0.1:{self.state_port}{path}", headers=headers) as response:
+            return response.status, await response.text()
 
     async def flip(self, name: str, role: Role) -> int:
         """Patch the assignment; its new generation."""
-        wish = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
-        return (await self.store.patch(PDAssignment, "s", wish, namespace="default")).metadata.generation
+        patch = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
+        return (await self.store.patch(PDAssignment, "s", patch, namespace="default")).metadata.generation
 
 
-def named(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def manifest(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
-def right(prompt: str, tokens: int = 4) -> str:
+def expected_text(prompt: str, tokens: int = 4) -> str:
     return output_text(prompt_digest(prompt.encode()), tokens)
 
 
@@ -86,7 +86,7 @@ def router_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-async def ports_of(process: subprocess.Popen[str]) -> dict[str, int]:
+async def read_ports(process: subprocess.Popen[str]) -> dict[str, int]:
     assert process.stdout is not None
     line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), DEADLINE_S)
     ports: dict[str, int] = json.loads(line.removeprefix("ready "))
@@ -104,66 +104,73 @@ def engines() -> Iterator[dict[str, Server]]:
 
 
 @pytest.fixture
-async def stack(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[Stack]:
+async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[RunningService]:
     """A service of the three engines: the first plays prefill."""
     store, path, token = MemoryStore(SystemClock()), tmp_path / "store.sock", tmp_path / "token"
     token.write_text(TOKEN)
-    await store.create(parse_as(PDService, named("PDService", "s", {"model": MODEL, "instances": 3})))
+    await store.create(parse_as(PDService, manifest("PDService", "s", {"model": MODEL, "instances": 3})))
     for name, engine in engines.items():
         spec = {"service": "s", "pool": "s-flex", "model": MODEL, "engine": {"profile": "laptop"}}
-        await store.create(parse_as(PDInstance, named("PDInstance", name, spec)))
+        await store.create(parse_as(PDInstance, manifest("PDInstance", name, spec)))
         status = {"phase": "Serving", "endpoint": f"127.0.0.1:{engine.port}", "identity": IDENTITY}
         await store.patch_status(PDInstance, name, status, namespace="default")
     roles = {
         n: {"role": "Prefill" if n == "s-0" else "Decode", "since": SINCE, "by": "Operator"} for n in engines
     }
-    await store.create(parse_as(PDAssignment, named("PDAssignment", "s", {"service": "s", "roles": roles})))
+    await store.create(
+        parse_as(PDAssignment, manifest("PDAssignment", "s", {"service": "s", "roles": roles}))
+    )
     arguments = ("--service", "s", "--store", f"unix:{path}", "--token-file", str(token))
     async with serve_store(store, path), aiohttp.ClientSession() as session:
         with router_process(*arguments) as process:
-            ports = await ports_of(process)
-            made = Stack(store, process, engines, session, ports["port"], ports["state_port"])
-            assert (await made.state("/state?min_generation=1&timeout_s=20"))[0] == 200
-            yield made
+            ports = await read_ports(process)
+            running = RunningService(store, process, engines, session, ports["port"], ports["state_port"])
+            assert (await running.get_state("/state?min_generation=1&timeout_s=20"))[0] == 200
+            yield running
 
 
-async def test_text_is_right_by_hand_off(stack: Stack) -> None:
-    status, text, headers = await stack.ask("the quick brown fox")
-    assert (status, text) == (200, right("the quick brown fox"))
+async def test_text_is_right_after_a_kv_transfer(service: RunningService) -> None:
+    status, text, headers = await service.complete("the quick brown fox")
+    assert (status, text) == (200, expected_text("the quick brown fox"))
     assert (headers["x-fulcrum-prefill"], headers["x-fulcrum-decode"]) == ("s-0", "s-1")
     assert "x-fulcrum-local-prefill" not in headers
 
 
-async def test_text_is_right_while_roles_turn_over(stack: Stack) -> None:
+async def test_text_is_right_while_roles_flip(service: RunningService) -> None:
     """Every flip is acknowledged, and no request notices."""
 
     async def load(number: int) -> list[bool]:
         asked = [f"prompt {number} {n} " * 20 for n in range(12)]
-        return [(await stack.ask(prompt))[:2] == (200, right(prompt)) for prompt in asked]
+        return [(await service.complete(prompt))[:2] == (200, expected_text(prompt)) for prompt in asked]
 
     async def flips() -> None:
         for turn in range(FLIPS):
-            await stack.flip(f"s-{turn % 3}", Role.DECODE if turn % 2 else Role.PREFILL)
-            generation = await stack.flip(f"s-{(turn + 1) % 3}", Role.PREFILL if turn % 2 else Role.DECODE)
-            _, text = await stack.state(f"/state?min_generation={generation - 1}&timeout_s={DEADLINE_S}")
+            await service.flip(f"s-{turn % 3}", Role.DECODE if turn % 2 else Role.PREFILL)
+            generation = await service.flip(f"s-{(turn + 1) % 3}", Role.PREFILL if turn % 2 else Role.DECODE)
+            _, text = await service.get_state(
+                f"/state?min_generation={generation - 1}&timeout_s={DEADLINE_S}"
+            )
             assert RouterState.model_validate_json(text).generation >= 1
 
     async with asyncio.timeout(4 * DEADLINE_S):
         flipping = asyncio.create_task(flips())
-        answers = await asyncio.gather(*(load(n) for n in range(6)))
+        results = await asyncio.gather(*(load(n) for n in range(6)))
         await flipping
-    assert [all(right) for right in answers] == [True] * 6
+    assert [all(one) for one in results] == [True] * 6
 
 
-async def test_the_state_needs_the_token(stack: Stack) -> None:
-    assert [(await stack.state(path, token="wrong"))[0] for path in ("/state", "/flip-wanted")] == [401, 401]
+async def test_the_state_needs_the_token(service: RunningService) -> None:
+    assert [(await service.get_state(path, token="wrong"))[0] for path in ("/state", "/flip-requests")] == [
+        401,
+        401,
+    ]
 
 
-async def test_the_state_tells_of_every_instance_and_request(stack: Stack) -> None:
+async def test_the_state_reports_every_instance_and_request(service: RunningService) -> None:
     for n in range(3):
-        await stack.ask(f"prompt {n}")
-    state = RouterState.model_validate_json((await stack.state())[1])
-    assert {(i.name, i.role, i.serving, i.legs, i.open_handoffs) for i in state.instances} == {
+        await service.complete(f"prompt {n}")
+    state = RouterState.model_validate_json((await service.get_state())[1])
+    assert {(i.name, i.role, i.serving, i.legs, i.pending_transfers) for i in state.instances} == {
         ("s-0", Role.PREFILL, True, 0, 0),
         ("s-1", Role.DECODE, True, 0, 0),
         ("s-2", Role.DECODE, True, 0, 0),
@@ -172,43 +179,45 @@ async def test_the_state_tells_of_every_instance_and_request(stack: Stack) -> No
     assert (state.service, tier.offered, tier.ok, state.local_prefills) == ("s", 3, 3, 0)
 
 
-async def test_the_long_poll_answers_when_its_generation_is_applied(stack: Stack) -> None:
-    poll = asyncio.create_task(stack.state("/state?min_generation=2&timeout_s=30"))
-    await stack.state()
+async def test_the_long_poll_returns_when_its_generation_is_applied(service: RunningService) -> None:
+    poll = asyncio.create_task(service.get_state("/state?min_generation=2&timeout_s=30"))
+    await service.get_state()
     assert not poll.done()
-    assert await stack.flip("s-1", Role.PREFILL) == 2
+    assert await service.flip("s-1", Role.PREFILL) == 2
     _, text = await asyncio.wait_for(poll, DEADLINE_S)
     state = RouterState.model_validate_json(text)
     assert (state.generation, {i.name: i.role for i in state.instances}["s-1"]) == (2, Role.PREFILL)
     assert abs(state.acknowledged_at_s - time.time()) < DEADLINE_S
 
 
-async def test_a_poll_in_vain_ends_with_what_there_is(stack: Stack) -> None:
-    assert (await stack.state("/flip-wanted?after=0&timeout_s=0.01"))[0] == 204
-    status, text = await stack.state("/state?min_generation=99&timeout_s=0.01")
+async def test_a_long_poll_that_times_out_returns_the_current_state(service: RunningService) -> None:
+    assert (await service.get_state("/flip-requests?after=0&timeout_s=0.01"))[0] == 204
+    status, text = await service.get_state("/state?min_generation=99&timeout_s=0.01")
     assert (status, RouterState.model_validate_json(text).generation) == (200, 1)
-    assert (await stack.state("/state?min_generation=nan"))[0] == 400
+    assert (await service.get_state("/state?min_generation=nan"))[0] == 400
 
 
-async def test_a_queue_beyond_the_slo_asks_for_a_flip_at_once(stack: Stack) -> None:
-    poll = asyncio.create_task(stack.state("/flip-wanted?after=0&timeout_s=30"))
-    requests = [asyncio.create_task(stack.ask(f"{n} " + "x" * 6_000)) for n in range(12)]
+async def test_a_queue_beyond_the_slo_requests_a_flip_at_once(service: RunningService) -> None:
+    poll = asyncio.create_task(service.get_state("/flip-requests?after=0&timeout_s=30"))
+    requests = [asyncio.create_task(service.complete(f"{n} " + "x" * 6_000)) for n in range(12)]
     _, text = await asyncio.wait_for(poll, DEADLINE_S)
     for request in requests:
         request.cancel()
     await asyncio.wait(requests)
-    wanted = FlipWanted.model_validate_json(text)
+    wanted = FlipRequest.model_validate_json(text)
     assert (wanted.role, wanted.seq >= 1) == (Role.PREFILL, True)
 
 
-async def test_it_serves_on_while_the_store_is_away(stack: Stack, tmp_path: Path) -> None:
+async def test_the_router_keeps_serving_while_the_store_is_unavailable(
+    service: RunningService, tmp_path: Path
+) -> None:
     (tmp_path / "store.sock").unlink()
-    assert (await stack.ask("still there?"))[:2] == (200, right("still there?"))
+    assert (await service.complete("still there?"))[:2] == (200, expected_text("still there?"))
 
 
-async def test_it_ends_at_the_signal(stack: Stack) -> None:
-    stack.router.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(stack.router.wait, DEADLINE_S) == 0
+async def test_the_router_exits_with_0_on_sigterm(service: RunningService) -> None:
+    service.router.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(service.router.wait, DEADLINE_S) == 0
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_2() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from fulcrum_core.profiles import load_profile
-from tests.integration.simulator.servers import BLOCK, BLOCKS, Client, Server, Start, launch, ready
+from tests.integration.simulator.servers import BLOCK_TOKENS, BLOCKS, Client, Server, Start, launch, ready
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "d1": 1e-5,
         "b": 1.25e-4,
         "weight_bytes": 100_000_000,
-        "block_size": BLOCK,
-        "kv_capacity_tokens": BLOCK * BLOCKS,
+        "block_size": BLOCK_TOKENS,
+        "kv_capacity_tokens": BLOCK_TOKENS * BLOCKS,
         "handshake_s": 0.01,
         "startup_s": 0.0,
     }

@@ -16,7 +16,7 @@ import aiohttp
 from fulcrum_simulator.text import output_text, prompt_digest
 
 MODEL = "tiny"
-BLOCK = 16
+BLOCK_TOKENS = 16
 BLOCKS = 64
 DEADLINE_S = 20.0
 PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -73,8 +73,8 @@ class Client:
     async def post(
         self, server: Server, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        async with self._session.post(server.url + path, json=body, headers=headers) as answer:
-            return answer.status, await answer.json(content_type=None)
+        async with self._session.post(server.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json(content_type=None)
 
     async def complete(self, server: Server, prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
         """A completion that must be answered with 200."""
@@ -91,12 +91,12 @@ class Client:
     async def prefill(self, server: Server, prompt: str) -> dict[str, Any]:
         """What P hands over."""
         answer = await self.complete(server, prompt, 1, kv_transfer_params=PREFILL_ONLY)
-        handoff: dict[str, Any] = answer["kv_transfer_params"]
-        return handoff
+        kv_transfer_params: dict[str, Any] = answer["kv_transfer_params"]
+        return kv_transfer_params
 
     async def get(self, server: Server, path: str) -> dict[str, Any]:
-        async with self._session.get(server.url + path) as answer:
-            found: dict[str, Any] = await answer.json()
+        async with self._session.get(server.url + path) as response:
+            found: dict[str, Any] = await response.json()
             return found
 
     async def stream(
@@ -104,9 +104,9 @@ class Client:
     ) -> list[str]:
         """The data of every event of a streamed answer."""
         body = {"model": MODEL, "stream": True, **body}
-        async with self._session.post(server.url + path, json=body, headers=headers) as answer:
-            assert answer.status == 200
-            raw = (await answer.read()).decode()
+        async with self._session.post(server.url + path, json=body, headers=headers) as response:
+            assert response.status == 200
+            raw = (await response.read()).decode()
         assert raw.endswith("\n\n")
         events = raw.removesuffix("\n\n").split("\n\n")
         assert all(event.startswith("data: ") for event in events)
@@ -114,8 +114,8 @@ class Client:
 
     async def metric(self, server: Server, name: str, label: str = "") -> float:
         """The value of one series."""
-        async with self._session.get(server.url + "/metrics") as answer:
-            lines = (await answer.text()).splitlines()
+        async with self._session.get(server.url + "/metrics") as response:
+            lines = (await response.text()).splitlines()
         return sum(
             float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{") and label in line
         )
@@ -123,42 +123,42 @@ class Client:
     async def stats(self, server: Server) -> dict[str, Any]:
         return await self.get(server, "/simulator/stats")
 
-    async def runs(self, server: Server) -> bool:
+    async def has_one_running(self, server: Server) -> bool:
         """Whether one request runs there."""
         return bool((await self.stats(server))["running"] == 1)
 
     async def health(self, server: Server) -> int:
-        async with self._session.get(server.url + "/health") as answer:
-            return answer.status
+        async with self._session.get(server.url + "/health") as response:
+            return response.status
 
-    async def fault(self, server: Server, kind: str, **fields: Any) -> None:
+    async def inject_fault(self, server: Server, kind: str, **fields: Any) -> None:
         status, answer = await self.post(server, "/simulator/fault", {"kind": kind, **fields})
         assert (status, answer) == (200, {"kind": kind})
 
-    async def idle(self, server: Server) -> None:
+    async def wait_until_idle(self, server: Server) -> None:
         """Returns once the server holds nothing."""
-        await eventually(lambda: self._is_idle(server))
+        await wait_until(lambda: self._is_idle(server))
 
     async def _is_idle(self, server: Server) -> bool:
         stats = await self.stats(server)
         return (stats["running"], stats["waiting"], stats["kv_usage"], stats["leases"]) == (0, 0, 0, 0)
 
 
-async def eventually(claim: Callable[[], Any]) -> None:
-    """Waits until the claim holds; fails after `DEADLINE_S`."""
+async def wait_until(condition: Callable[[], Any]) -> None:
+    """Waits until the condition holds; fails after `DEADLINE_S`."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while not await claim():
+    while not await condition():
         assert time.monotonic() < deadline_s, "did not come true in time"
         await asyncio.sleep(0.01)
 
 
-async def exit_code(server: Server) -> int:
+async def wait_for_exit(server: Server) -> int:
     """The code with which the process ends."""
 
     async def ended() -> bool:
         return server.process.poll() is not None
 
-    await eventually(ended)
+    await wait_until(ended)
     return int(server.process.returncode)
 
 
@@ -167,7 +167,7 @@ def prompt_of(name: str, tokens: int = 100) -> str:
     return (f"{name} " * tokens * 4)[: tokens * 4]
 
 
-def answer_to(prompt: str, tokens: int) -> str:
+def expected_text(prompt: str, tokens: int) -> str:
     """The right text."""
     return output_text(prompt_digest(prompt.encode()), tokens)
 
@@ -175,4 +175,4 @@ def answer_to(prompt: str, tokens: int) -> str:
 async def fill_cache(client: Client, server: Server, name: str) -> None:
     """Writes every free block again."""
     for part in range(2):
-        await client.complete(server, prompt_of(f"{name} {part}", BLOCK * BLOCKS - 50), 1)
+        await client.complete(server, prompt_of(f"{name} {part}", BLOCK_TOKENS * BLOCKS - 50), 1)

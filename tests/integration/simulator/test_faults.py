@@ -12,31 +12,31 @@ from tests.integration.simulator.servers import (
     Client,
     Server,
     Start,
-    answer_to,
-    exit_code,
+    expected_text,
     prompt_of,
+    wait_for_exit,
 )
 
 
 class TestFaults:
     async def test_die_ends_the_process_at_once(self, client: Client, start: Start) -> None:
         server = start()
-        await client.fault(server, "die")
-        assert await exit_code(server) == 1
+        await client.inject_fault(server, "die")
+        assert await wait_for_exit(server) == 1
 
-    async def test_hang_answers_nothing_and_goes_on_after_none(
+    async def test_hang_blocks_all_responses_until_the_fault_is_cleared(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
-        await client.fault(server, "hang")
+        await client.inject_fault(server, "hang")
         calls = [
             asyncio.ensure_future(client.health(server)),
             asyncio.ensure_future(client.text(server, "waits", 2)),
         ]
         done, _ = await asyncio.wait(calls, timeout=0.3)
         assert not done
-        await client.fault(server, "none")
-        assert await asyncio.gather(*calls) == [200, answer_to("waits", 2)]
+        await client.inject_fault(server, "none")
+        assert await asyncio.gather(*calls) == [200, expected_text("waits", 2)]
 
     async def test_slow_stretches_every_step(self, client: Client, pair: tuple[Server, Server]) -> None:
         server, _ = pair
@@ -44,45 +44,45 @@ class TestFaults:
         began_s = time.monotonic()
         await client.text(server, "timed", 20)
         took_s = time.monotonic() - began_s
-        await client.fault(server, "none")
+        await client.inject_fault(server, "none")
         assert took_s > 20 * 0.02  # at its own speed a step takes a tenth of that
 
     async def test_refuse_answers_503_and_stays_healthy(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
-        await client.fault(server, "refuse")
+        await client.inject_fault(server, "refuse")
         status, answer = await client.post(server, "/v1/completions", {"model": MODEL, "prompt": "no"})
         assert (status, answer["error"]["code"], await client.health(server)) == (503, 503, 200)
-        await client.fault(server, "none")
-        assert await client.text(server, "yes", 2) == answer_to("yes", 2)
+        await client.inject_fault(server, "none")
+        assert await client.text(server, "yes", 2) == expected_text("yes", 2)
 
     async def test_abort_draining_answers_like_an_engine_after_sigterm(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
-        await client.fault(server, "abort_draining")
+        await client.inject_fault(server, "abort_draining")
         answer = await client.complete(server, "no", 4)
         events = await client.stream(server, "/v1/chat/completions", {"messages": [{"content": "no"}]})
-        await client.fault(server, "none")
+        await client.inject_fault(server, "none")
         assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "abort")
         assert [json.loads(event)["choices"][0]["finish_reason"] for event in events[:-1]] == [None, "abort"]
 
-    async def test_fail_transfers_fails_as_many_pulls_as_told(
+    async def test_fail_transfers_fails_exactly_count_pulls(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
-        await client.fault(d, "fail_transfers", count=2)
+        await client.inject_fault(d, "fail_transfers", count=2)
         cached = []
         for number in range(3):
             prompt = prompt_of(f"failing {number}")
-            handoff = await client.prefill(p, prompt)
-            del handoff["remote_prefill_cached_tokens"]
-            answer = await client.complete(d, prompt, 2, kv_transfer_params=handoff)
-            assert answer["choices"][0]["text"] == answer_to(prompt, 2)
+            kv_transfer_params = await client.prefill(p, prompt)
+            del kv_transfer_params["remote_prefill_cached_tokens"]
+            answer = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
+            assert answer["choices"][0]["text"] == expected_text(prompt, 2)
             cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0, 0, 100]
-        await client.fault(p, "expire_leases")
+        await client.inject_fault(p, "expire_leases")
 
     @pytest.mark.parametrize(
         ("body", "message"),

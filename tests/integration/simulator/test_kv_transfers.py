@@ -4,28 +4,28 @@ import asyncio
 import time
 
 from tests.integration.simulator.servers import (
-    BLOCK,
+    BLOCK_TOKENS,
     BLOCKS,
     Client,
     Server,
     Start,
-    answer_to,
+    expected_text,
     fill_cache,
     prompt_of,
 )
 
 
-class TestHandoff:
+class TestKvTransfer:
     async def test_decode_continues_the_prompt_that_was_prefilled_elsewhere(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
         prompt = prompt_of("handed over")
         before = await client.metric(d, "vllm:nixl_bytes_transferred_sum")
-        handoff = await client.prefill(p, prompt)
-        assert handoff.pop("remote_prefill_cached_tokens") == 0
-        answer = await client.complete(d, prompt, 8, kv_transfer_params=handoff)
-        assert answer["choices"][0]["text"] == answer_to(prompt, 8)
+        kv_transfer_params = await client.prefill(p, prompt)
+        assert kv_transfer_params.pop("remote_prefill_cached_tokens") == 0
+        answer = await client.complete(d, prompt, 8, kv_transfer_params=kv_transfer_params)
+        assert answer["choices"][0]["text"] == expected_text(prompt, 8)
         assert answer["usage"] == {
             "prompt_tokens": 100,
             "total_tokens": 108,
@@ -33,21 +33,21 @@ class TestHandoff:
             "prompt_tokens_details": {"cached_tokens": 100},
         }
         moved = await client.metric(d, "vllm:nixl_bytes_transferred_sum") - before
-        assert moved == 7 * BLOCK * 16384
-        await client.idle(p)
-        await client.idle(d)
+        assert moved == 7 * BLOCK_TOKENS * 16384
+        await client.wait_until_idle(p)
+        await client.wait_until_idle(d)
 
-    async def test_the_answer_of_a_prefill_leg_has_the_fields_of_the_real_engine(
+    async def test_the_kv_transfer_parameters_have_the_fields_of_vllm(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, _ = pair
-        handoff = await client.prefill(p, prompt_of("fields"))
-        request_id = handoff["remote_request_id"]
+        kv_transfer_params = await client.prefill(p, prompt_of("fields"))
+        request_id = kv_transfer_params["remote_request_id"]
         assert request_id.startswith("cmpl-")
-        assert handoff == {
+        assert kv_transfer_params == {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [[*handoff["remote_block_ids"][0]]],
+            "remote_block_ids": [[*kv_transfer_params["remote_block_ids"][0]]],
             "remote_engine_id": (await client.stats(p))["engine_id"],
             "remote_request_id": request_id,
             "remote_host": "127.0.0.1",
@@ -60,47 +60,51 @@ class TestHandoff:
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": 0,
         }
-        assert len(handoff["remote_block_ids"][0]) == 7
-        await client.fault(p, "expire_leases")
-        await client.idle(p)
+        assert len(kv_transfer_params["remote_block_ids"][0]) == 7
+        await client.inject_fault(p, "expire_leases")
+        await client.wait_until_idle(p)
 
-    async def test_with_the_key_left_in_the_usage_says_what_the_prefill_instance_had_cached(
+    async def test_with_remote_prefill_cached_tokens_kept_usage_reports_the_prefill_instances_cache(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
         prompt = prompt_of("key left in")
-        handoff = await client.prefill(p, prompt)
-        answer = await client.complete(d, prompt, 2, kv_transfer_params=handoff)
+        kv_transfer_params = await client.prefill(p, prompt)
+        answer = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        assert answer["choices"][0]["text"] == answer_to(prompt, 2)
+        assert answer["choices"][0]["text"] == expected_text(prompt, 2)
 
     async def test_another_prompt_of_the_same_length_continues_what_was_prefilled(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
-        seen, told = prompt_of("seen by p"), prompt_of("told to d")
-        handoff = await client.prefill(p, seen)
-        assert await client.text(d, told, 6, kv_transfer_params=handoff) == answer_to(seen, 6)
+        prefilled, requested = prompt_of("seen by p"), prompt_of("told to d")
+        kv_transfer_params = await client.prefill(p, prefilled)
+        assert await client.text(d, requested, 6, kv_transfer_params=kv_transfer_params) == expected_text(
+            prefilled, 6
+        )
 
     async def test_wrong_block_ids_give_wrong_text_with_status_200(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
         prompt, other = prompt_of("right blocks"), prompt_of("other blocks")
-        handoff, wrong = await client.prefill(p, prompt), await client.prefill(p, other)
-        mixed = handoff | {"remote_block_ids": wrong["remote_block_ids"]}
-        assert await client.text(d, prompt, 6, kv_transfer_params=mixed) == answer_to(other, 6)
-        await client.fault(p, "expire_leases")
+        kv_transfer_params, wrong = await client.prefill(p, prompt), await client.prefill(p, other)
+        mixed = kv_transfer_params | {"remote_block_ids": wrong["remote_block_ids"]}
+        assert await client.text(d, prompt, 6, kv_transfer_params=mixed) == expected_text(other, 6)
+        await client.inject_fault(p, "expire_leases")
 
     async def test_blocks_that_do_not_exist_are_computed_again(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
         prompt = prompt_of("no such blocks")
-        handoff = await client.prefill(p, prompt)
-        handoff["remote_block_ids"] = [[BLOCKS + i for i in range(7)]]
-        assert await client.text(d, prompt, 6, kv_transfer_params=handoff) == answer_to(prompt, 6)
-        await client.fault(p, "expire_leases")
+        kv_transfer_params = await client.prefill(p, prompt)
+        kv_transfer_params["remote_block_ids"] = [[BLOCKS + i for i in range(7)]]
+        assert await client.text(d, prompt, 6, kv_transfer_params=kv_transfer_params) == expected_text(
+            prompt, 6
+        )
+        await client.inject_fault(p, "expire_leases")
 
     async def test_an_expired_lease_is_harmless_until_the_blocks_are_reused(
         self, client: Client, pair: tuple[Server, Server]
@@ -110,14 +114,16 @@ class TestHandoff:
         late = await client.metric(p, "vllm:nixl_num_notifications_after_expiry_total")
         failed = await client.metric(d, "vllm:nixl_num_failed_transfers_total")
         lucky, unlucky = prompt_of("expired only"), prompt_of("expired, reused")
-        handoff = await client.prefill(p, lucky)
-        await client.fault(p, "expire_leases")
-        assert await client.text(d, lucky, 6, kv_transfer_params=handoff) == answer_to(lucky, 6)
-        handoff = await client.prefill(p, unlucky)
-        await client.fault(p, "expire_leases")
+        kv_transfer_params = await client.prefill(p, lucky)
+        await client.inject_fault(p, "expire_leases")
+        assert await client.text(d, lucky, 6, kv_transfer_params=kv_transfer_params) == expected_text(
+            lucky, 6
+        )
+        kv_transfer_params = await client.prefill(p, unlucky)
+        await client.inject_fault(p, "expire_leases")
         await fill_cache(client, p, "someone else's")
-        text = await client.text(d, unlucky, 6, kv_transfer_params=handoff)
-        assert text != answer_to(unlucky, 6)
+        text = await client.text(d, unlucky, 6, kv_transfer_params=kv_transfer_params)
+        assert text != expected_text(unlucky, 6)
         assert await client.metric(p, "vllm:nixl_num_kv_expired_reqs_total") == expired + 2
         assert await client.metric(p, "vllm:nixl_num_notifications_after_expiry_total") == late + 2
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == failed
@@ -125,25 +131,27 @@ class TestHandoff:
     async def test_a_lease_runs_out_by_itself(self, client: Client, start: Start) -> None:
         p = start("--lease-s", "0.2")
         await client.prefill(p, prompt_of("left behind"))
-        await client.idle(p)
+        await client.wait_until_idle(p)
         assert await client.metric(p, "vllm:nixl_num_kv_expired_reqs_total") == 1
 
-    async def test_roles_swap_without_a_word_to_the_engines(
+    async def test_roles_swap_without_any_call_to_the_engines(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         a, b = pair
         for number, (p, d) in enumerate([(a, b), (b, a), (a, b)]):
             prompt = prompt_of(f"swap {number}")
-            handoff = await client.prefill(p, prompt)
-            assert await client.text(d, prompt, 4, kv_transfer_params=handoff) == answer_to(prompt, 4)
+            kv_transfer_params = await client.prefill(p, prompt)
+            assert await client.text(d, prompt, 4, kv_transfer_params=kv_transfer_params) == expected_text(
+                prompt, 4
+            )
 
     async def test_a_killed_prefill_instance_costs_a_recompute(self, client: Client, start: Start) -> None:
         p, d = start(), start()
         warm, cold = prompt_of("warm the pair"), prompt_of("too late")
         await client.text(d, warm, 2, kv_transfer_params=await client.prefill(p, warm))
-        handoff = await client.prefill(p, cold)
+        kv_transfer_params = await client.prefill(p, cold)
         p.kill()
-        assert await client.text(d, cold, 6, kv_transfer_params=handoff) == answer_to(cold, 6)
+        assert await client.text(d, cold, 6, kv_transfer_params=kv_transfer_params) == expected_text(cold, 6)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
     async def test_an_unknown_peer_that_does_not_answer_costs_five_seconds_and_holds_up_first_contacts_only(
@@ -152,23 +160,25 @@ class TestHandoff:
         dead, warm, new, d = start(), start(), start(), start()
         names = ("dead", "warm up", "warm", "new")
         prompts = {name: prompt_of(f"first contact: {name}") for name in names}
-        givers = dict(zip(names, (dead, warm, warm, new), strict=True))
-        handoffs = {name: await client.prefill(givers[name], prompts[name]) for name in names}
+        prefill_instances = dict(zip(names, (dead, warm, warm, new), strict=True))
+        kv_transfer_params_by_name = {
+            name: await client.prefill(prefill_instances[name], prompts[name]) for name in names
+        }
         dead.kill()
         began_s = time.monotonic()
 
-        async def took_s(name: str) -> float:
-            handoff = handoffs[name]
-            del handoff["remote_prefill_cached_tokens"]
-            answer = await client.complete(d, prompts[name], 4, kv_transfer_params=handoff)
-            assert answer["choices"][0]["text"] == answer_to(prompts[name], 4)
+        async def measure_s(name: str) -> float:
+            kv_transfer_params = kv_transfer_params_by_name[name]
+            del kv_transfer_params["remote_prefill_cached_tokens"]
+            answer = await client.complete(d, prompts[name], 4, kv_transfer_params=kv_transfer_params)
+            assert answer["choices"][0]["text"] == expected_text(prompts[name], 4)
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (0 if name == "dead" else 100)
             return time.monotonic() - began_s
 
-        await took_s("warm up")
+        await measure_s("warm up")
         began_s = time.monotonic()
-        dead_s, new_s, warm_s = await asyncio.gather(took_s("dead"), took_s("new"), took_s("warm"))
+        dead_s, new_s, warm_s = await asyncio.gather(measure_s("dead"), measure_s("new"), measure_s("warm"))
         assert warm_s < 4.9 < min(dead_s, new_s)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
@@ -178,8 +188,10 @@ class TestHandoff:
         first, d = start(), start()
         warm, stale = prompt_of("before the restart"), prompt_of("handed over before")
         await client.text(d, warm, 2, kv_transfer_params=await client.prefill(first, warm))
-        handoff = await client.prefill(first, stale)
+        kv_transfer_params = await client.prefill(first, stale)
         first.kill()
         start("--side-channel-port", str(first.side_channel_port))
-        assert await client.text(d, stale, 4, kv_transfer_params=handoff) == answer_to(stale, 4)
+        assert await client.text(d, stale, 4, kv_transfer_params=kv_transfer_params) == expected_text(
+            stale, 4
+        )
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kubernetes.clusters import fresh_namespace
-from tests.kubernetes.control_plane.operators import OperatorProcess, operators, until
+from tests.kubernetes.clusters import temporary_namespace
+from tests.kubernetes.control_plane.operator_process import OperatorProcess, operator_starter, wait_until
 from tools.kubernetes.cluster import Cluster
 
 
 @pytest.fixture
 def namespace(control_plane: Cluster) -> Iterator[str]:
     """A fresh namespace on the control plane, deleted after the test."""
-    with fresh_namespace(control_plane) as name:
+    with temporary_namespace(control_plane) as name:
         yield name
 
 
@@ -25,7 +25,7 @@ def operator(
     The module has its own Lease: that of an operator that was killed is held for a while.
     """
     account = request.path.stem.replace("_", "-")
-    with operators(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
-        process = start("op-a", "--lease-namespace", "default", "--account", account)
-        until(process.leads, "the operator to lead")
+    with operator_starter(control_plane, "", tmp_path_factory.mktemp("operator")) as start:
+        process = start("op-a", "--lease-namespace", "default", "--service-account", account)
+        wait_until(process.is_leader, "the operator to lead")
         yield process

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.access import find_access, pod_access
-from fulcrum_cluster.client import Cluster, open_cluster
+from fulcrum_cluster.client import ClusterClient, open_cluster
+from fulcrum_cluster.client_config import in_cluster_config, resolve_client_config
+from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import CONFIG_MAP, CRD, SERVICE_ACCOUNT, kind_of_resource
-from fulcrum_cluster.watching import Mirror
 from fulcrum_core.api import KINDS, ObjectMeta, PDInstance, PDPool, QoSTier, QoSTierSpec, Resource
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound
 from tools.kubernetes.cluster import Cluster as RealCluster
@@ -24,7 +24,7 @@ POOL = {**START, "service": "chat", "role": "Flexible", "replicas": 2, "instance
 
 
 @pytest.fixture
-async def cluster(control_plane: RealCluster) -> AsyncIterator[Cluster]:
+async def cluster(control_plane: RealCluster) -> AsyncIterator[ClusterClient]:
     async with open_cluster(f"kubeconfig:{control_plane.kubeconfig}", program="tests") as found:
         yield found
 
@@ -46,10 +46,10 @@ async def until(condition: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def following(mirror: Mirror[QoSTier]) -> AsyncIterator[None]:
-    task = asyncio.ensure_future(mirror.run())
+async def following(informer: Informer[QoSTier]) -> AsyncIterator[None]:
+    task = asyncio.ensure_future(informer.run())
     try:
-        await until(mirror.synced.is_set)
+        await until(informer.synced.is_set)
         yield
     finally:
         task.cancel()
@@ -57,9 +57,7 @@ async def following(mirror: Mirror[QoSTier]) -> AsyncIterator[None]:
 
 
 class TestOurKinds:
-    async def test_each_is_established_with_a_schema_that_nothing_is_wrong_with(
-        self, cluster: Cluster
-    ) -> None:
+    async def test_each_kind_is_established_with_a_structural_schema(self, cluster: ClusterClient) -> None:
         for kind in KINDS:
             crd = await cluster.objects.get(CRD, f"{kind.plural}.fulcrum.dev", namespace="")
             states = {state["type"]: state["status"] for state in crd["status"]["conditions"]}
@@ -94,9 +92,9 @@ class TestOurKinds:
             ),
         ],
     )
-    async def test_what_an_object_was_made_for_cannot_be_changed(
+    async def test_immutable_field_cannot_be_changed(
         self,
-        cluster: Cluster,
+        cluster: ClusterClient,
         namespace: str,
         kind: type[Resource],
         spec: dict[str, Any],
@@ -109,7 +107,7 @@ class TestOurKinds:
             await cluster.objects.patch(where, "x", {"spec": patch}, namespace=namespace)
         assert refused.value.path == path
 
-    async def test_a_pool_is_scaled_by_its_subresource(self, cluster: Cluster, namespace: str) -> None:
+    async def test_a_pool_is_scaled_by_its_subresource(self, cluster: ClusterClient, namespace: str) -> None:
         where = kind_of_resource(PDPool)
         await cluster.objects.create(where, made(PDPool, "x", POOL), namespace=namespace)
         scaled = await cluster.objects.patch(
@@ -118,8 +116,8 @@ class TestOurKinds:
         stored = await cluster.store.get(PDPool, "x", namespace=namespace)
         assert (scaled["kind"], stored.spec.replicas, stored.metadata.generation) == ("Scale", 4, 2)
 
-    async def test_a_pool_applied_without_replicas_leaves_them_to_who_scales(
-        self, cluster: Cluster, namespace: str
+    async def test_applying_a_pool_without_replicas_keeps_its_replicas(
+        self, cluster: ClusterClient, namespace: str
     ) -> None:
         where = kind_of_resource(PDPool)
         await cluster.objects.create(where, made(PDPool, "x", POOL), namespace=namespace)
@@ -131,8 +129,8 @@ class TestOurKinds:
 
 
 class TestAnyObject:
-    async def test_an_apply_meets_the_field_of_another_and_may_be_forced(
-        self, cluster: Cluster, namespace: str
+    async def test_applying_another_managers_field_conflicts_unless_forced(
+        self, cluster: ClusterClient, namespace: str
     ) -> None:
         await cluster.objects.apply(config_map(namespace, "x", "1"), manager="you")
         with pytest.raises(Conflict, match=r'data\.a .*"you"'):
@@ -140,26 +138,28 @@ class TestAnyObject:
         forced = await cluster.objects.apply(config_map(namespace, "x", "2"), manager="me", force=True)
         assert forced["data"] == {"a": "2"}
 
-    async def test_a_dry_run_leaves_nothing(self, cluster: Cluster, namespace: str) -> None:
+    async def test_a_dry_run_stores_nothing(self, cluster: ClusterClient, namespace: str) -> None:
         body = config_map(namespace, "x", "1")
         await cluster.objects.create(CONFIG_MAP, body, namespace=namespace, dry_run=True)
         await cluster.objects.apply(body, manager="me", dry_run=True)
         with pytest.raises(NotFound):
             await cluster.objects.get(CONFIG_MAP, "x", namespace=namespace)
 
-    async def test_a_second_of_the_name_exists_already(self, cluster: Cluster, namespace: str) -> None:
+    async def test_creating_a_second_object_of_one_name_is_already_exists(
+        self, cluster: ClusterClient, namespace: str
+    ) -> None:
         body = config_map(namespace, "x", "1")
         await cluster.objects.create(CONFIG_MAP, body, namespace=namespace)
         with pytest.raises(AlreadyExists):
             await cluster.objects.create(CONFIG_MAP, body, namespace=namespace)
 
-    async def test_a_replacement_of_an_old_version_conflicts(self, cluster: Cluster, namespace: str) -> None:
+    async def test_replacing_an_old_version_conflicts(self, cluster: ClusterClient, namespace: str) -> None:
         old = await cluster.objects.create(CONFIG_MAP, config_map(namespace, "x", "1"), namespace=namespace)
         await cluster.objects.replace({**old, "data": {"a": "2"}})
         with pytest.raises(Conflict):
             await cluster.objects.replace({**old, "data": {"a": "3"}})
 
-    async def test_only_the_object_that_was_meant_is_deleted(self, cluster: Cluster, namespace: str) -> None:
+    async def test_a_delete_with_another_uid_conflicts(self, cluster: ClusterClient, namespace: str) -> None:
         body = config_map(namespace, "x", "1")
         uid = (await cluster.objects.create(CONFIG_MAP, body, namespace=namespace))["metadata"]["uid"]
         with pytest.raises(Conflict):
@@ -168,7 +168,9 @@ class TestAnyObject:
         with pytest.raises(NotFound):
             await cluster.objects.delete(CONFIG_MAP, "x", namespace=namespace)
 
-    async def test_labels_choose_what_is_listed_and_watched(self, cluster: Cluster, namespace: str) -> None:
+    async def test_a_label_selector_limits_list_and_watch(
+        self, cluster: ClusterClient, namespace: str
+    ) -> None:
         _, since = await cluster.objects.list(CONFIG_MAP, namespace=namespace, labels="a=b")
         for name, labels in (("other", {}), ("mine", {"a": "b"})):
             body = config_map(namespace, name, "1")
@@ -180,62 +182,62 @@ class TestAnyObject:
             _, first = await anext(watch)
         assert [item["metadata"]["name"] for item in (*listed, first)] == ["mine", "mine"]
 
-    async def test_a_path_is_read_as_json_or_text(self, cluster: Cluster) -> None:
-        assert (await cluster.objects.get_path("/version"))["major"] == "1"
-        assert await cluster.objects.get_path("/readyz") == "ok"
+    async def test_a_path_is_read_as_json_or_text(self, cluster: ClusterClient) -> None:
+        assert (await cluster.objects.get_raw("/version"))["major"] == "1"
+        assert await cluster.objects.get_raw("/readyz") == "ok"
 
 
 class TestMirror:
-    async def test_one_of_every_namespace_keeps_namesakes_apart(
-        self, cluster: Cluster, namespace: str
+    async def test_a_mirror_of_all_namespaces_keeps_objects_of_one_name_apart(
+        self, cluster: ClusterClient, namespace: str
     ) -> None:
         name = f"gold-{secrets.token_hex(4)}"
-        mirror = Mirror(cluster.store, QoSTier, namespace="")
-        async with following(mirror):
+        informer = Informer(cluster.store, QoSTier, namespace="")
+        async with following(informer):
             for where, priority in ((namespace, 1), ("default", 2)):
                 metadata = ObjectMeta(name=name, namespace=where)
                 await cluster.store.create(QoSTier(metadata=metadata, spec=QoSTierSpec(priority=priority)))
-            await until(lambda: {f"{namespace}/{name}", f"default/{name}"} <= mirror.objects.keys())
+            await until(lambda: {f"{namespace}/{name}", f"default/{name}"} <= informer.objects.keys())
             await cluster.store.delete(QoSTier, name, namespace="default")
-            await until(lambda: f"default/{name}" not in mirror.objects)
-            kept = mirror.find(namespace, name)
+            await until(lambda: f"default/{name}" not in informer.objects)
+            kept = informer.find(namespace, name)
         assert kept is not None
         assert kept.spec.priority == 1
 
-    async def test_it_is_whole_again_after_the_server_has_forgotten(
-        self, cluster: Cluster, namespace: str
+    async def test_a_mirror_is_complete_again_after_the_watch_history_is_lost(
+        self, cluster: ClusterClient, namespace: str
     ) -> None:
-        mirror = Mirror(cluster.store, QoSTier, namespace=namespace)
-        async with following(mirror):
+        informer = Informer(cluster.store, QoSTier, namespace=namespace)
+        async with following(informer):
             await cluster.store.create(QoSTier(metadata=ObjectMeta(name="before", namespace=namespace)))
-            await until(lambda: "before" in mirror.objects)
+            await until(lambda: "before" in informer.objects)
             # A change of the CRD ends its watches, and makes the server forget what was before it.
             names = {"spec": {"names": {"categories": ["fulcrum", f"c-{secrets.token_hex(4)}"]}}}
             await cluster.objects.patch(CRD, "qostiers.fulcrum.dev", names, namespace="")
             await cluster.store.create(QoSTier(metadata=ObjectMeta(name="after", namespace=namespace)))
             await cluster.store.delete(QoSTier, "before", namespace=namespace)
-            await until(lambda: mirror.objects.keys() == {"after"})
+            await until(lambda: informer.objects.keys() == {"after"})
 
 
 class TestAccount:
-    async def test_a_pod_asks_as_its_account_and_is_told_which_right_it_lacks(
+    async def test_a_pod_uses_its_service_account_and_an_error_names_the_missing_right(
         self, control_plane: RealCluster, namespace: str, tmp_path: Path
     ) -> None:
         _mount_account(control_plane, namespace, tmp_path)
-        url = find_access(f"kubeconfig:{control_plane.kubeconfig}").url
+        url = resolve_client_config(f"kubeconfig:{control_plane.kubeconfig}").url
         host, port = url.removeprefix("https://").split(":")
         environment = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-        access = pod_access(folder=tmp_path, environment=environment)
+        access = in_cluster_config(folder=tmp_path, environment=environment)
         assert access.namespace == namespace
-        async with Cluster(access) as pod:
-            assert await pod.objects.get_path("/readyz") == "ok"
+        async with ClusterClient(access) as pod:
+            assert await pod.objects.get_raw("/readyz") == "ok"
             with pytest.raises(Forbidden) as refused:
                 await pod.store.list(QoSTier, namespace=namespace)
             who = f"system:serviceaccount:{namespace}:default"
             assert str(refused.value) == f"{who} may not list qostiers.fulcrum.dev in namespace {namespace}"
             (tmp_path / "token").write_text("no token", encoding="utf-8")
             assert access.token is not None
-            access.token.refused()
+            access.token.invalidate()
             with pytest.raises(Forbidden, match="does not accept these credentials"):
                 await pod.objects.get(SERVICE_ACCOUNT, "default", namespace=namespace)
 
@@ -249,12 +251,12 @@ def _mount_account(control_plane: RealCluster, namespace: str, folder: Path) -> 
 
 def _undescribed(fields: dict[str, Any], at: tuple[str, ...]) -> list[str]:
     """The paths of fields without a description."""
-    bare: list[str] = []
+    undescribed: list[str] = []
     for name, node in fields.items():
         path = (*at, name)
         if not node.get("description"):
-            bare.append(".".join(path))
+            undescribed.append(".".join(path))
         for inner in (node, node.get("items", {}), node.get("additionalProperties", {})):
             if isinstance(inner, dict):
-                bare += _undescribed(inner.get("properties", {}), path)
-    return bare
+                undescribed += _undescribed(inner.get("properties", {}), path)
+    return undescribed

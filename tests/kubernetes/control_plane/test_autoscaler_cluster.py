@@ -9,19 +9,26 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kubernetes.control_plane.routed import SERVICE, Process, Stack, engine_servers, routed, stop
+from tests.kubernetes.control_plane.service_stack import (
+    SERVICE,
+    Process,
+    RoutedService,
+    engine_servers,
+    routed,
+    stop,
+)
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 
 @pytest.fixture
-def stack(control_plane: Cluster, namespace: str) -> Iterator[Stack]:
+def stack(control_plane: Cluster, namespace: str) -> Iterator[RoutedService]:
     with engine_servers(2) as engines, routed(control_plane, namespace, engines) as made:
         yield made
 
 
 @pytest.fixture
-def token_file(stack: Stack, tmp_path: Path) -> Path:
+def token_file(stack: RoutedService, tmp_path: Path) -> Path:
     path = tmp_path / "token"
     path.write_text(stack.token)
     return path
@@ -29,13 +36,15 @@ def token_file(stack: Stack, tmp_path: Path) -> Path:
 
 def decisions(autoscaler: Process, **query: str) -> list[dict[str, Any]]:
     url = f"http://127.0.0.1:{autoscaler.ports['port']}/decisions"
-    told: list[dict[str, Any]] = json.loads(httpx.get(url, params=query, trust_env=False).content)
-    return told
+    found: list[dict[str, Any]] = json.loads(httpx.get(url, params=query, trust_env=False).content)
+    return found
 
 
-def test_it_decides_from_the_state_of_a_router_that_knows_its_account(stack: Stack, token_file: Path) -> None:
+def test_the_autoscaler_decides_from_the_state_of_a_router_that_accepts_its_token(
+    stack: RoutedService, token_file: Path
+) -> None:
     router = stack.start_router()
-    router.process.ready()
+    router.process.wait_ready()
     wait_for(lambda: stack.serving(router) == set(stack.engines), "the router to know all", timeout_s=20)
     autoscaler = Process.start(
         "fulcrum_autoscaler",
@@ -43,28 +52,28 @@ def test_it_decides_from_the_state_of_a_router_that_knows_its_account(stack: Sta
         *("--router-state", router.state_url, "--token-file", str(token_file)),
     )
     try:
-        autoscaler.ready()
+        autoscaler.wait_ready()
         wait_for(
-            lambda: any("cannot tell" not in told["reason"] for told in decisions(autoscaler)),
+            lambda: any("cannot tell" not in decision["reason"] for decision in decisions(autoscaler)),
             "a decision from the router's state",
             timeout_s=20,
         )
         router.process.kill()  # and its standby is not there: nothing is told, and nothing flips
         before = len(decisions(autoscaler))
         wait_for(lambda: len(decisions(autoscaler)) > before + 2, "further decisions", timeout_s=20)
-        assert {told["action"] for told in decisions(autoscaler)[before + 1 :]} == {"hold"}
-        assert stop(autoscaler, signal.SIGTERM, patience_s=10)[0] == 0
+        assert {decision["action"] for decision in decisions(autoscaler)[before + 1 :]} == {"hold"}
+        assert stop(autoscaler, signal.SIGTERM, timeout_s=10)[0] == 0
     finally:
         autoscaler.kill()
 
 
-def test_without_a_name_it_acts_on_every_service_for_as_long_as_it_is_there(
-    stack: Stack, token_file: Path
+def test_without_a_service_name_the_autoscaler_acts_on_every_existing_service(
+    stack: RoutedService, token_file: Path
 ) -> None:
     autoscaler = Process.start("fulcrum_autoscaler", "--store", stack.store, "--token-file", str(token_file))
     ours = {"namespace": stack.namespace, "service": SERVICE}
     try:
-        autoscaler.ready()
+        autoscaler.wait_ready()
         url = f"http://127.0.0.1:{autoscaler.ports['port']}"
         wait_for(lambda: bool(decisions(autoscaler, **ours)), "a decision", timeout_s=20)
         assert decisions(autoscaler, **ours)[-1]["action"] == "hold"

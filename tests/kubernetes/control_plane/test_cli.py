@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cli.assignment.write import flip
+from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
-from tests.kubernetes.control_plane.commands import CommandLine, Service, make_all
+from tests.kubernetes.control_plane.cli_service import CommandLine, Service, create_objects
 from tools.kubernetes.cluster import Cluster
-from tools.kubernetes.program import program
+from tools.kubernetes.program import ensure_program
 from tools.kubernetes.waiting import wait_for
 
 ROLES = {"chat-0": "Prefill", "chat-1": "Decode", "chat-2": "Decode"}
@@ -35,7 +35,7 @@ def chat(control_plane: Cluster, namespace: str) -> Service:
     return Service(control_plane, namespace, roles=ROLES)
 
 
-def refused(done: "subprocess.CompletedProcess[str]") -> str:
+def refusal_of(done: "subprocess.CompletedProcess[str]") -> str:
     """The one line of a refusal."""
     assert (done.returncode, done.stdout) == (2, ""), done
     assert done.stderr.startswith("error: ")
@@ -43,7 +43,7 @@ def refused(done: "subprocess.CompletedProcess[str]") -> str:
     return done.stderr.removeprefix("error: ").rstrip("\n")
 
 
-def said(done: "subprocess.CompletedProcess[str]") -> str:
+def stdout_of(done: "subprocess.CompletedProcess[str]") -> str:
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
 
@@ -51,17 +51,15 @@ def said(done: "subprocess.CompletedProcess[str]") -> str:
 # status
 
 
-def test_status_shows_a_service_with_its_instances_and_where_it_is(
-    fulcrum: CommandLine, chat: Service
-) -> None:
+def test_status_shows_service_instances_and_target(fulcrum: CommandLine, chat: Service) -> None:
     condition = {"type": "Ready", "status": "True", "reason": "InstancesServing", "message": "3 of 3 serve"}
-    chat.status(
+    chat.set_status(
         conditions=[condition], ready="3/3", ratio="1:2", endpoint="http://chat", observedGeneration=1
     )
-    chat.see("chat-2", role="Decode", phase="Draining")
-    chat.wish("chat-2", cordoned=True, cordonedBy="Person")
-    chat.wish("chat-0", by="Person", pinnedUntil="2999-01-01T00:00:00Z")
-    lines = said(fulcrum("status")).splitlines()
+    chat.set_instance_status("chat-2", role="Decode", phase="Draining")
+    chat.patch_entry("chat-2", cordoned=True, cordonedBy="Person")
+    chat.patch_entry("chat-0", by="Person", pinnedUntil="2999-01-01T00:00:00Z")
+    lines = stdout_of(fulcrum("status")).splitlines()
     assert lines[1].split()[:6] == ["chat", "m", "3/3", "0", "0", "1:2"]
     rows = {line.split()[0]: line for line in lines if line.startswith("chat-")}
     assert {name: row.split()[1:3] for name, row in rows.items()} == {
@@ -74,25 +72,23 @@ def test_status_shows_a_service_with_its_instances_and_where_it_is(
     assert lines[-1].endswith(f"namespace {fulcrum.namespace}")
 
 
-def test_status_for_programs_has_the_names_of_the_kinds(fulcrum: CommandLine, chat: Service) -> None:
-    chat.status(ready="3/3")
-    (service,) = json.loads(said(fulcrum("status", "chat", "-o", "json")))["services"]
+def test_status_json_uses_the_field_names_of_the_crds(fulcrum: CommandLine, chat: Service) -> None:
+    chat.set_status(ready="3/3")
+    (service,) = json.loads(stdout_of(fulcrum("status", "chat", "-o", "json")))["services"]
     assert service["status"]["ready"] == "3/3"
     assert service["assignment"]["roles"]["chat-0"]["role"] == "Prefill"
     assert [i["status"]["phase"] for i in service["instances"]] == ["Serving"] * 3
 
 
 def test_a_namespace_without_services_says_so(fulcrum: CommandLine) -> None:
-    assert said(fulcrum("status")).startswith("no PDService\ntarget context test (")
+    assert stdout_of(fulcrum("status")).startswith("no PDService\ntarget context test (")
 
 
-def test_a_service_that_is_not_there_is_named_with_those_that_are(
-    fulcrum: CommandLine, chat: Service
-) -> None:
+def test_an_unknown_service_is_refused_with_the_known_names(fulcrum: CommandLine, chat: Service) -> None:
     assert chat
-    words = refused(fulcrum("status", "code"))
-    assert words.startswith("SERVICE (code) is not a PDService of context test (https://127.0.0.1:")
-    assert words.endswith("; it has chat")
+    message = refusal_of(fulcrum("status", "code"))
+    assert message.startswith("SERVICE (code) is not a PDService of context test (https://127.0.0.1:")
+    assert message.endswith("; it has chat")
 
 
 # flip
@@ -101,14 +97,14 @@ def test_a_service_that_is_not_there_is_named_with_those_that_are(
 def test_a_flip_waits_until_the_instance_plays_its_role(fulcrum: CommandLine, chat: Service) -> None:
     process = fulcrum.start("flip", "chat-1", "--to", "prefill", "--pin", "10m", "--wait")
     try:
-        wait_for(lambda: chat.assigned("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
-        chat.see("chat-1", role="Prefill")
+        wait_for(lambda: chat.entry("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
+        chat.set_instance_status("chat-1", role="Prefill")
         out, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")
     assert out.startswith("chat-1 → Prefill, pinned for 10m: plays it ")
-    entry = chat.assigned("chat-1")
+    entry = chat.entry("chat-1")
     assert (entry["by"], entry["reason"]) == ("Person", "by command")
     managers = {field["manager"] for field in chat.assignment()["metadata"]["managedFields"]}
     assert "fulcrum-cli" in managers
@@ -117,29 +113,27 @@ def test_a_flip_waits_until_the_instance_plays_its_role(fulcrum: CommandLine, ch
 def test_a_flip_that_is_refused_after_it_was_written_says_why(fulcrum: CommandLine, chat: Service) -> None:
     process = fulcrum.start("flip", "chat-1", "--to", "prefill", "--wait")
     try:
-        wait_for(lambda: chat.assigned("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
+        wait_for(lambda: chat.entry("chat-1")["role"] == "Prefill", "the wish", timeout_s=20)
         refusal = {"role": "Prefill", "reason": "not drained after 120 s", "until": "2999-01-01T00:00:00Z"}
-        chat.wish("chat-1", role="Decode", refused=refusal)
+        chat.patch_entry("chat-1", role="Decode", refused=refusal)
         _, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert (process.returncode, err) == (2, "error: chat-1 → Prefill was refused: not drained after 120 s\n")
-    assert "refused chat-1 → Prefill: not drained after 120 s, for " in said(fulcrum("status"))
+    assert "refused chat-1 → Prefill: not drained after 120 s, for " in stdout_of(fulcrum("status"))
 
 
-def test_a_flip_that_nobody_follows_is_called_written_and_no_more(
-    fulcrum: CommandLine, chat: Service
-) -> None:
-    done = said(fulcrum("flip", "chat-1", "--to", "prefill"))
+def test_a_flip_without_an_operator_is_reported_as_written(fulcrum: CommandLine, chat: Service) -> None:
+    done = stdout_of(fulcrum("flip", "chat-1", "--to", "prefill"))
     assert done.startswith(
         "chat-1 → Prefill: written, not played within 5 s, it is Serving; see fulcrum status chat ("
     )
-    assert chat.assigned("chat-1")["role"] == "Prefill"
+    assert chat.entry("chat-1")["role"] == "Prefill"
 
 
-def test_a_flip_to_the_role_that_is_held_writes_nothing(fulcrum: CommandLine, chat: Service) -> None:
+def test_a_flip_to_the_current_role_writes_nothing(fulcrum: CommandLine, chat: Service) -> None:
     before = chat.assignment()["metadata"]["resourceVersion"]
-    done = said(fulcrum("flip", "chat-1", "--to", "decode"))
+    done = stdout_of(fulcrum("flip", "chat-1", "--to", "decode"))
     assert done.startswith("chat-1 has the role Decode already: nothing written (context test (")
     assert chat.assignment()["metadata"]["resourceVersion"] == before
 
@@ -166,11 +160,11 @@ def test_a_flip_to_the_role_that_is_held_writes_nothing(fulcrum: CommandLine, ch
         ),
     ],
 )
-def test_what_may_not_be_is_refused_and_not_written(
+def test_a_refused_change_is_not_written(
     fulcrum: CommandLine, chat: Service, arguments: tuple[str, ...], expected: str
 ) -> None:
     before = chat.assignment()["metadata"]["resourceVersion"]
-    assert refused(fulcrum(*arguments)) == expected
+    assert refusal_of(fulcrum(*arguments)) == expected
     assert chat.assignment()["metadata"]["resourceVersion"] == before
 
 
@@ -183,7 +177,7 @@ async def test_flips_of_several_people_at_once_are_all_made(control_plane: Clust
 
     async def one(name: str) -> None:
         async with open_store(address) as store:
-            await flip(store, "chat", name, Role.PREFILL, namespace=namespace, reason="at once")
+            await flip_instance(store, "chat", name, Role.PREFILL, namespace=namespace, reason="at once")
 
     await asyncio.gather(*(one(name) for name in names))
     spec = chat.assignment()["spec"]
@@ -196,29 +190,31 @@ async def test_flips_of_several_people_at_once_are_all_made(control_plane: Clust
 # drain
 
 
-def test_a_drain_is_waited_for_and_taken_back(fulcrum: CommandLine, chat: Service) -> None:
+def test_drain_wait_returns_when_drained_and_undo_lifts_it(fulcrum: CommandLine, chat: Service) -> None:
     process = fulcrum.start("drain", "chat-2", "--wait")
     try:
-        wait_for(lambda: chat.assigned("chat-2")["cordoned"], "the cordon", timeout_s=20)
-        chat.see("chat-2", role="Decode", phase="Draining", message="cordoned, drained")
+        wait_for(lambda: chat.entry("chat-2")["cordoned"], "the cordon", timeout_s=20)
+        chat.set_instance_status("chat-2", role="Decode", phase="Draining", message="cordoned, drained")
         out, err = process.communicate(timeout=20)
     finally:
         process.kill()
     assert (process.returncode, err) == (0, "")
     assert "`fulcrum drain chat-2 --undo` takes it back; drained, no request is left on it (" in out
-    entry = chat.assigned("chat-2")
+    entry = chat.entry("chat-2")
     assert (entry["cordonedBy"], entry["cordonReason"], entry["by"]) == (
         "Person",
         "drained by command",
         "Operator",
     )
-    assert said(fulcrum("drain", "chat-2", "--undo")).startswith("chat-2: takes new work again (")
-    assert chat.assigned("chat-2")["cordoned"] is False
+    assert stdout_of(fulcrum("drain", "chat-2", "--undo")).startswith("chat-2: takes new work again (")
+    assert chat.entry("chat-2")["cordoned"] is False
 
 
-def test_the_operators_cordon_is_not_a_persons_to_lift(fulcrum: CommandLine, chat: Service) -> None:
-    chat.wish("chat-2", cordoned=True, cordonedBy="Operator", cordonReason="more instances than wanted")
-    assert refused(fulcrum("drain", "chat-2", "--undo")) == (
+def test_a_person_cannot_lift_the_operators_cordon(fulcrum: CommandLine, chat: Service) -> None:
+    chat.patch_entry(
+        "chat-2", cordoned=True, cordonedBy="Operator", cordonReason="more instances than wanted"
+    )
+    assert refusal_of(fulcrum("drain", "chat-2", "--undo")) == (
         "instance (chat-2) was cordoned by the operator, who wants it gone: more instances than wanted"
     )
 
@@ -227,14 +223,14 @@ def test_the_operators_cordon_is_not_a_persons_to_lift(fulcrum: CommandLine, cha
 
 
 @contextmanager
-def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[str]]:
+def autoscaler(cluster: Cluster, namespace: str, response: Any) -> Iterator[list[str]]:
     """An autoscaler that gives this answer, reached through the API server; yields the paths it was asked."""
-    asked: list[str] = []
+    paths: list[str] = []
 
-    class Answer(http.server.BaseHTTPRequestHandler):
+    class DecisionsHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
-            body = json.dumps(answer).encode()
+            paths.append(self.path)
+            body = json.dumps(response).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -244,8 +240,8 @@ def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[s
         def log_message(self, *_: object) -> None:
             """Nothing: the test reads what was asked."""
 
-    with cluster.hub.network():
-        server = http.server.ThreadingHTTPServer(("10.88.0.1", 0), Answer)
+    with cluster.hub.enter_network():
+        server = http.server.ThreadingHTTPServer(("10.88.0.1", 0), DecisionsHandler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     labels = {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": "autoscaler"}
@@ -253,7 +249,7 @@ def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[s
     pod = {"kind": "Pod", "name": "fulcrum-autoscaler-0", "namespace": namespace}
     containers = [{"name": "autoscaler", "image": "localhost/fulcrum:1"}]
     address = {"ip": "10.88.0.1", "targetRef": pod}
-    make_all(cluster, namespace, [
+    create_objects(cluster, namespace, [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod["name"]},
          "spec": {"containers": containers}},
         {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "fulcrum-autoscaler", "labels": labels},
@@ -264,11 +260,11 @@ def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[s
     status = {"status": {"podIP": "10.88.0.1", "podIPs": [{"ip": "10.88.0.1"}]}}
     where = ("-n", namespace, "patch", "pod", pod["name"], "--subresource=status", "--type=merge", "-p")
     cluster.kubectl(*where, json.dumps(status))  # the API server leads to addresses of pods only
-    pulse = f"/api/v1/namespaces/{namespace}/services/fulcrum-autoscaler:http/proxy/"
+    health_path = f"/api/v1/namespaces/{namespace}/services/fulcrum-autoscaler:http/proxy/"
     try:
-        wait_for(lambda: cluster.get(pulse)[0] == 200, "the way through the API server", timeout_s=20)
-        asked.clear()
-        yield asked
+        wait_for(lambda: cluster.get(health_path)[0] == 200, "the way through the API server", timeout_s=20)
+        paths.clear()
+        yield paths
     finally:
         cluster.kubectl("-n", namespace, "delete", "service", "fulcrum-autoscaler")
         server.shutdown()
@@ -278,7 +274,8 @@ def autoscaler(cluster: Cluster, namespace: str, answer: Any) -> Iterator[list[s
 
 DECISION = {
     "at_s": 1_700_000_000.25, "action": "flip", "trigger": "tick", "reason": "decode load 1.04",
-    "instance": "chat-1", "to": "Prefill", "loads": None, "passes": 2, "split": "1:2", "generation": 7,
+    "instance": "chat-1", "to": "Prefill", "loads": None, "consecutive_ticks": 2, "split": "1:2",
+    "generation": 7,
     "rejected": [],
 }  # fmt: skip
 
@@ -287,19 +284,19 @@ def test_explain_asks_the_autoscaler_through_the_api_server(
     control_plane: Cluster, fulcrum: CommandLine, chat: Service
 ) -> None:
     assert chat
-    with autoscaler(control_plane, fulcrum.namespace, [DECISION]) as asked:
-        told = said(fulcrum("explain"))
-    assert "flip    chat-1 → Prefill: decode load 1.04  [P:D 1:2, 2 passes, tick]" in told
-    assert "no wish is refused now" in told
-    assert asked == [f"/decisions?namespace={fulcrum.namespace}&service=chat&limit=600"]
+    with autoscaler(control_plane, fulcrum.namespace, [DECISION]) as paths:
+        stdout = stdout_of(fulcrum("explain"))
+    assert "flip    chat-1 → Prefill: decode load 1.04  [P:D 1:2, 2 ticks in a row, tick]" in stdout
+    assert "no wish is refused now" in stdout
+    assert paths == [f"/decisions?namespace={fulcrum.namespace}&service=chat&limit=600"]
 
 
-def test_explain_without_an_autoscaler_still_tells_the_rest(fulcrum: CommandLine, chat: Service) -> None:
+def test_explain_without_an_autoscaler_prints_the_rest(fulcrum: CommandLine, chat: Service) -> None:
     refusal = {"role": "Prefill", "reason": "below the floor", "until": "2999-01-01T00:00:00Z"}
-    chat.wish("chat-1", refused=refusal)
-    told = said(fulcrum("explain", "chat"))
-    assert told.startswith("no decisions of the autoscaler: ")
-    assert "refused chat-1 → Prefill: below the floor, for " in told
+    chat.patch_entry("chat-1", refused=refusal)
+    stdout = stdout_of(fulcrum("explain", "chat"))
+    assert stdout.startswith("no decisions of the autoscaler: ")
+    assert "refused chat-1 → Prefill: below the floor, for " in stdout
 
 
 # the way there
@@ -336,47 +333,49 @@ def broken(
         ),
     ],
 )  # fmt: skip
-def test_a_cluster_that_cannot_be_spoken_to_is_one_line(
+def test_an_unreachable_cluster_is_reported_in_one_line(
     control_plane: Cluster, tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]], expected: str
 ) -> None:
     file = tmp_path / "config"
     file.write_text(json.dumps(change(json.loads(Path(control_plane.kubeconfig).read_text()))))
     done = CommandLine(file, tmp_path, "default")("status")
     assert expected in done.stderr
-    refused(done)
+    refusal_of(done)
 
 
-def test_a_context_that_is_not_there_is_named_with_those_that_are(fulcrum: CommandLine) -> None:
-    words = refused(fulcrum("status", "--context", "prod"))
-    assert words == f"--context (prod) is not a context of {fulcrum.kubeconfig}; it has test"
+def test_an_unknown_context_is_refused_with_the_known_names(fulcrum: CommandLine) -> None:
+    message = refusal_of(fulcrum("status", "--context", "prod"))
+    assert message == f"--context (prod) is not a context of {fulcrum.kubeconfig}; it has test"
 
 
-def test_a_server_that_hangs_is_given_up_after_seconds(control_plane: Cluster, tmp_path: Path) -> None:
+def test_a_silent_api_server_times_out_after_five_seconds(control_plane: Cluster, tmp_path: Path) -> None:
     """It takes connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server = f"https://127.0.0.1:{silent.getsockname()[1]}"
         file = tmp_path / "config"
         change = broken(lambda cluster, _: cluster.update(server=server))
         file.write_text(json.dumps(change(json.loads(Path(control_plane.kubeconfig).read_text()))))
-        words = refused(CommandLine(file, tmp_path, "default")("status"))
-    assert words == f"context test ({server}) does not answer: nothing for 5 s"
+        message = refusal_of(CommandLine(file, tmp_path, "default")("status"))
+    assert message == f"context test ({server}) does not answer: nothing for 5 s"
 
 
 # kubectl's plugin
 
 
-def test_kubectl_finds_the_plugin_and_is_told_its_own_name(fulcrum: CommandLine, chat: Service) -> None:
+def test_kubectl_finds_the_plugin_which_calls_itself_kubectl_fulcrum(
+    fulcrum: CommandLine, chat: Service
+) -> None:
     assert chat
     installed = Path(sys.executable).parent
     environment = {**fulcrum.environment, "PATH": f"{installed}:{fulcrum.environment['PATH']}"}
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [str(program()), "kubectl", "fulcrum", *arguments, "-n", fulcrum.namespace]
+        command = [str(ensure_program()), "kubectl", "fulcrum", *arguments, "-n", fulcrum.namespace]
         return subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=30, check=False
         )
 
-    assert "chat-0     Serving   Prefill" in said(run("status", "chat"))
-    assert "Usage: kubectl fulcrum status" in said(run("status", "--help"))
-    why = refused(run("flip", "chat-0", "--to", "decode"))
-    assert why.endswith("leaving: chat-0; flip another one to Prefill first")
+    assert "chat-0     Serving   Prefill" in stdout_of(run("status", "chat"))
+    assert "Usage: kubectl fulcrum status" in stdout_of(run("status", "--help"))
+    message = refusal_of(run("flip", "chat-0", "--to", "decode"))
+    assert message.endswith("leaving: chat-0; flip another one to Prefill first")

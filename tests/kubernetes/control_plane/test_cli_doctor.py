@@ -12,13 +12,13 @@ import yaml
 
 from fulcrum_core.api.meta import format_time
 from tests.kubernetes.clusters import CRDS
-from tests.kubernetes.control_plane.commands import CommandLine, Service, make_all
+from tests.kubernetes.control_plane.cli_service import CommandLine, Service, create_objects
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 ROLES = {"chat-0": "Prefill", "chat-1": "Decode"}
 RBAC = "rbac.authorization.k8s.io"
-PART = {"app.kubernetes.io/part-of": "fulcrum"}
+PART_OF_LABELS = {"app.kubernetes.io/part-of": "fulcrum"}
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def chat(control_plane: Cluster, namespace: str) -> Service:
     """A service and all that stands around it, as if operator, autoscaler and router ran."""
     service = Service(control_plane, namespace, roles=ROLES)
     ready = {"type": "Ready", "status": "True", "reason": "InstancesServing", "message": "2 of 2 serve"}
-    service.status(conditions=[ready], ready="2/2", observedGeneration=1)
+    service.set_status(conditions=[ready], ready="2/2", observedGeneration=1)
     parts = ("fulcrum-operator", "fulcrum-autoscaler", "chat-router")
-    make_all(control_plane, namespace, [
+    create_objects(control_plane, namespace, [
         *(deployment(name) for name in parts),
         *({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}} for name in parts),
         role("everything", {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}),
@@ -49,7 +49,7 @@ def chat(control_plane: Cluster, namespace: str) -> Service:
 def labels_of(name: str) -> dict[str, str]:
     part = name.rpartition("-")[2]
     of_router = {"fulcrum.dev/router": "chat"} if part == "router" else {"app.kubernetes.io/component": part}
-    return {**PART, **of_router}
+    return {**PART_OF_LABELS, **of_router}
 
 
 def deployment(name: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def binding(account: str, *, role: str = "everything") -> dict[str, Any]:
 def lease(name: str, *, age_s: float = 0.0) -> dict[str, Any]:
     renewed = format_time(time.time() - age_s)
     spec = {"holderIdentity": f"{name}-x", "leaseDurationSeconds": 600, "renewTime": renewed}
-    metadata = {"name": name, "labels": PART}
+    metadata = {"name": name, "labels": PART_OF_LABELS}
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
@@ -99,7 +99,10 @@ def endpoint_slice(*addresses: str) -> dict[str, Any]:
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
         "addressType": "IPv4",
-        "metadata": {"name": "chat-router", "labels": {**PART, "kubernetes.io/service-name": "chat"}},
+        "metadata": {
+            "name": "chat-router",
+            "labels": {**PART_OF_LABELS, "kubernetes.io/service-name": "chat"},
+        },
         "endpoints": endpoints,
         "ports": [{"name": "http", "port": 8000}],
     }
@@ -126,86 +129,86 @@ def make_ready(cluster: Cluster, namespace: str, name: str) -> None:
     )
 
 
-def troubles(fulcrum: CommandLine) -> dict[str, tuple[str, str]]:
+def findings_not_ok(fulcrum: CommandLine) -> dict[str, tuple[str, str]]:
     """What doctor finds that is not ok, by check: its verdict and what was seen."""
     done = fulcrum("doctor", "-o", "json")
     assert done.stderr == ""
-    told = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     found = {
-        check["check"]: (check["verdict"], check["seen"])
-        for check in told["checks"]
-        if check["verdict"] != "ok"
+        check["check"]: (check["severity"], check["observed"])
+        for check in report["checks"]
+        if check["severity"] != "ok"
     }
     problems = [name for name, (verdict, _) in found.items() if verdict == "problem"]
     assert done.returncode == (1 if problems else 0)
-    assert all(check["advice"] for check in told["checks"] if check["verdict"] != "ok")
+    assert all(check["advice"] for check in report["checks"] if check["severity"] != "ok")
     return found
 
 
-def explained(fulcrum: CommandLine) -> set[str]:
+def consequences(fulcrum: CommandLine) -> set[str]:
     """What doctor puts below another finding."""
     checks = json.loads(fulcrum("doctor", "-o", "json").stdout)["checks"]
-    return {title for check in checks for title in check.get("explains", ())}
+    return {title for check in checks for title in check.get("consequences", ())}
 
 
-def test_what_is_well_is_left_alone_and_every_break_is_found(
+def test_a_healthy_cluster_has_no_finding_and_every_fault_has_one(
     control_plane: Cluster, fulcrum: CommandLine, chat: Service
 ) -> None:
     namespace = fulcrum.namespace
-    assert troubles(fulcrum) == {}
+    assert findings_not_ok(fulcrum) == {}
 
-    chat.see("chat-1", role="Decode", phase="Failed", message="its engine ended: exit code 1")
-    assert troubles(fulcrum) == {"instances": ("problem", "chat-1: its engine ended: exit code 1")}
-    assert explained(fulcrum) == {"chat: floors"}
+    chat.set_instance_status("chat-1", role="Decode", phase="Failed", message="its engine ended: exit code 1")
+    assert findings_not_ok(fulcrum) == {"instances": ("problem", "chat-1: its engine ended: exit code 1")}
+    assert consequences(fulcrum) == {"chat: floors"}
     other = {"model": "m", "engine": "sim:2", "kvDtype": "float16", "blockSize": 16, "tensorParallel": 1}
-    chat.see("chat-1", role="Decode", identity=other, message="")
-    assert troubles(fulcrum)["pairs"][0] == "problem"
-    assert "engine differs: prefill has sim:1, decode has sim:2" in troubles(fulcrum)["pairs"][1]
-    chat.see("chat-1", role="Decode", message="")
+    chat.set_instance_status("chat-1", role="Decode", identity=other, message="")
+    assert findings_not_ok(fulcrum)["pairs"][0] == "problem"
+    assert "engine differs: prefill has sim:1, decode has sim:2" in findings_not_ok(fulcrum)["pairs"][1]
+    chat.set_instance_status("chat-1", role="Decode", message="")
 
     control_plane.kubectl("-n", namespace, "delete", "rolebinding", "chat-router")
-    make_all(control_plane, namespace, [endpoint_slice(), lease("fulcrum-operator", age_s=700)])
-    found = troubles(fulcrum)
-    assert sorted(found) == ["endpoints", "leader", "router's rights"]
+    create_objects(control_plane, namespace, [endpoint_slice(), lease("fulcrum-operator", age_s=700)])
+    found = findings_not_ok(fulcrum)
+    assert sorted(found) == ["endpoints", "leader", "router's permissions"]
     assert found["endpoints"][1] == "EndpointSlice chat-router is empty: nobody answers at the Service chat"
-    assert found["router's rights"][1].startswith(
+    assert found["router's permissions"][1].startswith(
         f"ServiceAccount {namespace}/chat-router may not list pdservices"
     )
     assert "ran out after 10m" in found["leader"][1]
 
 
-def test_a_pod_that_no_node_fits_is_told_in_the_schedulers_words(
+def test_an_unschedulable_pod_is_reported_with_the_schedulers_message(
     control_plane: Cluster, fulcrum: CommandLine, chat: Service
 ) -> None:
     assert chat
-    labels = {**PART, "fulcrum.dev/service": "chat"}
+    labels = {**PART_OF_LABELS, "fulcrum.dev/service": "chat"}
     containers = [{"name": "engine", "image": "x", "resources": {"requests": {"cpu": "2"}}}]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "chat-0", "labels": labels}}
-    make_all(control_plane, fulcrum.namespace, [{**pod, "spec": {"containers": containers}}])
+    create_objects(control_plane, fulcrum.namespace, [{**pod, "spec": {"containers": containers}}])
     path = f"/api/v1/namespaces/{fulcrum.namespace}/pods/chat-0"
     wait_for(lambda: "conditions" in control_plane.read(path)["status"], "the scheduler's word", timeout_s=20)
-    assert troubles(fulcrum) == {
+    assert findings_not_ok(fulcrum) == {
         "nodes": ("problem", "no node fits chat-0: no nodes available to schedule pods")
     }
 
 
-def test_a_cluster_without_operator_says_what_is_missing(
+def test_a_cluster_without_operator_lists_what_is_missing(
     fulcrum: CommandLine, control_plane: Cluster
 ) -> None:
-    make_all(control_plane, fulcrum.namespace, [
+    create_objects(control_plane, fulcrum.namespace, [
         {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService", "metadata": {"name": "chat"},
          "spec": {"model": "m", "qosTiers": ["gold"]}},
     ])  # fmt: skip
-    found = troubles(fulcrum)
+    found = findings_not_ok(fulcrum)
     assert found["tiers"] == ("problem", "no QoSTier named gold")
-    told = explained(fulcrum) | {f"chat: {name}" for name in found}
-    assert told >= {"chat: instances", "chat: status", "chat: endpoints"}
+    report = consequences(fulcrum) | {f"chat: {name}" for name in found}
+    assert report >= {"chat: instances", "chat: status", "chat: endpoints"}
 
 
-def test_somebody_with_few_rights_is_told_what_could_not_be_looked_at(
+def test_with_few_permissions_doctor_warns_about_what_it_could_not_read(
     control_plane: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    make_all(control_plane, namespace, [
+    create_objects(control_plane, namespace, [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "guest"}},
         role("look", {"apiGroups": ["fulcrum.dev"], "resources": ["*"], "verbs": ["list"]}),
         binding("guest", role="look"),
@@ -216,11 +219,11 @@ def test_somebody_with_few_rights_is_told_what_could_not_be_looked_at(
     file = tmp_path / "config"
     file.write_text(json.dumps(document))
     guest = CommandLine(file, tmp_path, namespace)
-    found = troubles(guest)
+    found = findings_not_ok(guest)
     assert {name: verdict for name, (verdict, _) in found.items()} == {
-        "kinds": "warning", "your rights": "warning", "operator": "warning", "autoscaler": "warning",
+        "CRDs": "warning", "your permissions": "warning", "operator": "warning", "autoscaler": "warning",
     }  # fmt: skip
-    assert found["your rights"][1] == (
+    assert found["your permissions"][1] == (
         f"in namespace {namespace} you may not patch pdassignments.fulcrum.dev, get services/proxy"
     )
     assert guest("status").stdout.startswith("no PDService\n")
@@ -229,7 +232,7 @@ def test_somebody_with_few_rights_is_told_what_could_not_be_looked_at(
 
 
 @pytest.mark.timeout(240)  # a cluster of its own
-def test_kinds_that_are_missing_or_old_are_told(
+def test_missing_and_outdated_crds_are_reported(
     start_cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     cluster = start_cluster(0, crds=False)
@@ -237,7 +240,7 @@ def test_kinds_that_are_missing_or_old_are_told(
     status = fulcrum("status")
     assert (status.returncode, status.stdout) == (2, "")
     assert "has no Fulcrum: the CustomResourceDefinition pdservices.fulcrum.dev is missing" in status.stderr
-    assert troubles(fulcrum)["kinds"] == (
+    assert findings_not_ok(fulcrum)["CRDs"] == (
         "problem",
         "missing: pdassignments.fulcrum.dev, pdinstances.fulcrum.dev, pdpools.fulcrum.dev, "
         "pdservices.fulcrum.dev, qostiers.fulcrum.dev",
@@ -247,12 +250,12 @@ def test_kinds_that_are_missing_or_old_are_told(
     del services["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"][
         "drain"
     ]
-    make_all(cluster, "default", bodies)
+    create_objects(cluster, "default", bodies)
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
-    assert troubles(fulcrum)["kinds"] == (
+    assert findings_not_ok(fulcrum)["CRDs"] == (
         "problem",
         "older than this program: pdservices.fulcrum.dev has no spec.drain",
     )
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
-    assert "kinds" not in troubles(fulcrum)
+    assert "CRDs" not in findings_not_ok(fulcrum)
     cluster.stop()

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from fulcrum_cluster.access import find_access
-from fulcrum_cluster.client import Cluster, RestStore, open_cluster
+from fulcrum_cluster.client import ClusterClient, RestStore, open_cluster
+from fulcrum_cluster.client_config import resolve_client_config
 from fulcrum_cluster.objects import CRD, NAMESPACE, kind_of_resource
-from fulcrum_cluster.transport import Http
+from fulcrum_cluster.transport import HttpClient
 from fulcrum_core.api import QoSTier
 from fulcrum_core.errors import Gone, NotFound, StoreUnavailable
 from fulcrum_core.ports import Store
@@ -58,20 +58,20 @@ def address(control_plane: RealCluster) -> str:
 
 
 @pytest.fixture
-async def cluster(address: str) -> AsyncIterator[Cluster]:
+async def cluster(address: str) -> AsyncIterator[ClusterClient]:
     async with open_cluster(address) as found:
         yield found
 
 
 @pytest.fixture
 async def store(address: str) -> AsyncIterator[Store]:
-    http = Http(find_access(address), silence_s=30.0, program="conformance")
+    http = HttpClient(resolve_client_config(address), idle_timeout_s=30.0, program="conformance")
     async with RestStore(http, rng=ShortWatches()) as client:
         yield client
 
 
 @pytest.fixture
-async def namespace(cluster: Cluster) -> AsyncIterator[str]:
+async def namespace(cluster: ClusterClient) -> AsyncIterator[str]:
     """A namespace, and another one beside it."""
     name = f"conformance-{secrets.token_hex(4)}"
     for each in (name, f"{name}-other"):
@@ -83,7 +83,7 @@ async def namespace(cluster: Cluster) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-def forget_history(cluster: Cluster) -> Callable[[], Awaitable[None]]:
+def forget_history(cluster: ClusterClient) -> Callable[[], Awaitable[None]]:
     """A change of the CRD makes the API server forget: it builds the kind's watch cache anew from a list."""
 
     async def forget() -> None:
@@ -99,7 +99,7 @@ def forget_history(cluster: Cluster) -> Callable[[], Awaitable[None]]:
     return forget
 
 
-async def _gone(cluster: Cluster, since: str) -> bool:
+async def _gone(cluster: ClusterClient, since: str) -> bool:
     watch = cluster.objects.watch(kind_of_resource(QoSTier), namespace="", since=since)
     try:
         async with asyncio.timeout(0.2):

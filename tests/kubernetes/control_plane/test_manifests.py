@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api import PDInstance, PDService
-from fulcrum_operator.manifests.children import children_of
-from fulcrum_operator.manifests.engine_pod import pod_of
-from fulcrum_operator.manifests.names import Account, ClusterSettings
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.engine_pod import engine_pod
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
-SETTINGS = ClusterSettings(
+SETTINGS = InstallationSettings(
     image="localhost/fulcrum:1",
-    operator=Account("fulcrum-system", "fulcrum-operator"),
-    autoscaler=Account("fulcrum-system", "fulcrum-autoscaler"),
+    operator=ServiceAccount("fulcrum-system", "fulcrum-operator"),
+    autoscaler=ServiceAccount("fulcrum-system", "fulcrum-autoscaler"),
     image_pull_secrets=("pull",),
 )
 TEMPLATE = {
@@ -43,7 +43,7 @@ PLURALS = {
 }
 
 
-class Asked:
+class RestrictedNamespace:
     """A namespace in which pods must be restricted."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
@@ -65,16 +65,18 @@ class Asked:
 
 
 @pytest.fixture
-def restricted(control_plane: Cluster, namespace: str) -> Asked:
+def restricted(control_plane: Cluster, namespace: str) -> RestrictedNamespace:
     """The test's namespace, which refuses every pod that is not restricted."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{namespace}"
-    control_plane.request("PATCH", path, json.dumps(label).encode(), kind="application/merge-patch+json")
-    return Asked(control_plane, namespace)
+    control_plane.request(
+        "PATCH", path, json.dumps(label).encode(), content_type="application/merge-patch+json"
+    )
+    return RestrictedNamespace(control_plane, namespace)
 
 
 @pytest.fixture
-def chat(restricted: Asked) -> PDService:
+def chat(restricted: RestrictedNamespace) -> PDService:
     """A service as the API server keeps it: with an identity that its children can be owned by."""
     body = {
         "apiVersion": "fulcrum.dev/v1alpha1",
@@ -86,18 +88,20 @@ def chat(restricted: Asked) -> PDService:
 
 
 @pytest.fixture
-def children(restricted: Asked, chat: PDService) -> list[dict[str, Any]]:
+def children(restricted: RestrictedNamespace, chat: PDService) -> list[dict[str, Any]]:
     """What stands around the service, made."""
-    return [restricted.create(child) for child in children_of(chat, SETTINGS, wanted=4)]
+    return [restricted.create(child) for child in service_children(chat, SETTINGS, wanted=4)]
 
 
-def test_all_children_are_taken_without_a_word(restricted: Asked, chat: PDService) -> None:
-    made = [restricted.create(child, dry=True)["kind"] for child in children_of(chat, SETTINGS, wanted=4)]
+def test_the_api_server_accepts_all_twelve_children(restricted: RestrictedNamespace, chat: PDService) -> None:
+    made = [
+        restricted.create(child, dry=True)["kind"] for child in service_children(chat, SETTINGS, wanted=4)
+    ]
     assert len(made) == 12
 
 
-def test_children_go_with_their_service(
-    restricted: Asked, chat: PDService, children: list[dict[str, Any]]
+def test_children_are_deleted_with_their_service(
+    restricted: RestrictedNamespace, chat: PDService, children: list[dict[str, Any]]
 ) -> None:
     restricted.cluster.request("DELETE", f"{restricted.path('PDService')}/{chat.metadata.name}")
     paths = [f"{restricted.path(child['kind'])}/{child['metadata']['name']}" for child in children]
@@ -119,18 +123,18 @@ def test_children_go_with_their_service(
         pytest.param({"template": TEMPLATE}, id="changed by its pool"),
     ],
 )
-def test_a_pod_is_taken_where_pods_must_be_restricted(
-    restricted: Asked, chat: PDService, changed: dict[str, Any]
+def test_an_engine_pod_is_admitted_under_the_restricted_standard(
+    restricted: RestrictedNamespace, chat: PDService, changed: dict[str, Any]
 ) -> None:
     spec = {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {}, **changed}
     meta = {"name": "chat-0", "namespace": restricted.namespace, "uid": "u"}
     instance = PDInstance.model_validate({"metadata": meta, "spec": spec})
-    made = restricted.create(pod_of(instance, chat, SETTINGS, startup_s=180.0), dry=True)
+    made = restricted.create(engine_pod(instance, chat, SETTINGS, startup_s=180.0), dry=True)
     assert made["metadata"]["name"] == "chat-0"
 
 
-def test_a_router_is_taken_where_pods_must_be_restricted(
-    restricted: Asked, children: list[dict[str, Any]]
+def test_a_router_pod_is_admitted_under_the_restricted_standard(
+    restricted: RestrictedNamespace, children: list[dict[str, Any]]
 ) -> None:
     (deployment,) = (child for child in children if child["kind"] == "Deployment")
     template = deployment["spec"]["template"]

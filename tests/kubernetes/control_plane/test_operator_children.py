@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.control_plane.operators import OperatorProcess, Space, until
+from tests.kubernetes.control_plane.operator_process import NamespaceClient, OperatorProcess, wait_until
 from tools.kubernetes.cluster import Cluster
 
 DEPLOYMENTS, POLICIES = "apps/v1/deployments", "networking.k8s.io/v1/networkpolicies"
@@ -22,22 +22,22 @@ def log(operator: OperatorProcess) -> Path:
 
 
 @pytest.fixture
-def space(control_plane: Cluster, namespace: str, log: Path) -> Space:
+def api(control_plane: Cluster, namespace: str, log: Path) -> NamespaceClient:
     """A namespace with a service that has everything around it."""
-    made = Space(control_plane, namespace)
+    made = NamespaceClient(control_plane, namespace)
     made.service(instances=2)
-    until(lambda: applied(log, made) == APPLIED, f"the children: {log}")
+    wait_until(lambda: applied(log, made) == APPLIED, f"the children: {log}")
     return made
 
 
-def applied(log: Path, space: Space) -> int:
+def applied(log: Path, api: NamespaceClient) -> int:
     """How often a child was applied."""
     lines = log.read_text().splitlines()
-    return sum("child applied" in line and space.name in line for line in lines)
+    return sum("child applied" in line and api.name in line for line in lines)
 
 
-def spec(space: Space, kind: str, name: str) -> Any:
-    found = space.get(kind, name)
+def spec(api: NamespaceClient, kind: str, name: str) -> Any:
+    found = api.get(kind, name)
     return found.get("spec", found.get("rules"))
 
 
@@ -58,27 +58,29 @@ def another_argument(found: Any) -> dict[str, Any]:
         pytest.param(BUDGETS, "chat-engines", {"spec": {"minAvailable": 0}}, id="how many may be evicted"),
     ],
 )
-def test_an_edit_by_hand_is_taken_back_once(space: Space, log: Path, kind: str, name: str, edit: Any) -> None:
-    before, counted = spec(space, kind, name), applied(log, space)
-    space.patch(kind, name, edit(before) if callable(edit) else edit)
-    until(lambda: spec(space, kind, name) == before, "the edit to be taken back")
-    until(lambda: applied(log, space) > counted, "the operator to tell of it")
-    assert applied(log, space) - counted == 1
+def test_a_manual_edit_is_reverted_once(
+    api: NamespaceClient, log: Path, kind: str, name: str, edit: Any
+) -> None:
+    before, counted = spec(api, kind, name), applied(log, api)
+    api.patch(kind, name, edit(before) if callable(edit) else edit)
+    wait_until(lambda: spec(api, kind, name) == before, "the edit to be taken back")
+    wait_until(lambda: applied(log, api) > counted, "the operator to tell of it")
+    assert applied(log, api) - counted == 1
 
 
-def test_what_others_add_stays_and_is_no_reason_to_write(space: Space, log: Path) -> None:
+def test_fields_added_by_others_stay_and_cause_no_write(api: NamespaceClient, log: Path) -> None:
     """A label of an inventory, a restart that was asked for: they outlive an edit that is taken back."""
-    counted = applied(log, space)
+    counted = applied(log, api)
     label = {"metadata": {"labels": {"example.com/owner": "me"}}}
     restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}
-    space.patch(DEPLOYMENTS, "chat-router", {**label, "spec": {"template": restart}})
-    space.patch(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 7}})
-    until(lambda: applied(log, space) > counted, "the edit to be taken back")
-    kept = space.get(DEPLOYMENTS, "chat-router")
+    api.patch(DEPLOYMENTS, "chat-router", {**label, "spec": {"template": restart}})
+    api.patch(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 7}})
+    wait_until(lambda: applied(log, api) > counted, "the edit to be taken back")
+    kept = api.get(DEPLOYMENTS, "chat-router")
     assert kept["spec"]["replicas"] == 2
     assert kept["metadata"]["labels"]["example.com/owner"] == "me"
     assert kept["spec"]["template"]["metadata"]["annotations"]["kubectl.kubernetes.io/restartedAt"] == "now"
-    assert applied(log, space) - counted == 1
+    assert applied(log, api) - counted == 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_what_others_add_stays_and_is_no_reason_to_write(space: Space, log: Path
         (BUDGETS, "chat-engines"),
     ],
 )
-def test_a_child_that_somebody_deletes_is_made_again(space: Space, kind: str, name: str) -> None:
-    before = space.get(kind, name)["metadata"]["uid"]
-    space.delete(kind, name)
-    until(lambda: space.get(kind, name)["metadata"]["uid"] != before, "it to be made again")
+def test_a_deleted_child_is_created_again(api: NamespaceClient, kind: str, name: str) -> None:
+    before = api.get(kind, name)["metadata"]["uid"]
+    api.delete(kind, name)
+    wait_until(lambda: api.get(kind, name)["metadata"]["uid"] != before, "it to be made again")

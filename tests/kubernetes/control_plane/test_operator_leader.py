@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from fulcrum_core.api.meta import parse_time
-from tests.kubernetes.control_plane.operators import (
-    Kubelet,
+from tests.kubernetes.control_plane.operator_process import (
+    FakeKubelet,
+    NamespaceClient,
     OperatorProcess,
-    Space,
-    engines_at,
-    operators,
-    some_address,
-    until,
+    operator_starter,
+    pick_loopback_address,
+    serve_engines,
+    wait_until,
 )
 from tools.kubernetes.cluster import API_SERVER, Cluster
 
@@ -29,13 +29,13 @@ Start = Callable[..., OperatorProcess]
 
 
 @pytest.fixture
-def space(control_plane: Cluster, namespace: str) -> Space:
-    return Space(control_plane, namespace)
+def api(control_plane: Cluster, namespace: str) -> NamespaceClient:
+    return NamespaceClient(control_plane, namespace)
 
 
 @pytest.fixture
 def start(control_plane: Cluster, namespace: str, tmp_path: Path) -> Iterator[Start]:
-    with operators(control_plane, namespace, tmp_path) as make:
+    with operator_starter(control_plane, namespace, tmp_path) as make:
         yield make
 
 
@@ -43,80 +43,84 @@ def start(control_plane: Cluster, namespace: str, tmp_path: Path) -> Iterator[St
 def pair(start: Start) -> tuple[OperatorProcess, OperatorProcess]:
     """A leader and one that stands by."""
     leader = start("op-a")
-    until(leader.leads, "op-a to lead")
+    wait_until(leader.is_leader, "op-a to lead")
     standby = start("op-b")
-    until(lambda: asked(standby, "readyz") == (200, "ok\n"), "op-b to stand by")
+    wait_until(lambda: http_get(standby, "readyz") == (200, "ok\n"), "op-b to stand by")
     return leader, standby
 
 
-def asked(operator: OperatorProcess, path: str) -> tuple[int, str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/{path}", timeout=5) as answer:
-        return answer.status, answer.read().decode()
+def http_get(operator: OperatorProcess, path: str) -> tuple[int, str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/{path}", timeout=5) as response:
+        return response.status, response.read().decode()
 
 
 def metric(operator: OperatorProcess, name: str) -> float:
-    line = next(line for line in asked(operator, "metrics")[1].splitlines() if line.startswith(f"{name} "))
+    line = next(line for line in http_get(operator, "metrics")[1].splitlines() if line.startswith(f"{name} "))
     return float(line.split()[1])
 
 
-def pods(space: Space, count: int) -> Callable[[], bool]:
-    return lambda: {f"chat-{number}" for number in range(count)} <= set(space.names("pods"))
+def pods(api: NamespaceClient, count: int) -> Callable[[], bool]:
+    return lambda: {f"chat-{number}" for number in range(count)} <= set(api.names("pods"))
 
 
-def test_one_leads_and_both_say_how_they_are(pair: tuple[OperatorProcess, OperatorProcess]) -> None:
+def test_one_of_two_operators_leads_and_both_are_healthy(
+    pair: tuple[OperatorProcess, OperatorProcess],
+) -> None:
     leader, standby = pair
-    assert [asked(one, "healthz") for one in pair] == [(200, "ok\n")] * 2
+    assert [http_get(one, "healthz") for one in pair] == [(200, "ok\n")] * 2
     assert [metric(one, "fulcrum_operator_leader") for one in (leader, standby)] == [1.0, 0.0]
 
 
-def test_a_killed_leader_is_followed_within_fifteen_seconds(
-    pair: tuple[OperatorProcess, OperatorProcess], space: Space
+def test_a_killed_leader_is_replaced_within_fifteen_seconds(
+    pair: tuple[OperatorProcess, OperatorProcess], api: NamespaceClient
 ) -> None:
-    space.service(instances=2)
-    until(pods(space, 2), "the pods")
+    api.service(instances=2)
+    wait_until(pods(api, 2), "the pods")
     pair[0].kill()
-    space.patch("pdservices", "chat", {"spec": {"instances": 3}})
-    assert until(pods(space, 3), "the third pod", timeout_s=30) <= 15.0
+    api.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    assert wait_until(pods(api, 3), "the third pod", timeout_s=30) <= 15.0
 
 
-def test_a_leader_told_to_end_is_followed_at_once(
-    pair: tuple[OperatorProcess, OperatorProcess], space: Space
+def test_a_terminated_leader_is_replaced_within_six_seconds(
+    pair: tuple[OperatorProcess, OperatorProcess], api: NamespaceClient
 ) -> None:
-    space.service(instances=2)
-    until(pods(space, 2), "the pods")
+    api.service(instances=2)
+    wait_until(pods(api, 2), "the pods")
     pair[0].process.send_signal(signal.SIGTERM)
-    space.patch("pdservices", "chat", {"spec": {"instances": 3}})
-    took_s = until(pods(space, 3), "the third pod")
+    api.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    took_s = wait_until(pods(api, 3), "the third pod")
     assert (pair[0].process.wait(timeout=10), took_s < 6.0) == (0, True)
 
 
-def test_a_leader_that_cannot_renew_ends_and_says_so(start: Start, control_plane: Cluster) -> None:
+def test_a_leader_that_cannot_renew_its_lease_exits_with_1(start: Start, control_plane: Cluster) -> None:
     leader = start("op-a")
-    until(leader.leads, "op-a to lead")
-    control_plane.signal_part(API_SERVER, signal.SIGSTOP)
+    wait_until(leader.is_leader, "op-a to lead")
+    control_plane.signal_component(API_SERVER, signal.SIGSTOP)
     try:
         code = leader.process.wait(timeout=15)
     finally:
-        control_plane.signal_part(API_SERVER, signal.SIGCONT)
-    until(lambda: control_plane.get("/readyz")[0] == 200, "the API server")
+        control_plane.signal_component(API_SERVER, signal.SIGCONT)
+    wait_until(lambda: control_plane.get("/readyz")[0] == 200, "the API server")
     assert (code, "lease lost" in leader.log.read_text()) == (1, True)
 
 
-def test_when_nothing_changes_nothing_is_written_but_leases(
-    start: Start, space: Space, control_plane: Cluster
+def test_a_settled_service_causes_no_write_but_to_leases(
+    start: Start, api: NamespaceClient, control_plane: Cluster
 ) -> None:
-    address = some_address()
-    with engines_at(address):
-        until(start().leads, "the operator to lead")
-        space.service(instances=4)
-        until(pods(space, 4), "the pods")
-        Kubelet(space, address).ready("chat-0", "chat-1", "chat-2", "chat-3")
-        until(lambda: set(space.phases().values()) == {"Serving"}, "all to serve")
-        until(lambda: space.get("pdservices", "chat")["status"]["ready"] == "4/4", "the count", timeout_s=20)
+    address = pick_loopback_address()
+    with serve_engines(address):
+        wait_until(start().is_leader, "the operator to lead")
+        api.service(instances=4)
+        wait_until(pods(api, 4), "the pods")
+        FakeKubelet(api, address).set_ready("chat-0", "chat-1", "chat-2", "chat-3")
+        wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve")
+        wait_until(
+            lambda: api.get("pdservices", "chat")["status"]["ready"] == "4/4", "the count", timeout_s=20
+        )
         settled = time.time() + 1.0
-        until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)
-    assert writes(control_plane, space.name, 0.0, settled) != {}, "what is written would be seen"
-    assert writes(control_plane, space.name, settled, settled + QUIET_S) == {}
+        wait_until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)
+    assert writes(control_plane, api.name, 0.0, settled) != {}, "what is written would be seen"
+    assert writes(control_plane, api.name, settled, settled + QUIET_S) == {}
 
 
 def writes(cluster: Cluster, namespace: str, since_s: float, until_s: float) -> dict[tuple[str, str], int]:

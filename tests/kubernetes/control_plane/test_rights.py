@@ -13,16 +13,16 @@ import pytest
 import yaml
 
 from fulcrum_core.api import PDService
-from fulcrum_operator.manifests.children import children_of
-from fulcrum_operator.manifests.names import Account, ClusterSettings
-from tests.kubernetes.nodes.rights import Right, rights_of
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
+from tests.kubernetes.nodes.permissions import Permission, expand_rules
 from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
-NOBODY_S = [
+FORBIDDEN = [
     ("", "secrets", "get"),
     ("", "secrets", "list"),
     ("", "configmaps", "get"),
@@ -78,14 +78,14 @@ class Release:
         """Change what a part may do."""
         path = f"{RBAC}/clusterroles/{self.name}-{part}"
         body = json.dumps({"rules": rules}).encode()
-        status, said = self.cluster.request("PATCH", path, body, kind="application/merge-patch+json")
+        status, said = self.cluster.request("PATCH", path, body, content_type="application/merge-patch+json")
         assert status == 200, said
 
-    def account(self, part: str) -> Account:
+    def account(self, part: str) -> ServiceAccount:
         """The ServiceAccount of a part."""
-        return Account(self.namespace, f"{self.name}-{part}")
+        return ServiceAccount(self.namespace, f"{self.name}-{part}")
 
-    def may(self, part: str, right: Right, *, name: str = "") -> bool:
+    def may(self, part: str, right: Permission, *, name: str = "") -> bool:
         """Whether the API server would let the part do that, in the test's namespace."""
         group, resource, verb = right
         resource, _, subresource = resource.partition("/")
@@ -115,11 +115,11 @@ def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
 
 
 @pytest.mark.parametrize("part", ["operator", "autoscaler"])
-def test_each_rule_that_is_taken_away_is_missed(release: Release, part: str) -> None:
+def test_no_two_rules_grant_the_same_right(release: Release, part: str) -> None:
     """No right comes from two rules, and none from what every account has."""
     rules = release.rules(part)
     for number, rule in enumerate(rules):
-        rights = sorted(rights_of([rule]))
+        rights = sorted(expand_rules([rule]))
         release.set_rules(part, rules[:number] + rules[number + 1 :])
         left = rights
         wait_for(
@@ -131,18 +131,18 @@ def test_each_rule_that_is_taken_away_is_missed(release: Release, part: str) -> 
 
 
 @pytest.mark.parametrize("part", ["operator", "autoscaler"])
-def test_no_part_has_what_nobody_needs(release: Release, part: str) -> None:
-    assert [right for right in NOBODY_S if release.may(part, right)] == []
+def test_no_part_has_a_forbidden_right(release: Release, part: str) -> None:
+    assert [right for right in FORBIDDEN if release.may(part, right)] == []
 
 
 def router_role(release: Release) -> str:
     """The Role that the operator makes for a router, as it makes it."""
-    settings = ClusterSettings(
+    settings = InstallationSettings(
         image="i", operator=release.account("operator"), autoscaler=release.account("autoscaler")
     )
     meta = {"name": "chat", "namespace": release.namespace, "uid": "u"}
     chat = PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m"}})
-    (role,) = (child for child in children_of(chat, settings, wanted=2) if child["kind"] == "Role")
+    (role,) = (child for child in service_children(chat, settings, wanted=2) if child["kind"] == "Role")
     del role["metadata"]["ownerReferences"]
     return json.dumps(role)
 
@@ -155,12 +155,12 @@ def make_role(release: Release) -> None:
     )
 
 
-def test_the_operator_can_grant_what_routers_need(release: Release) -> None:
+def test_the_operator_can_create_a_routers_role(release: Release) -> None:
     make_role(release)
 
 
 @pytest.mark.parametrize("resource", ["leases", "endpointslices", "pdassignments", "pods"])
-def test_without_holding_it_the_operator_can_grant_nothing(release: Release, resource: str) -> None:
+def test_the_operator_cannot_grant_a_right_that_it_lacks(release: Release, resource: str) -> None:
     rules = release.rules("operator")
     release.set_rules("operator", [rule for rule in rules if resource not in rule["resources"]])
     held = release.account("operator")
@@ -175,9 +175,9 @@ def test_without_holding_it_the_operator_can_grant_nothing(release: Release, res
     wait_for(is_refused, f"{held.name} to be refused", timeout_s=10)
 
 
-def test_a_router_may_change_its_own_lease_and_endpoints_alone(release: Release) -> None:
+def test_a_router_can_change_only_its_own_lease_and_endpoints(release: Release) -> None:
     body = json.loads(router_role(release))
-    subject = Account(release.namespace, "chat-router").subject
+    subject = ServiceAccount(release.namespace, "chat-router").subject
     bound = {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "RoleBinding",

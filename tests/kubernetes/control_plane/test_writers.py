@@ -16,23 +16,22 @@ from typing import Any
 
 import pytest
 
-from fulcrum_autoscaler.journal import Journal
-from fulcrum_autoscaler.loop import Autoscaler
-from fulcrum_autoscaler.meters import Families, Meters
+from fulcrum_autoscaler.decision_history import DecisionHistory
+from fulcrum_autoscaler.loop import ServiceAutoscaler
+from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
 from fulcrum_autoscaler.policy import Action
-from fulcrum_cli.assignment.write import cordon, flip
+from fulcrum_cli.assignment.writes import flip_instance, set_cordon
 from fulcrum_cluster.client import RestStore, open_store
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import IdentitySpec, PDAssignment, PDInstance, PDPool, PDService, Resource
+from fulcrum_core.api import EngineIdentitySpec, PDAssignment, PDInstance, PDPool, PDService, Resource
 from fulcrum_core.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import EngineObservation, EventType, InstanceKey, Listing, R, Store, WatchEvent
-from fulcrum_core.state import FlipWanted, InstanceState, RouterState
+from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
-from fulcrum_operator.controller.reconcile import Cluster as Reached
-from fulcrum_operator.controller.reconcile import ServiceKey, reconcile
+from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
 from fulcrum_operator.plan.observed import EngineFacts
-from tests.conftest import Figure
-from tests.unit.autoscaler.builders import decode, prefill, router
+from tests.conftest import RecordMeasurement
+from tests.unit.autoscaler.builders import decode, make_router_state, prefill
 from tests.unit.operator.builders import engine
 from tools.kubernetes.cluster import Cluster
 
@@ -40,50 +39,50 @@ INTERLEAVINGS = 1000
 CONNECTIONS = 8
 """Of each writer: no program of ours asks more than 100 times a second over one."""
 FLOORS = {Role.PREFILL: 2, Role.DECODE: 1}
-LEAST, MOST = 4, 7
+INSTANCES_MIN, INSTANCES_MAX = 4, 7
 FOLLOWED: tuple[type[Resource], ...] = (PDAssignment, PDInstance)
 
 
-class TakingTurns:
+class InterleavedStore:
     """A store before each of whose calls the others may go first; it keeps count of what was written."""
 
     def __init__(self, stores: Sequence[RestStore], rng: random.Random, wrote: Counter[int]) -> None:
         self._stores, self._rng, self._wrote = stores, rng, wrote
 
-    async def _turn(self) -> RestStore:
+    async def _yield_then_pick(self) -> RestStore:
         for _ in range(self._rng.randrange(4)):
             await asyncio.sleep(0)
         return self._rng.choice(self._stores)
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
-        return await (await self._turn()).get(kind, name, namespace=namespace)
+        return await (await self._yield_then_pick()).get(kind, name, namespace=namespace)
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        return await (await self._turn()).list(kind, namespace=namespace)
+        return await (await self._yield_then_pick()).list(kind, namespace=namespace)
 
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
         return self._stores[0].watch(kind, namespace=namespace, since=since)
 
     async def create(self, obj: R) -> R:
-        return await (await self._turn()).create(obj)
+        return await (await self._yield_then_pick()).create(obj)
 
     async def apply(self, obj: R, *, manager: str) -> R:
-        return await (await self._turn()).apply(obj, manager=manager)
+        return await (await self._yield_then_pick()).apply(obj, manager=manager)
 
     async def patch(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
-        answer = await (await self._turn()).patch(kind, name, patch, **where)
+        answer = await (await self._yield_then_pick()).patch(kind, name, patch, **where)
         if isinstance(answer, PDAssignment):
             self._wrote[answer.metadata.generation] += 1
         return answer
 
     async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
-        return await (await self._turn()).patch_status(kind, name, patch, **where)
+        return await (await self._yield_then_pick()).patch_status(kind, name, patch, **where)
 
     async def delete(self, kind: type[R], name: str, **where: Any) -> None:
-        await (await self._turn()).delete(kind, name, **where)
+        await (await self._yield_then_pick()).delete(kind, name, **where)
 
 
-class Engines:
+class FakeRuntime:
     """Engines that run as soon as they are told to, and are gone as soon as they are told to end."""
 
     def __init__(self) -> None:
@@ -110,20 +109,20 @@ class IdleRouter:
     def endpoint(self, key: ServiceKey) -> str:
         return f"http://{key.name}"
 
-    async def ledger(self, key: ServiceKey) -> RouterState:
+    async def read_state(self, key: ServiceKey) -> RouterState:
         del key
-        return router(generation=self.generation)
+        return make_router_state(generation=self.generation)
 
-    async def state(self, *, min_generation: int, timeout_s: float) -> RouterState:
+    async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:
         del timeout_s
-        return router(*self.instances, generation=min_generation, at_s=SystemClock().now_s())
+        return make_router_state(*self.instances, generation=min_generation, at_s=SystemClock().now_s())
 
-    async def flip_wanted(self, *, after: int, timeout_s: float) -> FlipWanted | None:
+    async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
         raise AssertionError((after, timeout_s))
 
 
 @dataclass
-class Seen:
+class FakeDesiredObjects:
     """What the autoscaler has heard by now: as old as the last look."""
 
     the_service: PDService | None = None
@@ -143,7 +142,7 @@ class Seen:
     def pools(self) -> Iterable[PDPool]:
         return self.the_pools
 
-    async def look(self, store: Store, namespace: str) -> None:
+    async def refresh(self, store: Store, namespace: str) -> None:
         self.the_service = await store.get(PDService, "chat", namespace=namespace)
         self.the_pools = (await store.list(PDPool, namespace=namespace)).items
         self.the_instances = (await store.list(PDInstance, namespace=namespace)).items
@@ -153,15 +152,15 @@ class Seen:
 def facts(instance: PDInstance) -> EngineFacts:
     """Engines of two revisions cannot exchange KV blocks."""
     what = f"simulated {instance.spec.engine.args}"
-    identity = IdentitySpec(model="m", engine=what, kv_dtype="auto", block_size=16, tensor_parallel=1)
+    identity = EngineIdentitySpec(model="m", engine=what, kv_dtype="auto", block_size=16, tensor_parallel=1)
     return EngineFacts(identity, FlipStrategy.RELABEL, startup_s=1.0)
 
 
 @dataclass
-class Writers:
+class Actors:
     """All who write, and what came of it."""
 
-    stores: Mapping[str, TakingTurns]
+    stores: Mapping[str, InterleavedStore]
     namespace: str
     rng: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -169,28 +168,28 @@ class Writers:
 
     def __post_init__(self) -> None:
         self.key = ServiceKey(self.namespace, "chat")
-        self.engines, self.router, self.seen = Engines(), IdleRouter(), Seen()
-        self.reached = Reached(
+        self.engines, self.router, self.seen = FakeRuntime(), IdleRouter(), FakeDesiredObjects()
+        self.context = ReconcileContext(
             store=self.stores["operator"],
             runtime=self.engines,
             clock=SystemClock(),
             engine_facts=facts,
             router=self.router,
         )
-        self.autoscaler = Autoscaler(
-            desired=self.seen,
+        self.autoscaler = ServiceAutoscaler(
+            objects=self.seen,
             store=self.stores["autoscaler"],
             router=self.router,
             clock=SystemClock(),
-            journal=Journal(),
-            meters=Meters(Families(), namespace=self.namespace, service="chat"),
+            history=DecisionHistory(),
+            metrics=ServiceMetrics(AutoscalerMetrics(), namespace=self.namespace, service="chat"),
         )
 
     async def operate(self) -> None:
         """One pass of the operator; a lost race is an answer, too."""
         try:
             self.router.generation = await self._generation()
-            await reconcile(self.key, self.reached)
+            await reconcile(self.key, self.context)
             self.outcomes["operator passed"] += 1
         except Conflict:
             self.outcomes["operator lost a race"] += 1
@@ -207,7 +206,7 @@ class Writers:
 
     async def scale(self) -> None:
         """A person edits the service: another count."""
-        await self._edit({"instances": self.rng.randint(LEAST, MOST)}, "scaled")
+        await self._edit({"instances": self.rng.randint(INSTANCES_MIN, INSTANCES_MAX)}, "scaled")
 
     async def roll(self) -> None:
         """A person edits the service: another revision."""
@@ -217,36 +216,36 @@ class Writers:
     async def flip_by_load(self) -> None:
         """The autoscaler answers a router; it acts on what it saw a while ago."""
         if self.rng.random() < 0.5:
-            await self.seen.look(self.stores["autoscaler"], self.namespace)
-        wish = self.seen.the_assignment
+            await self.seen.refresh(self.stores["autoscaler"], self.namespace)
+        assignment = self.seen.the_assignment
         self.router.instances = tuple(
             prefill(name) if entry.role is Role.PREFILL else decode(name, itl_s=0.001)
-            for name, entry in (wish.spec.roles.items() if wish else ())
+            for name, entry in (assignment.spec.roles.items() if assignment else ())
         )
-        wanted = FlipWanted(seq=1, role=self._role(), reason="no instance meets the objective")
-        decision = await self.autoscaler.answer(wanted)
+        wanted = FlipRequest(seq=1, role=self._role(), reason="no instance meets the objective")
+        decision = await self.autoscaler.handle_flip_request(wanted)
         assert decision.reason
         self.outcomes[f"autoscaler {decision.action}"] += 1
 
     async def flip_by_hand(self) -> None:
         """A person gives somebody a role."""
-        name, store = await self._somebody(), self.stores["person"]
-        await self._said(
-            "flip", flip(store, "chat", name, self._role(), namespace=self.namespace, reason="t")
+        name, store = await self._pick_instance(), self.stores["person"]
+        await self._record_outcome(
+            "flip", flip_instance(store, "chat", name, self._role(), namespace=self.namespace, reason="t")
         )
 
     async def cordon_by_hand(self) -> None:
         """A person drains somebody, or takes that back."""
-        name, store, on = await self._somebody(), self.stores["person"], self.rng.random() < 0.4
-        await self._said(
+        name, store, on = await self._pick_instance(), self.stores["person"], self.rng.random() < 0.4
+        await self._record_outcome(
             "cordon",
-            cordon(store, "chat", name, namespace=self.namespace, reason="t", cordoned=on),
+            set_cordon(store, "chat", name, namespace=self.namespace, reason="t", cordoned=on),
         )
 
-    async def _said(self, what: str, word: Awaitable[object]) -> None:
+    async def _record_outcome(self, what: str, write: Awaitable[object]) -> None:
         try:
-            await word
-            self.outcomes[f"person's {what} stands"] += 1
+            await write
+            self.outcomes[f"person's {what} accepted"] += 1
         except InvalidInput:
             self.outcomes[f"person's {what} refused"] += 1
         except Conflict:
@@ -256,7 +255,7 @@ class Writers:
         await self.stores["person"].patch(PDService, "chat", {"spec": spec}, namespace=self.namespace)
         self.outcomes[f"person {what}"] += 1
 
-    async def _somebody(self) -> str:
+    async def _pick_instance(self) -> str:
         found = await self.stores["person"].get(PDAssignment, "chat", namespace=self.namespace)
         return self.rng.choice(sorted(found.spec.roles))
 
@@ -292,13 +291,13 @@ class History:
                     if event.object is not None and event.type is not EventType.DELETED:
                         self._states.append((int(since), event.object))
 
-    async def caught_up(self) -> None:
+    async def wait_until_caught_up(self) -> None:
         """Returns once all that stands now was told."""
         async with asyncio.timeout(30):
-            while not await self._standing() <= {version for version, _ in self._states}:
+            while not await self._current_versions() <= {version for version, _ in self._states}:
                 await asyncio.sleep(0.05)
 
-    async def _standing(self) -> set[int]:
+    async def _current_versions(self) -> set[int]:
         found = [await self._store.list(kind, namespace=self._namespace) for kind in FOLLOWED]
         return {int(obj.metadata.resource_version) for listing in found for obj in listing.items}
 
@@ -306,19 +305,19 @@ class History:
 def broken_floors(states: Iterable[tuple[int, Resource]]) -> Iterator[str]:
     """Moments at which a role, once it had its floor, had fewer serving instances than that."""
     phases: dict[str, Phase] = {}
-    wish: PDAssignment | None = None
+    assignment: PDAssignment | None = None
     reached: set[Role] = set()
     for version, state in states:
         if isinstance(state, PDAssignment):
-            wish = state
+            assignment = state
         elif isinstance(state, PDInstance):
             phases[state.metadata.name] = state.status.phase
-        if wish is None:
+        if assignment is None:
             continue
         for role, floor in FLOORS.items():
             serve = [
                 name
-                for name, entry in wish.spec.roles.items()
+                for name, entry in assignment.spec.roles.items()
                 if entry.role is role and not entry.cordoned and phases.get(name) is Phase.SERVING
             ]
             if len(serve) >= floor:
@@ -330,59 +329,59 @@ def broken_floors(states: Iterable[tuple[int, Resource]]) -> Iterator[str]:
 @contextlib.asynccontextmanager
 async def writers(
     address: str, namespace: str, rng: random.Random
-) -> AsyncIterator[tuple[Writers, Counter[int]]]:
+) -> AsyncIterator[tuple[Actors, Counter[int]]]:
     wrote: Counter[int] = Counter()
     async with contextlib.AsyncExitStack() as opened:
-        turns: dict[str, TakingTurns] = {}
+        turns: dict[str, InterleavedStore] = {}
         for name in ("operator", "autoscaler", "person"):
             stores = [await opened.enter_async_context(open_store(address)) for _ in range(CONNECTIONS)]
-            turns[name] = TakingTurns(stores, rng, wrote)
-        yield Writers(turns, namespace, rng), wrote
+            turns[name] = InterleavedStore(stores, rng, wrote)
+        yield Actors(turns, namespace, rng), wrote
 
 
 @pytest.mark.timeout(900)
-async def test_writers_side_by_side_break_no_floor_and_lose_no_write(
-    control_plane: Cluster, namespace: str, figure: Figure, seed: int
+async def test_concurrent_writers_break_no_floor_and_lose_no_write(
+    control_plane: Cluster, namespace: str, record_measurement: RecordMeasurement, seed: int
 ) -> None:
     address, rng = f"kubeconfig:{control_plane.kubeconfig}", random.Random(seed)
-    async with writers(address, namespace, rng) as (all_of_them, wrote), open_store(address) as reader:
+    async with writers(address, namespace, rng) as (actors, wrote), open_store(address) as reader:
         history = History(reader, namespace)
         since = (await reader.list(PDAssignment, namespace=namespace)).resource_version
         followers = [asyncio.create_task(history.follow(kind, since)) for kind in FOLLOWED]
         await reader.create(_service(namespace))
-        await all_of_them.settle()
+        await actors.settle()
         people: list[Callable[[], Awaitable[None]]] = [
-            all_of_them.flip_by_load,
-            all_of_them.flip_by_hand,
-            all_of_them.cordon_by_hand,
-            all_of_them.scale,
-            all_of_them.roll,
+            actors.flip_by_load,
+            actors.flip_by_hand,
+            actors.cordon_by_hand,
+            actors.scale,
+            actors.roll,
         ]
-        await all_of_them.seen.look(reader, namespace)
+        await actors.seen.refresh(reader, namespace)
         for _ in range(INTERLEAVINGS):
             chosen = rng.choices(people, weights=(4, 4, 3, 1, 1), k=rng.randint(1, 3))
-            await asyncio.gather(all_of_them.operate(), *(act() for act in chosen))
-        await all_of_them.settle()
-        await history.caught_up()
+            await asyncio.gather(actors.operate(), *(act() for act in chosen))
+        await actors.settle()
+        await history.wait_until_caught_up()
         for follower in followers:
             assert follower.cancel(), follower
         states = history.states
         last = (await reader.get(PDAssignment, "chat", namespace=namespace)).metadata.generation
     seen = Counter(s.metadata.generation for _, s in states if isinstance(s, PDAssignment))
-    outcomes = ", ".join(f"{what}: {count}" for what, count in sorted(all_of_them.outcomes.items()))
-    figure(f"{INTERLEAVINGS} interleavings, {last} generations; {outcomes}")
+    outcomes = ", ".join(f"{what}: {count}" for what, count in sorted(actors.outcomes.items()))
+    record_measurement(f"{INTERLEAVINGS} interleavings, {last} generations; {outcomes}")
     assert list(broken_floors(states)) == []
     assert set(wrote) == set(range(2, last + 1)), "each generation but the first is somebody's write"
     assert (max(wrote.values()), set(seen)) == (1, set(range(1, last + 1)))
-    assert all_of_them.outcomes[f"autoscaler {Action.FLIP}"]
-    assert all_of_them.outcomes["operator lost a race"]
+    assert actors.outcomes[f"autoscaler {Action.FLIP}"]
+    assert actors.outcomes["operator lost a race"]
 
 
 def _service(namespace: str) -> PDService:
     floors = {"prefill": {"min": FLOORS[Role.PREFILL]}, "decode": {"min": FLOORS[Role.DECODE]}}
     spec = {
         "model": "m",
-        "instances": LEAST + 1,
+        "instances": INSTANCES_MIN + 1,
         "roles": floors,
         "autoscaling": {"flip": {"prefillToDecodeCooldown": "1ms"}},
     }

@@ -11,13 +11,13 @@ from helm_python.config import Config
 
 def main() -> None:
     """Prints the release that the action gave, or fails with Helm's own words."""
-    asked = json.load(sys.stdin)
-    with Config(kubeconfig_path=asked["kubeconfig"], namespace=asked["namespace"]) as config:
-        action = getattr(config, asked["action"])
+    request = json.load(sys.stdin)
+    with Config(kubeconfig_path=request["kubeconfig"], namespace=request["namespace"]) as config:
+        action = getattr(config, request["action"])
         try:
-            print(json.dumps(action(*asked["arguments"], **asked["options"])))
+            print(json.dumps(action(*request["arguments"], **request["options"])))
         except Exception as error:
-            sys.exit(f"helm {asked['action']}: {error}")
+            sys.exit(f"helm {request['action']}: {error}")
 
 
 if __name__ == "__main__":

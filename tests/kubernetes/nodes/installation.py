@@ -11,11 +11,11 @@ from tools.kubernetes.cluster import Cluster
 
 CHART = ROOT / "helm" / "fulcrum"
 RELEASE, NAMESPACE = "fulcrum", "fulcrum-system"
-PROGRAM = "tests.kubernetes.nodes.helm_program"
+HELM_PROGRAM = "tests.kubernetes.nodes.helm_program"
 IMAGE, NEXT_IMAGE = "localhost/fulcrum:1", "localhost/fulcrum:2"
 
 
-def values(image: str = IMAGE, **more: Any) -> dict[str, Any]:
+def build_values(image: str = IMAGE, **more: Any) -> dict[str, Any]:
     """What the tests set, and a person need not: where the image is."""
     repository, _, tag = image.rpartition(":")
     return {"image": {"repository": repository, "tag": tag}, **more}
@@ -45,7 +45,7 @@ class Helm:
         return self._run("test", RELEASE, timeout=60)
 
     def _run(self, action: str, *arguments: Any, **options: Any) -> dict[str, Any]:
-        asked = {
+        request = {
             "kubeconfig": str(self._cluster.kubeconfig),
             "namespace": self._namespace,
             "action": action,
@@ -53,9 +53,13 @@ class Helm:
             "options": options,
         }
         done = subprocess.run(
-            [sys.executable, "-m", PROGRAM], input=json.dumps(asked), capture_output=True, text=True, cwd=ROOT
+            [sys.executable, "-m", HELM_PROGRAM],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
         )
         if done.returncode:
             raise RuntimeError(done.stderr)
-        answer: dict[str, Any] = json.loads(done.stdout)
-        return answer
+        release: dict[str, Any] = json.loads(done.stdout)
+        return release

@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.conftest import Figure
-from tests.kubernetes.nodes.service import MODEL, Service
+from tests.conftest import RecordMeasurement
+from tests.kubernetes.nodes.service import MODEL, DeployedService
 from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
 
-RATE = 50.0
+REQUESTS_PER_S = 50.0
 """Requests a second that every scenario holds."""
-PROGRAM = "tests.kubernetes.nodes.load_program"
+LOAD_PROGRAM = "tests.kubernetes.nodes.load_program"
 
 
 @dataclass(slots=True)
-class Window:
+class LoadWindow:
     """What became of the requests offered while a scenario did one thing; empty until it has ended."""
 
     name: str
@@ -43,44 +43,51 @@ class Window:
         silent = self.figures["broken_silently"]
         return f"{self.name}: {counts} silent={silent} ttft_p99={ttft or -1:.3f}s{why}"
 
-    def all_right(self) -> bool:
+    def all_succeeded(self) -> bool:
         """Every request offered got the right answer, whole."""
         return bool(self.figures["ok"] == self.figures["offered"] > 0)
 
-    def lost_for_s(self) -> float:
+    def outage_s(self) -> float:
         """From the sending of the first request that got no right answer to that of the last."""
-        offered = [float(lost["offered_s"]) for lost in self.figures["lost"]]
+        offered = [float(failure["offered_s"]) for failure in self.figures["failures"]]
         return max(offered) - min(offered) if offered else 0.0
 
 
 class Load:
     """The load process on a node; `window` cuts out what a scenario does, and tells what became of it."""
 
-    def __init__(self, node: Machine, *, host: str, model: str, seed: int, tell: Figure) -> None:
-        self._tell = tell
-        command = [sys.executable, "-m", PROGRAM, f"--host={host}", f"--model={model}", f"--rate={RATE}"]
+    def __init__(self, node: Machine, *, host: str, model: str, seed: int, report: RecordMeasurement) -> None:
+        self._report = report
+        command = [
+            sys.executable,
+            "-m",
+            LOAD_PROGRAM,
+            f"--host={host}",
+            f"--model={model}",
+            f"--rate={REQUESTS_PER_S}",
+        ]
         self._process = subprocess.Popen(
-            node.command("env", "--chdir", ROOT, *command, f"--seed={seed}"),
+            node.build_command("env", "--chdir", ROOT, *command, f"--seed={seed}"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
         self._windows: dict[str, dict[str, Any]] = {}
-        self._names = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._window_count = 0
+        self._reader = threading.Thread(target=self._read_windows, daemon=True)
         self._reader.start()
         wait_for(lambda: "ready" in self._windows, "the load to start", timeout_s=60)
 
     @contextlib.contextmanager
-    def window(self, name: str, *, timeout_s: float = 60.0) -> Iterator[Window]:
+    def window(self, name: str, *, timeout_s: float = 60.0) -> Iterator[LoadWindow]:
         """Counts the requests offered within the `with`; the figures are there after it."""
-        key = self._open(name)
-        seen = Window(name)
+        key = self._open_window(name)
+        window = LoadWindow(name)
         try:
-            yield seen
+            yield window
         finally:
-            self._open("between")
+            self._open_window("between")
             wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
-            seen.figures = self._windows[key]
-            self._tell(str(seen))
+            window.figures = self._windows[key]
+            self._report(str(window))
 
     def stop(self) -> None:
         """Ends the load; what is in flight is waited for."""
@@ -96,29 +103,31 @@ class Load:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _open(self, name: str) -> str:
-        self._names += 1
-        key = f"{self._names} {name}"
+    def _open_window(self, name: str) -> str:
+        self._window_count += 1
+        key = f"{self._window_count} {name}"
         assert self._process.stdin is not None
         self._process.stdin.write(f"{key}\n")
         self._process.stdin.flush()
         return key
 
-    def _read(self) -> None:
+    def _read_windows(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            self._windows[said["window"]] = said
+            window = json.loads(line)
+            self._windows[window["window"]] = window
 
 
 @contextlib.contextmanager
-def loaded(cluster: Cluster, service: Service, seed: int, *, node: str, tell: Figure) -> Iterator[Load]:
+def run_load(
+    cluster: Cluster, service: DeployedService, seed: int, *, node: str, report: RecordMeasurement
+) -> Iterator[Load]:
     """Steady load on the service from this node, once it is seen to be answered."""
     address = service.address()
-    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, tell=tell)
+    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, report=report)
     try:
         with running.window("warming up"):
-            wait_for(lambda: service.first_token(node), "an answer", timeout_s=30)
+            wait_for(lambda: service.receive_first_token(node), "an answer", timeout_s=30)
         yield running
     finally:
         running.stop()

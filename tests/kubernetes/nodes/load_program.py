@@ -18,12 +18,12 @@ from dataclasses import asdict
 from typing import Any
 
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import Ending, LoadGenerator, Outcome, Target
+from fulcrum_simulator.client import LoadGenerator, LoadTarget, OutcomeKind, RequestOutcome
 from fulcrum_simulator.workload import WorkloadRequest
 
-LAST_ANSWER_S = 15.0
+FINISH_TIMEOUT_S = 15.0
 """How long a window waits for the last answers; what is left then counts as unfinished."""
-SHOWN = 200
+FAILURES_MAX = 200
 """Requests without a right answer that are told one by one."""
 
 
@@ -41,56 +41,61 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    commands = await _standard_input()
+    commands = await _open_standard_input()
     rng = random.Random(options.seed)
     ending: set[asyncio.Task[None]] = set()
     print(json.dumps({"window": "ready"}), flush=True)
     name = "start"
     while name:
         seed = rng.randrange(2**32)
-        target = Target(host=options.host, port=options.port, model=options.model, chat_share=0.25)
-        window = LoadGenerator(target, slo=Slo(ttft_s=1.0, tpot_s=0.05), seed=seed)
+        target = LoadTarget(host=options.host, port=options.port, model=options.model, chat_share=0.25)
+        generator = LoadGenerator(target, slo=Slo(ttft_s=1.0, tpot_s=0.05), seed=seed)
         start_s = asyncio.get_running_loop().time()
-        playing = asyncio.create_task(window.play(_steady(options), start_s=start_s))
-        opened, name = name, await _next(commands)
+        playing = asyncio.create_task(generator.send(_generate_requests(options), start_s=start_s))
+        opened, name = name, await _read_window_name(commands)
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
-        task = asyncio.create_task(_close(opened, window, start_s, options.rate))
+        task = asyncio.create_task(_report_window(opened, generator, start_s, options.rate))
         ending.add(task)
         task.add_done_callback(ending.discard)
     await asyncio.gather(*ending)
 
 
-async def _standard_input() -> asyncio.StreamReader:
+async def _open_standard_input() -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(0, "rb", closefd=False))
     return reader
 
 
-async def _next(commands: asyncio.StreamReader) -> str:
+async def _read_window_name(commands: asyncio.StreamReader) -> str:
     """The name of the window that shall open now; empty at the end."""
     return (await commands.readline()).decode().strip()
 
 
-def _steady(options: argparse.Namespace) -> Iterator[WorkloadRequest]:
+def _generate_requests(options: argparse.Namespace) -> Iterator[WorkloadRequest]:
     gap_s = 1.0 / options.rate
     for index in itertools.count():
         yield WorkloadRequest(index * gap_s, options.input_tokens, options.output_tokens)
 
 
-async def _close(name: str, window: LoadGenerator, start_s: float, rate: float) -> None:
-    await window.finish(timeout_s=LAST_ANSWER_S)
-    outcomes = [outcome for outcome in window.tally.outcomes if outcome.ending is not Ending.OK]
-    lost = [_told(outcome, start_s + outcome.index / rate) for outcome in outcomes]
-    figures = asdict(window.tally.report()) | {"window": name, "lost": lost[:SHOWN]}
+async def _report_window(name: str, generator: LoadGenerator, start_s: float, rate: float) -> None:
+    await generator.finish(timeout_s=FINISH_TIMEOUT_S)
+    outcomes = [outcome for outcome in generator.results.outcomes if outcome.kind is not OutcomeKind.OK]
+    lost = [_describe(outcome, start_s + outcome.index / rate) for outcome in outcomes]
+    figures = asdict(generator.results.report()) | {"window": name, "failures": lost[:FAILURES_MAX]}
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 
 
-def _told(outcome: Outcome, offered_s: float) -> dict[str, Any]:
+def _describe(outcome: RequestOutcome, offered_s: float) -> dict[str, Any]:
     """`offered_s` is of the machine's monotonic clock, which every namespace shares."""
-    return {"offered_s": offered_s, "ending": outcome.ending, "told": outcome.told, "reason": outcome.reason}
+    return {
+        "offered_s": offered_s,
+        "kind": outcome.kind,
+        "error_reported": outcome.error_reported,
+        "reason": outcome.reason,
+    }
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ class Pod:
     node: str
     address: str
     ready: bool
-    leaving: bool
+    terminating: bool
     image: str
     restarts: int
     containers: tuple[str, ...]
     labels: dict[str, str]
 
     @classmethod
-    def of(cls, body: dict[str, Any]) -> Self:
+    def from_object(cls, body: dict[str, Any]) -> Self:
         """Reads a pod from the API's answer."""
         meta, spec, status = body["metadata"], body["spec"], body.get("status", {})
         containers = status.get("containerStatuses") or []
@@ -36,7 +36,7 @@ class Pod:
             node=spec.get("nodeName", ""),
             address=status.get("podIP", ""),
             ready=conditions.get("Ready") == "True",
-            leaving="deletionTimestamp" in meta,
+            terminating="deletionTimestamp" in meta,
             image=spec["containers"][0]["image"],
             restarts=sum(c["restartCount"] for c in containers),
             containers=tuple((c.get("containerID") or "").removeprefix("containerd://") for c in containers),
@@ -48,7 +48,7 @@ def list_pods(cluster: Cluster, namespace: str, labels: str = "") -> list[Pod]:
     """The namespace's pods with these labels, by name."""
     query = f"?labelSelector={labels.replace('=', '%3D').replace(',', '%2C')}" if labels else ""
     items = cluster.read(f"/api/v1/namespaces/{namespace}/pods{query}")["items"]
-    return sorted((Pod.of(item) for item in items), key=lambda pod: pod.name)
+    return sorted((Pod.from_object(item) for item in items), key=lambda pod: pod.name)
 
 
 def signal_pod(cluster: Cluster, pod: Pod, number: signal.Signals) -> None:

@@ -4,14 +4,14 @@ import contextlib
 import http.client
 import json
 
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from tests.kubernetes.nodes.installation import NAMESPACE
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 AUDIENCE = "fulcrum.dev/router-state"
 PORT = 9091
-TRIES = 20
+MAX_ATTEMPTS = 20
 
 
 class StatePort:
@@ -19,8 +19,8 @@ class StatePort:
 
     def __init__(self, cluster: Cluster, address: str, node: str) -> None:
         self._cluster, self._address, self._node = cluster, address, node
-        self._token = autoscaler_token(cluster)
-        self._connection = self._dialled()
+        self._token = create_autoscaler_token(cluster)
+        self._connection = self._connect()
 
     def read(self, *, min_generation: int = 0, timeout_s: float = 5.0) -> RouterState:
         """What the active router says as soon as it has applied that generation, or at the time-out.
@@ -29,40 +29,40 @@ class StatePort:
         """
         path = f"/state?min_generation={min_generation}&timeout_s={timeout_s}"
         status, body = 0, b""
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._connection.request("GET", path, headers={"Authorization": f"Bearer {self._token}"})
-                answer = self._connection.getresponse()
-                status, body = answer.status, answer.read()
+                response = self._connection.getresponse()
+                status, body = response.status, response.read()
                 if status == 200:
                     return RouterState.model_validate_json(body)
             self.close()
-            wait_for(lambda: self._redialled(), "a state port", timeout_s=10)
+            wait_for(lambda: self._reconnect(), "a state port", timeout_s=10)
         raise LookupError(f"the state port says {status} {body[:200]!r}")
 
     def close(self) -> None:
         """Closes the connection."""
         self._connection.close()
 
-    def _redialled(self) -> bool:
-        self._connection = self._dialled()
+    def _reconnect(self) -> bool:
+        self._connection = self._connect()
         return True
 
-    def _dialled(self) -> http.client.HTTPConnection:
-        with self._cluster.nodes[self._node].network():
+    def _connect(self) -> http.client.HTTPConnection:
+        with self._cluster.nodes[self._node].enter_network():
             connection = http.client.HTTPConnection(self._address, PORT, timeout=15)
             connection.connect()
         return connection
 
 
-def state_port(
+def open_state_port(
     cluster: Cluster, address: str, *, node: str = "n1"
 ) -> contextlib.AbstractContextManager[StatePort]:
     """The state port behind this Service's address, closed at the end."""
     return contextlib.closing(StatePort(cluster, address, node))
 
 
-def autoscaler_token(cluster: Cluster) -> str:
+def create_autoscaler_token(cluster: Cluster) -> str:
     """A token such as the autoscaler's pod has mounted."""
     accounts = cluster.read(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")["items"]
     names = [account["metadata"]["name"] for account in accounts]

@@ -29,10 +29,10 @@ spec:
 
 Object = dict[str, Any]
 
-_OTHER = {"Prefill": "Decode", "Decode": "Prefill"}
+_OPPOSITE_ROLE = {"Prefill": "Decode", "Decode": "Prefill"}
 
 
-class Service:
+class DeployedService:
     """A PDService of the cluster, read as its administrator."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
@@ -42,8 +42,8 @@ class Service:
 
     def read(self, plural: str, name: str | None = None) -> Object:
         """One of our objects of this service, its own name unless another is given."""
-        answer: Object = self._cluster.read(f"{self._path(plural)}/{name or self._name}")
-        return answer
+        response: Object = self._cluster.read(f"{self._path(plural)}/{name or self._name}")
+        return response
 
     def exists(self) -> bool:
         """Whether the PDService is there."""
@@ -57,20 +57,20 @@ class Service:
             "PATCH",
             f"{self._path(plural)}/{name or self._name}",
             json.dumps(change).encode(),
-            kind="application/merge-patch+json",
+            content_type="application/merge-patch+json",
         )
         if status != 200:
             raise RuntimeError(body.decode())
-        answer: Object = json.loads(body)
-        return answer
+        response: Object = json.loads(body)
+        return response
 
-    def reset(self) -> None:
+    def restore_spec(self) -> None:
         """Gives it the spec of the manifest again but for the image, whatever a scenario has made of it."""
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
         spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
         self.patch("pdservices", {"spec": {**spec, "pools": None, "slo": None}})
 
-    def roles(self) -> dict[str, Object]:
+    def read_desired_roles(self) -> dict[str, Object]:
         """The wish: the assignment's entry of each instance."""
         entries: dict[str, Object] = self.read("pdassignments")["spec"].get("roles", {})
         return entries
@@ -84,30 +84,32 @@ class Service:
             if item["spec"]["service"] == self._name
         }
 
-    def plays(self, instance: str, role: str) -> bool:
+    def serves_role(self, instance: str, role: str) -> bool:
         """Whether the instance serves in that role."""
         status = self.instances()[instance]
         return (status.get("phase"), status.get("role")) == ("Serving", role)
 
-    def flip_one(self) -> tuple[str, str]:
+    def flip_one_instance(self) -> tuple[str, str]:
         """A person's flip of one of the role that more instances have; its name and its new role."""
-        roles = {name: entry["role"] for name, entry in self.roles().items()}
+        roles = {name: entry["role"] for name, entry in self.read_desired_roles().items()}
         most = max(("Decode", "Prefill"), key=list(roles.values()).count)
         name = min(name for name, role in roles.items() if role == most)
-        self._write_roles({name: _OTHER[most]})
-        return name, _OTHER[most]
+        self._write_roles({name: _OPPOSITE_ROLE[most]})
+        return name, _OPPOSITE_ROLE[most]
 
-    def swap(self) -> float:
+    def swap_roles(self) -> float:
         """A person's flip of all instances in one write: of a pair, floors allow no other.
 
         Returns when it was written, in seconds of the monotonic clock.
         """
-        return self._write_roles({name: _OTHER[entry["role"]] for name, entry in self.roles().items()})
+        return self._write_roles(
+            {name: _OPPOSITE_ROLE[entry["role"]] for name, entry in self.read_desired_roles().items()}
+        )
 
     def _write_roles(self, roles: dict[str, str]) -> float:
         since = datetime.datetime.fromtimestamp(time.time(), datetime.UTC).isoformat().replace("+00:00", "Z")
-        word = {"since": since, "by": "Person", "reason": "a scenario"}
-        entries = {name: {"role": role, **word} for name, role in roles.items()}
+        attribution = {"since": since, "by": "Person", "reason": "a scenario"}
+        entries = {name: {"role": role, **attribution} for name, role in roles.items()}
         began_s = time.monotonic()
         self.patch("pdassignments", {"spec": {"roles": entries}})
         return began_s
@@ -123,11 +125,11 @@ class Service:
 
     def messages(self) -> dict[str, str]:
         """What was told of the service, in all Events of a reason together."""
-        told: dict[str, str] = {}
+        messages: dict[str, str] = {}
         for event in self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]:
             if event["involvedObject"]["name"] == self._name:
-                told[event["reason"]] = f"{told.get(event['reason'], '')} {event['message']}"
-        return told
+                messages[event["reason"]] = f"{messages.get(event['reason'], '')} {event['message']}"
+        return messages
 
     # -- pods --
 
@@ -157,7 +159,7 @@ class Service:
         endpoints = [endpoint for item in slices for endpoint in item.get("endpoints") or ()]
         return [e["addresses"][0] for e in endpoints if (e.get("conditions") or {}).get("ready", True)]
 
-    def twice(self) -> list[str]:
+    def find_duplicate_endpoints(self) -> list[str]:
         """Addresses that more than one serving instance claims."""
         claims = Counter(s.get("endpoint") for s in self.instances().values() if s.get("phase") == "Serving")
         return [str(endpoint) for endpoint, claimed in claims.items() if claimed > 1]
@@ -170,57 +172,61 @@ class Service:
         address: str = self._cluster.read(path)["spec"]["clusterIP"]
         return address
 
-    def first_token(self, node: str) -> bool:
+    def receive_first_token(self, node: str) -> bool:
         """Whether a streamed completion through the Service's address begins."""
-        with self.stream(node, tokens=4) as answer:
-            return answer.readline().startswith(b"data: {")
+        with self.stream(node, tokens=4) as response:
+            return response.readline().startswith(b"data: {")
 
     @contextlib.contextmanager
     def stream(self, node: str, *, tokens: int) -> Iterator[http.client.HTTPResponse]:
         """A streamed completion through the Service's address; LookupError if it is refused."""
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "stream": True})
         address = self.address()
-        with self._cluster.nodes[node].network():
+        with self._cluster.nodes[node].enter_network():
             connection = http.client.HTTPConnection(address, 80, timeout=5)
             connection.connect()
         with contextlib.closing(connection):
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise LookupError(f"{answer.status} {answer.read()[:200]!r}")
-            yield answer
+            response = connection.getresponse()
+            if response.status != 200:
+                raise LookupError(f"{response.status} {response.read()[:200]!r}")
+            yield response
 
     # -- being whole --
 
-    def is_whole(self, instances: int = INSTANCES) -> bool:
+    def is_fully_ready(self, instances: int = INSTANCES) -> bool:
         """As many serving instances as wished with a ready pod each, no other, and two ready routers."""
         engines, routers = self.engines(), self.routers()
         return (
             self.phases() == {"Serving": instances}
             and len(engines) == instances
-            and all(pod.ready and not pod.leaving for pod in engines)
-            and [pod.ready and not pod.leaving for pod in routers] == [True, True]
+            and all(pod.ready and not pod.terminating for pod in engines)
+            and [pod.ready and not pod.terminating for pod in routers] == [True, True]
             and len(self.endpoints()) == 1
         )
 
-    def is_whole_without(self, node: str, instances: int = INSTANCES) -> bool:
-        """As `is_whole`, whatever becomes of what a lost node held: nothing that counts is on it."""
-        engines = [pod for pod in self.engines() if pod.ready and not pod.leaving and pod.node != node]
-        routers = [pod for pod in self.routers() if pod.ready and not pod.leaving and pod.node != node]
+    def is_fully_ready_without(self, node: str, instances: int = INSTANCES) -> bool:
+        """As `is_fully_ready`, whatever becomes of what a lost node held: nothing that counts is on it."""
+        engines = [pod for pod in self.engines() if pod.ready and not pod.terminating and pod.node != node]
+        routers = [pod for pod in self.routers() if pod.ready and not pod.terminating and pod.node != node]
         serving = self.phases()["Serving"]
         return (len(engines), serving, len(routers)) == (instances, instances, 2) and (
             self.active_router() in routers
         )
 
-    def wait_whole(self, instances: int = INSTANCES, *, timeout_s: float = 60.0) -> float:
+    def wait_until_ready(self, instances: int = INSTANCES, *, timeout_s: float = 60.0) -> float:
         """Waits until it is whole, and says how long that took; the error tells what it lacks."""
         try:
-            return wait_for(lambda: self.is_whole(instances), f"{instances} instances", timeout_s=timeout_s)
+            return wait_for(
+                lambda: self.is_fully_ready(instances), f"{instances} instances", timeout_s=timeout_s
+            )
         except TimeoutError as error:
             for name, status in self.instances().items():
                 error.add_note(f"{name}: {status.get('phase')} {status.get('message')}")
             for pod in (*self.engines(), *self.routers()):
-                error.add_note(f"pod {pod.name} on {pod.node}: ready={pod.ready} leaving={pod.leaving}")
+                error.add_note(
+                    f"pod {pod.name} on {pod.node}: ready={pod.ready} terminating={pod.terminating}"
+                )
             error.add_note(f"the service leads to {self.endpoints()}")
             raise
 

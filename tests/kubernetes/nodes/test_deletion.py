@@ -4,50 +4,54 @@ import contextlib
 
 import pytest
 
-from tests.conftest import Figure
+from tests.conftest import RecordMeasurement
 from tests.kubernetes.nodes.installation import NAMESPACE, Helm
-from tests.kubernetes.nodes.rights import refused
-from tests.kubernetes.nodes.service import Service
+from tests.kubernetes.nodes.permissions import list_forbidden
+from tests.kubernetes.nodes.service import DeployedService
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
-EVERYWHERE = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
+MADE_BY_KUBERNETES = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
 """What Kubernetes itself makes in a namespace."""
-TOKENS = 400
+LONG_STREAM_TOKENS = 400
 """A good eight seconds: longer than a pod that has nothing to do takes to end."""
 
 
 @pytest.mark.timeout(600)
-def test_deleted_service_drains_and_service_and_release_leave_nothing_but_the_crds(
-    cluster: Cluster, service: Service, helm: Helm, figure: Figure
+def test_deleted_service_drains_and_after_helm_uninstall_only_the_crds_are_left(
+    cluster: Cluster, service: DeployedService, helm: Helm, record_measurement: RecordMeasurement
 ) -> None:
-    with service.stream("n1", tokens=TOKENS) as answer:
+    with service.stream("n1", tokens=LONG_STREAM_TOKENS) as answer:
         begun = answer.readline()
         cluster.kubectl("delete", "pdservice", "chat", "--timeout=120s")
         streamed = (begun + answer.read()).split(b"\n\n")
-    assert (len(streamed) >= TOKENS, streamed[-2:]) == (True, [b"data: [DONE]", b""])
-    gone_s = wait_for(lambda: _things(cluster, "default") == [], "the service's things to go", timeout_s=180)
-    denied = [refused(cluster, NAMESPACE, part) for part in ("fulcrum-operator", "fulcrum-autoscaler")]
+    assert (len(streamed) >= LONG_STREAM_TOKENS, streamed[-2:]) == (True, [b"data: [DONE]", b""])
+    deleted_after_s = wait_for(
+        lambda: _list_objects(cluster, "default") == [], "the service's things to go", timeout_s=180
+    )
+    forbidden = [
+        list_forbidden(cluster, NAMESPACE, part) for part in ("fulcrum-operator", "fulcrum-autoscaler")
+    ]
     helm.uninstall()
     with contextlib.suppress(TimeoutError):
-        wait_for(lambda: _things(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
-    figure(f"service deleted: all that was made for it gone {gone_s:.1f} s afterwards")
-    assert (denied, _things(cluster, NAMESPACE)) == ([set(), set()], [])
-    assert _of_the_cluster(cluster) == [
+        wait_for(lambda: _list_objects(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
+    record_measurement(f"service deleted: all that was made for it gone {deleted_after_s:.1f} s afterwards")
+    assert (forbidden, _list_objects(cluster, NAMESPACE)) == ([set(), set()], [])
+    assert _list_cluster_objects(cluster) == [
         f"customresourcedefinition.apiextensions.k8s.io/{kind}.fulcrum.dev"
         for kind in ("pdassignments", "pdinstances", "pdpools", "pdservices", "qostiers")
     ]
 
 
-def _things(cluster: Cluster, namespace: str) -> list[str]:
+def _list_objects(cluster: Cluster, namespace: str) -> list[str]:
     """Every object of the namespace, but for events and for what Kubernetes makes."""
     kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "--output=name").split()
     wanted = ",".join(kind for kind in kinds if not kind.startswith("events"))
     found = cluster.kubectl("get", wanted, f"--namespace={namespace}", "--output=name", "--ignore-not-found")
-    return [name for name in found.split() if name.rpartition("/")[2] not in EVERYWHERE]
+    return [name for name in found.split() if name.rpartition("/")[2] not in MADE_BY_KUBERNETES]
 
 
-def _of_the_cluster(cluster: Cluster) -> list[str]:
+def _list_cluster_objects(cluster: Cluster) -> list[str]:
     """What is ours of the objects without a namespace."""
     kinds = "customresourcedefinitions,clusterroles,clusterrolebindings,validatingwebhookconfigurations"
     found = cluster.kubectl("get", kinds, "--output=name").split()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Figure
-from tests.kubernetes.nodes.components import all_ready
-from tests.kubernetes.nodes.load import loaded
-from tests.kubernetes.nodes.service import Service
+from tests.conftest import RecordMeasurement
+from tests.kubernetes.nodes.components import are_components_ready
+from tests.kubernetes.nodes.load import run_load
+from tests.kubernetes.nodes.service import DeployedService
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -16,17 +16,17 @@ NODES = frozenset({"n1", "n2", "n3"})
 
 
 @pytest.fixture
-def mended(cluster: Cluster, service: Service, archives: tuple[Path, ...]) -> Iterator[None]:
+def restored_nodes(cluster: Cluster, service: DeployedService, archives: tuple[Path, ...]) -> Iterator[None]:
     """After the test all three nodes are there and ready, and the service is whole on them."""
     yield
     for name in sorted(NODES - cluster.nodes.keys()):
         cluster.add_node(name, archives=archives)
     wait_for(lambda: all(map(cluster.is_ready, NODES)), "all nodes to be ready", timeout_s=60)
-    service.wait_whole(timeout_s=120)
-    wait_for(lambda: all_ready(cluster), "the installed parts", timeout_s=60)
+    service.wait_until_ready(timeout_s=120)
+    wait_for(lambda: are_components_ready(cluster), "the installed parts", timeout_s=60)
 
 
-def _with_engines(service: Service, *, router: bool) -> tuple[str, str]:
+def _choose_victim_and_client(service: DeployedService, *, router: bool) -> tuple[str, str]:
     """A node to take away, with engines and with or without the active router; one to send load from."""
     active = service.active_router().node
     engines = {pod.node for pod in service.engines()}
@@ -35,66 +35,72 @@ def _with_engines(service: Service, *, router: bool) -> tuple[str, str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("mended")
-def test_drained_node_fails_no_request(cluster: Cluster, service: Service, figure: Figure, seed: int) -> None:
-    victim, client = _with_engines(service, router=True)
+@pytest.mark.usefixtures("restored_nodes")
+def test_drained_node_fails_no_request(
+    cluster: Cluster, service: DeployedService, record_measurement: RecordMeasurement, seed: int
+) -> None:
+    victim, client = _choose_victim_and_client(service, router=True)
     try:
         with (
-            loaded(cluster, service, seed, node=client, tell=figure) as load,
-            load.window(f"kubectl drain {victim}") as seen,
+            run_load(cluster, service, seed, node=client, report=record_measurement) as load,
+            load.window(f"kubectl drain {victim}") as window,
         ):
             drain = ("drain", victim, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=150s")
             cluster.kubectl(*drain)
-            whole_s = service.wait_whole(timeout_s=90)
+            ready_s = service.wait_until_ready(timeout_s=90)
             cluster.kubectl(*drain)  # what was on its way to the node when it was cordoned
-            service.wait_whole(timeout_s=90)
+            service.wait_until_ready(timeout_s=90)
         left = [pod.name for pod in (*service.engines(), *service.routers()) if pod.node == victim]
     finally:
         cluster.kubectl("uncordon", victim)
-    figure(f"node drained: whole {whole_s:.1f} s afterwards")
-    assert (seen.all_right(), left) == (True, [])
+    record_measurement(f"node drained: whole {ready_s:.1f} s afterwards")
+    assert (window.all_succeeded(), left) == (True, [])
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("mended")
+@pytest.mark.usefixtures("restored_nodes")
 @pytest.mark.parametrize("router", [False, True], ids=["with engines", "with the active router"])
-def test_killed_node_is_made_up_for(
-    cluster: Cluster, service: Service, figure: Figure, seed: int, router: bool
+def test_capacity_of_a_killed_node_is_restored_elsewhere(
+    cluster: Cluster, service: DeployedService, record_measurement: RecordMeasurement, seed: int, router: bool
 ) -> None:
-    victim, client = _with_engines(service, router=router)
+    victim, client = _choose_victim_and_client(service, router=router)
     with (
-        loaded(cluster, service, seed, node=client, tell=figure) as load,
-        load.window(f"{victim} killed", timeout_s=120) as seen,
+        run_load(cluster, service, seed, node=client, report=record_measurement) as load,
+        load.window(f"{victim} killed", timeout_s=120) as window,
     ):
         cluster.kill_node(victim)
-        whole_s = wait_for(lambda: service.is_whole_without(victim), "capacity elsewhere", timeout_s=120)
-    figure(
+        ready_s = wait_for(
+            lambda: service.is_fully_ready_without(victim), "capacity elsewhere", timeout_s=120
+        )
+    record_measurement(
         f"node killed, with {'the active router' if router else 'engines'}: capacity restored after "
-        f"{whole_s:.1f} s; without right answers for {seen.lost_for_s():.1f} s"
+        f"{ready_s:.1f} s; without right answers for {window.outage_s():.1f} s"
     )
-    assert (seen.wrong, service.twice()) == (0, [])
+    assert (window.wrong, service.find_duplicate_endpoints()) == (0, [])
     if not router:
-        assert (seen.failed, seen.broken_silently) == (0, 0)
+        assert (window.failed, window.broken_silently) == (0, 0)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("mended")
-def test_partitioned_node_is_made_up_for_and_heals(
-    cluster: Cluster, service: Service, figure: Figure, seed: int
+@pytest.mark.usefixtures("restored_nodes")
+def test_capacity_of_a_partitioned_node_is_restored_elsewhere_and_the_node_recovers(
+    cluster: Cluster, service: DeployedService, record_measurement: RecordMeasurement, seed: int
 ) -> None:
-    victim, client = _with_engines(service, router=False)
-    with loaded(cluster, service, seed, node=client, tell=figure) as load:
+    victim, client = _choose_victim_and_client(service, router=False)
+    with run_load(cluster, service, seed, node=client, report=record_measurement) as load:
         with load.window(f"{victim} cut off", timeout_s=120) as cut:
-            cluster.cut_cable(victim)
+            cluster.disconnect_node(victim)
             try:
-                whole_s = wait_for(
-                    lambda: service.is_whole_without(victim), "capacity elsewhere", timeout_s=120
+                ready_s = wait_for(
+                    lambda: service.is_fully_ready_without(victim), "capacity elsewhere", timeout_s=120
                 )
             finally:
-                cluster.mend_cable(victim)
+                cluster.reconnect_node(victim)
         with load.window(f"{victim} healed") as healed:
             wait_for(lambda: cluster.is_ready(victim), f"{victim} to be ready", timeout_s=60)
-            healed_s = service.wait_whole(timeout_s=120)
-    figure(f"node cut off: capacity restored after {whole_s:.1f} s, at rest {healed_s:.1f} s after it healed")
-    assert (cut.failed, cut.wrong, cut.broken_silently, service.twice()) == (0, 0, 0, [])
-    assert healed.all_right()
+            healed_s = service.wait_until_ready(timeout_s=120)
+    record_measurement(
+        f"node cut off: capacity restored after {ready_s:.1f} s, at rest {healed_s:.1f} s after it healed"
+    )
+    assert (cut.failed, cut.wrong, cut.broken_silently, service.find_duplicate_endpoints()) == (0, 0, 0, [])
+    assert healed.all_succeeded()

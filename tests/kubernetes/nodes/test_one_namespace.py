@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kubernetes.clusters import CRDS, apply_crds, enforce_restricted
-from tests.kubernetes.nodes.installation import Helm, values
-from tests.kubernetes.nodes.rights import refused
-from tests.kubernetes.nodes.service import Service
+from tests.kubernetes.clusters import CRDS, apply_crds, enforce_restricted_pod_security
+from tests.kubernetes.nodes.installation import Helm, build_values
+from tests.kubernetes.nodes.permissions import list_forbidden
+from tests.kubernetes.nodes.service import DeployedService
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -23,30 +23,32 @@ spec: {model: laptop-1b, instances: 2}
 def installed(cluster: Cluster, namespace: str) -> Iterator[Helm]:
     """The release, after whatever release there was for all namespaces has gone."""
     Helm(cluster).uninstall()
-    kinds_there = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # from that release, and still its own
-    if not kinds_there:
+    crds_exist = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # from that release, and still its own
+    if not crds_exist:
         apply_crds(cluster)
-    enforce_restricted(cluster, namespace)
+    enforce_restricted_pod_security(cluster, namespace)
     helm = Helm(cluster, namespace)
-    helm.install(values(watchNamespace=namespace, crds={"enabled": False}))
+    helm.install(build_values(watchNamespace=namespace, crds={"enabled": False}))
     yield helm
     helm.uninstall()
-    if not kinds_there:
+    if not crds_exist:
         cluster.kubectl("delete", "-f", str(CRDS))
 
 
 @pytest.mark.timeout(600)
-def test_a_release_for_one_namespace_serves_and_has_no_right_outside(
+def test_release_for_one_namespace_serves_without_cluster_roles(
     cluster: Cluster, namespace: str, installed: Helm
 ) -> None:
     cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=MANIFEST)
-    own = Service(cluster, namespace, "own")
-    own.wait_whole(2, timeout_s=120)
-    wait_for(lambda: own.first_token("n1"), "a first token", timeout_s=30)
+    own = DeployedService(cluster, namespace, "own")
+    own.wait_until_ready(2, timeout_s=120)
+    wait_for(lambda: own.receive_first_token("n1"), "a first token", timeout_s=30)
     installed.test()
     roles = cluster.kubectl("get", "clusterroles,clusterrolebindings", "--output=name").split()
     parts = ("fulcrum-operator", "fulcrum-autoscaler", "own-router")
     assert [role for role in roles if "fulcrum" in role] == []
-    assert {part: refused(cluster, namespace, part) for part in parts} == {part: set() for part in parts}
+    assert {part: list_forbidden(cluster, namespace, part) for part in parts} == {
+        part: set() for part in parts
+    }
     cluster.kubectl("delete", "pdservice", "own", f"--namespace={namespace}", "--timeout=60s")
     wait_for(lambda: own.engines() == own.routers() == [], "its pods to go", timeout_s=120)

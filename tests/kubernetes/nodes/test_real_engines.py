@@ -14,31 +14,40 @@ from typing import Any
 import httpx
 import pytest
 
-from fulcrum_cli.local import engine_environment
-from fulcrum_core.api import conditions as words
-from tests.conftest import Figure
-from tests.engines.asking import Answer, Ask, Way, alone, ask, every_kind, prompts, until_answered_by
-from tests.engines.real import DEADLINE_S, START_S, require_engines
-from tests.kubernetes.clusters import enforce_restricted
+from fulcrum_cli.local import find_engine_environment
+from fulcrum_core.api import conditions
+from tests.conftest import RecordMeasurement
+from tests.engines.requests import (
+    CompletionRequest,
+    CompletionResponse,
+    Route,
+    compute_reference_tokens,
+    generate_mixed_requests,
+    generate_prompts,
+    send,
+    send_until_routed,
+)
+from tests.engines.services import DEADLINE_S, START_S, require_engines
+from tests.kubernetes.clusters import enforce_restricted_pod_security
 from tests.kubernetes.nodes.pods import list_pods
 from tests.kubernetes.nodes.real_engines import (
     ENGINES,
     IMAGE,
-    Claims,
-    folders_of,
-    manifest,
-    readable_model,
+    VolumeClaims,
+    build_manifest,
+    copy_model_for_all_users,
+    list_claim_folders,
 )
-from tests.kubernetes.nodes.router_state import StatePort, state_port
-from tests.kubernetes.nodes.service import Service
+from tests.kubernetes.nodes.router_state import StatePort, open_state_port
+from tests.kubernetes.nodes.service import DeployedService
 from tools.kubernetes.cluster import Cluster
-from tools.kubernetes.images import system
+from tools.kubernetes.images import build_system_image
 from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
 
 REQUESTS = 8
-VERIFIED_S = 60.0
-NODE = "n1"
+VERIFICATION_TIMEOUT_S = 60.0
+CLIENT_NODE = "n1"
 """Where the client is."""
 
 
@@ -46,32 +55,32 @@ NODE = "n1"
 def environment() -> Path:
     """The engine environment; without one the scenario is left out, and no cluster is started for it."""
     require_engines()
-    return engine_environment()
+    return find_engine_environment()
 
 
 @pytest.fixture
-def claimed(
+def prepared_service(
     environment: Path,
     cluster: Cluster,
-    service: Service,  # noqa: ARG001 - the product is installed first
+    service: DeployedService,  # noqa: ARG001 - the product is installed first
     namespace: str,
     tmp_path: Path,
-) -> Iterator[Service]:
+) -> Iterator[DeployedService]:
     """A service that its user has made all ready for, in a namespace of its own, and not applied yet."""
     archive = tmp_path / "vllm.tar"
-    system(archive, IMAGE, environment)
+    build_system_image(archive, IMAGE, environment)
     cluster.load_image(archive)
-    enforce_restricted(cluster, namespace)
-    model = readable_model(environment, tmp_path / "weights")
-    claims = Claims(cluster, namespace, folders_of(environment, model))
-    claims.make()
-    chat = Service(cluster, namespace, "chat")
+    enforce_restricted_pod_security(cluster, namespace)
+    model = copy_model_for_all_users(environment, tmp_path / "weights")
+    claims = VolumeClaims(cluster, namespace, list_claim_folders(environment, model))
+    claims.create()
+    chat = DeployedService(cluster, namespace, "chat")
     try:
         yield chat
     finally:
         cluster.kubectl("delete", "pdservice", "chat", f"--namespace={namespace}", "--ignore-not-found")
         wait_for(lambda: chat.engines() == [], "the engines to end", timeout_s=60)
-        claims.remove()
+        claims.delete()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,56 +91,65 @@ class Client:
     http: httpx.AsyncClient
     service: str
 
-    async def ask(self, asked: Ask) -> Answer:
-        """What the service answers."""
-        with self.node.network():
-            return await ask(self.http, self.service, asked)
+    async def send(self, request: CompletionRequest) -> CompletionResponse:
+        """What the service returns."""
+        with self.node.enter_network():
+            return await send(self.http, self.service, request)
 
-    async def right(self, engine: str, asked: Ask) -> tuple[int, ...]:
+    async def compute_expected(self, engine: str, request: CompletionRequest) -> tuple[int, ...]:
         """The tokens of an engine that computes everything itself."""
-        with self.node.network():
-            return await alone(self.http, f"http://{engine}", asked)
+        with self.node.enter_network():
+            return await compute_reference_tokens(self.http, f"http://{engine}", request)
 
 
 @asynccontextmanager
-async def client_of(cluster: Cluster, chat: Service) -> AsyncIterator[Client]:
-    """A client on `NODE`."""
+async def open_client(cluster: Cluster, chat: DeployedService) -> AsyncIterator[Client]:
+    """A client on `CLIENT_NODE`."""
     async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
-        yield Client(cluster.nodes[NODE], http, f"http://{chat.address()}")
+        yield Client(cluster.nodes[CLIENT_NODE], http, f"http://{chat.address()}")
 
 
 @pytest.mark.timeout(900)
-async def test_real_engines_on_two_nodes_hand_over_flip_and_hand_over(
-    environment: Path, cluster: Cluster, claimed: Service, namespace: str, figure: Figure, seed: int
+async def test_vllm_on_two_nodes_transfers_kv_before_and_after_a_flip(
+    environment: Path,
+    cluster: Cluster,
+    prepared_service: DeployedService,
+    namespace: str,
+    record_measurement: RecordMeasurement,
+    seed: int,
 ) -> None:
-    chat, rng = claimed, random.Random(seed)
-    ready_s = ready_after_s(cluster, namespace, manifest(environment))
-    chat.wait_whole(ENGINES)
+    chat, rng = prepared_service, random.Random(seed)
+    ready_s = apply_and_wait_ready_s(cluster, namespace, build_manifest(environment))
+    chat.wait_until_ready(ENGINES)
     assert len({pod.node for pod in chat.engines()}) == ENGINES
-    read = chat.read("pdservices")["status"]["model"]["facts"]
-    assert (read["dtype"], chat.condition(words.MODEL_FITS)["status"]) == ("float32", "True")
-    with state_port(cluster, chat.address()) as state:
-        wait_for(lambda: all_proven(state), "canaries in both directions", timeout_s=VERIFIED_S)
-        async with client_of(cluster, chat) as client:
-            there = await handed_over(client, chat, state, rng)
-            flip_s = await first_right_token_s(client, chat, rng)
-            back = await handed_over(client, chat, state, rng)
-        assert (back, all_proven(state)) == (there[::-1], True)
-    wait(cluster, namespace, words.KV_TRANSFER_VERIFIED, VERIFIED_S)
-    printed = columns(cluster, namespace)
-    assert (printed["READY"], printed["RATIO"], printed["KV"]) == ("2/2", "1:1", words.VERIFIED)
-    figure(
+    read = chat.read("pdservices")["status"]["model"]["configExcerpt"]
+    assert (read["dtype"], chat.condition(conditions.MODEL_FITS)["status"]) == ("float32", "True")
+    with open_state_port(cluster, chat.address()) as state:
+        wait_for(
+            lambda: are_all_pairs_verified(state),
+            "canaries in both directions",
+            timeout_s=VERIFICATION_TIMEOUT_S,
+        )
+        async with open_client(cluster, chat) as client:
+            there = await assert_kv_transfers(client, chat, state, rng)
+            flip_s = await measure_flip_to_token_s(client, chat, rng)
+            back = await assert_kv_transfers(client, chat, state, rng)
+        assert (back, are_all_pairs_verified(state)) == (there[::-1], True)
+    wait_for_condition(cluster, namespace, conditions.KV_TRANSFER_VERIFIED, VERIFICATION_TIMEOUT_S)
+    printed = read_printed_columns(cluster, namespace)
+    assert (printed["READY"], printed["RATIO"], printed["KV"]) == ("2/2", "1:1", conditions.VERIFIED)
+    record_measurement(
         f"vLLM in pods on two nodes: apply to ready {ready_s:.0f} s, "
         f"flip to first right token {flip_s * 1000:.0f} ms"
     )
 
 
-def ready_after_s(cluster: Cluster, namespace: str, body: dict[str, Any]) -> float:
+def apply_and_wait_ready_s(cluster: Cluster, namespace: str, body: dict[str, Any]) -> float:
     """How long it takes from `kubectl apply` to Ready; the error has what the engines said."""
     began_s = time.monotonic()
     cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=json.dumps(body))
     try:
-        wait(cluster, namespace, words.READY, START_S)
+        wait_for_condition(cluster, namespace, conditions.READY, START_S)
     except RuntimeError as error:
         for pod in list_pods(cluster, namespace):
             error.add_note(cluster.kubectl("describe", "pod", f"--namespace={namespace}", pod.name))
@@ -141,7 +159,7 @@ def ready_after_s(cluster: Cluster, namespace: str, body: dict[str, Any]) -> flo
     return time.monotonic() - began_s
 
 
-def wait(cluster: Cluster, namespace: str, condition: str, timeout_s: float) -> None:
+def wait_for_condition(cluster: Cluster, namespace: str, condition: str, timeout_s: float) -> None:
     """Until the condition is True, by a watch: polling costs what engines need that start."""
     limit = f"--timeout={timeout_s:.0f}s"
     cluster.kubectl(
@@ -149,7 +167,7 @@ def wait(cluster: Cluster, namespace: str, condition: str, timeout_s: float) -> 
     )
 
 
-def columns(cluster: Cluster, namespace: str) -> dict[str, str]:
+def read_printed_columns(cluster: Cluster, namespace: str) -> dict[str, str]:
     """What `kubectl get` prints of the service."""
     head, row = cluster.kubectl("get", "pdservice", "chat", f"--namespace={namespace}").splitlines()
     begins = [found.start() for found in re.finditer(r"\S+", head)]
@@ -157,43 +175,49 @@ def columns(cluster: Cluster, namespace: str) -> dict[str, str]:
     return {head[begin:end].strip(): row[begin:end].strip() for begin, end in parts}
 
 
-async def handed_over(client: Client, chat: Service, state: StatePort, rng: random.Random) -> tuple[str, str]:
-    """The way that requests take, all with the right tokens; the router counts each as proven."""
-    way, asked = way_of(chat), every_kind(rng, REQUESTS)
-    engine, before = chat.instances()[way[1]]["endpoint"], proven(state)[way]
-    right = [await client.right(engine, one) for one in asked]
-    answers = [await client.ask(one) for one in asked]
-    assert [(answer.status, answer.tokens) for answer in answers] == [(200, tokens) for tokens in right]
-    assert [(answer.way, answer.local) for answer in answers] == [(way, None)] * REQUESTS
+async def assert_kv_transfers(
+    client: Client, chat: DeployedService, state: StatePort, rng: random.Random
+) -> tuple[str, str]:
+    """The way that requests take, all with the right tokens; the router counts each as verified."""
+    route, requests = read_route(chat), generate_mixed_requests(rng, REQUESTS)
+    engine, before = chat.instances()[route[1]]["endpoint"], verified(state)[route]
+    right = [await client.compute_expected(engine, one) for one in requests]
+    responses = [await client.send(one) for one in requests]
+    assert [(response.status, response.tokens) for response in responses] == [
+        (200, tokens) for tokens in right
+    ]
+    assert [(response.route, response.local_prefill_reason) for response in responses] == [
+        (route, None)
+    ] * REQUESTS
     try:
-        wait_for(lambda: proven(state)[way] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
+        wait_for(lambda: verified(state)[route] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
     except TimeoutError as error:
-        error.add_note(f"{before} before; {state.read().pairs}, {[answer.usage for answer in answers]}")
+        error.add_note(f"{before} before; {state.read().pairs}, {[response.usage for response in responses]}")
         raise
-    return way
+    return route
 
 
-async def first_right_token_s(client: Client, chat: Service, rng: random.Random) -> float:
+async def measure_flip_to_token_s(client: Client, chat: DeployedService, rng: random.Random) -> float:
     """From the write of a flip of both to the first token of a request that took the new way."""
-    way, asked = way_of(chat), Ask(prompts(rng, 1, (60, 60))[0], 1)
-    right = await client.right(chat.instances()[way[1]]["endpoint"], asked)
-    began_s = chat.swap()
-    await until_answered_by(way[::-1], client.ask, asked, right)
+    route, request = read_route(chat), CompletionRequest(generate_prompts(rng, 1, (60, 60))[0], 1)
+    right = await client.compute_expected(chat.instances()[route[1]]["endpoint"], request)
+    began_s = chat.swap_roles()
+    await send_until_routed(route[::-1], client.send, request, right)
     return time.monotonic() - began_s
 
 
-def way_of(chat: Service) -> tuple[str, str]:
+def read_route(chat: DeployedService) -> tuple[str, str]:
     """The way that the assignment wishes."""
-    names = {entry["role"]: name for name, entry in chat.roles().items()}
+    names = {entry["role"]: name for name, entry in chat.read_desired_roles().items()}
     return names["Prefill"], names["Decode"]
 
 
-def proven(state: StatePort) -> dict[Way, int]:
-    """How many hand-offs each way has had that were proven."""
-    return {(pair.prefill, pair.decode): pair.proven for pair in state.read().pairs}
+def verified(state: StatePort) -> dict[Route, int]:
+    """How many hand-offs each way has had that were verified."""
+    return {(pair.prefill, pair.decode): pair.verified for pair in state.read().pairs}
 
 
-def all_proven(state: StatePort) -> bool:
-    """Whether each way there is was proven, and by the last hand-off, too."""
+def are_all_pairs_verified(state: StatePort) -> bool:
+    """Whether each way there is was verified, and by the last hand-off, too."""
     pairs = state.read().pairs
-    return [pair.last_reason for pair in pairs] == [words.PROVEN] * (ENGINES * (ENGINES - 1))
+    return [pair.last_reason for pair in pairs] == [conditions.VERIFIED] * (ENGINES * (ENGINES - 1))

@@ -2,20 +2,22 @@
 
 import pytest
 
-from tests.conftest import Figure
+from tests.conftest import RecordMeasurement
 from tests.kubernetes.nodes.load import Load
-from tests.kubernetes.nodes.service import INSTANCES, Service
+from tests.kubernetes.nodes.service import INSTANCES, DeployedService
 
 
 @pytest.mark.timeout(600)
-def test_scaling_4_to_8_to_2_fails_no_request(service: Service, load: Load, figure: Figure) -> None:
+def test_scaling_4_to_8_to_2_fails_no_request(
+    service: DeployedService, load: Load, record_measurement: RecordMeasurement
+) -> None:
     try:
         for instances in (8, 2):
-            with load.window(f"scaled to {instances}") as seen:
+            with load.window(f"scaled to {instances}") as window:
                 service.patch("pdservices", {"spec": {"instances": instances}})
-                scaled_s = service.wait_whole(instances, timeout_s=150)
-            figure(f"scaled: {instances} serve after {scaled_s:.1f} s")
-            assert seen.all_right()
+                scaled_s = service.wait_until_ready(instances, timeout_s=150)
+            record_measurement(f"scaled: {instances} serve after {scaled_s:.1f} s")
+            assert window.all_succeeded()
     finally:
         service.patch("pdservices", {"spec": {"instances": INSTANCES}})
-        service.wait_whole(timeout_s=90)
+        service.wait_until_ready(timeout_s=90)

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fulcrum_autoscaler.policy import FlipRules, Observation
+from fulcrum_autoscaler.policy import AutoscalingRules, Observation
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.assignment import AssignmentRules
-from fulcrum_core.state import FlipWanted, InstanceState, RouterState
+from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
-from tests.unit.core.states import instance_state, router_state
+from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_000_000.0
 LONG_AGO_S = NOW_S - 1000
@@ -22,11 +22,11 @@ def prefill(name: str, queued_s: float = 0.0, **numbers: Any) -> InstanceState:
 def decode(name: str, itl_s: float | None = None, tokens: int = 1000, **numbers: Any) -> InstanceState:
     """A decode instance with one request of so many tokens."""
     return instance_state(
-        name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_requests": 1, **numbers}
+        name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_legs": 1, **numbers}
     )
 
 
-def router(*instances: InstanceState, **fields: Any) -> RouterState:
+def make_router_state(*instances: InstanceState, **fields: Any) -> RouterState:
     """What the router says of these, at generation 1, now."""
     return router_state(*instances, **{"acknowledged_at_s": LONG_AGO_S, "at_s": NOW_S, **fields})
 
@@ -41,19 +41,19 @@ def assignment(roles: Mapping[str, RoleAssignment], **fields: Any) -> PDAssignme
     return PDAssignmentSpec(service="chat", roles=dict(roles), **fields)
 
 
-def seen(*instances: InstanceState, **fields: Any) -> Observation:
+def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
     """An observation in which all that the router lists is assigned as it plays, and ready."""
     roles = {i.name: entry(i.role) for i in instances}
     default: dict[str, Any] = {
         "assignment": assignment(roles),
         "generation": 1,
         "ready": frozenset(roles),
-        "router": router(*instances),
+        "router": make_router_state(*instances),
     }
     return Observation(**{**default, **fields})
 
 
-def rules(**fields: Any) -> FlipRules:
+def make_rules(**fields: Any) -> AutoscalingRules:
     """Objectives of 1 s and 100 ms, Arrow's defaults, no pass but one."""
     default: dict[str, Any] = {
         "mode": AutoscalingMode.AUTO,
@@ -61,16 +61,16 @@ def rules(**fields: Any) -> FlipRules:
         "slo": Slo(ttft_s=1.0, tpot_s=0.1),
         "expand": 1.0,
         "shrink": 0.5,
-        "passes": 1,
+        "consecutive_ticks": 1,
         "interval_s": 1.0,
-        "assignment": AssignmentRules(prefill_to_decode_cooldown_s=10.0),
+        "assignment_rules": AssignmentRules(prefill_to_decode_cooldown_s=10.0),
     }
-    return FlipRules(**{**default, **fields})
+    return AutoscalingRules(**{**default, **fields})
 
 
-def wanted(role: Role, reason: str = "predicted TTFT 1.4 s") -> FlipWanted:
+def make_flip_request(role: Role, reason: str = "predicted TTFT 1.4 s") -> FlipRequest:
     """The router's word."""
-    return FlipWanted(seq=1, role=role, reason=reason)
+    return FlipRequest(seq=1, role=role, reason=reason)
 
 
 __all__ = [
@@ -78,9 +78,9 @@ __all__ = [
     "assignment",
     "decode",
     "entry",
+    "make_flip_request",
+    "make_observation",
+    "make_router_state",
+    "make_rules",
     "prefill",
-    "router",
-    "rules",
-    "seen",
-    "wanted",
 ]

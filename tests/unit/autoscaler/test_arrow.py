@@ -7,13 +7,13 @@ import pytest
 
 from fulcrum_autoscaler.policy import (
     Action,
-    Decision,
-    FlipRules,
-    Memory,
+    AutoscalingRules,
+    FlipDecision,
+    MonitorState,
     Observation,
-    answer,
-    monitor,
-    proposal,
+    decide_on_flip_request,
+    decide_on_tick,
+    propose_assignment,
 )
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.values import Actor, AutoscalingMode, Role
@@ -22,36 +22,40 @@ from tests.unit.autoscaler.builders import (
     assignment,
     decode,
     entry,
+    make_flip_request,
+    make_observation,
+    make_router_state,
+    make_rules,
     prefill,
-    router,
-    rules,
-    seen,
-    wanted,
 )
 
-BUSY = (prefill("p-0", 0.9), prefill("p-1", 0.8))
-QUIET = (prefill("p-0", 0.2), prefill("p-1", 0.3))
-IDLE_DECODE = decode("d-0", tokens=0, decode_requests=0)
+BUSY_PREFILL = (prefill("p-0", 0.9), prefill("p-1", 0.8))
+QUIET_PREFILL = (prefill("p-0", 0.2), prefill("p-1", 0.3))
+IDLE_DECODE = decode("d-0", tokens=0, decode_legs=0)
 
 
-def once(observation: Observation, flip_rules: FlipRules | None = None) -> Decision:
-    return monitor(Memory(), observation, flip_rules or rules(), now_s=NOW_S)[1]
+def tick(observation: Observation, autoscaling_rules: AutoscalingRules | None = None) -> FlipDecision:
+    return decide_on_tick(MonitorState(), observation, autoscaling_rules or make_rules(), now_s=NOW_S)[1]
 
 
 @pytest.mark.parametrize(
     ("instances", "expected"),
     [
         pytest.param(
-            (*BUSY, decode("d-0", 0.1)), Action.FLIP, id="decode at its objective takes an instance"
+            (*BUSY_PREFILL, decode("d-0", 0.1)), Action.FLIP, id="decode at its objective takes an instance"
         ),
         pytest.param(
-            (*BUSY, decode("d-0", 0.099)), Action.HOLD, id="decode just below it leaves busy prefill alone"
+            (*BUSY_PREFILL, decode("d-0", 0.099)),
+            Action.HOLD,
+            id="decode just below it leaves busy prefill alone",
         ),
         pytest.param(
-            (*QUIET, decode("d-0", 0.05)), Action.FLIP, id="quiet prefill gives when decode is not low"
+            (*QUIET_PREFILL, decode("d-0", 0.05)),
+            Action.FLIP,
+            id="quiet prefill gives when decode is not low",
         ),
         pytest.param(
-            (*QUIET, decode("d-0", 0.049)), Action.HOLD, id="quiet prefill keeps when decode is low"
+            (*QUIET_PREFILL, decode("d-0", 0.049)), Action.HOLD, id="quiet prefill keeps when decode is low"
         ),
         pytest.param(
             (prefill("p-0", 0.5), prefill("p-1", 0.5), decode("d-0", 0.06)),
@@ -64,35 +68,37 @@ def once(observation: Observation, flip_rules: FlipRules | None = None) -> Decis
             id="prefill above shrink is not",
         ),
         pytest.param(
-            (*BUSY, decode("d-0", 0.3), decode("d-1", 0.0, 0, decode_requests=0)),
+            (*BUSY_PREFILL, decode("d-0", 0.3), decode("d-1", 0.0, 0, decode_legs=0)),
             Action.FLIP,
             id="the mean counts, 3.0 and idle make 1.5",
         ),
         pytest.param(
-            (*BUSY, decode("d-0", 0.18), IDLE_DECODE.model_copy(update={"name": "d-1"})),
+            (*BUSY_PREFILL, decode("d-0", 0.18), IDLE_DECODE.model_copy(update={"name": "d-1"})),
             Action.HOLD,
             id="an idle instance halves the mean",
         ),
-        pytest.param((*QUIET, IDLE_DECODE), Action.HOLD, id="idle decode wants nothing"),
+        pytest.param((*QUIET_PREFILL, IDLE_DECODE), Action.HOLD, id="idle decode wants nothing"),
         pytest.param(
             (prefill("p-0"), decode("d-0", 0.5)), Action.REFUSE, id="the last prefill instance stays"
         ),
         pytest.param(
             (decode("d-0", 0.5), decode("d-1", 0.5)), Action.REFUSE, id="no prefill instance, nothing to give"
         ),
-        pytest.param(BUSY, Action.HOLD, id="no decode instance serves, load unknown"),
+        pytest.param(BUSY_PREFILL, Action.HOLD, id="no decode instance serves, load unknown"),
         pytest.param((), Action.HOLD, id="nobody serves"),
-        pytest.param((*QUIET, decode("d-0", None)), Action.HOLD, id="decoding without a latency is unknown"),
-        pytest.param((*QUIET, decode("d-0", float("nan"))), Action.HOLD, id="NaN is unknown"),
-        pytest.param((*QUIET, decode("d-0", float("inf"))), Action.HOLD, id="infinity is unknown"),
-        pytest.param((*QUIET, decode("d-0", -1.0)), Action.HOLD, id="a negative latency is unknown"),
         pytest.param(
-            (*QUIET, decode("d-0", 0.08), decode("d-1", None)),
+            (*QUIET_PREFILL, decode("d-0", None)), Action.HOLD, id="decoding without a latency is unknown"
+        ),
+        pytest.param((*QUIET_PREFILL, decode("d-0", float("nan"))), Action.HOLD, id="NaN is unknown"),
+        pytest.param((*QUIET_PREFILL, decode("d-0", float("inf"))), Action.HOLD, id="infinity is unknown"),
+        pytest.param((*QUIET_PREFILL, decode("d-0", -1.0)), Action.HOLD, id="a negative latency is unknown"),
+        pytest.param(
+            (*QUIET_PREFILL, decode("d-0", 0.08), decode("d-1", None)),
             Action.HOLD,
             id="half unknown counts as 0 against the flip",
         ),
         pytest.param(
-            (*QUIET, decode("d-0", 0.2), decode("d-1", None)),
+            (*QUIET_PREFILL, decode("d-0", 0.2), decode("d-1", None)),
             Action.FLIP,
             id="half unknown cannot undo 2.0 / 2",
         ),
@@ -108,8 +114,10 @@ def once(observation: Observation, flip_rules: FlipRules | None = None) -> Decis
         ),
     ],
 )
-def test_monitor_flips_to_decode_when(instances: tuple[Any, ...], expected: Action) -> None:
-    assert once(seen(*instances)).action is expected
+def test_monitor_flips_to_decode_exactly_at_its_thresholds(
+    instances: tuple[Any, ...], expected: Action
+) -> None:
+    assert tick(make_observation(*instances)).action is expected
 
 
 @pytest.mark.parametrize(
@@ -119,20 +127,22 @@ def test_monitor_flips_to_decode_when(instances: tuple[Any, ...], expected: Acti
             (prefill("p-0", 0.0), IDLE_DECODE), "neither prefill nor decode has any load", id="no load at all"
         ),
         pytest.param(
-            (*BUSY, decode("d-0", 0.05)),
+            (*BUSY_PREFILL, decode("d-0", 0.05)),
             "prefill load 0.85, decode load 0.50: decode gets an instance at a load of 1.00, or of 0.50 "
             "while prefill has at most that",
             id="loads and what they are held against",
         ),
     ],
 )
-def test_monitor_says_why_all_may_stay(instances: tuple[Any, ...], expected: str) -> None:
-    assert once(seen(*instances)).reason == expected
+def test_a_tick_that_holds_reports_the_loads_and_thresholds(
+    instances: tuple[Any, ...], expected: str
+) -> None:
+    assert tick(make_observation(*instances)).reason == expected
 
 
-def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
-    observation = seen(prefill("p-0", 0.9), prefill("p-1", 0.8), decode("d-0", 0.12))
-    decision = once(observation)
+def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
+    observation = make_observation(prefill("p-0", 0.9), prefill("p-1", 0.8), decode("d-0", 0.12))
+    decision = tick(observation)
     assert decision.dump() == {
         "at_s": NOW_S,
         "action": "flip",
@@ -149,7 +159,7 @@ def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
             },
             "decode": {"low": pytest.approx(1.2), "high": pytest.approx(1.2), "instances": 1, "unknown": 0},
         },
-        "passes": 1,
+        "consecutive_ticks": 1,
         "split": "2:1",
         "generation": 1,
         "rejected": ({"instance": "p-0", "reason": "0.90 s of prefill queued"},),
@@ -157,51 +167,62 @@ def test_monitor_says_what_it_saw_and_whom_it_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flip_rules", "reason"),
+    ("changes", "autoscaling_rules", "reason"),
     [
-        pytest.param({}, rules(mode=AutoscalingMode.OFF), "autoscaling is off", id="mode off"),
-        pytest.param({}, rules(paused=True), "flips are paused", id="flips paused"),
-        pytest.param({"router": None}, rules(), "cannot tell: the router did not answer", id="router silent"),
+        pytest.param({}, make_rules(mode=AutoscalingMode.OFF), "autoscaling is off", id="mode off"),
+        pytest.param({}, make_rules(paused=True), "flips are paused", id="flips paused"),
         pytest.param(
-            {"router": router(*BUSY, decode("d-0", 0.5), at_s=NOW_S - 3.1)},
-            rules(),
+            {"router": None}, make_rules(), "cannot tell: the router did not answer", id="router silent"
+        ),
+        pytest.param(
+            {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=NOW_S - 3.1)},
+            make_rules(),
             "cannot tell: the router's state is 3.1 s old; the limit is 3.0 s",
             id="state older than three ticks",
         ),
         pytest.param(
-            {"router": router(*BUSY, decode("d-0", 0.5), at_s=NOW_S + 4)},
-            rules(),
+            {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=NOW_S + 4)},
+            make_rules(),
             "cannot tell: the router's state is dated 4.0 s ahead; the limit is 3.0 s",
             id="state from the future",
         ),
         pytest.param(
-            {"router": router(*BUSY, decode("d-0", 0.5), at_s=float("nan"))},
-            rules(),
+            {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=float("nan"))},
+            make_rules(),
             "cannot tell: the router's state is dated nan s ahead; the limit is 3.0 s",
             id="state without a time",
         ),
         pytest.param(
             {"generation": 2},
-            rules(),
+            make_rules(),
             "cannot tell: the router has applied generation 1, the wish is at 2",
             id="router behind the wish",
         ),
     ],
 )
-def test_nothing_is_decided_in(changes: dict[str, Any], flip_rules: FlipRules, reason: str) -> None:
-    observation = replace(seen(*BUSY, decode("d-0", 0.5)), **changes)
-    memory, ticked = monitor(Memory(2), observation, flip_rules, now_s=NOW_S)
-    asked = answer(wanted(Role.DECODE), observation, flip_rules, now_s=NOW_S)
-    assert (memory, ticked.action, ticked.reason) == (Memory(), Action.HOLD, reason)
-    assert (asked.action, asked.reason) == (Action.HOLD, reason)
+def test_nothing_flips_while_off_paused_or_without_current_router_state(
+    changes: dict[str, Any], autoscaling_rules: AutoscalingRules, reason: str
+) -> None:
+    observation = replace(make_observation(*BUSY_PREFILL, decode("d-0", 0.5)), **changes)
+    monitor_state, ticked = decide_on_tick(MonitorState(2), observation, autoscaling_rules, now_s=NOW_S)
+    requested = decide_on_flip_request(
+        make_flip_request(Role.DECODE), observation, autoscaling_rules, now_s=NOW_S
+    )
+    assert (monitor_state, ticked.action, ticked.reason) == (MonitorState(), Action.HOLD, reason)
+    assert (requested.action, requested.reason) == (Action.HOLD, reason)
 
 
-def test_a_condition_must_hold_for_its_passes_in_a_row() -> None:
-    hot, cool = seen(*BUSY, decode("d-0", 0.2)), seen(*BUSY, decode("d-0", 0.01))
-    memory, actions = Memory(), []
+def test_a_flip_needs_the_condition_for_consecutive_ticks() -> None:
+    hot, cool = (
+        make_observation(*BUSY_PREFILL, decode("d-0", 0.2)),
+        make_observation(*BUSY_PREFILL, decode("d-0", 0.01)),
+    )
+    monitor_state, actions = MonitorState(), []
     for observation in (hot, hot, cool, hot, hot, hot, hot):
-        memory, decision = monitor(memory, observation, rules(passes=3), now_s=NOW_S)
-        actions.append((decision.action, memory.passes))
+        monitor_state, decision = decide_on_tick(
+            monitor_state, observation, make_rules(consecutive_ticks=3), now_s=NOW_S
+        )
+        actions.append((decision.action, monitor_state.consecutive_ticks))
     assert actions == [
         (Action.HOLD, 1),
         (Action.HOLD, 2),
@@ -214,34 +235,44 @@ def test_a_condition_must_hold_for_its_passes_in_a_row() -> None:
 
 
 def test_a_tick_that_cannot_tell_starts_the_count_again() -> None:
-    hot = seen(*BUSY, decode("d-0", 0.2))
-    memory, _ = monitor(Memory(2), replace(hot, router=None), rules(passes=3), now_s=NOW_S)
-    assert monitor(memory, hot, rules(passes=3), now_s=NOW_S)[1].action is Action.HOLD
+    hot = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
+    monitor_state, _ = decide_on_tick(
+        MonitorState(2), replace(hot, router=None), make_rules(consecutive_ticks=3), now_s=NOW_S
+    )
+    assert (
+        decide_on_tick(monitor_state, hot, make_rules(consecutive_ticks=3), now_s=NOW_S)[1].action
+        is Action.HOLD
+    )
 
 
-def test_after_the_cooldown_a_waiting_flip_is_made_at_once() -> None:
-    hot = seen(*BUSY, decode("d-0", 0.2))
-    cooling = replace(hot, assignment=replace_last(hot, NOW_S - 9))
-    memory, decision = monitor(Memory(2), cooling, rules(passes=3), now_s=NOW_S)
-    assert (decision.action, memory) == (Action.REFUSE, Memory(3))
+def test_a_flip_refused_by_the_cooldown_is_made_on_the_first_tick_after_it() -> None:
+    hot = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
+    cooling = replace(hot, assignment=with_last_flip_at(hot, NOW_S - 9))
+    monitor_state, decision = decide_on_tick(
+        MonitorState(2), cooling, make_rules(consecutive_ticks=3), now_s=NOW_S
+    )
+    assert (decision.action, monitor_state) == (Action.REFUSE, MonitorState(3))
     assert "the cooldown is 10s" in decision.reason
-    router_later = router(*BUSY, decode("d-0", 0.2), at_s=NOW_S + 1)
+    router_later = make_router_state(*BUSY_PREFILL, decode("d-0", 0.2), at_s=NOW_S + 1)
     later = replace(cooling, router=router_later)
-    assert monitor(memory, later, rules(passes=3), now_s=NOW_S + 1)[1].action is Action.FLIP
+    assert (
+        decide_on_tick(monitor_state, later, make_rules(consecutive_ticks=3), now_s=NOW_S + 1)[1].action
+        is Action.FLIP
+    )
 
 
-def replace_last(observation: Observation, at_s: float) -> Any:
+def with_last_flip_at(observation: Observation, at_s: float) -> Any:
     return observation.assignment.model_copy(update={"last_prefill_to_decode": at_s})
 
 
 def test_advise_decides_the_same_flip_without_making_it() -> None:
-    observation = seen(*BUSY, decode("d-0", 0.2))
-    auto, advised = once(observation), once(observation, rules(mode=AutoscalingMode.ADVISE))
+    observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
+    auto, advised = tick(observation), tick(observation, make_rules(mode=AutoscalingMode.ADVISE))
     assert advised == replace(auto, action=Action.ADVISE)
 
 
 @pytest.mark.parametrize(
-    ("decodes", "expected", "words"),
+    ("decodes", "expected", "phrase"),
     [
         pytest.param(
             (decode("d-0", 0.049), decode("d-1", 0.049)),
@@ -291,19 +322,29 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
         pytest.param((), Action.REFUSE, "decode load unknown", id="no decode instance serves"),
     ],
 )
-def test_wanted_prefill_is_granted_only_while_decode_is_low(
-    decodes: tuple[Any, ...], expected: Action, words: str
+def test_a_flip_request_for_prefill_is_granted_only_while_decode_load_is_low(
+    decodes: tuple[Any, ...], expected: Action, phrase: str
 ) -> None:
-    decision = answer(wanted(Role.PREFILL), seen(prefill("p-0", 2.0), *decodes), rules(), now_s=NOW_S)
+    decision = decide_on_flip_request(
+        make_flip_request(Role.PREFILL),
+        make_observation(prefill("p-0", 2.0), *decodes),
+        make_rules(),
+        now_s=NOW_S,
+    )
     assert decision.action is expected
     assert decision.reason.startswith("the router wants Prefill: predicted TTFT 1.4 s; ")
-    assert words in f"{decision.reason}; {decision.loads}"
+    assert phrase in f"{decision.reason}; {decision.loads}"
 
 
-def test_a_granted_wish_says_each_fact_once() -> None:
+def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
     why = "2 prefill instances, best TTFT 1.400 s; decode load 0.10 is below 0.5"
     pair = decode("d-0", 0.01, 700), decode("d-1", 0.01)
-    decision = answer(wanted(Role.PREFILL, why), seen(prefill("p-0", 2.0), *pair), rules(), now_s=NOW_S)
+    decision = decide_on_flip_request(
+        make_flip_request(Role.PREFILL, why),
+        make_observation(prefill("p-0", 2.0), *pair),
+        make_rules(),
+        now_s=NOW_S,
+    )
     assert decision.reason == f"the router wants Prefill: {why}; d-0 costs least: 700 tokens resident"
 
 
@@ -314,18 +355,26 @@ def test_a_granted_wish_says_each_fact_once() -> None:
         pytest.param(3, Action.FLIP, id="0.55 on two of three would be 0.83"),
     ],
 )
-def test_with_a_high_shrink_decode_gives_only_what_it_will_not_ask_back(count: int, expected: Action) -> None:
+def test_decode_gives_no_instance_that_it_would_ask_back_at_once(count: int, expected: Action) -> None:
     decodes = [decode(f"d-{n}", 0.055) for n in range(count)]
-    decision = answer(
-        wanted(Role.PREFILL), seen(prefill("p-0", 2.0), *decodes), rules(shrink=0.6), now_s=NOW_S
+    decision = decide_on_flip_request(
+        make_flip_request(Role.PREFILL),
+        make_observation(prefill("p-0", 2.0), *decodes),
+        make_rules(shrink=0.6),
+        now_s=NOW_S,
     )
     assert decision.action is expected
 
 
 def test_a_flip_back_to_prefill_never_waits() -> None:
-    observation = seen(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
-    just_flipped = replace(observation, assignment=replace_last(observation, NOW_S))
-    assert answer(wanted(Role.PREFILL), just_flipped, rules(), now_s=NOW_S).action is Action.FLIP
+    observation = make_observation(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
+    just_flipped = replace(observation, assignment=with_last_flip_at(observation, NOW_S))
+    assert (
+        decide_on_flip_request(
+            make_flip_request(Role.PREFILL), just_flipped, make_rules(), now_s=NOW_S
+        ).action
+        is Action.FLIP
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,18 +385,21 @@ def test_a_flip_back_to_prefill_never_waits() -> None:
         pytest.param(NOW_S - 9.9, Action.REFUSE, id="within the cooldown"),
     ],
 )
-def test_wanted_decode_is_granted_subject_to_the_cooldown_alone(
+def test_a_flip_request_for_decode_waits_for_the_cooldown_alone(
     last_s: float | None, expected: Action
 ) -> None:
-    observation = seen(*BUSY, decode("d-0", 0.001))
-    cooled = replace(observation, assignment=replace_last(observation, last_s))  # type: ignore[arg-type]
-    assert answer(wanted(Role.DECODE), cooled, rules(), now_s=NOW_S).action is expected
+    observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.001))
+    cooled = replace(observation, assignment=with_last_flip_at(observation, last_s))  # type: ignore[arg-type]
+    assert (
+        decide_on_flip_request(make_flip_request(Role.DECODE), cooled, make_rules(), now_s=NOW_S).action
+        is expected
+    )
 
 
-def test_a_proposal_is_signed_and_dated_and_says_why() -> None:
-    observation = seen(*BUSY, decode("d-0", 0.12))
-    decision = once(observation)
-    after = proposal(observation.assignment, decision)
+def test_a_proposed_assignment_records_actor_time_and_reason() -> None:
+    observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.12))
+    decision = tick(observation)
+    after = propose_assignment(observation.assignment, decision)
     assert after == assignment(
         {
             "p-0": entry(Role.PREFILL),
@@ -360,19 +412,21 @@ def test_a_proposal_is_signed_and_dated_and_says_why() -> None:
 
 
 def test_a_decision_to_hold_proposes_nothing() -> None:
-    observation = seen(*QUIET, IDLE_DECODE)
+    observation = make_observation(*QUIET_PREFILL, IDLE_DECODE)
     with pytest.raises(ValueError, match="hold proposes nothing"):
-        proposal(observation.assignment, once(observation))
+        propose_assignment(observation.assignment, tick(observation))
 
 
-def test_an_endless_reason_of_the_router_still_fits_the_object() -> None:
-    observation = seen(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
-    decision = answer(wanted(Role.PREFILL, "x" * 5000), observation, rules(), now_s=NOW_S)
-    assert len(proposal(observation.assignment, decision).roles["d-0"].reason) == 1024
+def test_a_long_reason_is_cut_to_the_object_limit() -> None:
+    observation = make_observation(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
+    decision = decide_on_flip_request(
+        make_flip_request(Role.PREFILL, "x" * 5000), observation, make_rules(), now_s=NOW_S
+    )
+    assert len(propose_assignment(observation.assignment, decision).roles["d-0"].reason) == 1024
 
 
 def test_instances_of_a_fixed_pool_are_never_flipped() -> None:
-    fixed = rules(assignment=AssignmentRules(10.0, {"p-0": Role.PREFILL, "p-1": Role.PREFILL}))
-    decision = once(seen(*BUSY, decode("d-0", 0.5)), fixed)
+    fixed = make_rules(assignment_rules=AssignmentRules(10.0, {"p-0": Role.PREFILL, "p-1": Role.PREFILL}))
+    decision = tick(make_observation(*BUSY_PREFILL, decode("d-0", 0.5)), fixed)
     assert decision.action is Action.REFUSE
     assert [r.instance for r in decision.rejected] == ["p-1", "p-0"]

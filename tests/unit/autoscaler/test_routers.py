@@ -5,41 +5,45 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from fulcrum_autoscaler.routers import HttpRouter, RouterAway, open_router
-from fulcrum_core.state import FlipWanted
+from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable, open_http_client
+from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-from tests.unit.autoscaler.builders import prefill, router
+from tests.unit.autoscaler.builders import make_router_state, prefill
 
 Handler = Callable[[httpx.Request], httpx.Response]
-WANTED = FlipWanted(seq=7, role=Role.PREFILL, reason="best TTFT 1.2 s")
+FLIP_REQUEST = FlipRequest(seq=7, role=Role.PREFILL, reason="best TTFT 1.2 s")
 
 
-def speaking(handler: Handler) -> HttpRouter:
+def client_with(handler: Handler) -> HttpRouterClient:
     transport = httpx.MockTransport(handler)
-    return HttpRouter(httpx.AsyncClient(transport=transport, base_url="http://router"))
+    return HttpRouterClient(httpx.AsyncClient(transport=transport, base_url="http://router"))
 
 
-async def test_a_state_comes_back_as_it_was_sent() -> None:
-    state = router(prefill("p-0", 0.5))
-    asked: list[httpx.URL] = []
+async def test_a_router_state_survives_the_round_trip() -> None:
+    state = make_router_state(prefill("p-0", 0.5))
+    requested: list[httpx.URL] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url)
+        requested.append(request.url)
         return httpx.Response(200, content=state.model_dump_json())
 
-    assert await speaking(handler).state(min_generation=3, timeout_s=0.25) == state
-    assert str(asked[0]) == "http://router/state?min_generation=3&timeout_s=0.25"
+    assert await client_with(handler).get_state(min_generation=3, timeout_s=0.25) == state
+    assert str(requested[0]) == "http://router/state?min_generation=3&timeout_s=0.25"
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("response", "expected"),
     [
-        pytest.param(httpx.Response(200, content=WANTED.model_dump_json()), WANTED, id="a flip is wanted"),
+        pytest.param(
+            httpx.Response(200, content=FLIP_REQUEST.model_dump_json()), FLIP_REQUEST, id="a flip is wanted"
+        ),
         pytest.param(httpx.Response(204), None, id="none within the time"),
     ],
 )
-async def test_flip_wanted_is(answer: httpx.Response, expected: FlipWanted | None) -> None:
-    assert await speaking(lambda _: answer).flip_wanted(after=6, timeout_s=10) == expected
+async def test_a_flip_request_is_read_from_the_response(
+    response: httpx.Response, expected: FlipRequest | None
+) -> None:
+    assert await client_with(lambda _: response).wait_for_flip_request(after=6, timeout_s=10) == expected
 
 
 def refuse(_request: httpx.Request) -> httpx.Response:
@@ -64,16 +68,16 @@ def stall(_request: httpx.Request) -> httpx.Response:
         ),
     ],
 )
-async def test_a_router_is_away_when(handler: Handler) -> None:
-    with pytest.raises(RouterAway):
-        await speaking(handler).state(min_generation=0, timeout_s=0)
-    with pytest.raises(RouterAway):
-        await speaking(handler).flip_wanted(after=0, timeout_s=0)
+async def test_every_failed_response_raises_router_unavailable(handler: Handler) -> None:
+    with pytest.raises(RouterUnavailable):
+        await client_with(handler).get_state(min_generation=0, timeout_s=0)
+    with pytest.raises(RouterUnavailable):
+        await client_with(handler).wait_for_flip_request(after=0, timeout_s=0)
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with open_router("http://127.0.0.1:1", token="s3cret") as client:
+    async with open_http_client("http://127.0.0.1:1", token="s3cret") as client:
         yield client
 
 

@@ -7,51 +7,51 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fulcrum_autoscaler.journal import Journals
-from fulcrum_autoscaler.meters import Families
-from fulcrum_autoscaler.options import IN_CLUSTER_STATE, Options, parse_options
-from fulcrum_autoscaler.routers import FileToken, HttpRouter, RouterAway
-from fulcrum_autoscaler.services import Services
+from fulcrum_autoscaler.decision_history import DecisionHistories
+from fulcrum_autoscaler.metrics import AutoscalerMetrics
+from fulcrum_autoscaler.options import IN_CLUSTER_ROUTER_STATE_URL, Options, parse_options
+from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable, TokenFileAuth
+from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.state import FlipWanted, RouterState
+from fulcrum_core.router_state import FlipRequest, RouterState
 
 DEADLINE_S = 20.0
 Key = tuple[str, str]
 
 
-class NoRouter:
-    """A router that is away, and remembers that it was asked."""
+class UnavailableRouter:
+    """A router that is away, and remembers that it was polled."""
 
-    def __init__(self, asked: set[Key], key: Key, *, fault: bool) -> None:
-        self._asked, self._key, self._fault = asked, key, fault
+    def __init__(self, polled: set[Key], key: Key, *, fault: bool) -> None:
+        self._polled, self._key, self._fault = polled, key, fault
 
-    async def state(self, *, min_generation: int, timeout_s: float) -> RouterState:  # noqa: ARG002
-        self._asked.add(self._key)
+    async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:  # noqa: ARG002
+        self._polled.add(self._key)
         if self._fault:
             raise ValueError("a fault of ours")
-        raise RouterAway("away")
+        raise RouterUnavailable("away")
 
-    async def flip_wanted(self, *, after: int, timeout_s: float) -> FlipWanted | None:  # noqa: ARG002
-        raise RouterAway("away")
+    async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:  # noqa: ARG002
+        raise RouterUnavailable("away")
 
 
-class World:
-    def __init__(self, namespace: str = "", only: str | None = None, faulty: str = "") -> None:
+class SupervisorSetup:
+    def __init__(self, namespace: str = "", only_service: str | None = None, faulty: str = "") -> None:
         self.store = MemoryStore(SystemClock())
-        self.journals, self.families = Journals(), Families()
-        self.asked: set[Key] = set()
-        self.services = Services(
+        self.histories, self.metrics = DecisionHistories(), AutoscalerMetrics()
+        self.polled: set[Key] = set()
+        self.supervisor = AutoscalerSupervisor(
             self.store,
             namespace=namespace,
-            only=only,
-            router_of=lambda *key: NoRouter(self.asked, key, fault=key[1] == faulty),
+            only_service=only_service,
+            router_client_for=lambda *key: UnavailableRouter(self.polled, key, fault=key[1] == faulty),
             clock=SystemClock(),
-            journals=self.journals,
-            families=self.families,
+            histories=self.histories,
+            metrics=self.metrics,
         )
 
     async def create(self, namespace: str, name: str) -> None:
@@ -61,106 +61,112 @@ class World:
         }
         await self.store.create(parse_as(PDService, manifest))
 
-    def deciding(self) -> set[Key]:
+    def services_with_decisions(self) -> set[Key]:
         """Services on which something was decided."""
-        return {(told["namespace"], told["service"]) for told in self.journals.recent(1000)}
+        return {(entry["namespace"], entry["service"]) for entry in self.histories.recent(1000)}
 
-    def counted(self) -> set[Key]:
+    def services_with_metrics(self) -> set[Key]:
         """Services of which there are series."""
-        series = [s.labels for family in self.families.registry.collect() for s in family.samples]
+        series = [s.labels for family in self.metrics.registry.collect() for s in family.samples]
         return {(labels["namespace"], labels["service"]) for labels in series if "service" in labels}
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Callable[[World], None]]:
+async def start() -> AsyncIterator[Callable[[SupervisorSetup], None]]:
     running: list[asyncio.Task[None]] = []
-    yield lambda world: running.append(asyncio.ensure_future(world.services.run()))
+    yield lambda setup: running.append(asyncio.ensure_future(setup.supervisor.run()))
     for task in running:
         task.cancel()
     await asyncio.wait(running)
 
 
-async def test_every_service_of_every_namespace_has_its_loop_for_as_long_as_it_is_there(
-    start: Callable[[World], None],
+async def test_each_service_of_each_namespace_has_a_loop_while_it_exists(
+    start: Callable[[SupervisorSetup], None],
 ) -> None:
-    world = World()
-    await world.create("prod", "chat")
-    start(world)
-    await until(lambda: world.deciding() == {("prod", "chat")})
-    assert world.services.ready
-    await world.create("test", "chat")
-    await world.create("prod", "code")
+    setup = SupervisorSetup()
+    await setup.create("prod", "chat")
+    start(setup)
+    await wait_until(lambda: setup.services_with_decisions() == {("prod", "chat")})
+    assert setup.supervisor.ready
+    await setup.create("test", "chat")
+    await setup.create("prod", "code")
     every = {("prod", "chat"), ("prod", "code"), ("test", "chat")}
-    await until(lambda: (world.deciding(), world.asked) == (every, every))
-    await world.store.delete(PDService, "chat", namespace="prod")
+    await wait_until(lambda: (setup.services_with_decisions(), setup.polled) == (every, every))
+    await setup.store.delete(PDService, "chat", namespace="prod")
     rest = every - {("prod", "chat")}
-    await until(lambda: (world.deciding(), world.counted()) == (rest, rest))
-    await world.create("prod", "chat")
-    await until(lambda: world.deciding() == every)
+    await wait_until(lambda: (setup.services_with_decisions(), setup.services_with_metrics()) == (rest, rest))
+    await setup.create("prod", "chat")
+    await wait_until(lambda: setup.services_with_decisions() == every)
 
 
-async def test_a_service_that_is_made_anew_at_once_keeps_its_loop(start: Callable[[World], None]) -> None:
-    world = World()
-    await world.create("prod", "chat")
-    start(world)
-    await until(lambda: bool(world.deciding()))
-    await world.store.delete(PDService, "chat", namespace="prod")
-    await world.create("prod", "chat")
-    world.asked.clear()
-    await until(lambda: bool(world.asked and world.deciding() and world.counted()))
+async def test_a_service_deleted_and_created_again_at_once_has_a_loop(
+    start: Callable[[SupervisorSetup], None],
+) -> None:
+    setup = SupervisorSetup()
+    await setup.create("prod", "chat")
+    start(setup)
+    await wait_until(lambda: bool(setup.services_with_decisions()))
+    await setup.store.delete(PDService, "chat", namespace="prod")
+    await setup.create("prod", "chat")
+    setup.polled.clear()
+    await wait_until(
+        lambda: bool(setup.polled and setup.services_with_decisions() and setup.services_with_metrics())
+    )
 
 
-async def test_one_namespace_is_all_that_it_sees_if_told_so(start: Callable[[World], None]) -> None:
-    world = World(namespace="prod")
-    await world.create("test", "chat")
-    await world.create("prod", "chat")
-    start(world)
-    await until(lambda: bool(world.deciding()))
-    assert world.deciding() == {("prod", "chat")}
+async def test_with_a_namespace_other_namespaces_are_ignored(
+    start: Callable[[SupervisorSetup], None],
+) -> None:
+    setup = SupervisorSetup(namespace="prod")
+    await setup.create("test", "chat")
+    await setup.create("prod", "chat")
+    start(setup)
+    await wait_until(lambda: bool(setup.services_with_decisions()))
+    assert setup.services_with_decisions() == {("prod", "chat")}
 
 
-async def test_a_named_service_is_acted_on_before_it_is_there(start: Callable[[World], None]) -> None:
-    world = World(namespace="default", only="chat")
-    await world.create("default", "other")
-    start(world)
-    await until(lambda: bool(world.deciding()))
-    [told] = world.journals.recent(1, service="chat")
-    assert told["reason"] == "cannot tell: the store shows no PDService"
-    assert world.deciding() == {("default", "chat")}
+async def test_a_named_service_has_a_loop_before_it_exists(start: Callable[[SupervisorSetup], None]) -> None:
+    setup = SupervisorSetup(namespace="default", only_service="chat")
+    await setup.create("default", "other")
+    start(setup)
+    await wait_until(lambda: bool(setup.services_with_decisions()))
+    [entry] = setup.histories.recent(1, service="chat")
+    assert entry["reason"] == "cannot tell: the store shows no PDService"
+    assert setup.services_with_decisions() == {("default", "chat")}
 
 
-async def test_a_fault_in_one_loop_costs_the_others_nothing(start: Callable[[World], None]) -> None:
-    world = World(faulty="bad")
-    await world.create("prod", "bad")
-    start(world)
-    await until(lambda: ("prod", "bad") in world.asked)
-    await world.create("prod", "chat")
-    await until(lambda: ("prod", "chat") in world.deciding())
+async def test_a_failing_loop_does_not_stop_the_others(start: Callable[[SupervisorSetup], None]) -> None:
+    setup = SupervisorSetup(faulty="bad")
+    await setup.create("prod", "bad")
+    start(setup)
+    await wait_until(lambda: ("prod", "bad") in setup.polled)
+    await setup.create("prod", "chat")
+    await wait_until(lambda: ("prod", "chat") in setup.services_with_decisions())
 
 
-async def test_the_token_is_read_at_each_use(tmp_path: Path) -> None:
+async def test_the_token_file_is_read_for_each_request(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    seen: list[str] = []
+    sent_headers: list[str] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers["authorization"])
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent_headers.append(request.headers["authorization"])
         return httpx.Response(204)
 
-    transport = httpx.MockTransport(answer)
-    async with httpx.AsyncClient(transport=transport, auth=FileToken(path)) as client:
-        router = HttpRouter(client, "http://chat.prod.svc:9091/")
-        with pytest.raises(RouterAway):
-            await router.flip_wanted(after=0, timeout_s=0)
+    transport = httpx.MockTransport(respond)
+    async with httpx.AsyncClient(transport=transport, auth=TokenFileAuth(path)) as client:
+        router = HttpRouterClient(client, "http://chat.prod.svc:9091/")
+        with pytest.raises(RouterUnavailable):
+            await router.wait_for_flip_request(after=0, timeout_s=0)
         for text in ("one\n", "two\n"):
             path.write_text(text)
-            assert await router.flip_wanted(after=0, timeout_s=0) is None
-    assert seen == ["Bearer one", "Bearer two"]
+            assert await router.wait_for_flip_request(after=0, timeout_s=0) is None
+    assert sent_headers == ["Bearer one", "Bearer two"]
 
 
 @pytest.fixture
@@ -170,18 +176,18 @@ def token(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_in_a_cluster_it_needs_nothing_but_store_and_token(token: str) -> None:
+def test_in_a_cluster_only_store_and_token_file_are_required(token: str) -> None:
     options = parse_options(["--store", "in-cluster", "--token-file", token])
     assert options == Options(
         service=None,
         namespace="",
         store="in-cluster",
-        router_state=IN_CLUSTER_STATE,
+        router_state=IN_CLUSTER_ROUTER_STATE_URL,
         token_file=Path(token),
         host="127.0.0.1",
         port=0,
     )
-    assert options.router_of("prod", "chat") == "http://chat.prod.svc:9091"
+    assert options.router_url("prod", "chat") == "http://chat.prod.svc:9091"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,9 @@ def test_in_a_cluster_it_needs_nothing_but_store_and_token(token: str) -> None:
         ),
     ],
 )
-def test_bad_arguments(token: str, arguments: list[str], line: str) -> None:
+def test_bad_arguments_are_refused_with_option_value_and_rule(
+    token: str, arguments: list[str], line: str
+) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_options([*arguments, "--token-file", token])
     assert str(caught.value).startswith(line)

@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 
-from fulcrum_autoscaler.policy import NoVictim, Rejected, Victim, choose_victim
+from fulcrum_autoscaler.policy import NoVictim, RejectedInstance, Victim, choose_victim
 from fulcrum_core.api.pdassignment import Floors, Refusal
 from fulcrum_core.values import Actor, Role
-from tests.unit.autoscaler.builders import NOW_S, assignment, decode, entry, prefill, rules, seen
+from tests.unit.autoscaler.builders import (
+    NOW_S,
+    assignment,
+    decode,
+    entry,
+    make_observation,
+    make_rules,
+    prefill,
+)
 
 P, D = Role.PREFILL, Role.DECODE
 SPARE = decode("d-0", 0.01)
@@ -21,13 +29,13 @@ SPARE = decode("d-0", 0.01)
         pytest.param(D, (prefill("a", 0.1), prefill("b", 0.1)), "a", id="a tie goes to the first name"),
         pytest.param(
             D,
-            (prefill("a", 0.0), prefill("b", 0.9, decode_requests=1)),
+            (prefill("a", 0.0), prefill("b", 0.9, decode_legs=1)),
             "b",
             id="half flipped goes before idle",
         ),
         pytest.param(
             D,
-            (prefill("a", 0.2, decode_requests=1), prefill("b", 0.1, decode_tokens=9)),
+            (prefill("a", 0.2, decode_legs=1), prefill("b", 0.1, decode_tokens=9)),
             "b",
             id="of two half flipped the less queued",
         ),
@@ -49,8 +57,8 @@ SPARE = decode("d-0", 0.01)
         ),
     ],
 )
-def test_victim_is(to: Role, instances: tuple[Any, ...], victim: str) -> None:
-    found = choose_victim(seen(*instances), to, rules(), now_s=NOW_S)
+def test_the_victim_is_the_cheapest_instance(to: Role, instances: tuple[Any, ...], victim: str) -> None:
+    found = choose_victim(make_observation(*instances), to, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)
     assert found.instance == victim
 
@@ -61,23 +69,27 @@ def test_victim_is(to: Role, instances: tuple[Any, ...], victim: str) -> None:
         pytest.param({"cordoned": True}, None, id="cordoned is no candidate"),
         pytest.param(
             {"pinned_until": NOW_S + 60},
-            Rejected(instance="a", reason="instance 'a' is pinned to Prefill for 1m more"),
+            RejectedInstance(instance="a", reason="instance 'a' is pinned to Prefill for 1m more"),
             id="pinned",
         ),
         pytest.param(
             {"refused": Refusal(role=D, reason="did not verify", until=NOW_S + 1)},
-            Rejected(instance="a", reason="the flip of instance 'a' to Decode was refused: did not verify"),
+            RejectedInstance(
+                instance="a", reason="the flip of instance 'a' to Decode was refused: did not verify"
+            ),
             id="refused before",
         ),
     ],
 )
-def test_never_a_victim(fields: dict[str, Any], refused: Rejected | None) -> None:
-    observation = seen(prefill("a", 0.0), prefill("b", 0.5), prefill("c", 0.7))
+def test_cordoned_pinned_or_refused_instances_are_never_victims(
+    fields: dict[str, Any], refused: RejectedInstance | None
+) -> None:
+    observation = make_observation(prefill("a", 0.0), prefill("b", 0.5), prefill("c", 0.7))
     roles = {**observation.assignment.roles, "a": entry(P, **fields)}
-    found = choose_victim(replace(observation, assignment=assignment(roles)), D, rules(), now_s=NOW_S)
-    dearer = Rejected(instance="c", reason="0.70 s of prefill queued")
-    expected = (refused, dearer) if refused else (dearer,)
-    assert found == Victim(instance="b", why="0.50 s of prefill queued", rejected=expected)
+    found = choose_victim(replace(observation, assignment=assignment(roles)), D, make_rules(), now_s=NOW_S)
+    costlier = RejectedInstance(instance="c", reason="0.70 s of prefill queued")
+    expected = (refused, costlier) if refused else (costlier,)
+    assert found == Victim(instance="b", reason="0.50 s of prefill queued", rejected=expected)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +103,10 @@ def test_never_a_victim(fields: dict[str, Any], refused: Rejected | None) -> Non
         pytest.param({"by": Actor.PERSON}, id="a person's role without a pin"),
     ],
 )
-def test_no_longer_protected_by(fields: dict[str, Any]) -> None:
-    observation = seen(prefill("a", 0.0), prefill("b", 0.5))
+def test_expired_pins_and_refusals_protect_no_instance(fields: dict[str, Any]) -> None:
+    observation = make_observation(prefill("a", 0.0), prefill("b", 0.5))
     roles = {**observation.assignment.roles, "a": entry(P, **fields)}
-    found = choose_victim(replace(observation, assignment=assignment(roles)), D, rules(), now_s=NOW_S)
+    found = choose_victim(replace(observation, assignment=assignment(roles)), D, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)
     assert found.instance == "a"
 
@@ -106,34 +118,34 @@ def test_no_longer_protected_by(fields: dict[str, Any]) -> None:
         pytest.param(frozenset({"a", "b", "c", "d-0"}), False, id="router has ejected it"),
     ],
 )
-def test_an_instance_that_does_not_serve_is_no_victim(ready: frozenset[str], serving_by_router: bool) -> None:
+def test_an_instance_that_is_not_serving_is_no_victim(ready: frozenset[str], serving_by_router: bool) -> None:
     sick = prefill("a", 0.0, serving=serving_by_router)
-    observation = replace(seen(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), ready=ready)
-    found = choose_victim(observation, D, rules(), now_s=NOW_S)
+    observation = replace(make_observation(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), ready=ready)
+    found = choose_victim(observation, D, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)
     assert found.instance == "b"
 
 
-def test_the_floor_of_the_source_stays() -> None:
-    observation = seen(prefill("a"), prefill("b"), SPARE)
+def test_a_flip_never_takes_the_source_role_below_its_floor() -> None:
+    observation = make_observation(prefill("a"), prefill("b"), SPARE)
     floored = replace(
         observation, assignment=assignment(observation.assignment.roles, floors=Floors(prefill=2, decode=1))
     )
     reason = "1 instance would serve Prefill, the floor is 2; leaving: "
-    assert choose_victim(floored, D, rules(), now_s=NOW_S) == NoVictim(
+    assert choose_victim(floored, D, make_rules(), now_s=NOW_S) == NoVictim(
         reason=f"{reason}a",
         rejected=(
-            Rejected(instance="a", reason=f"{reason}a"),
-            Rejected(instance="b", reason=f"{reason}b"),
+            RejectedInstance(instance="a", reason=f"{reason}a"),
+            RejectedInstance(instance="b", reason=f"{reason}b"),
         ),
     )
 
 
-def test_the_last_instance_stays_even_with_a_floor_of_none() -> None:
-    observation = seen(prefill("a"), SPARE)
+def test_the_last_instance_of_a_role_stays_even_with_floor_zero() -> None:
+    observation = make_observation(prefill("a"), SPARE)
     free = replace(
         observation, assignment=assignment(observation.assignment.roles, floors=Floors(prefill=0, decode=0))
     )
-    assert choose_victim(free, D, rules(), now_s=NOW_S) == NoVictim(
+    assert choose_victim(free, D, make_rules(), now_s=NOW_S) == NoVictim(
         reason="Prefill keeps its last instance: 1 serving"
     )

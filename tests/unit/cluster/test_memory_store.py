@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fulcrum_cluster.memory import MemoryStore, applied_document
+from fulcrum_cluster.memory_store import MemoryStore, build_applied_document
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, ServiceSloSpec
 from fulcrum_core.errors import Gone, InvalidInput
 
@@ -25,7 +25,7 @@ def tier(name: str = "gold", priority: int = 0) -> QoSTier:
     return QoSTier(metadata=ObjectMeta(name=name), spec=QoSTierSpec(priority=priority))
 
 
-async def test_objects_are_dated_by_the_clock_and_versioned_from_its_milliseconds() -> None:
+async def test_creation_time_and_versions_come_from_the_clock() -> None:
     store = MemoryStore(FakeClock(1767225600.25), new_uid=lambda: "uid-1")
     created = await store.create(tier())
     assert created.metadata == ObjectMeta(
@@ -37,14 +37,14 @@ async def test_objects_are_dated_by_the_clock_and_versioned_from_its_millisecond
     )
 
 
-async def test_readers_share_one_object() -> None:
+async def test_get_and_list_return_the_same_instance() -> None:
     store = MemoryStore(FakeClock())
     created = await store.create(tier())
     assert await store.get(QoSTier, "gold", namespace="default") is created
     assert (await store.list(QoSTier, namespace="default")).items[0] is created
 
 
-async def test_a_watch_that_outlived_a_store_is_gone_at_the_next() -> None:
+async def test_version_of_an_earlier_store_is_gone() -> None:
     clock = FakeClock(1000.0)
     old = MemoryStore(clock)
     await old.create(tier())
@@ -57,13 +57,13 @@ async def test_a_watch_that_outlived_a_store_is_gone_at_the_next() -> None:
 
 
 @pytest.mark.parametrize("since", ["", "-1", "soon", "999999"])
-async def test_a_version_of_no_store_is_gone(since: str) -> None:
+async def test_invalid_or_future_version_is_gone(since: str) -> None:
     store = MemoryStore(FakeClock(1.0))
     with pytest.raises(Gone):
         await anext(store.watch(QoSTier, namespace="default", since=since))
 
 
-async def test_a_watch_that_falls_behind_the_history_is_gone() -> None:
+async def test_watch_behind_the_history_is_gone() -> None:
     store = MemoryStore(FakeClock(), history=4)
     await store.create(tier())
     events = store.watch(QoSTier, namespace="default", since="0")
@@ -82,7 +82,7 @@ async def test_a_waiting_watch_is_woken_by_a_write() -> None:
     assert (await waiting).object is created
 
 
-async def test_durations_are_kept_as_they_are_written() -> None:
+async def test_durations_are_rounded_as_on_the_wire() -> None:
     """In memory as on the wire: what a store hands out does not depend on the adapter."""
     store = MemoryStore(FakeClock())
     spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=0.1234567891, tpot=0.05))
@@ -90,15 +90,15 @@ async def test_durations_are_kept_as_they_are_written() -> None:
     assert created == PDService.model_validate(created.dump())
 
 
-async def test_an_object_that_was_made_unchecked_is_checked() -> None:
+async def test_create_validates_an_object_built_without_validation() -> None:
     broken = tier().replace(spec=QoSTierSpec.model_construct(priority=10**6))
     with pytest.raises(InvalidInput, match=r"spec\.priority"):
         await MemoryStore(FakeClock()).create(broken)
 
 
-def test_what_is_applied_is_what_was_written_down() -> None:
+def test_applied_document_holds_only_fields_that_were_set() -> None:
     spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=2.0))
-    assert applied_document(PDService(metadata=ObjectMeta(name="chat"), spec=spec)) == {
+    assert build_applied_document(PDService(metadata=ObjectMeta(name="chat"), spec=spec)) == {
         "apiVersion": "fulcrum.dev/v1alpha1",
         "kind": "PDService",
         "metadata": {"name": "chat", "namespace": "default"},

@@ -10,11 +10,11 @@ from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, Rol
 from fulcrum_core.assignment import (
     CLOCK_SKEW_S,
     AssignmentRules,
-    effective_roles,
+    apply_flip,
+    build_assignment_rules,
+    list_serving,
     may_apply,
-    rules_of,
-    serving,
-    with_flip,
+    resolve_effective_roles,
 )
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Actor, Role
@@ -30,7 +30,7 @@ def entry(role: Role, **fields: Any) -> RoleAssignment:
     return RoleAssignment(role=role, **{"since": NOW_S - 1000, "by": Actor.OPERATOR, **fields})
 
 
-def wish(roles: str, **fields: Any) -> PDAssignmentSpec:
+def desired(roles: str, **fields: Any) -> PDAssignmentSpec:
     """`PPD`: three instances a, b, c."""
     entries = {
         name: entry(P if letter == "P" else D) for name, letter in zip("abcdefgh", roles, strict=False)
@@ -39,7 +39,7 @@ def wish(roles: str, **fields: Any) -> PDAssignmentSpec:
 
 
 def flip(name: str, to: Role, by: Actor = Actor.AUTOSCALER, *, now_s: float = NOW_S) -> Change:
-    return lambda spec: with_flip(spec, name, to, by=by, reason="because", now_s=now_s)
+    return lambda spec: apply_flip(spec, name, to, by=by, reason="because", now_s=now_s)
 
 
 def edit(name: str, **fields: Any) -> Change:
@@ -57,7 +57,9 @@ def put(name: str, role: Role) -> Change:
     return lambda spec: spec.model_copy(update={"roles": {**spec.roles, name: entry(role)}})
 
 
-def judge(current: PDAssignmentSpec, change: Change, ready: str, rules: AssignmentRules = RULES) -> Verdict:
+def check_change(
+    current: PDAssignmentSpec, change: Change, ready: str, rules: AssignmentRules = RULES
+) -> Verdict:
     return may_apply(current, change(current), frozenset(ready), rules, now_s=NOW_S)
 
 
@@ -65,126 +67,126 @@ def judge(current: PDAssignmentSpec, change: Change, ready: str, rules: Assignme
     ("current", "change", "ready", "reason"),
     [
         pytest.param(
-            wish("PDD"),
+            desired("PDD"),
             flip("a", D),
             "abc",
             "0 instances would serve Prefill, the floor is 1; leaving: a",
             id="the last prefill instance",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             flip("c", P, Actor.PERSON),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
             id="not even a person takes the last decode instance",
         ),
         pytest.param(
-            wish("PPPD", floors=Floors(prefill=3, decode=1)),
+            desired("PPPD", floors=Floors(prefill=3, decode=1)),
             flip("a", D),
             "abcd",
             "2 instances would serve Prefill, the floor is 3; leaving: a",
             id="a floor above one",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             flip("a", D),
             "ac",
             "0 instances would serve Prefill, the floor is 1; leaving: a",
             id="who is not ready does not count",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             edit("c", cordoned=True),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
             id="a cordon leaves the role, too",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             drop("c"),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
             id="removal of a serving instance",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             flip("c", P),
             "ab",
             "0 instances would be assigned to Decode, the floor is 1; leaving: c",
             id="a crashed instance is still the last one assigned",
         ),
         pytest.param(
-            wish("PPD", last_prefill_to_decode=NOW_S - 4),
+            desired("PPD", last_prefill_to_decode=NOW_S - 4),
             flip("a", D),
             "abc",
             "instance 'a' may not flip to Decode 4.0 s after the last such flip; the cooldown is 10s",
             id="autoscaler within the cooldown",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             edit("a", role=D, since=NOW_S, by=Actor.AUTOSCALER),
             "abc",
             "the flip of instance 'a' to Decode is not recorded in lastPrefillToDecode",
             id="autoscaler that does not start the cooldown",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             flip("a", D),
             "abc",
             "instance 'a' is pinned to Prefill for 1m30s more",
             id="pinned",
         ),
         pytest.param(
-            edit("a", refused=Refusal(role=D, reason="did not verify", until=NOW_S + 1))(wish("PPD")),
+            edit("a", refused=Refusal(role=D, reason="did not verify", until=NOW_S + 1))(desired("PPD")),
             flip("a", D),
             "abc",
             "the flip of instance 'a' to Decode was refused: did not verify",
             id="refused before",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             flip("a", D, now_s=NOW_S + CLOCK_SKEW_S + 1),
             "abc",
             "the flip of instance 'a' is dated 6 s ahead",
             id="dated in the future",
         ),
         pytest.param(
-            wish("PPD", last_prefill_to_decode=NOW_S),
+            desired("PPD", last_prefill_to_decode=NOW_S),
             lambda spec: spec.model_copy(update={"last_prefill_to_decode": None}),
             "abc",
             "lastPrefillToDecode may not be cleared or set back",
             id="the cooldown cleared",
         ),
         pytest.param(
-            wish("PPD", last_prefill_to_decode=NOW_S),
+            desired("PPD", last_prefill_to_decode=NOW_S),
             lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S - 60}),
             "abc",
             "lastPrefillToDecode may not be cleared or set back",
             id="the cooldown set back",
         ),
         pytest.param(
-            wish("PPD"),
+            desired("PPD"),
             lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S + 3600}),
             "abc",
             "lastPrefillToDecode is dated 3600 s ahead",
             id="the cooldown begun in the future",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             edit("a", pinned_until=None),
             "abc",
             "instance 'a' is pinned to Prefill for 1m30s more",
             id="somebody's pin cleared",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90, by=Actor.PERSON)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90, by=Actor.PERSON)(desired("PPD")),
             edit("a", pinned_until=NOW_S + 30, by=Actor.AUTOSCALER),
             "abc",
             "instance 'a' is pinned to Prefill for 1m30s more",
             id="somebody's pin shortened",
         ),
         pytest.param(
-            edit("a", cordoned=True, reason="more instances than wanted")(wish("PPD")),
+            edit("a", cordoned=True, reason="more instances than wanted")(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
             "instance 'a' is about to leave: more instances than wanted",
@@ -192,129 +194,137 @@ def judge(current: PDAssignmentSpec, change: Change, ready: str, rules: Assignme
         ),
     ],
 )
-def test_refused(current: PDAssignmentSpec, change: Change, ready: str, reason: str) -> None:
-    assert judge(current, change, ready) == Verdict(False, reason)
+def test_change_that_breaks_a_rule_is_refused_with_the_reason(
+    current: PDAssignmentSpec, change: Change, ready: str, reason: str
+) -> None:
+    assert check_change(current, change, ready) == Verdict(False, reason)
 
 
 @pytest.mark.parametrize(
     ("current", "change", "ready"),
     [
-        pytest.param(wish("PPD"), flip("a", D), "abc", id="a flip that keeps the floor"),
-        pytest.param(wish("PPD"), lambda spec: spec, "abc", id="no change"),
-        pytest.param(wish("PPD"), put("z", D), "abc", id="a new instance"),
-        pytest.param(wish(""), put("a", P), "", id="the first instance"),
-        pytest.param(wish("PDD"), drop("c"), "ab", id="removal of a crashed instance"),
-        pytest.param(wish("PD"), drop("b"), "a", id="removal of the last of a role, gone for good"),
-        pytest.param(wish("PPD"), edit("a", cordoned=True), "abc", id="a cordon that keeps the floor"),
+        pytest.param(desired("PPD"), flip("a", D), "abc", id="a flip that keeps the floor"),
+        pytest.param(desired("PPD"), lambda spec: spec, "abc", id="no change"),
+        pytest.param(desired("PPD"), put("z", D), "abc", id="a new instance"),
+        pytest.param(desired(""), put("a", P), "", id="the first instance"),
+        pytest.param(desired("PDD"), drop("c"), "ab", id="removal of a crashed instance"),
+        pytest.param(desired("PD"), drop("b"), "a", id="removal of the last of a role, gone for good"),
+        pytest.param(desired("PPD"), edit("a", cordoned=True), "abc", id="a cordon that keeps the floor"),
         pytest.param(
-            edit("a", cordoned=True)(wish("PPD")), edit("a", cordoned=False), "abc", id="a cordon lifted"
+            edit("a", cordoned=True)(desired("PPD")), edit("a", cordoned=False), "abc", id="a cordon lifted"
         ),
         pytest.param(
-            wish("PDD"), flip("b", P), "ac", id="a crashed instance flips while others hold its role"
+            desired("PDD"), flip("b", P), "ac", id="a crashed instance flips while others hold its role"
         ),
-        pytest.param(wish("PPD"), flip("b", D), "ab", id="help for a role whose instances crashed"),
+        pytest.param(desired("PPD"), flip("b", D), "ab", id="help for a role whose instances crashed"),
         pytest.param(
-            wish("PPD", last_prefill_to_decode=NOW_S - 10), flip("a", D), "abc", id="just after the cooldown"
+            desired("PPD", last_prefill_to_decode=NOW_S - 10),
+            flip("a", D),
+            "abc",
+            id="just after the cooldown",
         ),
         pytest.param(
-            wish("PDD", last_prefill_to_decode=NOW_S), flip("c", P), "abc", id="back to prefill at once"
+            desired("PDD", last_prefill_to_decode=NOW_S), flip("c", P), "abc", id="back to prefill at once"
         ),
         pytest.param(
-            wish("PPD", last_prefill_to_decode=NOW_S),
+            desired("PPD", last_prefill_to_decode=NOW_S),
             flip("a", D, Actor.PERSON),
             "abc",
             id="a person within the cooldown",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
             id="a person against a pin",
         ),
         pytest.param(
-            edit("a", refused=Refusal(role=D, reason="-", until=NOW_S + 9))(wish("PPD")),
+            edit("a", refused=Refusal(role=D, reason="-", until=NOW_S + 9))(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
             id="a person against a refusal",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S)(wish("PPD")), flip("a", D), "abc", id="a pin that ran out"
+            edit("a", pinned_until=NOW_S)(desired("PPD")), flip("a", D), "abc", id="a pin that ran out"
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             edit("a", pinned_until=None, by=Actor.PERSON),
             "abc",
             id="a person ends a pin",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S)(wish("PPD")),
+            edit("a", pinned_until=NOW_S)(desired("PPD")),
             edit("a", pinned_until=None),
             "abc",
             id="a pin that ran out is cleared",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S + 90)(wish("PPD")),
+            edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             edit("a", cordoned=True),
             "abc",
             id="a pinned instance is cordoned",
         ),
         pytest.param(
-            edit("a", cordoned=True)(wish("PPD")),
+            edit("a", cordoned=True)(desired("PPD")),
             edit("a", cordoned=False, role=D, since=NOW_S, by=Actor.PERSON),
             "abc",
             id="a cordon lifted with the flip",
         ),
         pytest.param(
-            edit("a", cordoned=True, by=Actor.PERSON)(wish("PPD")),
+            edit("a", cordoned=True, by=Actor.PERSON)(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
             id="whom a person cordoned",
         ),
         pytest.param(
-            wish("PPD"), flip("a", D, now_s=NOW_S + CLOCK_SKEW_S), "abc", id="a clock that is a little ahead"
+            desired("PPD"),
+            flip("a", D, now_s=NOW_S + CLOCK_SKEW_S),
+            "abc",
+            id="a clock that is a little ahead",
         ),
     ],
 )
-def test_allowed(current: PDAssignmentSpec, change: Change, ready: str) -> None:
-    assert judge(current, change, ready) == ALLOWED
+def test_change_within_the_rules_is_allowed(current: PDAssignmentSpec, change: Change, ready: str) -> None:
+    assert check_change(current, change, ready) == ALLOWED
 
 
-def test_an_instance_of_a_fixed_pool_never_leaves_its_role_whoever_asks() -> None:
+def test_instance_of_a_fixed_pool_cannot_be_flipped_by_anybody() -> None:
     fixed = AssignmentRules(10.0, {"a": P})
     for actor in Actor:
-        verdict = judge(wish("PPD"), flip("a", D, actor), "abc", fixed)
+        verdict = check_change(desired("PPD"), flip("a", D, actor), "abc", fixed)
         assert verdict == Verdict(False, "instance 'a' belongs to a pool that only serves Prefill")
 
 
-def test_a_flip_signs_dates_counts_and_starts_the_cooldown() -> None:
-    after = with_flip(wish("PPD", flips=3), "a", D, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
-    expected = wish("PPD", flips=4, last_prefill_to_decode=NOW_S)
+def test_flip_records_actor_time_count_and_cooldown() -> None:
+    after = apply_flip(desired("PPD", flips=3), "a", D, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
+    expected = desired("PPD", flips=4, last_prefill_to_decode=NOW_S)
     signed = entry(D, since=NOW_S, by=Actor.AUTOSCALER, reason="busy")
     assert after == expected.model_copy(update={"roles": {**expected.roles, "a": signed}})
 
 
 def test_a_flip_back_to_prefill_does_not_touch_the_cooldown() -> None:
-    after = flip("c", P)(wish("PDD", last_prefill_to_decode=NOW_S - 3))
+    after = flip("c", P)(desired("PDD", last_prefill_to_decode=NOW_S - 3))
     assert (after.flips, after.last_prefill_to_decode) == (1, NOW_S - 3)
 
 
 def test_pinning_an_instance_to_the_role_it_has_is_no_flip() -> None:
-    before = wish("PPD", last_prefill_to_decode=NOW_S - 3)
-    after = with_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    before = desired("PPD", last_prefill_to_decode=NOW_S - 3)
+    after = apply_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
     assert (after.flips, after.last_prefill_to_decode) == (0, NOW_S - 3)
     assert after.roles["c"].pinned_until == NOW_S + 60
 
 
 def test_a_writer_whose_clock_is_behind_never_sets_the_cooldown_back() -> None:
-    before = wish("PPD", last_prefill_to_decode=NOW_S)
+    before = desired("PPD", last_prefill_to_decode=NOW_S)
     after = flip("a", D, Actor.PERSON, now_s=NOW_S - 30)(before)
     assert after.last_prefill_to_decode == NOW_S
     assert may_apply(before, after, frozenset("abc"), RULES, now_s=NOW_S) == ALLOWED
 
 
-def test_a_flip_takes_a_refusal_and_a_pin_that_ran_out_with_it() -> None:
+def test_flip_clears_an_expired_refusal_and_pin() -> None:
     before = edit("a", pinned_until=NOW_S - 1, refused=Refusal(role=D, reason="-", until=NOW_S - 1))(
-        wish("PPD")
+        desired("PPD")
     )
     after = flip("a", D)(before).roles["a"]
     assert (after.pinned_until, after.refused) == (None, None)
@@ -328,12 +338,12 @@ def test_a_flip_takes_a_refusal_and_a_pin_that_ran_out_with_it() -> None:
     ],
 )
 @pytest.mark.parametrize("by", Actor)
-def test_who_took_a_flip_for_good_follows_when_the_operator_takes_it_back(
+def test_reader_that_accepted_a_flip_accepts_its_rollback_by_the_operator(
     roles: str, name: str, to: Role, since_flip_s: float, by: Actor
 ) -> None:
     """Whoever gave the role that comes back, and even if the flip was pinned."""
-    before = edit(name, by=by)(wish(roles, last_prefill_to_decode=NOW_S - since_flip_s))
-    taken = with_flip(before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    before = edit(name, by=by)(desired(roles, last_prefill_to_decode=NOW_S - since_flip_s))
+    taken = apply_flip(before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60)
     refusal = Refusal(role=to, reason="did not verify", until=NOW_S + 30)
     back = edit(name, role=to.other, since=NOW_S - 1000, by=by, pinned_until=None, refused=refusal)(taken)
 
@@ -342,7 +352,7 @@ def test_who_took_a_flip_for_good_follows_when_the_operator_takes_it_back(
 
 def test_an_unknown_instance_cannot_be_flipped() -> None:
     with pytest.raises(KeyError):
-        flip("z", D)(wish("PPD"))
+        flip("z", D)(desired("PPD"))
 
 
 @pytest.mark.parametrize(
@@ -356,8 +366,10 @@ def test_an_unknown_instance_cannot_be_flipped() -> None:
         pytest.param("PD", "abz", {"a": P, "b": D}, id="who has no entry plays nothing"),
     ],
 )
-def test_effective_roles(roles: str, ready: str, expected: dict[str, Role]) -> None:
-    assert effective_roles(wish(roles).roles, frozenset(ready)) == expected
+def test_effective_role_is_both_where_only_one_instance_works(
+    roles: str, ready: str, expected: dict[str, Role]
+) -> None:
+    assert resolve_effective_roles(desired(roles).roles, frozenset(ready)) == expected
 
 
 @pytest.mark.parametrize(
@@ -371,18 +383,20 @@ def test_effective_roles(roles: str, ready: str, expected: dict[str, Role]) -> N
 def test_an_engine_that_was_started_to_prefill_never_plays_both(
     roles: str, ready: str, groups: dict[str, int], expected: dict[str, Role]
 ) -> None:
-    played = effective_roles(wish(roles).roles, frozenset(ready), groups, restarts=frozenset("abc"))
+    played = resolve_effective_roles(
+        desired(roles).roles, frozenset(ready), groups, restarted_by_flip=frozenset("abc")
+    )
     assert played == expected
 
 
-def test_who_serves_is_ready_not_cordoned_and_listed_by_name() -> None:
-    roles = edit("b", cordoned=True)(wish("PPPD")).roles
-    assert serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
-    assert serving(roles, frozenset("bcd"), P) == ("c",)
+def test_serving_instances_are_ready_not_cordoned_and_sorted() -> None:
+    roles = edit("b", cordoned=True)(desired("PPPD")).roles
+    assert list_serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
+    assert list_serving(roles, frozenset("bcd"), P) == ("c",)
 
 
-def test_a_patch_that_lowers_its_own_floor_is_held_to_the_services_floor() -> None:
-    current = wish("PPD", floors=Floors(prefill=2, decode=1))
+def test_patch_cannot_lower_the_floors_of_the_service() -> None:
+    current = desired("PPD", floors=Floors(prefill=2, decode=1))
     lowered = flip("a", D, Actor.PERSON)(current).model_copy(update={"floors": Floors(prefill=0, decode=0)})
     rules = AssignmentRules(prefill_to_decode_cooldown_s=0.0, floors=Floors(prefill=2, decode=1))
 
@@ -391,7 +405,7 @@ def test_a_patch_that_lowers_its_own_floor_is_held_to_the_services_floor() -> No
     assert verdict == Verdict(False, "1 instance would serve Prefill, the floor is 2; leaving: a")
 
 
-def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
+def test_rules_come_from_service_pools_and_instances() -> None:
     base = "apiVersion: fulcrum.dev/v1alpha1, metadata: {name:"
     of = "service: chat, model: m, engine: {}"
     manifest = f"""
@@ -407,7 +421,7 @@ def test_rules_are_read_off_the_service_its_pools_and_its_instances() -> None:
     assert isinstance(service, PDService)
     assert isinstance(pool, PDPool)
 
-    rules = rules_of(service.spec, [pool], [i for i in instances if isinstance(i, PDInstance)])
+    rules = build_assignment_rules(service.spec, [pool], [i for i in instances if isinstance(i, PDInstance)])
 
     assert rules == AssignmentRules(
         10.0, {"chat-0": P}, Floors(prefill=3, decode=1), {"chat-0": 0, "chat-1": 0}

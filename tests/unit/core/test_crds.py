@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fulcrum_core.api import KINDS, PDAssignment, PDService, QoSTier, Resource
-from fulcrum_core.api.crds import crd, render
-from fulcrum_core.api.pdservice import BAD_NAME, FLOORS_TOO_HIGH
+from fulcrum_core.api.crds import build_crd, render_crd
+from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
 
 JSON_SCHEMA_PROPS = {
     "type", "format", "description", "default", "enum", "nullable",
@@ -35,7 +35,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name
 
 
 def version(kind: type[Resource]) -> Node:
-    (only,) = crd(kind)["spec"]["versions"]
+    (only,) = build_crd(kind)["spec"]["versions"]
     assert isinstance(only, dict)
     return only
 
@@ -64,7 +64,7 @@ def test_a_schema_is_structural(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_properties_and_values_of_any_name_are_never_mixed(kind: type[Resource]) -> None:
+def test_no_node_has_properties_and_additional_properties(kind: type[Resource]) -> None:
     mixed = [
         path for path, node in nodes(schema(kind)) if {"properties", "additionalProperties"} <= node.keys()
     ]
@@ -100,7 +100,7 @@ def test_a_default_obeys_its_own_pattern_and_enum(kind: type[Resource]) -> None:
         (PDAssignment, {"service": "chat"}),
     ],
 )
-def test_an_api_server_fills_in_what_the_model_does(kind: type[Resource], spec: dict[str, Any]) -> None:
+def test_schema_defaults_equal_model_defaults(kind: type[Resource], spec: dict[str, Any]) -> None:
     filled = defaulted(schema(kind)["properties"]["spec"], spec)
     stored = kind.model_validate({"kind": kind.__name__, "metadata": {"name": "x"}, "spec": spec})
     assert stored.dump()["spec"] == filled
@@ -129,7 +129,7 @@ def test_a_rule_has_a_message_for_the_user(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_a_column_shows_a_field_that_there_is(kind: type[Resource]) -> None:
+def test_printer_columns_show_existing_fields(kind: type[Resource]) -> None:
     known = {path for path, _ in nodes(schema(kind))} | {".metadata.creationTimestamp"}
     columns = (column["jsonPath"] for column in version(kind)["additionalPrinterColumns"])
     shown = {re.sub(r"\[\?\(@\.type==.*\)\]", "[*]", path.replace("[*]", "{*}")) for path in columns}
@@ -146,11 +146,11 @@ def test_age_is_the_last_column(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_the_names_are_those_that_kubectl_takes(kind: type[Resource]) -> None:
-    manifest = crd(kind)
+def test_crd_names_match_the_kind(kind: type[Resource]) -> None:
+    manifest = build_crd(kind)
     assert manifest["metadata"]["name"] == f"{kind.plural}.fulcrum.dev"
     assert manifest["spec"]["scope"] == "Namespaced"
-    assert manifest["spec"]["names"]["shortNames"] == [kind.short]
+    assert manifest["spec"]["names"]["shortNames"] == [kind.short_name]
 
 
 @every_kind
@@ -159,16 +159,16 @@ def test_status_is_a_subresource_where_there_is_one(kind: type[Resource]) -> Non
 
 
 @every_kind
-def test_a_crd_is_far_below_what_client_side_apply_can_carry(kind: type[Resource]) -> None:
-    assert len(render(kind).encode()) < 60_000
+def test_crd_is_below_60_kb(kind: type[Resource]) -> None:
+    assert len(render_crd(kind).encode()) < 60_000
 
 
 @every_kind
-def test_what_is_written_is_what_was_made(kind: type[Resource]) -> None:
-    assert yaml.safe_load(render(kind)) == crd(kind)
+def test_rendered_yaml_equals_the_built_crd(kind: type[Resource]) -> None:
+    assert yaml.safe_load(render_crd(kind)) == build_crd(kind)
 
 
-def test_rules_between_fields_stand_in_the_schema() -> None:
+def test_rules_between_fields_are_in_the_schema() -> None:
     rules = {
         f"{kind.__name__}{path}": [rule["message"] for rule in node["x-kubernetes-validations"]]
         for kind in KINDS
@@ -178,11 +178,11 @@ def test_rules_between_fields_stand_in_the_schema() -> None:
     buffer = "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies"
     starts = ("PDService.spec", "PDPool.spec", "PDPool.status.lastGood", "PDInstance.spec")
     assert rules == {
-        "PDService": [BAD_NAME],
+        "PDService": [INVALID_NAME_MESSAGE],
         "PDService.spec": [
             "has both instances and pools: write one of them",
-            FLOORS_TOO_HIGH,
-            FLOORS_TOO_HIGH,
+            FLOORS_TOO_HIGH_MESSAGE,
+            FLOORS_TOO_HIGH_MESSAGE,
             "has kvCache, which needs kvTransfer.connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
         ],
         **{f"{start}.modelSource": ["has both pvc and hostPath: write one of them"] for start in starts},
@@ -194,7 +194,7 @@ def test_rules_between_fields_stand_in_the_schema() -> None:
     }
 
 
-def test_a_bound_of_a_duration_is_a_rule_in_its_own_words() -> None:
+def test_duration_bounds_become_cel_rules_with_messages() -> None:
     arrow = dict(nodes(schema(PDService)))[".spec.autoscaling.arrow.interval"]
     assert arrow["x-kubernetes-validations"] == [
         {"rule": "duration(self) > duration('0s')", "message": "is not greater than 0s"},

@@ -27,7 +27,7 @@ STEP = StepModel(t0=0.5, b=0.125, c=0.25, d1=0.0625, d2=0.03125, mixed_factor=2.
         ),
     ],
 )
-def test_a_step_costs_what_the_formula_says(
+def test_step_duration_follows_the_formula(
     chunks: list[tuple[int, int]], contexts: list[int], expected_s: float
 ) -> None:
     assert STEP.step_s(chunks, contexts) == expected_s
@@ -64,7 +64,7 @@ def test_derived_decode_model_is_exact_for_requests_of_the_typical_size(batch: i
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_a_coefficient_that_is_no_duration_is_refused(value: float) -> None:
+def test_negative_or_infinite_coefficient_is_refused(value: float) -> None:
     with pytest.raises(InvalidInput, match=r"^PrefillModel\.c1 \(.*\) must be finite and not negative$"):
         PrefillModel(1.0, value, 1.0)
 
@@ -77,7 +77,7 @@ def test_a_coefficient_that_is_no_duration_is_refused(value: float) -> None:
         (lambda: STEP.decode_model(math.nan), "typical_tokens (nan) must be positive"),
     ],
 )
-def test_what_makes_no_model_is_refused_in_one_line(build: Callable[[], object], message: str) -> None:
+def test_invalid_model_parameter_is_refused_in_one_line(build: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
         build()
     assert str(refusal.value) == message

@@ -27,7 +27,7 @@ def refusal(text: str) -> str:
     return str(refused.value)
 
 
-def test_six_lines_are_a_service() -> None:
+def test_six_line_manifest_is_a_service() -> None:
     text = HEAD.replace("{name: chat}", "\n  name: chat") + "spec:\n  model: m\n  instances: 8\n"
     expected = PDService(metadata=ObjectMeta(name="chat"), spec=PDServiceSpec(model="m", instances=8))
     assert load_manifest(text, source="chat.yaml") == (expected,)
@@ -54,7 +54,7 @@ def test_pools_and_durations_are_read_as_written() -> None:
     )
 
 
-def test_off_is_a_mode_in_quotes_and_without_them_what_kubectl_reads() -> None:
+def test_unquoted_off_is_refused_with_a_hint_to_quote_it() -> None:
     (service,) = load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: 'Off'}}", source="chat.yaml")
     assert isinstance(service, PDService)
     assert service.spec.autoscaling.mode is AutoscalingMode.OFF
@@ -66,19 +66,19 @@ def test_off_is_a_mode_in_quotes_and_without_them_what_kubectl_reads() -> None:
     )
 
 
-def test_a_duration_without_a_unit_is_told_what_to_write() -> None:
+def test_duration_without_unit_is_refused_with_the_units() -> None:
     with pytest.raises(InvalidInput) as refused:
         load_manifest(HEAD + "spec: {model: m, slo: {ttft: 2}}", source="chat.yaml")
     assert str(refused.value) == "chat.yaml[0]: spec.slo.ttft (2) has no unit: write 2s, 2m or 2ms"
 
 
-def test_a_field_of_null_is_a_field_not_written() -> None:
+def test_null_field_equals_a_missing_field() -> None:
     (service,) = load_manifest(HEAD + "spec: {model: m, slo: null, drain: {timeout: }}", source="chat.yaml")
     (other,) = load_manifest(HEAD + "spec: {model: m}", source="chat.yaml")
     assert service == other
 
 
-def test_a_bare_time_is_a_time() -> None:
+def test_unquoted_time_is_accepted() -> None:
     (assignment,) = load_manifest(HEAD.replace("PDService", "PDAssignment") + ROLE, source="chat.yaml")
     assert isinstance(assignment, PDAssignment)
     assert assignment.spec.roles["chat-0"].since == 1767225600.0
@@ -219,13 +219,13 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         ),
     ],
 )
-def test_a_text_that_is_no_manifest_is_refused_in_one_line(text: str, line: str) -> None:
+def test_invalid_manifest_text_is_refused_in_one_line(text: str, line: str) -> None:
     message = refusal(text)
     assert "\n" not in message
     assert message == line or not line
 
 
-def test_the_second_of_two_documents_is_named() -> None:
+def test_error_names_the_number_of_the_document() -> None:
     text = f"{HEAD}spec: {{model: m}}\n---\n{HEAD}spec: {{}}\n"
     assert refusal(text) == "chat.yaml[1]: spec.model (nothing) is required"
 

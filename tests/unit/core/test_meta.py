@@ -30,7 +30,7 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "1.5"])
-def test_a_number_is_told_the_units_that_it_may_have_meant(text: str) -> None:
+def test_number_without_unit_is_refused_with_the_units(text: str) -> None:
     with pytest.raises(ValueError, match=f"has no unit: write {text}s, {text}m or {text}ms"):
         parse_duration(text)
 

@@ -12,24 +12,24 @@ LAPTOP = load_profile("laptop")
 FIELDS = LAPTOP.model_dump()
 
 
-def test_the_shipped_profiles_load_and_stand_above_their_floors() -> None:
+def test_shipped_profiles_load_within_their_physical_limits() -> None:
     assert {name: load_profile(name).name for name in PROFILE_NAMES} == {
         name: name
         for name in ("l70-a100-tp8", "l70-h100-tp4", "l70-h100-tp4-warm", "l8-h100", "laptop", "q32-a100")
     }
 
 
-def test_every_profile_of_real_hardware_says_that_it_was_not_measured() -> None:
+def test_profiles_of_real_hardware_say_they_were_not_measured() -> None:
     real = [load_profile(name) for name in PROFILE_NAMES if name != "laptop"]
     silent = [p.name for p in real if "published coefficients, not measured" not in p.description]
     assert silent == []
 
 
-def test_the_laptop_profile_is_loaded_by_a_handful_of_requests() -> None:
+def test_laptop_profile_saturates_at_ten_requests() -> None:
     step = LAPTOP.step_model
     one, ten = step.step_s([], [600]), step.step_s([], [600] * 10)
     prefill_tokens_s = 2000 / step.prefill_model(LAPTOP.token_budget).ttft_s(2000)
-    transfer_s = LAPTOP.link_setup_s + 2000 * LAPTOP.kv_bytes_per_token / LAPTOP.link_bytes_s
+    transfer_s = LAPTOP.link_setup_s + 2000 * LAPTOP.kv_bytes_per_token / LAPTOP.link_bytes_per_s
     assert (
         0.018 <= one <= 0.025,
         0.045 <= ten <= 0.055,
@@ -63,13 +63,13 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
         pytest.param(
             {"d2": 1e-9},
             "mine.yaml.d2 (1e-09) is below its physical floor 8.19e-08 = "
-            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_s)",
+            "kv_bytes_per_token/(tensor_parallel*hbm_bytes_per_s)",
             id="decode faster than the KV cache is read",
         ),
         pytest.param(
             {"t0": 0.001},
             "mine.yaml.t0 (0.001) is below its physical floor 0.01 = "
-            "weight_bytes/(tensor_parallel*hbm_bytes_s)",
+            "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
             id="a step faster than the weights are read",
         ),
         pytest.param({"b": float("nan")}, "mine.yaml.b (nan) must be a finite number", id="NaN"),
@@ -90,7 +90,7 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
         ),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused_with_path_value_and_rule(
+def test_impossible_profile_is_refused_with_path_value_and_rule(
     changes: dict[str, object], message: str
 ) -> None:
     assert problem_of(changes) == message

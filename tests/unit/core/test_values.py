@@ -35,4 +35,4 @@ def test_a_role_takes_its_own_phase_and_both_takes_either(role: Role, phases: se
     ],
 )
 def test_an_slo_is_met_only_by_both_latencies(ttft_s: float, tpot_s: float | None, met: bool) -> None:
-    assert SLO.met(ttft_s=ttft_s, tpot_s=tpot_s) is met
+    assert SLO.is_met(ttft_s=ttft_s, tpot_s=tpot_s) is met

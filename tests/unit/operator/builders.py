@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fulcrum_core.api import (
+    EngineIdentitySpec,
     Floors,
-    IdentitySpec,
     PDAssignment,
     PDAssignmentSpec,
     PDInstance,
@@ -15,23 +15,23 @@ from fulcrum_core.api import (
     RoleAssignment,
 )
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
-from fulcrum_operator.manifests.names import Account, ClusterSettings
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 from fulcrum_operator.plan import Observed
 from fulcrum_operator.plan.observed import EngineFacts
-from tests.unit.core.states import instance_state, router_state
+from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
-SETTINGS = ClusterSettings(
+SETTINGS = InstallationSettings(
     image="localhost/fulcrum:1",
-    operator=Account("fulcrum", "fulcrum-operator"),
-    autoscaler=Account("fulcrum", "fulcrum-autoscaler"),
+    operator=ServiceAccount("fulcrum", "fulcrum-operator"),
+    autoscaler=ServiceAccount("fulcrum", "fulcrum-autoscaler"),
 )
 P, D = Role.PREFILL, Role.DECODE
 RUNNING, STARTING, EXITED = EngineState.RUNNING, EngineState.STARTING, EngineState.EXITED
-FACTS = EngineFacts(
-    IdentitySpec(model="m", engine="simulated", kv_dtype="auto", block_size=16, tensor_parallel=1),
+ENGINE_FACTS = EngineFacts(
+    EngineIdentitySpec(model="m", engine="simulated", kv_dtype="auto", block_size=16, tensor_parallel=1),
     FlipStrategy.RELABEL,
     startup_s=7.0,
 )
@@ -78,7 +78,7 @@ def entry(role: Role, by: Actor = Actor.OPERATOR, **fields: Any) -> RoleAssignme
     return RoleAssignment.model_validate({"role": role, "since": NOW_S - 100, "by": by, **fields})
 
 
-def wish(
+def assignment_spec(
     roles: Mapping[str, RoleAssignment], *, floors: Floors | None = None, **fields: Any
 ) -> PDAssignmentSpec:
     """An assignment's spec."""
@@ -98,10 +98,12 @@ def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObse
     return EngineObservation(**{"name": name, "state": state, "restarts": 0, "endpoint": endpoint, **fields})
 
 
-def router(generation: int = 1, legs: Mapping[str, int] | None = None, **handoffs: int) -> RouterState:
+def router(
+    generation: int = 1, legs: Mapping[str, int] | None = None, **pending_transfers: int
+) -> RouterState:
     """A router that has acknowledged this generation and has so many legs on instances."""
     states = tuple(
-        instance_state(name, legs=count, open_handoffs=handoffs.get(name.replace("-", "_"), 0))
+        instance_state(name, legs=count, pending_transfers=pending_transfers.get(name.replace("-", "_"), 0))
         for name, count in (legs or {}).items()
     )
     return router_state(*states, generation=generation, acknowledged_at_s=NOW_S, at_s=NOW_S)
@@ -110,14 +112,14 @@ def router(generation: int = 1, legs: Mapping[str, int] | None = None, **handoff
 def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None, **fields: Any) -> Observed:
     """A service whose instances all serve the roles given, as if nothing had ever happened to it."""
     names = tuple(roles)
-    rolespec = wish({name: entry(role) for name, role in roles.items()})
+    rolespec = assignment_spec({name: entry(role) for name, role in roles.items()})
     instances = tuple(
         instance(
             name,
             role=role,
             endpoint=engine(name).endpoint,
-            identity=FACTS.identity.model_dump(),
-            strategy=FACTS.strategy,
+            identity=ENGINE_FACTS.identity.model_dump(),
+            flip_strategy=ENGINE_FACTS.flip_strategy,
         )
         for name, role in roles.items()
     )
@@ -128,9 +130,9 @@ def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None,
         "instances": instances,
         "assignment": assignment(rolespec),
         "engines": engines(names),
-        "facts": dict.fromkeys(names, FACTS),
+        "engine_facts": dict.fromkeys(names, ENGINE_FACTS),
         "endpoint": "http://127.0.0.1:8000",
-        "accepted": rolespec,
+        "accepted_assignment": rolespec,
     }
     return Observed(**{**given, **fields})
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec
-from fulcrum_core.hardware import hardware_of
+from fulcrum_core.hardware import resolve_hardware
 from fulcrum_core.models import ModelFacts, parse_model_config
 from fulcrum_core.values import Role, Slo
-from fulcrum_operator.engines.from_spec import engine_request
+from fulcrum_operator.engines.from_spec import build_launch_request
 from fulcrum_operator.engines.launch import EnginePlan
-from fulcrum_operator.engines.request import EngineRequest
-from fulcrum_operator.engines.vllm import POD, VERSION, plan_engine
+from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.engines.vllm import POD_PLACEMENT, VERSION, plan_engine
 from fulcrum_operator.plan.pools import desired_pools
 from tests.paths import MODELS
 
@@ -196,12 +196,12 @@ CASES = (
 )
 
 
-def facts_of(model: str) -> ModelFacts:
+def fixture_facts(model: str) -> ModelFacts:
     text = (MODELS / model / "config.json").read_text(encoding="utf-8")
     return parse_model_config(json.loads(text))
 
 
-def service_of(case: Case) -> PDService:
+def case_service(case: Case) -> PDService:
     spec = {
         "model": case.model,
         "engine": {"type": "vLLM"},
@@ -211,42 +211,42 @@ def service_of(case: Case) -> PDService:
     return PDService(metadata=ObjectMeta(name="chat"), spec=PDServiceSpec.model_validate(spec))
 
 
-def request_of(case: Case) -> EngineRequest:
-    service = service_of(case)
+def case_request(case: Case) -> LaunchRequest:
+    service = case_service(case)
     pool = desired_pools(service, ())[0].spec
-    facts = facts_of(case.model) if case.facts else None
-    return engine_request(service, pool, pool_role=pool.role, role=case.role, facts=facts)
+    facts = fixture_facts(case.model) if case.facts else None
+    return build_launch_request(service, pool, pool_role=pool.role, role=case.role, facts=facts)
 
 
-def plan_of(case: Case) -> EnginePlan:
-    return plan_engine(request_of(case), POD)
+def plan_case(case: Case) -> EnginePlan:
+    return plan_engine(case_request(case), POD_PLACEMENT)
 
 
-def request(
+def make_launch_request(
     model: str = "llama-3.1-8b", device: str = "H100-SXM", facts: ModelFacts | None = None, **changes: Any
-) -> EngineRequest:
+) -> LaunchRequest:
     """An instance of a flexible pool on one device, but for what is changed."""
-    made = EngineRequest(
+    made = LaunchRequest(
         model=model,
         pool_role="Flexible",
         slo=Slo(ttft_s=1.0, tpot_s=0.05),
         proxy_host="chat.default.svc",
-        drain_s=120.0,
-        facts=facts or facts_of(model),
-        hardware=hardware_of(device),
+        drain_timeout_s=120.0,
+        facts=facts or fixture_facts(model),
+        hardware=resolve_hardware(device),
         devices=None if device == "CPU" else 1,
         version=VERSION,
     )
     return replace(made, **changes)
 
 
-def plan(asked: EngineRequest) -> EnginePlan:
-    return plan_engine(asked, POD)
+def plan_launch(launch_request: LaunchRequest) -> EnginePlan:
+    return plan_engine(launch_request, POD_PLACEMENT)
 
 
-def chosen(asked: EngineRequest, name: str) -> str | None:
+def chosen_value(launch_request: LaunchRequest, name: str) -> str | None:
     """The value of one choice."""
-    return next((choice.value for choice in plan(asked).choices if choice.name == name), None)
+    return next((choice.value for choice in plan_launch(launch_request).choices if choice.name == name), None)
 
 
-LEFT = "left to the engine"
+LEFT_TO_ENGINE = "left to the engine"

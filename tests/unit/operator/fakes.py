@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Pods:
+class FakePods:
     """Pods as an API server keeps them. A deleted one is gone at once; who watches hears of it later."""
 
     pods: dict[str, Json] = field(default_factory=dict)
@@ -42,17 +42,17 @@ class Pods:
         return self.put(body)
 
     async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Json:
-        return copy.deepcopy(self._there(name, namespace))
+        return copy.deepcopy(self._find(name, namespace))
 
     async def patch(self, _kind: ObjectKind, name: str, patch: Json, *, namespace: str) -> Json:
-        pod = self._there(name, namespace)
+        pod = self._find(name, namespace)
         labels = {**pod["metadata"]["labels"], **patch["metadata"]["labels"]}
         return self.put(pod | {"metadata": pod["metadata"] | {"labels": labels}})
 
     async def delete(
         self, _kind: ObjectKind, name: str, *, namespace: str, uid: str, grace_s: float | None = None
     ) -> None:
-        pod = self._there(name, namespace)
+        pod = self._find(name, namespace)
         assert uid == pod["metadata"]["uid"]
         self.graces_s.append(grace_s)
         self.log.append(("delete", pod))
@@ -66,7 +66,7 @@ class Pods:
         self.pods[meta["name"]] = made
         return copy.deepcopy(made)
 
-    def _there(self, name: str, namespace: str) -> Json:
+    def _find(self, name: str, namespace: str) -> Json:
         assert namespace == "default"
         if name not in self.pods:
             raise NotFound(name)

@@ -8,50 +8,54 @@ import pytest
 from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_operator.__main__ import Candidate, _parser
-from fulcrum_operator.controller.metrics import Meters
+from fulcrum_operator.controller.metrics import Metrics
 
 pytestmark = pytest.mark.looptime
 
 ARGS = ["--image", "i", "--lease-namespace", "fulcrum", "--identity", "operator-0", "--token-file", "/t"]
 
 
-class Leases:
+class FailingLeases:
     """Where the Lease would be, if anything answered."""
 
     def __init__(self, failure: Exception) -> None:
-        self.failure, self.asked = failure, set[str]()
+        self.failure, self.requested = failure, set[str]()
 
     async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> dict[str, Any]:
-        self.asked.add(f"{namespace}/{name}")
+        self.requested.add(f"{namespace}/{name}")
         raise self.failure
 
 
-def candidate(leases: Leases, stop: asyncio.Event, *args: str) -> Candidate:
+def candidate(leases: FailingLeases, stop: asyncio.Event, *args: str) -> Candidate:
     cluster: Any = None
     lease: Any = leases
-    return Candidate(cluster, lease, _parser().parse_args([*ARGS, *args]), Meters(), stop)
+    return Candidate(cluster, lease, _parser().parse_args([*ARGS, *args]), Metrics(), stop)
 
 
-async def test_who_is_started_without_an_api_server_waits_for_it_and_is_not_started_again() -> None:
+async def test_a_candidate_without_an_api_server_waits_and_stays_healthy() -> None:
     stop = asyncio.Event()
-    standing = candidate(Leases(StoreUnavailable("away")), stop)
-    work = asyncio.get_running_loop().create_task(standing.run())
+    process = candidate(FailingLeases(StoreUnavailable("away")), stop)
+    work = asyncio.get_running_loop().create_task(process.run())
     await asyncio.sleep(600)
-    assert (standing.dead(), standing.unready(), work.done()) == (None, "has not seen the lease", False)
+    assert (process.unhealthy_reason(), process.unready_reason(), work.done()) == (
+        None,
+        "has not read the Lease yet",
+        False,
+    )
     stop.set()
     assert await work == 0
 
 
-async def test_who_stands_for_election_no_more_ends_with_an_error() -> None:
+async def test_a_candidate_whose_election_ends_is_unhealthy_and_exits_with_1() -> None:
     stop = asyncio.Event()
-    standing = candidate(Leases(KeyError("metadata")), stop)
-    assert (await standing.run(), standing.dead()) == (1, "stands for election no more")
+    process = candidate(FailingLeases(KeyError("metadata")), stop)
+    assert (await process.run(), process.unhealthy_reason()) == (1, "leader election has ended")
 
 
-async def test_operators_of_two_releases_in_one_namespace_do_not_wait_for_each_other() -> None:
-    asked = set[str]()
+async def test_operators_of_two_releases_in_one_namespace_use_two_leases() -> None:
+    requested = set[str]()
     for release in ("a-fulcrum-operator", "b-fulcrum-operator"):
-        leases = Leases(KeyError("metadata"))
-        await candidate(leases, asyncio.Event(), "--account", release).run()
-        asked |= leases.asked
-    assert asked == {"fulcrum/a-fulcrum-operator", "fulcrum/b-fulcrum-operator"}
+        leases = FailingLeases(KeyError("metadata"))
+        await candidate(leases, asyncio.Event(), "--service-account", release).run()
+        requested |= leases.requested
+    assert requested == {"fulcrum/a-fulcrum-operator", "fulcrum/b-fulcrum-operator"}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_core.models import excerpt
+from fulcrum_core.models import excerpt_config
 from fulcrum_operator.model_reader import (
-    LAST_WORDS_BYTES,
-    Unreadable,
-    last_words,
+    REPORT_BYTES_MAX,
+    ConfigUnreadable,
+    excerpt_report,
     main,
     read_folder,
     read_hub,
@@ -21,7 +21,7 @@ from fulcrum_operator.model_reader import (
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "_name_or_path": "x"}
 BODY = json.dumps(CONFIG).encode()
-PLACE = "/acme/model/resolve/main/config.json"
+CONFIG_PATH = "/acme/model/resolve/main/config.json"
 
 
 @dataclass
@@ -29,23 +29,23 @@ class Hub:
     """What it holds by path, as (status, body); a body of text with a redirect is where to."""
 
     url: str = ""
-    holds: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    responses: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     failures: int = 0
     """So many requests are answered 503 first."""
-    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Authorization."""
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    made = Hub()
+    running_hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            made.asked.append((self.path, self.headers.get("authorization")))
-            status, body = made.holds.get(self.path, (404, b""))
-            if made.failures:
-                made.failures, status, body = made.failures - 1, 503, b""
+            running_hub.requests.append((self.path, self.headers.get("authorization")))
+            status, body = running_hub.responses.get(self.path, (404, b""))
+            if running_hub.failures:
+                running_hub.failures, status, body = running_hub.failures - 1, 503, b""
             self.send_response(status)
             if status in (302, 307):
                 self.send_header("location", body.decode())
@@ -59,42 +59,42 @@ def hub() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    made.url = f"http://127.0.0.1:{server.server_address[1]}"
+    running_hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield made
+        yield running_hub
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
-def ask(hub: Hub, model: str = "acme/model", revision: str = "main", token: str = "") -> bytes:
+def fetch_config(hub: Hub, model: str = "acme/model", revision: str = "main", token: str = "") -> bytes:
     """What the reader gets, without waiting between tries."""
     return read_hub(model, revision, hub=hub.url, token=token, pause=lambda _: None)
 
 
-def test_a_hub_is_asked_for_the_revision_with_the_token(hub: Hub) -> None:
-    hub.holds["/acme/model/resolve/refs%2Fpr%2F1/config.json"] = 200, BODY
-    assert ask(hub, revision="refs/pr/1", token="secret") == BODY
-    assert hub.asked == [("/acme/model/resolve/refs%2Fpr%2F1/config.json", "Bearer secret")]
+def test_hub_request_has_the_revision_and_the_token(hub: Hub) -> None:
+    hub.responses["/acme/model/resolve/refs%2Fpr%2F1/config.json"] = 200, BODY
+    assert fetch_config(hub, revision="refs/pr/1", token="secret") == BODY
+    assert hub.requests == [("/acme/model/resolve/refs%2Fpr%2F1/config.json", "Bearer secret")]
 
 
 def test_a_redirect_is_followed(hub: Hub) -> None:
-    hub.holds |= {PLACE: (307, b"/api/elsewhere"), "/api/elsewhere": (200, BODY)}
-    assert ask(hub) == BODY
+    hub.responses |= {CONFIG_PATH: (307, b"/api/elsewhere"), "/api/elsewhere": (200, BODY)}
+    assert fetch_config(hub) == BODY
 
 
 def test_a_token_goes_to_no_other_host(hub: Hub) -> None:
     elsewhere = hub.url.replace("127.0.0.1", "localhost")
-    hub.holds |= {PLACE: (302, f"{elsewhere}/store".encode()), "/store": (200, BODY)}
-    assert ask(hub, token="secret") == BODY
-    assert hub.asked == [(PLACE, "Bearer secret"), ("/store", None)]
+    hub.responses |= {CONFIG_PATH: (302, f"{elsewhere}/store".encode()), "/store": (200, BODY)}
+    assert fetch_config(hub, token="secret") == BODY
+    assert hub.requests == [(CONFIG_PATH, "Bearer secret"), ("/store", None)]
 
 
-def test_a_hub_that_cannot_now_is_asked_again(hub: Hub) -> None:
-    hub.holds[PLACE] = 200, BODY
+def test_unavailable_hub_is_tried_again(hub: Hub) -> None:
+    hub.responses[CONFIG_PATH] = 200, BODY
     hub.failures = 2
-    assert ask(hub) == BODY
+    assert fetch_config(hub) == BODY
 
 
 @pytest.mark.parametrize(
@@ -106,45 +106,45 @@ def test_a_hub_that_cannot_now_is_asked_again(hub: Hub) -> None:
         (500, "answers with status 500"),
     ],
 )
-def test_a_refusal_says_what_to_do(hub: Hub, status: int, why: str) -> None:
-    hub.holds[PLACE] = status, b""
-    with pytest.raises(Unreadable) as refused:
-        ask(hub)
-    assert str(refused.value) == f"{hub.url}{PLACE}: {why}"
-    assert len(hub.asked) == (3 if status == 500 else 1), "what will not change is asked once"
+def test_hub_error_says_what_to_do(hub: Hub, status: int, why: str) -> None:
+    hub.responses[CONFIG_PATH] = status, b""
+    with pytest.raises(ConfigUnreadable) as refused:
+        fetch_config(hub)
+    assert str(refused.value) == f"{hub.url}{CONFIG_PATH}: {why}"
+    assert len(hub.requests) == (3 if status == 500 else 1), "what will not change is asked once"
 
 
-def test_a_hub_that_is_away_is_named() -> None:
-    nobody = Hub(url="http://127.0.0.1:1")
-    with pytest.raises(Unreadable, match=r"http://127.0.0.1:1/acme/model/.*refused"):
-        ask(nobody)
+def test_unreachable_hub_is_named_in_the_error() -> None:
+    unreachable = Hub(url="http://127.0.0.1:1")
+    with pytest.raises(ConfigUnreadable, match=r"http://127.0.0.1:1/acme/model/.*refused"):
+        fetch_config(unreachable)
 
 
-def test_what_is_no_name_at_a_hub_is_not_asked_for(hub: Hub) -> None:
-    with pytest.raises(Unreadable, match=r"spec.model \(/opt/model\) is no name at a hub"):
-        ask(hub, model="/opt/model")
-    assert hub.asked == []
+def test_name_that_no_hub_can_have_is_not_requested(hub: Hub) -> None:
+    with pytest.raises(ConfigUnreadable, match=r"spec.model \(/opt/model\) is no name at a hub"):
+        fetch_config(hub, model="/opt/model")
+    assert hub.requests == []
 
 
-def test_a_file_that_cannot_be_one_is_not_read_to_its_end(hub: Hub) -> None:
-    hub.holds[PLACE] = 200, b" " * (2**22 + 1)
-    with pytest.raises(Unreadable, match="is longer than"):
-        ask(hub)
+def test_oversized_config_is_not_read_to_its_end(hub: Hub) -> None:
+    hub.responses[CONFIG_PATH] = 200, b" " * (2**22 + 1)
+    with pytest.raises(ConfigUnreadable, match="is longer than"):
+        fetch_config(hub)
 
 
 @pytest.mark.parametrize(
-    ("path", "beside"),
+    ("path", "listing"),
     [("", " holds llama"), ("lama", " holds llama"), ("llama", "/llama is empty"), ("a/b", None)],
     ids=["a folder too high", "a misspelled folder", "an empty folder", "no folder near it"],
 )
-def test_a_folder_without_one_is_told_with_what_is_there(
-    tmp_path: Path, path: str, beside: str | None
+def test_error_for_a_missing_config_lists_what_the_folder_holds(
+    tmp_path: Path, path: str, listing: str | None
 ) -> None:
     (tmp_path / "llama").mkdir()
-    with pytest.raises(Unreadable) as refused:
+    with pytest.raises(ConfigUnreadable) as refused:
         read_folder(tmp_path / path)
     missing = f"{tmp_path / path}/config.json: No such file or directory"
-    assert str(refused.value) == (missing if beside is None else f"{missing}; {tmp_path}{beside}")
+    assert str(refused.value) == (missing if listing is None else f"{missing}; {tmp_path}{listing}")
 
 
 @pytest.mark.parametrize(
@@ -159,33 +159,35 @@ def test_a_folder_without_one_is_told_with_what_is_there(
         ),
     ],
 )
-def test_what_is_no_description_of_a_model_has_a_reason(body: bytes, why: str) -> None:
-    with pytest.raises(Unreadable) as refused:
-        last_words(body)
+def test_invalid_config_is_refused_with_a_reason(body: bytes, why: str) -> None:
+    with pytest.raises(ConfigUnreadable) as refused:
+        excerpt_report(body)
     assert str(refused.value) == why
 
 
-def test_its_last_words_are_the_excerpt(tmp_path: Path) -> None:
+def test_success_report_is_the_config_excerpt(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(BODY)
     report = tmp_path / "said"
     with pytest.raises(SystemExit) as ended:
         main(["--folder", str(tmp_path), "--report", str(report)])
-    assert (ended.value.code, json.loads(report.read_text())) == (0, excerpt(CONFIG))
+    assert (ended.value.code, json.loads(report.read_text())) == (0, excerpt_config(CONFIG))
 
 
-def test_its_last_words_are_one_line_that_says_why(tmp_path: Path) -> None:
+def test_failure_report_is_one_line_within_the_size_limit(tmp_path: Path) -> None:
     report, folder = tmp_path / "said", tmp_path / ("long\n" * 40) / ("x" * 200)
     with pytest.raises(SystemExit) as ended:
         main(["--folder", str(folder), "--report", str(report)])
     said = report.read_text()
     assert (ended.value.code, said.count("\n")) == (1, 0)
-    assert len(said.encode()) <= LAST_WORDS_BYTES
+    assert len(said.encode()) <= REPORT_BYTES_MAX
 
 
-def test_a_hub_of_the_users_own_is_asked(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.holds[PLACE] = 200, BODY
+def test_hub_url_and_token_come_from_the_environment(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.responses[CONFIG_PATH] = 200, BODY
     monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     with pytest.raises(SystemExit) as ended:
         main(["--model", "acme/model", "--report", str(tmp_path / "said")])
-    assert (ended.value.code, hub.asked) == (0, [(PLACE, "Bearer secret")])
+    assert (ended.value.code, hub.requests) == (0, [(CONFIG_PATH, "Bearer secret")])

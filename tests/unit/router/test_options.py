@@ -6,7 +6,7 @@ import pytest
 
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
-from fulcrum_router.options import Options, parse_options
+from fulcrum_router.options import RouterOptions, parse_options
 
 
 @pytest.fixture
@@ -16,9 +16,9 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_store_and_a_token(token: Path) -> None:
+def test_a_local_router_takes_a_store_and_a_token_file(token: Path) -> None:
     given = ["--service", "chat", "--store", "unix:/s", "--token-file", str(token), "--port", "8000"]
-    assert parse_options(given) == Options(
+    assert parse_options(given) == RouterOptions(
         service="chat",
         namespace="default",
         host="127.0.0.1",
@@ -35,13 +35,13 @@ IN_POD = (
     *("--service", "chat", "--namespace", "prod", "--store", "in-cluster", "--host", "0.0.0.0"),
     *("--port", "8000", "--state-port", "9091", "--lease", "chat-router"),
     *("--state-callers", "system:serviceaccount:fulcrum:operator,system:serviceaccount:fulcrum:autoscaler"),
-    *("--identity", "chat-router-x7", "--address", "10.0.0.7"),
+    *("--identity", "chat-router-x7", "--advertise-address", "10.0.0.7"),
 )
 
 
-def test_a_router_in_a_pod() -> None:
+def test_a_router_in_a_pod_takes_a_lease_and_state_callers() -> None:
     options = parse_options(IN_POD)
-    assert options == Options(
+    assert options == RouterOptions(
         service="chat",
         namespace="prod",
         host="0.0.0.0",
@@ -56,12 +56,12 @@ def test_a_router_in_a_pod() -> None:
         static=(),
         lease="chat-router",
         identity="chat-router-x7",
-        address="10.0.0.7",
+        advertise_address="10.0.0.7",
     )
     assert options.has_state_port
 
 
-def test_static_endpoints() -> None:
+def test_static_endpoints_are_listed_with_their_roles() -> None:
     options = parse_options(["--static", "prefill=a:1,b:2", "decode=[::1]:3"])
     expected = ((Role.PREFILL, "a", 1), (Role.PREFILL, "b", 2), (Role.DECODE, "::1", 3))
     assert (options.static, options.token) == (expected, None)
@@ -89,10 +89,12 @@ def test_static_endpoints() -> None:
             id="a caller that is no account",
         ),
         pytest.param(
-            [*IN_POD, "--address", "chat-0"], "--address (chat-0) is not an IP address", id="a name"
+            [*IN_POD, "--advertise-address", "chat-0"],
+            "--advertise-address (chat-0) is not an IP address",
+            id="a name",
         ),
         pytest.param(
-            [*IN_POD[:-4], "--address", "10.0.0.7"],
+            [*IN_POD[:-4], "--advertise-address", "10.0.0.7"],
             "--identity (nothing) and --lease go together",
             id="a lease of nobody",
         ),
@@ -115,13 +117,13 @@ def test_static_endpoints() -> None:
         ),
     ],
 )
-def test_bad_arguments(arguments: list[str], line: str) -> None:
+def test_bad_arguments_raise_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_options(arguments)
     assert str(caught.value).startswith(line)
 
 
-def test_an_empty_token_is_none(tmp_path: Path) -> None:
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     empty = tmp_path / "token"
     empty.write_text("\n")
     with pytest.raises(InvalidInput, match="is empty"):

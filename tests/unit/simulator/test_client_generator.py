@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import LoadGenerator, Target
+from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.text import count_tokens, output_token, prompt_digest
 from fulcrum_simulator.workload import WorkloadRequest
 
-Answer = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
+Responder = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def service(answer: Answer) -> AsyncIterator[int]:
-    """A service that reads requests on kept-alive connections and lets `answer` write; gives its port."""
+async def run_service(respond: Responder) -> AsyncIterator[int]:
+    """A service that reads requests on kept-alive connections and lets `respond` write; gives its port."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,7 +25,7 @@ async def service(answer: Answer) -> AsyncIterator[int]:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-                await answer(json.loads(await reader.readexactly(length)), writer)
+                await respond(json.loads(await reader.readexactly(length)), writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -46,7 +46,7 @@ def chunk(data: bytes) -> bytes:
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
-def stream_of(body: dict[str, object]) -> list[bytes]:
+def events_of(body: dict[str, object]) -> list[bytes]:
     prompt = str(body["prompt"]).encode()
     digest, tokens = prompt_digest(prompt), int(str(body["max_tokens"]))
     events: list[object] = [{"choices": [{"text": output_token(digest, index)}]} for index in range(tokens)]
@@ -59,89 +59,89 @@ def stream_of(body: dict[str, object]) -> list[bytes]:
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def answer_right(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+async def respond_right(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD)
-    for event in stream_of(body):
+    for event in events_of(body):
         writer.write(chunk(event))
     writer.write(b"0\r\n\r\n")
     await writer.drain()
 
 
-async def answer_nothing(_body: dict[str, object], _writer: asyncio.StreamWriter) -> None:
+async def never_respond(_body: dict[str, object], _writer: asyncio.StreamWriter) -> None:
     await asyncio.Event().wait()
 
 
-async def answer_half(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
-    writer.write(HEAD + chunk(stream_of(body)[0]))
+async def respond_half(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD + chunk(events_of(body)[0]))
     await writer.drain()
     writer.close()
 
 
-def generator(port: int, *, max_connections: int = 64) -> LoadGenerator:
-    target = Target(host="127.0.0.1", port=port, model="m", max_connections=max_connections)
+def make_generator(port: int, *, max_connections: int = 64) -> LoadGenerator:
+    target = LoadTarget(host="127.0.0.1", port=port, model="m", max_connections=max_connections)
     return LoadGenerator(target, slo=Slo(ttft_s=5.0, tpot_s=1.0), seed=3)
 
 
-def at_once(count: int) -> list[WorkloadRequest]:
+def simultaneous_requests(count: int) -> list[WorkloadRequest]:
     return [WorkloadRequest(0.0, 20, 4) for _ in range(count)]
 
 
-async def test_right_answers_are_all_ok_and_connections_are_kept() -> None:
-    async with service(answer_right) as port:
-        load = generator(port)
+async def test_correct_responses_are_ok_and_connections_are_reused() -> None:
+    async with run_service(respond_right) as port:
+        load = make_generator(port)
         for _ in range(3):
-            await load.play(at_once(5))
+            await load.send(simultaneous_requests(5))
         await load.finish(timeout_s=20.0)
-        report = load.tally.report()
+        report = load.results.report()
     assert (report.offered, report.ok, report.in_flight, report.output_tokens) == (15, 15, 0, 60)
-    assert (report.attainment, report.reasons, report.held_back) == (1.0, {}, 0)
+    assert (report.attainment, report.reasons, report.connection_waits) == (1.0, {}, 0)
 
 
-async def test_requests_beyond_the_connection_limit_are_held_back_and_said() -> None:
-    async with service(answer_right) as port:
-        load = generator(port, max_connections=2)
-        await load.play(at_once(6))
+async def test_requests_beyond_the_connection_limit_wait_and_are_counted() -> None:
+    async with run_service(respond_right) as port:
+        load = make_generator(port, max_connections=2)
+        await load.send(simultaneous_requests(6))
         await load.finish(timeout_s=20.0)
-        report = load.tally.report()
-    assert (report.offered, report.ok, report.held_back) == (6, 6, 4)
+        report = load.results.report()
+    assert (report.offered, report.ok, report.connection_waits) == (6, 6, 4)
 
 
 async def test_what_is_unfinished_at_the_end_is_accounted_for() -> None:
-    async with service(answer_nothing) as port:
-        load = generator(port, max_connections=2)
-        await load.play(at_once(3))
+    async with run_service(never_respond) as port:
+        load = make_generator(port, max_connections=2)
+        await load.send(simultaneous_requests(3))
         await load.finish(timeout_s=0.05)
-        report = load.tally.report()
+        report = load.results.report()
     assert (report.offered, report.failed, report.in_flight) == (3, 3, 0)
     assert report.reasons == {"unfinished when the run ended": 3}
 
 
-async def test_a_stream_cut_without_a_word_is_broken_silently() -> None:
-    async with service(answer_half) as port:
-        load = generator(port, max_connections=1)
-        await load.play(at_once(3))
+async def test_a_stream_cut_without_an_error_event_is_broken_silently() -> None:
+    async with run_service(respond_half) as port:
+        load = make_generator(port, max_connections=1)
+        await load.send(simultaneous_requests(3))
         await load.finish(timeout_s=20.0)
-        report = load.tally.report()
+        report = load.results.report()
     assert (report.broken, report.broken_silently, report.attainment) == (3, 3, 0.0)
 
 
-async def test_a_service_that_is_not_there_fails_every_request() -> None:
-    async with service(answer_right) as port:
+async def test_an_unreachable_service_fails_every_request() -> None:
+    async with run_service(respond_right) as port:
         pass
-    load = generator(port, max_connections=1)
-    await load.play(at_once(3))
+    load = make_generator(port, max_connections=1)
+    await load.send(simultaneous_requests(3))
     await load.finish(timeout_s=20.0)
-    report = load.tally.report()
+    report = load.results.report()
     assert (report.failed, report.reasons) == (3, {"cannot connect: ConnectionRefusedError": 3})
 
 
 async def test_requests_are_sent_at_their_times_even_if_the_service_hangs() -> None:
-    async with service(answer_nothing) as port:
-        load = generator(port)
+    async with run_service(never_respond) as port:
+        load = make_generator(port)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        await load.play([WorkloadRequest(n * 0.02, 20, 4) for n in range(5)], start_s=start_s)
+        await load.send([WorkloadRequest(n * 0.02, 20, 4) for n in range(5)], start_s=start_s)
         took_s = loop.time() - start_s
         await load.close()
     assert took_s >= 0.08
-    assert load.tally.offered == 5
+    assert load.results.offered == 5

@@ -12,14 +12,14 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_simulator.engine import (
     Engine,
+    EngineGauges,
     EngineRequest,
     Finished,
     FinishReason,
-    Gauges,
+    OutputToken,
     Preempted,
     Samples,
     Step,
-    TokenOut,
 )
 
 COEFFICIENTS = {"t0": 0.5, "b": 0.125, "c": 0.0, "d1": 0.0625, "d2": 0.03125, "mixed_factor": 2.0}
@@ -39,14 +39,14 @@ def request(name: str, prompt: int, output: int = 1, **fields: Any) -> EngineReq
     return EngineRequest(id=name, prompt_tokens=prompt, max_tokens=output, **{**defaults, **fields})
 
 
-def shape(step: Step) -> tuple[int, int]:
+def sizes_of(step: Step) -> tuple[int, int]:
     """Prompt tokens and decodes of a step."""
     return step.prefill_tokens, step.decodes
 
 
-def told(event: object) -> str:
+def describe(event: object) -> str:
     match event:
-        case TokenOut(name, index, _):
+        case OutputToken(name, index, _):
             return f"{name}{index}"
         case Preempted(name):
             return f"{name} preempted"
@@ -59,7 +59,7 @@ def steps_of(engine: Engine, now_s: float = 0.0) -> Iterator[tuple[tuple[int, in
     """Run until nothing is left: each step's shape and what it gave."""
     while (step := engine.start_step(now_s)) is not None:
         now_s += step.duration_s
-        yield shape(step), [told(event) for event in engine.finish_step(now_s)]
+        yield sizes_of(step), [describe(event) for event in engine.finish_step(now_s)]
 
 
 def trace(*requests: EngineRequest, **changes: float) -> list[tuple[tuple[int, int], list[str]]]:
@@ -81,14 +81,14 @@ def test_one_request_goes_from_prompt_to_last_token() -> None:
     digest = request("a", 6).digest
     assert (prefill, first) == (
         Step(duration_s=0.5 + 6 * 0.125, prefill_tokens=6, decodes=0, context_tokens=0),
-        [TokenOut("a", 0, digest)],
+        [OutputToken("a", 0, digest)],
     )
     assert (decode, second) == (
         Step(duration_s=0.5 + 0.0625 + 7 * 0.03125, prefill_tokens=0, decodes=1, context_tokens=7),
-        [TokenOut("a", 1, digest)],
+        [OutputToken("a", 1, digest)],
     )
     assert last == [
-        TokenOut("a", 2, digest),
+        OutputToken("a", 2, digest),
         Finished(
             request_id="a",
             reason=FinishReason.LENGTH,
@@ -211,9 +211,9 @@ def test_a_prompt_in_a_mixed_step_is_slowed_by_the_factor() -> None:
     )
 
 
-def test_noise_is_a_factor_on_each_step() -> None:
+def test_jitter_is_a_factor_on_each_step() -> None:
     factors = iter([1.5, 0.5])
-    it = Engine(profile(), engine_id="engine-1", step_noise=lambda: next(factors))
+    it = Engine(profile(), engine_id="engine-1", step_jitter=lambda: next(factors))
     it.submit(request("a", 4, 2))
     first = it.start_step(0.0)
     it.finish_step(1.0)
@@ -263,11 +263,11 @@ def test_the_prefix_unused_for_longest_is_overwritten_first_and_from_its_tail() 
     list(steps_of(it))
     it.submit(request("b again", 16, block_hashes=hashes("b0", "b1", "b2", "b3")))
     it.submit(request("a again", 16, block_hashes=hashes("a0", "a1", "a2", "a3"), arrival_s=1.0))
-    ends = {e.request_id: e.cached_tokens for e in drain(it) if isinstance(e, Finished)}
+    ends = {e.request_id: e.cached_tokens for e in run_to_end(it) if isinstance(e, Finished)}
     assert ends == {"b again": 12, "a again": 8}  # c took the last two blocks of a
 
 
-def drain(engine: Engine, now_s: float = 0.0) -> list[object]:
+def run_to_end(engine: Engine, now_s: float = 0.0) -> list[object]:
     events: list[object] = []
     while (step := engine.start_step(now_s)) is not None:
         now_s += step.duration_s
@@ -291,7 +291,7 @@ def test_abort_frees_what_a_request_holds_wherever_it_is() -> None:
         None,
     ]
     assert (it.finish_step(2.0), it.start_step(2.0)) == ([], None)
-    assert it.gauges == Gauges(
+    assert it.gauges == EngineGauges(
         running=0,
         waiting_capacity=0,
         waiting_deferred=0,
@@ -323,7 +323,7 @@ def test_latencies_are_sampled_from_arrival_on() -> None:
         (request("live", 4), "request id (live) is in use"),
     ],
 )
-def test_what_can_never_run_is_refused(bad: EngineRequest, message: str) -> None:
+def test_a_request_that_can_never_run_is_rejected(bad: EngineRequest, message: str) -> None:
     it = engine()
     it.submit(request("live", 4))
     with pytest.raises(InvalidInput) as refusal:
@@ -331,7 +331,7 @@ def test_what_can_never_run_is_refused(bad: EngineRequest, message: str) -> None
     assert str(refusal.value) == message
 
 
-def test_steps_start_and_finish_by_turns() -> None:
+def test_a_step_must_finish_before_the_next_starts() -> None:
     it = engine()
     it.submit(request("a", 4))
     with pytest.raises(RuntimeError, match="start one first"):
@@ -359,13 +359,13 @@ def test_a_block_is_shared_only_once_it_is_full() -> None:
     it.finish_step(1.0)  # six tokens: one full block and a half
     it.abort("a", 1.0)
     it.submit(request("b", 10, block_hashes=hashes("h0", "h1")))
-    assert [e.cached_tokens for e in drain(it) if isinstance(e, Finished)] == [4]
+    assert [e.cached_tokens for e in run_to_end(it) if isinstance(e, Finished)] == [4]
 
 
 def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_twice() -> None:
     it = engine(kv_capacity_tokens=16)
     it.submit(request("cached", 8, block_hashes=hashes("h0", "h1")))
-    drain(it)
+    run_to_end(it)
     it.submit(request("holds one", 4, 3))
     it.start_step(0.0)
     it.finish_step(1.0)
@@ -375,7 +375,7 @@ def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_twice() -> None
     )
 
 
-def test_nobody_is_admitted_beside_an_eviction() -> None:
+def test_no_request_is_admitted_in_a_step_with_a_preemption() -> None:
     it = engine(kv_capacity_tokens=16)
     it.submit(request("a", 4, 9))
     it.submit(request("b", 4, 9, arrival_s=1.0))
@@ -392,7 +392,7 @@ def test_a_prompt_computed_again_is_counted_as_it_was_at_first() -> None:
     it = engine(kv_capacity_tokens=12)
     it.submit(request("a", 4, 4))
     it.submit(request("b", 4, 3, block_hashes=hashes("h0")))
-    ends = {e.request_id: e for e in drain(it) if isinstance(e, Finished)}
+    ends = {e.request_id: e for e in run_to_end(it) if isinstance(e, Finished)}
     assert (ends["b"].preemptions, ends["b"].computed_tokens, ends["b"].cached_tokens) == (1, 4, 0)
     counted = (
         it.stats.prefix_queries,

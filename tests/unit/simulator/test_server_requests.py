@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulcrum_simulator.engine import ExportKv, ImportKv, KvExport, NoHandoff
+from fulcrum_simulator.engine import ExportedKv, KvExportRequest, KvImportRequest, NoKvTransfer
 from fulcrum_simulator.server.faults import Fault, FaultKind, parse_fault
-from fulcrum_simulator.server.handoff import answer_params, read_handoff
-from fulcrum_simulator.server.requests import Ask, Refused, parse_ask, parse_body
+from fulcrum_simulator.server.kv_transfer_params import build_kv_transfer_params, parse_kv_transfer_params
+from fulcrum_simulator.server.requests import (
+    GenerateRequest,
+    RequestRejected,
+    parse_body,
+    parse_generate_request,
+)
 from fulcrum_simulator.text import render_chat
 
 JSON = st.recursive(
@@ -41,7 +46,7 @@ FIELDS = st.sampled_from(
         "temperature",
     ]
 )
-COMPLETE = {
+COMPLETE_PARAMS = {
     "do_remote_prefill": True,
     "remote_block_ids": [[3, 4]],
     "remote_engine_id": "e",
@@ -51,13 +56,13 @@ COMPLETE = {
 }
 
 
-def ask(body: dict[str, Any], *, chat: bool = False) -> Ask:
+def parse(body: dict[str, Any], *, chat: bool = False) -> GenerateRequest:
     """The request that an engine of 100 tokens reads in this body."""
-    return parse_ask(body, chat=chat, model="m", max_model_tokens=100)
+    return parse_generate_request(body, chat=chat, model="m", max_model_tokens=100)
 
 
 def test_a_completion_has_defaults_for_all_but_its_prompt() -> None:
-    assert ask({"model": "m", "prompt": "abcdefgh"}) == Ask(
+    assert parse({"model": "m", "prompt": "abcdefgh"}) == GenerateRequest(
         chat=False,
         model="m",
         prompt=b"abcdefgh",
@@ -71,7 +76,7 @@ def test_a_completion_has_defaults_for_all_but_its_prompt() -> None:
     )
 
 
-def test_everything_that_changes_what_the_engine_does_is_read() -> None:
+def test_every_field_that_affects_the_engine_is_parsed() -> None:
     body = {
         "model": "m",
         "messages": [
@@ -87,7 +92,7 @@ def test_everything_that_changes_what_the_engine_does_is_read() -> None:
         "temperature": 0.3,
     }
     prompt = render_chat([{"role": "user", "content": "hi!"}])
-    assert ask(body, chat=True) == Ask(
+    assert parse(body, chat=True) == GenerateRequest(
         chat=True,
         model="m",
         prompt=prompt,
@@ -102,85 +107,89 @@ def test_everything_that_changes_what_the_engine_does_is_read() -> None:
 
 
 def test_a_chat_without_a_limit_may_fill_the_model() -> None:
-    found = ask({"messages": [{"role": "user", "content": "hi"}]}, chat=True)
+    found = parse({"messages": [{"role": "user", "content": "hi"}]}, chat=True)
     assert found.max_tokens == 100 - found.prompt_tokens
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_token_ids_count_as_many_tokens_as_there_are(prompt: list[Any]) -> None:
-    assert ask({"prompt": prompt}).prompt_tokens == 3
+    assert parse({"prompt": prompt}).prompt_tokens == 3
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b"\xff"])
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(RequestRejected) as refusal:
         parse_body(raw)
     assert refusal.value.status == 400
 
 
 @given(st.dictionaries(FIELDS, JSON), st.booleans())
-def test_any_body_is_either_read_or_refused(body: dict[str, Any], chat: bool) -> None:
-    with contextlib.suppress(Refused):
-        found = ask(body, chat=chat)
+def test_any_body_is_either_parsed_or_rejected(body: dict[str, Any], chat: bool) -> None:
+    with contextlib.suppress(RequestRejected):
+        found = parse(body, chat=chat)
         assert 1 <= found.max_tokens <= 100 - found.prompt_tokens
 
 
-@given(st.dictionaries(st.sampled_from([*COMPLETE, "do_remote_decode", "other"]), JSON))
-def test_any_parameters_can_be_read(params: dict[str, Any]) -> None:
-    assert isinstance(read_handoff(params), NoHandoff | ExportKv | ImportKv)
+@given(st.dictionaries(st.sampled_from([*COMPLETE_PARAMS, "do_remote_decode", "other"]), JSON))
+def test_any_kv_transfer_parameters_can_be_parsed(params: dict[str, Any]) -> None:
+    assert isinstance(parse_kv_transfer_params(params), NoKvTransfer | KvExportRequest | KvImportRequest)
 
 
 @pytest.mark.parametrize(
     ("params", "expected"),
     [
-        pytest.param(None, NoHandoff(), id="none"),
-        pytest.param({}, NoHandoff(), id="empty"),
-        pytest.param({"do_remote_decode": False}, NoHandoff(), id="neither leg"),
-        pytest.param({"do_remote_decode": True, "do_remote_prefill": False}, ExportKv(), id="prefill leg"),
+        pytest.param(None, NoKvTransfer(), id="none"),
+        pytest.param({}, NoKvTransfer(), id="empty"),
+        pytest.param({"do_remote_decode": False}, NoKvTransfer(), id="neither leg"),
         pytest.param(
-            COMPLETE | {"field_of_a_later_version": 1},
-            ImportKv(
+            {"do_remote_decode": True, "do_remote_prefill": False}, KvExportRequest(), id="prefill leg"
+        ),
+        pytest.param(
+            COMPLETE_PARAMS | {"field_of_a_later_version": 1},
+            KvImportRequest(
                 engine_id="e", request_id="cmpl-x-0-12345678", block_ids=(3, 4), host="10.0.0.1", port=5600
             ),
             id="decode leg",
         ),
         pytest.param(
             {"do_remote_prefill": True},
-            ImportKv(engine_id="None", request_id=None, block_ids=None, host="None", port=0),
+            KvImportRequest(engine_id="None", request_id=None, block_ids=None, host="None", port=0),
             id="malformed: kills",
         ),
         pytest.param(
-            {name: value for name, value in COMPLETE.items() if name != "remote_request_id"},
-            ImportKv(engine_id="e", request_id=None, block_ids=(3, 4), host="10.0.0.1", port=5600),
+            {name: value for name, value in COMPLETE_PARAMS.items() if name != "remote_request_id"},
+            KvImportRequest(engine_id="e", request_id=None, block_ids=(3, 4), host="10.0.0.1", port=5600),
             id="no request id: hangs",
         ),
         pytest.param(
-            COMPLETE | {"remote_block_ids": [3, 4]},
-            ImportKv(
+            COMPLETE_PARAMS | {"remote_block_ids": [3, 4]},
+            KvImportRequest(
                 engine_id="e", request_id="cmpl-x-0-12345678", block_ids=None, host="10.0.0.1", port=5600
             ),
             id="blocks without a group: kills",
         ),
         pytest.param(
-            COMPLETE | {"remote_port": "x"},
-            ImportKv(
+            COMPLETE_PARAMS | {"remote_port": "x"},
+            KvImportRequest(
                 engine_id="e", request_id="cmpl-x-0-12345678", block_ids=(3, 4), host="10.0.0.1", port=0
             ),
             id="no port: never answers",
         ),
     ],
 )
-def test_parameters_decide_the_place_in_a_hand_off(params: dict[str, Any] | None, expected: object) -> None:
-    assert read_handoff(params) == expected
+def test_kv_transfer_parameters_decide_between_export_import_and_none(
+    params: dict[str, Any] | None, expected: object
+) -> None:
+    assert parse_kv_transfer_params(params) == expected
 
 
-def test_what_a_prefill_leg_answers_is_read_as_its_decode_leg() -> None:
-    export = KvExport(request_id="cmpl-a-0-1", block_ids=(7, 9), tokens=30, expires_s=9.0)
-    params = answer_params(
+def test_the_parameters_of_a_prefill_leg_parse_as_an_import() -> None:
+    export = ExportedKv(request_id="cmpl-a-0-1", block_ids=(7, 9), tokens=30, expires_s=9.0)
+    params = build_kv_transfer_params(
         export, engine_id="e", host="10.0.0.2", port=77, tensor_parallel=4, cached_tokens=16
     )
     assert (params["tp_size"], params["remote_prefill_cached_tokens"]) == (4, 16)
-    assert read_handoff(params) == ImportKv(
+    assert parse_kv_transfer_params(params) == KvImportRequest(
         engine_id="e", request_id="cmpl-a-0-1", block_ids=(7, 9), host="10.0.0.2", port=77
     )
 

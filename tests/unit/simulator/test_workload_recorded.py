@@ -11,14 +11,14 @@ from fulcrum_simulator.workload import WorkloadRequest, load_trace
 HEADER = "arrival_s,input_tokens,output_tokens"
 
 
-def write(folder: Path, *lines: str) -> Path:
+def write_trace(folder: Path, *lines: str) -> Path:
     path = folder / "trace.csv"
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def test_a_plain_file_yields_its_rows_in_order(tmp_path: Path) -> None:
-    path = write(tmp_path, HEADER, "0.0,10,2", "0.5,7,1")
+    path = write_trace(tmp_path, HEADER, "0.0,10,2", "0.5,7,1")
     assert load_trace(path) == (WorkloadRequest(0.0, 10, 2), WorkloadRequest(0.5, 7, 1))
 
 
@@ -28,14 +28,14 @@ def test_a_gzip_file_is_read_whatever_its_name(tmp_path: Path) -> None:
     assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
 
 
-def test_the_mark_that_spreadsheets_put_before_the_header_is_no_part_of_it(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_the_header_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(f"{HEADER}\n1,2,3\n", encoding="utf-8-sig")
     assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
 
 
 def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
-    path = write(
+    path = write_trace(
         tmp_path,
         "tenant,output_tokens,prefix_hash_ids,input_tokens,arrival_s",
         "c7,3,0 1 2,9,0.25",
@@ -127,7 +127,7 @@ def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused_by_place_value_and_rule(
     tmp_path: Path, lines: tuple[str, ...], place: str, value: str, rule: str
 ) -> None:
-    path = write(tmp_path, *lines) if lines else tmp_path / "trace.csv"
+    path = write_trace(tmp_path, *lines) if lines else tmp_path / "trace.csv"
     path.touch()
     with pytest.raises(InvalidInput) as caught:
         load_trace(path)

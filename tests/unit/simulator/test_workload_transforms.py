@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from fulcrum_simulator.workload import (
     LengthLimit,
-    TooLong,
+    OverlongRequests,
     WorkloadRequest,
-    alternate,
-    jitter,
-    replay_faster,
+    alternate_workloads,
+    jitter_arrivals,
     scale_rate,
-    shift,
+    shift_arrivals,
+    speed_up_arrivals,
 )
 
 
-def at(*times: float, tokens: int = 1) -> list[WorkloadRequest]:
+def requests_at(*times: float, tokens: int = 1) -> list[WorkloadRequest]:
     return [WorkloadRequest(time, tokens, tokens) for time in times]
 
 
@@ -34,16 +34,16 @@ workloads = st.lists(
 
 
 def test_a_faster_replay_divides_the_times() -> None:
-    assert list(replay_faster(at(0.0, 2.0, 6.0), 4.0)) == at(0.0, 0.5, 1.5)
+    assert list(speed_up_arrivals(requests_at(0.0, 2.0, 6.0), 4.0)) == requests_at(0.0, 0.5, 1.5)
 
 
 def test_a_shift_adds_to_the_times() -> None:
-    assert list(shift(at(0.0, 2.0), 10.0)) == at(10.0, 12.0)
+    assert list(shift_arrivals(requests_at(0.0, 2.0), 10.0)) == requests_at(10.0, 12.0)
 
 
 @given(workloads, st.integers(0, 99))
 def test_jitter_keeps_order_lengths_and_the_start(requests: list[WorkloadRequest], seed: int) -> None:
-    moved = jitter(requests, seed=seed)
+    moved = jitter_arrivals(requests, seed=seed)
     assert [(r.input_tokens, r.output_tokens) for r in moved] == [
         (r.input_tokens, r.output_tokens) for r in requests
     ]
@@ -52,16 +52,16 @@ def test_jitter_keeps_order_lengths_and_the_start(requests: list[WorkloadRequest
 
 
 def test_jitter_moves_by_at_most_half_a_gap_and_seed_0_not_at_all() -> None:
-    requests = at(*(float(second) for second in range(100)))
-    moved = jitter(requests, seed=7)
-    assert jitter(requests, seed=0) == requests
-    assert moved == jitter(requests, seed=7) != requests
+    requests = requests_at(*(float(second) for second in range(100)))
+    moved = jitter_arrivals(requests, seed=7)
+    assert jitter_arrivals(requests, seed=0) == requests
+    assert moved == jitter_arrivals(requests, seed=7) != requests
     assert all(abs(new.arrival_s - old.arrival_s) <= 0.5 for new, old in zip(moved, requests, strict=True))
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 1.5, 3.0])
 def test_a_scaled_rate_keeps_the_length_of_time(factor: float) -> None:
-    requests = at(*(float(second) for second in range(4000)))
+    requests = requests_at(*(float(second) for second in range(4000)))
     scaled = scale_rate(requests, factor, seed=1)
     assert len(scaled) == pytest.approx(4000 * factor, rel=0.05)
     assert scaled[-1].arrival_s < 4000.0
@@ -69,24 +69,24 @@ def test_a_scaled_rate_keeps_the_length_of_time(factor: float) -> None:
 
 
 def test_a_rate_scaled_by_one_is_the_same_workload_and_copies_are_spread() -> None:
-    requests = at(0.0, 1.0, 2.0)
+    requests = requests_at(0.0, 1.0, 2.0)
     assert scale_rate(requests, 1.0, seed=9) == requests
     assert [r.arrival_s for r in scale_rate(requests, 2.0, seed=9)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert scale_rate([], 2.0, seed=9) == []
 
 
-def test_alternation_takes_turns_and_skips_no_request() -> None:
-    first, second = at(0.0, 5.0, 12.0), at(1.0, 11.0, tokens=2)
-    times = [(r.arrival_s, r.input_tokens) for r in alternate(first, second, phase_s=10.0)]
+def test_alternating_workloads_skips_no_request() -> None:
+    first, second = requests_at(0.0, 5.0, 12.0), requests_at(1.0, 11.0, tokens=2)
+    times = [(r.arrival_s, r.input_tokens) for r in alternate_workloads(first, second, phase_s=10.0)]
     assert times == [(0.0, 1), (5.0, 1), (11.0, 2), (22.0, 1), (31.0, 2)]
 
 
 def test_requests_longer_than_the_engine_takes_are_counted_and_not_cut() -> None:
     limit = LengthLimit(10)
     requests = [WorkloadRequest(0.0, 6, 4), WorkloadRequest(1.0, 6, 5), WorkloadRequest(2.0, 20, 1)]
-    assert limit.too_long is None
-    assert list(limit.keep(requests)) == requests[:1]
-    assert limit.too_long == TooLong(requests=2, longest_tokens=21, max_tokens=10)
-    assert str(limit.too_long) == (
+    assert limit.overlong is None
+    assert list(limit.filter(requests)) == requests[:1]
+    assert limit.overlong == OverlongRequests(requests=2, longest_tokens=21, max_tokens=10)
+    assert str(limit.overlong) == (
         "2 requests are longer than the engine's 10 tokens (the longest has 21); left out, not cut"
     )

@@ -14,23 +14,25 @@ import structlog
 
 from fulcrum_core.values import FlipStrategy
 
-_ANSWER_S = 10.0
-_AT_ONCE = 16
+_RESPONSE_TIMEOUT_S = 10.0
+_CONCURRENCY_MAX = 16
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 10.0
-_PROMPT = "fulcrum canary {salt}: " + "is anybody there? " * 8
+_PROMPT = "fulcrum role probe {salt}: " + "is anybody there? " * 8
 """Longer than a KV block, and new each time: nothing of it is cached."""
-_HAND_OFF = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-_REFUSED = frozenset({400, 422})
+_PREFILL_ONLY = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+_REFUSED_STATUSES = frozenset({400, 422})
 
 _log = structlog.get_logger()
 
 
-async def probe(client: httpx.AsyncClient, endpoint: str, *, model: str, salt: str) -> FlipStrategy | None:
+async def probe_roles(
+    client: httpx.AsyncClient, endpoint: str, *, model: str, salt: str
+) -> FlipStrategy | None:
     """How the engine at `host:port` can change its role; None if it does not say."""
     prompt = _PROMPT.format(salt=salt)
     plain = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    prefill, completion = [await _asked(client, endpoint, body) for body in (plain | _HAND_OFF, plain)]
+    prefill, completion = [await _accepts(client, endpoint, body) for body in (plain | _PREFILL_ONLY, plain)]
     if prefill and completion:
         return FlipStrategy.RELABEL
     if prefill is None or completion is None or not (prefill or completion):
@@ -38,86 +40,92 @@ async def probe(client: httpx.AsyncClient, endpoint: str, *, model: str, salt: s
     return FlipStrategy.RESTART
 
 
-async def _asked(client: httpx.AsyncClient, endpoint: str, body: dict[str, object]) -> bool | None:
+async def _accepts(client: httpx.AsyncClient, endpoint: str, body: dict[str, object]) -> bool | None:
     """Whether the engine serves such a request; None if it neither serves nor refuses it."""
     try:
-        answer = await client.post(f"http://{endpoint}/v1/completions", json=body, timeout=_ANSWER_S)
+        response = await client.post(
+            f"http://{endpoint}/v1/completions", json=body, timeout=_RESPONSE_TIMEOUT_S
+        )
     except httpx.HTTPError:
         return None
-    if answer.is_success:
+    if response.is_success:
         return True
-    return False if answer.status_code in _REFUSED else None
+    return False if response.status_code in _REFUSED_STATUSES else None
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class ContainerRun:
     """One life of an engine: its pod's identity and how often its container was started again."""
 
-    pod: str
+    pod_uid: str
     restarts: int
 
 
-class Probes:
+class RoleProbes:
     """The answers of engines by their lives, each asked for once; to be closed.
 
     Args:
-        ask: Asks the engine at this endpoint for a model.
+        probe: Asks the engine at this endpoint for a model.
         sleep: Waits so many seconds.
     """
 
     def __init__(
         self,
-        ask: Callable[[str, str], Awaitable[FlipStrategy | None]],
+        probe: Callable[[str, str], Awaitable[FlipStrategy | None]],
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._ask, self._sleep = ask, sleep
-        self._known: dict[Life, FlipStrategy] = {}
-        self._asking: dict[Life, asyncio.Task[None]] = {}
-        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._probe, self._sleep = probe, sleep
+        self._results: dict[ContainerRun, FlipStrategy] = {}
+        self._probing: dict[ContainerRun, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_CONCURRENCY_MAX)
 
-    def known(self, life: Life) -> FlipStrategy | None:
+    def result(self, run: ContainerRun) -> FlipStrategy | None:
         """What the engine answered in this life; None if it has not."""
-        return self._known.get(life)
+        return self._results.get(run)
 
-    def adopt(self, life: Life, strategy: FlipStrategy) -> None:
+    def adopt(self, run: ContainerRun, strategy: FlipStrategy) -> None:
         """Take over what an earlier operator was answered."""
-        self._known.setdefault(life, strategy)
+        self._results.setdefault(run, strategy)
 
-    def want(self, life: Life, endpoint: str, model: str, *, then: Callable[[], None]) -> None:
-        """Ask until the engine answers; `then` is called when it has. Asked already: nothing happens.
+    def request(self, run: ContainerRun, endpoint: str, model: str, *, on_result: Callable[[], None]) -> None:
+        """Ask until the engine answers; `on_result` is called when it has. Asked already: nothing happens.
 
         The pod's earlier lives are over: an engine that ends at each canary is not asked once more for each.
         """
-        if life in self._known or life in self._asking:
+        if run in self._results or run in self._probing:
             return
-        self.forget(life.pod)
-        task = asyncio.get_running_loop().create_task(self._until_answered(life, endpoint, model, then))
-        self._asking[life] = task
+        self.forget(run.pod_uid)
+        task = asyncio.get_running_loop().create_task(
+            self._probe_until_answered(run, endpoint, model, on_result)
+        )
+        self._probing[run] = task
 
-    def forget(self, pod: str) -> None:
+    def forget(self, pod_uid: str) -> None:
         """A pod is gone, or has begun another life."""
-        for life in [life for life in (*self._known, *self._asking) if life.pod == pod]:
-            self._known.pop(life, None)
-            task = self._asking.pop(life, None)
+        for run in [run for run in (*self._results, *self._probing) if run.pod_uid == pod_uid]:
+            self._results.pop(run, None)
+            task = self._probing.pop(run, None)
             if task is not None:
                 task.cancel()
 
     async def aclose(self) -> None:
         """Stop asking."""
-        tasks = list(self._asking.values())
+        tasks = list(self._probing.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_answered(self, life: Life, endpoint: str, model: str, then: Callable[[], None]) -> None:
+    async def _probe_until_answered(
+        self, run: ContainerRun, endpoint: str, model: str, on_result: Callable[[], None]
+    ) -> None:
         for attempt in itertools.count():
-            async with self._turns:
-                answer = await self._ask(endpoint, model)
-            if answer is not None:
-                self._known[life] = answer
-                del self._asking[life]
-                _log.info("engine probed", endpoint=endpoint, strategy=str(answer))
-                then()
+            async with self._slots:
+                strategy = await self._probe(endpoint, model)
+            if strategy is not None:
+                self._results[run] = strategy
+                del self._probing[run]
+                _log.info("engine probed", endpoint=endpoint, strategy=str(strategy))
+                on_result()
                 return
             await self._sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))

@@ -2,10 +2,10 @@
 
 from fulcrum_operator.engines.vllm.launch import (
     IMAGE,
-    POD,
+    POD_PLACEMENT,
     VERSION,
-    known_of,
-    launch_engine,
+    build_launch,
+    expected_identity_and_startup_s,
     model_folder,
     model_volume,
     plan_engine,
@@ -13,10 +13,10 @@ from fulcrum_operator.engines.vllm.launch import (
 
 __all__ = [
     "IMAGE",
-    "POD",
+    "POD_PLACEMENT",
     "VERSION",
-    "known_of",
-    "launch_engine",
+    "build_launch",
+    "expected_identity_and_startup_s",
     "model_folder",
     "model_volume",
     "plan_engine",

@@ -13,182 +13,186 @@ from fulcrum_core.api.engine import Connector, KvCacheSpec
 from fulcrum_core.hardware import Fabric, Vendor
 from fulcrum_core.models import kv_bytes
 from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role
-from fulcrum_operator.engines.launch import Choice, Place, compact_json
-from fulcrum_operator.engines.request import EngineRequest
-from fulcrum_operator.engines.vllm.user_args import lease_written_s
+from fulcrum_operator.engines.launch import Choice, EnginePlacement, compact_json
+from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 
 GIB = 2**30
 _CHUNK_BLOCKS = 2
 """LMCache keeps whole chunks of tokens: two blocks move well and are small enough to be met again."""
 _CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
 """Memory tier of an LMCache server that nobody sized."""
-_PEER_PORTS = 2
+_PORTS_PER_RANK = 2
 """An LMCache receiver listens on two ports for each rank: to be introduced, and to be asked for memory."""
 _PROXY_PORT = 7500
 """Where the router hears from LMCache senders."""
 
 
-def strategy(connector: Connector) -> FlipStrategy:
+def flip_strategy(connector: Connector) -> FlipStrategy:
     """How an instance with this connector changes its role."""
     return FlipStrategy.RESTART if connector is Connector.LMCACHE else FlipStrategy.RELABEL
 
 
-def kv_transfer_config(request: EngineRequest, place: Place, *, block_size: int) -> dict[str, Any]:
+def kv_transfer_config(
+    request: LaunchRequest, placement: EnginePlacement, *, block_size: int
+) -> dict[str, Any]:
     """The value of `--kv-transfer-config`."""
     connector = request.kv_transfer.connector
     if connector is Connector.NIXL:
         return _nixl(request)
     if connector is Connector.LMCACHE:
-        return _lmcache_pd(request, place, block_size)
+        return _lmcache_in_process(request, placement, block_size)
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "connectors": [_nixl(request), _lmcache_tiers(request, place, block_size)]
+            "connectors": [_nixl(request), _lmcache_server(request, placement, block_size)]
         },
     }
 
 
-def lease_s(request: EngineRequest) -> float:
+def kv_lease_s(request: LaunchRequest) -> float:
     """For how long prefill keeps the blocks of a hand-off that nobody fetched.
 
     The router gives a hand-off up at half the lease. Until then it has to choose decode, which may take as
     long as the first token may, and decode has to start fetching; from there on heartbeats prolong it.
     """
-    written = lease_written_s(request.args)
-    return _lease_chosen_s(request) if written is None else written
+    user_lease_s = user_kv_lease_s(request.args)
+    return _default_kv_lease_s(request) if user_lease_s is None else user_lease_s
 
 
-def _lease_chosen_s(request: EngineRequest) -> int:
+def _default_kv_lease_s(request: LaunchRequest) -> int:
     return math.ceil(max(KV_LEASE_S, 2 * (request.slo.ttft_s + longest_transfer_s(request))))
 
 
-def longest_transfer_s(request: EngineRequest) -> float:
+def longest_transfer_s(request: LaunchRequest) -> float:
     """How long the longest prompt is on the wire; 0 where that is not known."""
-    if request.facts is None or request.longest_tokens is None:
+    if request.facts is None or request.longest_prompt_tokens is None:
         return 0.0
-    size = kv_bytes(request.facts, request.longest_tokens, request.quantization.kv_cache)
-    return size / request.hardware.fabric.bytes_s
+    size = kv_bytes(request.facts, request.longest_prompt_tokens, request.quantization.kv_cache)
+    return size / request.hardware.fabric.bytes_per_s
 
 
-def wire_s(request: EngineRequest) -> float:
+def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
     """The longest that the KV of 1,000 tokens takes over the fabric that is declared.
 
     0 where the model is not known, or none is declared that is faster than TCP. Of latent attention each
     rank reads all.
     """
-    rate, facts = request.hardware.fabric.least_bytes_s, request.facts
+    rate, facts = request.hardware.fabric.min_bytes_per_s, request.facts
     if facts is None or not rate:
         return 0.0
     copies = request.layout.tensor if facts.latent else 1
     return copies * kv_bytes(facts, 1_000, request.quantization.kv_cache) / rate
 
 
-def _transfer_told(request: EngineRequest) -> str:
+def _describe_longest_transfer(request: LaunchRequest) -> str:
     """How long the longest prompt is on the wire, in words."""
     longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
     if not longest_s:
         return "how long the longest prompt takes is not known"
-    way = f"{fabric.bytes_s / 1e9:g} GB/s, as no fabric is named" if fabric is Fabric.AUTO else fabric.value
-    return (
-        f"the longest prompt takes {f'{longest_s:.1f}' if longest_s >= 0.1 else 'less than 0.1'} s over {way}"
+    path = (
+        f"{fabric.bytes_per_s / 1e9:g} GB/s, as no fabric is named" if fabric is Fabric.AUTO else fabric.value
     )
+    duration = f"{longest_s:.1f}" if longest_s >= 0.1 else "less than 0.1"
+    return f"the longest prompt takes {duration} s over {path}"
 
 
-def transfer_choices(request: EngineRequest) -> tuple[Choice, ...]:
+def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
     """What was chosen for the transfer, and why."""
     connector = request.kv_transfer.connector
-    how = strategy(connector)
+    how = flip_strategy(connector)
     flips = {
         FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
         FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
     }
     rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
-        chosen = f"twice TTFT and transfer, at least 30 s; {_transfer_told(request)}"
-        reason = chosen if lease_written_s(request.args) is None else "as written in args"
-        rows.append(Choice("lease", f"{lease_s(request):g}s", reason))
+        chosen = f"twice TTFT and transfer, at least 30 s; {_describe_longest_transfer(request)}"
+        reason = chosen if user_kv_lease_s(request.args) is None else "as written in args"
+        rows.append(Choice("lease", f"{kv_lease_s(request):g}s", reason))
         rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
     elif (size := request.buffer_bytes) is not None:
-        by = f"a rank's share of a prompt of {request.longest_tokens or 0:,} tokens, in pieces of 256 MiB"
+        tokens = f"{request.longest_prompt_tokens or 0:,}"
+        by = f"a rank's share of a prompt of {tokens} tokens, in pieces of 256 MiB"
         written = request.kv_transfer.buffer_size is not None
         rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "as written" if written else by))
     return (*rows, *_tier_choices(request))
 
 
-def _tier_choices(request: EngineRequest) -> Iterator[Choice]:
+def _tier_choices(request: LaunchRequest) -> Iterator[Choice]:
     spec, name = request.kv_cache, "tiers"
-    if spec.empty:
+    if spec.is_empty:
         return
     tiers = ", ".join(tier for tier in ("cpu", "disk", "remote") if getattr(spec, tier) is not None)
     if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
         yield Choice(name, tiers, "LMCache's server beside the engine keeps them")
-    elif request.prefills_only:
+    elif request.started_for_prefill:
         yield Choice(name, tiers, f"each of {request.tensor} ranks has its share")
     else:
         yield Choice(name, "none", "a receiver of LMCache reads only what it is handed")
 
 
-def leaves(request: EngineRequest, place: Place) -> tuple[str, ...]:
+def leftover_files(request: LaunchRequest, placement: EnginePlacement) -> tuple[str, ...]:
     """Shared memory that an LMCache server which is killed leaves behind."""
     if request.kv_transfer.connector is not Connector.NIXL_WITH_LMCACHE:
         return ()
-    return (f"/dev/shm/lmcache_l1_pool_{_shared_memory(place)}",)
+    return (f"/dev/shm/lmcache_l1_pool_{_shared_memory_name(placement)}",)
 
 
-def _shared_memory(place: Place) -> str:
-    return f"lmcache_{place.cache_port}"
+def _shared_memory_name(placement: EnginePlacement) -> str:
+    return f"lmcache_{placement.cache_port}"
 
 
-def peer_ports(tensor: int, place: Place) -> tuple[list[int], list[int]]:
+def peer_ports(tensor: int, placement: EnginePlacement) -> tuple[list[int], list[int]]:
     """Where an LMCache receiver's ranks are introduced to senders, and where they are asked for memory."""
-    ports = [place.cache_port + _PEER_PORTS * rank for rank in range(tensor)]
+    ports = [placement.cache_port + _PORTS_PER_RANK * rank for rank in range(tensor)]
     return ports, [port + 1 for port in ports]
 
 
-def _nixl(request: EngineRequest) -> dict[str, Any]:
+def _nixl(request: LaunchRequest) -> dict[str, Any]:
     return {
         "kv_connector": "NixlConnector",
         # Not enforced by NIXL; only "both" keeps the guards that a decoding instance needs.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": _lease_chosen_s(request)},
+        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": _default_kv_lease_s(request)},
     }
 
 
-def _lmcache_tiers(request: EngineRequest, place: Place, block_size: int) -> dict[str, Any]:
+def _lmcache_server(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> dict[str, Any]:
     """LMCache's server beside the engine. The engine starts it, so it sees the engine's devices."""
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",  # as a consumer it would never store
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
-            "lmcache.mp.port": place.cache_port,
+            "lmcache.mp.port": placement.cache_port,
             "lmcache.mp.autostart": True,
-            "lmcache.mp.autostart.server_args": shlex.join(_server_args(request, place, block_size)),
+            "lmcache.mp.autostart.server_args": shlex.join(_server_args(request, placement, block_size)),
         },
     }
 
 
-def _server_args(request: EngineRequest, place: Place, block_size: int) -> tuple[str, ...]:
+def _server_args(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> tuple[str, ...]:
     cpu = request.hardware.vendor is Vendor.CPU
     memory = request.kv_cache.cpu / GIB if request.kv_cache.cpu else (_CPU_CACHE_GIB if cpu else _CACHE_GIB)
     return (
         *("--chunk-size", str(_CHUNK_BLOCKS * block_size)),
         *("--l1-size-gb", f"{memory:g}", "--eviction-policy", "LRU"),
         *(("--supported-transfer-mode", "engine_driven") if cpu else ()),
-        *("--shm-name", _shared_memory(place)),
-        *("--http-port", str(place.cache_http_port)),
+        *("--shm-name", _shared_memory_name(placement)),
+        *("--http-port", str(placement.cache_http_port)),
         *(
             part
-            for tier in _lower_tiers(request.kv_cache, place)
+            for tier in _disk_and_remote_tiers(request.kv_cache, placement)
             for part in ("--l2-adapter", compact_json(tier))
         ),
     )
 
 
-def _lower_tiers(spec: KvCacheSpec, place: Place) -> list[dict[str, Any]]:
+def _disk_and_remote_tiers(spec: KvCacheSpec, placement: EnginePlacement) -> list[dict[str, Any]]:
     tiers: list[dict[str, Any]] = []
     if spec.disk is not None:
         eviction = {"eviction_policy": "LRU"}  # without it the capacity bounds nothing
@@ -196,7 +200,7 @@ def _lower_tiers(spec: KvCacheSpec, place: Place) -> list[dict[str, Any]]:
         tiers.append(
             {
                 "type": "fs_native",
-                "base_path": place.cache_folder,
+                "base_path": placement.cache_folder,
                 "max_capacity_gb": capacity,
                 "eviction": eviction,
             }
@@ -207,7 +211,9 @@ def _lower_tiers(spec: KvCacheSpec, place: Place) -> list[dict[str, Any]]:
     return tiers
 
 
-def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[str, Any]:
+def _lmcache_in_process(
+    request: LaunchRequest, placement: EnginePlacement, block_size: int
+) -> dict[str, Any]:
     """LMCache inside the engine, pushing KV from a sender to a receiver."""
     sender = request.role is Role.PREFILL
     keys: dict[str, Any] = {
@@ -219,7 +225,7 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
         "pd_buffer_size": request.buffer_bytes,
         "pd_buffer_device": "cuda",
         "save_unfull_chunk": True,
-        **(_sender_keys(request, place) if sender else _receiver_keys(request, place)),
+        **(_sender_keys(request, placement) if sender else _receiver_keys(request, placement)),
     }
     return {
         "kv_connector": "LMCacheConnectorV1",
@@ -229,32 +235,35 @@ def _lmcache_pd(request: EngineRequest, place: Place, block_size: int) -> dict[s
     }
 
 
-def _sender_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
+def _sender_keys(request: LaunchRequest, placement: EnginePlacement) -> dict[str, Any]:
     return {
         "pd_proxy_host": request.proxy_host,
         "pd_proxy_port": _PROXY_PORT,
-        **_in_process_tiers(request.kv_cache, place, ranks=request.tensor),
+        **_in_process_tiers(request.kv_cache, placement, ranks=request.tensor),
     }
 
 
-def _receiver_keys(request: EngineRequest, place: Place) -> dict[str, Any]:
-    introduced, asked = peer_ports(request.layout.tensor, place)
+def _receiver_keys(request: LaunchRequest, placement: EnginePlacement) -> dict[str, Any]:
+    init_ports, alloc_ports = peer_ports(request.layout.tensor, placement)
     return {
-        "pd_peer_host": place.host,
-        "pd_peer_init_port": introduced,
-        "pd_peer_alloc_port": asked,
+        "pd_peer_host": placement.host,
+        "pd_peer_init_port": init_ports,
+        "pd_peer_alloc_port": alloc_ports,
         "retrieve_locations": ["PDBackend"],  # it may have no other, so tiers would be written for nobody
         "local_cpu": False,
     }
 
 
-def _in_process_tiers(spec: KvCacheSpec, place: Place, *, ranks: int) -> dict[str, Any]:
+def _in_process_tiers(spec: KvCacheSpec, placement: EnginePlacement, *, ranks: int) -> dict[str, Any]:
     """The tiers of a sender: each of its ranks has its own."""
     keys: dict[str, Any] = {"local_cpu": spec.cpu is not None}
     if spec.cpu is not None:
         keys["max_local_cpu_size"] = spec.cpu / GIB / ranks
     if spec.disk is not None:
-        keys |= {"local_disk": f"file://{place.cache_folder}", "max_local_disk_size": spec.disk / GIB / ranks}
+        keys |= {
+            "local_disk": f"file://{placement.cache_folder}",
+            "max_local_disk_size": spec.disk / GIB / ranks,
+        }
     if spec.remote is not None:
         keys["remote_url"] = spec.remote
     return keys

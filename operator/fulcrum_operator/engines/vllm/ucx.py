@@ -5,22 +5,24 @@ falls back to TCP without a word, so each fabric's list has what it is there for
 """
 
 from fulcrum_core.hardware import Fabric, HardwareFacts, Vendor
-from fulcrum_operator.engines.launch import EnvVar
+from fulcrum_operator.engines.launch import LaunchEnvVar
 
-_RDMA = ("rc", "rdmacm")
-_COPY = {
+_RDMA_TRANSPORTS = ("rc", "rdmacm")
+_COPY_TRANSPORTS = {
     Vendor.NVIDIA: ("cuda_copy",),
     Vendor.AMD: ("rocm_copy",),
     Vendor.CPU: (),
 }
-_PEER = {
+_PEER_TRANSPORTS = {
     Vendor.NVIDIA: ("cuda_ipc",),
     Vendor.AMD: ("rocm_ipc",),
     Vendor.CPU: (),
 }
 
 
-def ucx_environment(hardware: HardwareFacts, *, devices: str | None, loopback: bool) -> tuple[EnvVar, ...]:
+def ucx_environment(
+    hardware: HardwareFacts, *, devices: str | None, loopback: bool
+) -> tuple[LaunchEnvVar, ...]:
     """The variables of UCX on this hardware.
 
     Args:
@@ -29,23 +31,23 @@ def ucx_environment(hardware: HardwareFacts, *, devices: str | None, loopback: b
         loopback: Whether all peers are on this machine.
     """
     transports = (*_transports(hardware), "tcp", "sm", "self")
-    variables = [EnvVar("UCX_TLS", ",".join(transports))]
+    variables = [LaunchEnvVar("UCX_TLS", ",".join(transports))]
     if net := devices or ("lo" if loopback else None):
-        variables.append(EnvVar("UCX_NET_DEVICES", net))
+        variables.append(LaunchEnvVar("UCX_NET_DEVICES", net))
     if "rc" in transports:
         # A transfer is many small blocks: rendezvous early, and one rail for what is sent eagerly.
-        variables += [EnvVar("UCX_RNDV_THRESH", "16384"), EnvVar("UCX_MAX_EAGER_RAILS", "1")]
+        variables += [LaunchEnvVar("UCX_RNDV_THRESH", "16384"), LaunchEnvVar("UCX_MAX_EAGER_RAILS", "1")]
     return tuple(variables)
 
 
 def _transports(hardware: HardwareFacts) -> tuple[str, ...]:
-    peer, copy = _PEER[hardware.vendor], _COPY[hardware.vendor]
+    peer, copy = _PEER_TRANSPORTS[hardware.vendor], _COPY_TRANSPORTS[hardware.vendor]
     match hardware.fabric:
         case Fabric.TCP:
             return copy
         case Fabric.NVLINK:
             return (*peer, *copy)
         case Fabric.INFINIBAND | Fabric.ROCE:
-            return (*peer, *_RDMA, *copy)
+            return (*peer, *_RDMA_TRANSPORTS, *copy)
         case Fabric.AUTO:
-            return copy if hardware.vendor is Vendor.CPU else (*peer, *_RDMA, *copy)
+            return copy if hardware.vendor is Vendor.CPU else (*peer, *_RDMA_TRANSPORTS, *copy)

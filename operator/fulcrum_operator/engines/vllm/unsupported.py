@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import KvPrecision, WeightPrecision
-from fulcrum_operator.engines.request import EngineRequest
-from fulcrum_operator.engines.vllm.settings import LATENT_BACKENDS, Settings
+from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.engines.vllm.settings import LATENT_BACKENDS, VllmSettings
 
 
-def refusals(request: EngineRequest, settings: Settings) -> tuple[str, ...]:
+def find_unsupported(request: LaunchRequest, settings: VllmSettings) -> tuple[str, ...]:
     """One line for each thing that cannot be; empty: nothing speaks against a start."""
     return (*_transfer(request), *_layout(request), *_quantization(request), *_kernels(request, settings))
 
 
-def _transfer(request: EngineRequest) -> Iterator[str]:
+def _transfer(request: LaunchRequest) -> Iterator[str]:
     connector = request.kv_transfer.connector
-    if connector is Connector.NIXL and not request.kv_cache.empty:
+    if connector is Connector.NIXL and not request.kv_cache.is_empty:
         yield "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
     if request.settings.sleep_mode and connector is not Connector.LMCACHE:
         yield f"sleepMode with {connector}: vLLM {request.version} does not register its memory again"
@@ -28,16 +28,16 @@ def _transfer(request: EngineRequest) -> Iterator[str]:
         yield "the connector LMCache fixes the role at start, and none is given"
     if request.buffer_bytes is None:
         yield "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read"
-    tiers = request.kv_cache
-    if tiers.cpu is None and not tiers.empty:
+    kv_cache = request.kv_cache
+    if kv_cache.cpu is None and not kv_cache.is_empty:
         yield "kvCache without cpu: LMCache fills disk and remote from memory"
 
 
-def _layout(request: EngineRequest) -> Iterator[str]:
+def _layout(request: LaunchRequest) -> Iterator[str]:
     layout, facts = request.layout, request.facts
     if layout.pipeline > 1 and request.pool_role != "Prefill":
         yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages, decode reads KV into none"
-    if layout.data > 1 and facts is not None and not facts.mixture:
+    if layout.data > 1 and facts is not None and not facts.is_moe:
         yield f"data {layout.data}: a model without experts gains nothing; use more instances instead"
     if request.kv_transfer.connector is Connector.LMCACHE:
         yield from _lmcache_layout(request)
@@ -45,7 +45,7 @@ def _layout(request: EngineRequest) -> Iterator[str]:
         yield f"pipeline {layout.pipeline}: NIXL hands over from stages only where all layers keep all KV"
 
 
-def _lmcache_layout(request: EngineRequest) -> Iterator[str]:
+def _lmcache_layout(request: LaunchRequest) -> Iterator[str]:
     layout, facts = request.layout, request.facts
     if layout.data > 1:
         yield f"data {layout.data} with LMCache: its ranks would share one receiver's ports"
@@ -55,7 +55,7 @@ def _lmcache_layout(request: EngineRequest) -> Iterator[str]:
         yield f"the connector LMCache: {facts.state_layers} layers keep a state, which it does not hand over"
 
 
-def _quantization(request: EngineRequest) -> Iterator[str]:
+def _quantization(request: LaunchRequest) -> Iterator[str]:
     weights, kv = request.quantization.weights, request.quantization.kv_cache
     facts, hardware = request.facts, request.hardware
     cpu = hardware.vendor is Vendor.CPU
@@ -63,8 +63,8 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
         yield f"weights {weights}: CPUs run the checkpoint's own data type"
     if cpu and kv is KvPrecision.FP8 and facts is not None and facts.latent:
         yield f"kvCache {kv}: CPUs keep a latent vector in the model's data type"
-    known = hardware.capability or hardware.vendor is not Vendor.NVIDIA
-    if kv is KvPrecision.FP4 and known and not hardware.fp4:
+    capability_known = hardware.compute_capability or hardware.vendor is not Vendor.NVIDIA
+    if kv is KvPrecision.FP4 and capability_known and not hardware.supports_fp4:
         yield f"kvCache fp4 needs Blackwell, {hardware.name} is not"
     if kv is KvPrecision.FP4 and facts is not None and facts.latent:
         yield "kvCache fp4: no kernel reads a latent vector in FP4"
@@ -76,15 +76,15 @@ def _quantization(request: EngineRequest) -> Iterator[str]:
         yield f"weights fp8: the checkpoint is quantised as {facts.quantization} already"
 
 
-def _kernels(request: EngineRequest, settings: Settings) -> Iterator[str]:
-    if settings.batched_tokens is not None and settings.sequences > settings.batched_tokens:
-        steps = f"of {settings.batched_tokens} tokens"
-        yield f"maxSequences {settings.sequences}: each needs a token in a step {steps} (maxBatchedTokens)"
-    if settings.micro_batching and not (settings.all2all or "").startswith("deepep"):
+def _kernels(request: LaunchRequest, settings: VllmSettings) -> Iterator[str]:
+    if settings.max_batched_tokens is not None and settings.max_sequences > settings.max_batched_tokens:
+        step = f"a step of {settings.max_batched_tokens} tokens (maxBatchedTokens)"
+        yield f"maxSequences {settings.max_sequences}: each needs a token in {step}"
+    if settings.micro_batching and not (settings.all2all_backend or "").startswith("deepep"):
         yield "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper"
     facts = request.facts
-    if facts is None or settings.attention is None:
+    if facts is None or settings.attention_backend is None:
         return
-    if (settings.attention in LATENT_BACKENDS) != facts.latent:
+    if (settings.attention_backend in LATENT_BACKENDS) != facts.latent:
         kind = "has" if facts.latent else "has no"
-        yield f"attentionBackend {settings.attention}: the model {kind} latent attention"
+        yield f"attentionBackend {settings.attention_backend}: the model {kind} latent attention"

@@ -10,7 +10,7 @@ from typing import Any
 
 from fulcrum_core.values import KV_LEASE_S
 
-_IDENTITY = {
+_IDENTITY_FIELDS = {
     "--block-size": "block_size",
     "--kv-cache-dtype": "kv_dtype",
     "--dtype": "dtype",
@@ -21,13 +21,13 @@ _IDENTITY = {
     "--pipeline-parallel-size": "pipeline_parallel",
     "-pp": "pipeline_parallel",
 }
-_NUMBERS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
-_DIGITS = 9
+_NUMBER_FIELDS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
+_DIGITS_MAX = 9
 """Longer numbers are of no engine, and of no field of an object."""
-_LONGEST_LEASE_S = 86_400.0
+_LEASE_MAX_S = 86_400.0
 
 
-def options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+def parse_options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each option with its value, as vLLM spells it: `--a_b=c` is `--a-b c`."""
     for number, arg in enumerate(args):
         name, given, value = arg.partition("=")
@@ -39,37 +39,37 @@ def options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, args[number + 1]
 
 
-def identity_written(args: Sequence[str]) -> dict[str, str | int]:
+def user_identity_fields(args: Sequence[str]) -> dict[str, str | int]:
     """Those fields of an identity that the arguments set."""
     found: dict[str, str | int] = {}
-    for option, value in options(args):
-        field = _IDENTITY.get(option)
-        if field in _NUMBERS and value.isdecimal() and 0 < len(value.lstrip("0")) <= _DIGITS:
+    for option, value in parse_options(args):
+        field = _IDENTITY_FIELDS.get(option)
+        if field in _NUMBER_FIELDS and value.isdecimal() and 0 < len(value.lstrip("0")) <= _DIGITS_MAX:
             found[field] = int(value)
-        elif field is not None and field not in _NUMBERS:
+        elif field is not None and field not in _NUMBER_FIELDS:
             found[field] = value
     return found
 
 
-def lease_written_s(args: Sequence[str]) -> float | None:
+def user_kv_lease_s(args: Sequence[str]) -> float | None:
     """The lease of a hand-off, where the arguments configure the transfer; None: they do not."""
-    written = [value for option, value in options(args) if option == "--kv-transfer-config"]
-    if not written:
+    configs = [value for option, value in parse_options(args) if option == "--kv-transfer-config"]
+    if not configs:
         return None
     try:
-        found = list(_leases(json.loads(written[-1])))
+        found = list(_find_leases_s(json.loads(configs[-1])))
     except (ValueError, RecursionError):
         return None
     return min(found, default=KV_LEASE_S)
 
 
-def _leases(config: Any) -> Iterator[float]:
+def _find_leases_s(config: Any) -> Iterator[float]:
     extra = config.get("kv_connector_extra_config") if isinstance(config, dict) else None
     if not isinstance(extra, dict):
         return
     lease = extra.get("kv_lease_duration")
-    if isinstance(lease, int | float) and 0 < lease <= _LONGEST_LEASE_S:
+    if isinstance(lease, int | float) and 0 < lease <= _LEASE_MAX_S:
         yield float(lease)
     children = extra.get("connectors")
     for child in children if isinstance(children, list) else ():
-        yield from _leases(child)
+        yield from _find_leases_s(child)

@@ -1,20 +1,22 @@
-"""One condition of an object's status; when it came to be so is found out by `judged`."""
+"""One condition of an object's status; when it came to be so is found out by `with_transition_times`."""
 
 from typing import Literal
 
 from fulcrum_core.api import Condition, Resource
 
-Standing = Literal["True", "False", "Unknown"]
+ConditionStatus = Literal["True", "False", "Unknown"]
 
 
-def condition(about: Resource, kind: str, status: Standing, reason: str, message: str) -> Condition:
+def make_condition(
+    subject: Resource, condition_type: str, status: ConditionStatus, reason: str, message: str
+) -> Condition:
     """A condition that speaks of the spec as it is."""
     return Condition.model_validate(
         {
-            "type": kind,
+            "type": condition_type,
             "status": status,
             "reason": reason,
             "message": message,
-            "observedGeneration": about.metadata.generation,
+            "observedGeneration": subject.metadata.generation,
         }
     )

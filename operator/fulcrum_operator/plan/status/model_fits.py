@@ -6,92 +6,103 @@ and one that was killed for its memory has not. Nothing waits for this condition
 the same.
 """
 
-from fulcrum_core.api import Condition, PDInstance, StartSpec
-from fulcrum_core.api import conditions as words
+from fulcrum_core.api import Condition, LaunchSpec, PDInstance, conditions
 from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.models import MODEL_UNKNOWN, Fit
 from fulcrum_operator.plan.model import model_key
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.rollout import PoolView, revision_of
-from fulcrum_operator.plan.status.condition import condition
+from fulcrum_operator.plan.status.condition import make_condition
 
 _OOM_KILLED = "OOMKilled"
 """How a kernel's kill for want of memory is called in the end of a container."""
 _WORST_FIRST = ("False", "Unknown", "True")
 
 
-def model_fits(seen: Observed, pools: tuple[tuple[PoolView, tuple[PDInstance, ...]], ...]) -> Condition:
+def model_fits(observed: Observed, pools: tuple[tuple[PoolView, tuple[PDInstance, ...]], ...]) -> Condition:
     """The condition of a service with these pools and their instances as they shall stand."""
     real = [(view, members) for view, members in pools if view.target.engine.type != "Simulated"]
     if not real:
-        told = "simulated engines hold no model"
-        return condition(seen.service, words.MODEL_FITS, "Unknown", words.NOT_APPLICABLE, told)
-    fits = [(view.name, _fit(seen, view, members)) for view, members in real]
-    worst = min((fit.verdict for _, fit in fits), key=_WORST_FIRST.index)
-    named = [(name, fit) for name, fit in fits if fit.verdict == worst]
+        message = "simulated engines hold no model"
+        return make_condition(
+            observed.service, conditions.MODEL_FITS, "Unknown", conditions.NOT_APPLICABLE, message
+        )
+    fits = [(view.name, _pool_fit(observed, view, members)) for view, members in real]
+    worst = min((fit.status for _, fit in fits), key=_WORST_FIRST.index)
+    named = [(name, fit) for name, fit in fits if fit.status == worst]
     message = "; ".join(f"pool {name}: {fit.message}" for name, fit in named)
-    return condition(seen.service, words.MODEL_FITS, worst, named[0][1].reason, message)
+    return make_condition(observed.service, conditions.MODEL_FITS, worst, named[0][1].reason, message)
 
 
-def _fit(seen: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit:
+def _pool_fit(observed: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit:
     """Of one pool, by the instances of the revision that it shall have."""
-    new = [member for member in members if revision_of(member) == view.revision]
-    judged = next((fit for member in new if (fit := _judged(seen, member)) is not None), None)
-    served = any(member.status.identity is not None for member in new) or _was_good(view)
-    if served and not (judged and judged.verdict == "True"):
-        return Fit(verdict="True", reason=words.LOADED, message="its engines have loaded the model")
-    killed = None if served else next((why for member in new if (why := _killed(seen, member))), None)
-    if killed is not None:
-        return Fit(verdict="False", reason=words.OUT_OF_MEMORY, message=killed)
-    if judged is None:
-        return _before_any(seen, view)
-    return _unread(_why_unread(seen, view.target)) if judged.reason == MODEL_UNKNOWN else judged
+    updated = [member for member in members if revision_of(member) == view.revision]
+    estimate = next(
+        (fit for member in updated if (fit := _estimated_fit(observed, member)) is not None), None
+    )
+    has_served = any(member.status.identity is not None for member in updated) or _was_last_good(view)
+    if has_served and not (estimate and estimate.status == "True"):
+        return Fit(status="True", reason=conditions.LOADED, message="its engines have loaded the model")
+    out_of_memory = (
+        None
+        if has_served
+        else next((why for member in updated if (why := _out_of_memory(observed, member))), None)
+    )
+    if out_of_memory is not None:
+        return Fit(status="False", reason=conditions.OUT_OF_MEMORY, message=out_of_memory)
+    if estimate is None:
+        return _fit_without_instance(observed, view)
+    return (
+        _config_not_read(_why_not_read(observed, view.target))
+        if estimate.reason == MODEL_UNKNOWN
+        else estimate
+    )
 
 
-def _before_any(seen: Observed, view: PoolView) -> Fit:
+def _fit_without_instance(observed: Observed, view: PoolView) -> Fit:
     """Of a pool without an instance."""
-    known = _read_of(seen, view.target)
+    known = _model_status(observed, view.target)
     if known is not None and known.error is not None:
-        return _unread(known.error)
-    reading = seen.reads_models and known is None
+        return _config_not_read(known.error)
+    reading = observed.can_read_models and known is None
     message = "the model's config.json is being read" if reading else "no instance was started yet"
-    return Fit(verdict="Unknown", reason=words.NO_INSTANCE_YET, message=message)
+    return Fit(status="Unknown", reason=conditions.NO_INSTANCE_YET, message=message)
 
 
-def _unread(why: str) -> Fit:
+def _config_not_read(why: str) -> Fit:
     message = f"the model's config.json was not read: {why}"
-    return Fit(verdict="Unknown", reason=MODEL_UNKNOWN, message=message)
+    return Fit(status="Unknown", reason=MODEL_UNKNOWN, message=message)
 
 
-def _why_unread(seen: Observed, start: StartSpec) -> str:
-    known = _read_of(seen, start)
+def _why_not_read(observed: Observed, start: LaunchSpec) -> str:
+    known = _model_status(observed, start)
     if known is not None and known.error is not None:
         return known.error
-    return f"{_place(start)}; fulcrum plan --model-config can judge it"
+    return f"{_describe_location(start)}; fulcrum plan --model-config can judge it"
 
 
-def _read_of(seen: Observed, start: StartSpec) -> ModelStatus | None:
-    known = seen.service.status.model
+def _model_status(observed: Observed, start: LaunchSpec) -> ModelStatus | None:
+    known = observed.service.status.model
     return known if known is not None and known.key == model_key(start) else None
 
 
-def _judged(seen: Observed, instance: PDInstance) -> Fit | None:
-    facts = seen.facts.get(instance.metadata.name)
+def _estimated_fit(observed: Observed, instance: PDInstance) -> Fit | None:
+    facts = observed.engine_facts.get(instance.metadata.name)
     return facts.fit if facts else None
 
 
-def _was_good(view: PoolView) -> bool:
-    good = view.pool.status.last_good
-    return good is not None and good.start_revision == view.revision
+def _was_last_good(view: PoolView) -> bool:
+    last_good = view.pool.status.last_good
+    return last_good is not None and last_good.launch_revision == view.revision
 
 
-def _killed(seen: Observed, instance: PDInstance) -> str | None:
-    engine = seen.engines.get(instance.metadata.name)
+def _out_of_memory(observed: Observed, instance: PDInstance) -> str | None:
+    engine = observed.engines.get(instance.metadata.name)
     ended = (engine and engine.exit_reason) or ""
     return f"{instance.metadata.name} took more memory than it has: {ended}" if _OOM_KILLED in ended else None
 
 
-def _place(start: StartSpec) -> str:
+def _describe_location(start: LaunchSpec) -> str:
     """Where the model is, that nobody but the engines reads it there."""
     source = start.model_source
     if source is not None and source.pvc is not None:

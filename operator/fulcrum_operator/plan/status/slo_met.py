@@ -12,190 +12,218 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from fulcrum_core.api import Condition, PDService, ServiceSloSpec, TierStatus
-from fulcrum_core.api import conditions as words
+from fulcrum_core.api import Condition, PDService, ServiceSloSpec, TierStatus, conditions
 from fulcrum_core.api.meta import format_duration
-from fulcrum_core.spelling import format_count
-from fulcrum_core.state import RouterState, TierState
-from fulcrum_operator.plan.status.condition import Standing, condition
+from fulcrum_core.formatting import format_count
+from fulcrum_core.router_state import RouterState, TierState
+from fulcrum_operator.plan.status.condition import ConditionStatus, make_condition
 
-SAMPLE_S = 5.0
+SAMPLE_INTERVAL_S = 5.0
 """Least time between two samples, and between two looks at all of them: passes may come many a second."""
-TELL_S = 30.0
+REPORT_INTERVAL_S = 30.0
 """Figures change at most once in so long."""
-FEWEST = 20
+MIN_REQUESTS = 20
 """Of fewer requests nothing is said: one that missed would be more than 5 %."""
 
 
-class Counts(NamedTuple):
+class SloCounts(NamedTuple):
     """Requests that have ended, and those of them that met TTFT and TPOT."""
 
     ended: int
     met: int
 
     @property
-    def shown(self) -> str | None:
+    def attainment(self) -> str | None:
         """The share that met, in per cent, rounded down: what shows as 99.0 is no less. None: too few."""
-        return f"{1000 * self.met // self.ended / 10:.1f}" if self.ended >= FEWEST else None
+        return f"{1000 * self.met // self.ended / 10:.1f}" if self.ended >= MIN_REQUESTS else None
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SloSample:
     """What a router had counted."""
 
     at_s: float
-    ledger_s: float
+    ledger_since_s: float
     """When the ledger begins: another router has another one."""
-    tiers: Mapping[str, Counts]
+    tiers: Mapping[str, SloCounts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class SloReport:
     """What the status says."""
 
-    status: Standing
+    status: ConditionStatus
     reason: str
     message: str
     attainment: str | None = None
     tiers: tuple[TierStatus, ...] = ()
 
-    def says(self, other: "Told | None") -> bool:
+    def same_as(self, other: "SloReport | None") -> bool:
         """Whether the other one says the same, whatever its counts."""
-        return other is not None and _shown(self) == _shown(other)
+        return other is not None and _reported_values(self) == _reported_values(other)
 
 
-def _shown(told: Told) -> tuple[object, ...]:
-    return (told.status, told.reason, told.attainment, *((tier.name, tier.attainment) for tier in told.tiers))
+def _reported_values(report: SloReport) -> tuple[object, ...]:
+    return (
+        report.status,
+        report.reason,
+        report.attainment,
+        *((tier.name, tier.attainment) for tier in report.tiers),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class SloWindow:
     """The samples of the last minutes, and what was told of them. Lost with the process."""
 
-    began_s: float = math.inf
+    sampling_since_s: float = math.inf
     """When samples were first taken."""
-    samples: tuple[Sample, ...] = ()
-    told: Told | None = None
+    samples: tuple[SloSample, ...] = ()
+    report: SloReport | None = None
     """None: nothing yet; what the status says stands."""
-    told_s: float = -math.inf
-    judged_s: float = -math.inf
+    reported_s: float = -math.inf
+    evaluated_s: float = -math.inf
     """When it was last worked out what the samples come to."""
     slo: ServiceSloSpec = field(default_factory=ServiceSloSpec)
     """What that was held against."""
 
 
-def seen_again(before: Window, router: RouterState | None, service: PDService, *, now_s: float) -> Window:
+def update_window(
+    before: SloWindow, router: RouterState | None, service: PDService, *, now_s: float
+) -> SloWindow:
     """The window after a look at the router, or after none: None is that it was not asked or is silent.
 
-    What is told changes with what is shown, and at most once in `TELL_S`; another objective is told at once.
+    What is told changes with what is shown, and at most once in `REPORT_INTERVAL_S`; another objective is
+    told at once.
     """
     slo = service.spec.slo
     window = replace(
-        before, samples=_kept(before, router, now_s, slo.window), began_s=min(before.began_s, now_s), slo=slo
+        before,
+        samples=_recent_samples(before, router, now_s, slo.window),
+        sampling_since_s=min(before.sampling_since_s, now_s),
+        slo=slo,
     )
-    due_s = max(before.told_s + TELL_S, before.judged_s + SAMPLE_S)
+    due_s = max(before.reported_s + REPORT_INTERVAL_S, before.evaluated_s + SAMPLE_INTERVAL_S)
     if now_s < due_s and slo == before.slo:
         return window
-    window = replace(window, judged_s=now_s)
-    told = _judged(window, service, now_s)
-    if told is None or (told.says(before.told) and slo == before.slo):
+    window = replace(window, evaluated_s=now_s)
+    report = _judge_window(window, service, now_s)
+    if report is None or (report.same_as(before.report) and slo == before.slo):
         return window
-    news = before.told is not None or told.reason != words.NO_TRAFFIC  # of a new service that is known
-    return replace(window, told=told, told_s=now_s if news else before.told_s)
+    changed = (
+        before.report is not None or report.reason != conditions.NO_TRAFFIC
+    )  # of a new service that is known
+    return replace(window, report=report, reported_s=now_s if changed else before.reported_s)
 
 
-def _kept(before: Window, router: RouterState | None, now_s: float, window_s: float) -> tuple[Sample, ...]:
+def _recent_samples(
+    before: SloWindow, router: RouterState | None, now_s: float, window_s: float
+) -> tuple[SloSample, ...]:
     samples = tuple(sample for sample in before.samples if sample.at_s >= now_s - window_s)
-    if router is None or (samples and now_s < samples[-1].at_s + SAMPLE_S):
+    if router is None or (samples and now_s < samples[-1].at_s + SAMPLE_INTERVAL_S):
         return samples
-    counted = {tier.name: _ended(tier) for tier in router.tiers}
-    return (*samples, Sample(now_s, router.since_s, counted))
+    counts = {tier.name: _count_ended(tier) for tier in router.tiers}
+    return (*samples, SloSample(now_s, router.ledger_since_s, counts))
 
 
-def _ended(tier: TierState) -> Counts:
-    return Counts(tier.ok + tier.failed + tier.broken, tier.slo_met)
+def _count_ended(tier: TierState) -> SloCounts:
+    return SloCounts(tier.ok + tier.failed + tier.broken, tier.slo_met)
 
 
-def counted(samples: Iterable[Sample]) -> dict[str, Counts]:
+def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
     """By tier, what was added between two samples of one ledger. Counts that fall are another one's."""
     ended: Counter[str] = Counter()
     met: Counter[str] = Counter()
     for before, after in pairwise(samples):
-        known = {name: before.tiers.get(name, Counts(0, 0)) for name in after.tiers}
+        known = {name: before.tiers.get(name, SloCounts(0, 0)) for name in after.tiers}
         fell = any(after.tiers[name].ended < counts.ended for name, counts in known.items())
-        if fell or after.ledger_s != before.ledger_s:
+        if fell or after.ledger_since_s != before.ledger_since_s:
             continue
         for name, counts in known.items():
             ended[name] += after.tiers[name].ended - counts.ended
             met[name] += after.tiers[name].met - counts.met
-    return {name: Counts(count, met[name]) for name, count in sorted(ended.items()) if count}
+    return {name: SloCounts(count, met[name]) for name, count in sorted(ended.items()) if count}
 
 
-def _judged(window: Window, service: PDService, now_s: float) -> Told | None:
+def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloReport | None:
     """What the window comes to; None while it is too short to say other than what stands."""
-    slo, tiers = window.slo, counted(window.samples)
-    every = Counts(sum(one.ended for one in tiers.values()), sum(one.met for one in tiers.values()))
-    if every.ended < FEWEST:
-        short, first = now_s < window.began_s + slo.window, window.told is None
-        stands = _stands(service)
+    slo, tiers = window.slo, count_added(window.samples)
+    total = SloCounts(
+        sum(tier_counts.ended for tier_counts in tiers.values()),
+        sum(tier_counts.met for tier_counts in tiers.values()),
+    )
+    if total.ended < MIN_REQUESTS:
+        short, first = now_s < window.sampling_since_s + slo.window, window.report is None
+        has_verdict = _has_earlier_verdict(service)
         if window.samples:
-            return None if short and first and stands else _few(slo, tiers, every.ended)
-        return _silent(slo) if stands and not short else None
-    judged = {name: counts for name, counts in tiers.items() if counts.ended >= FEWEST} or {"": every}
-    missed = any(100 * one.met < slo.attainment * one.ended for one in judged.values())
-    figures = ", ".join(_figure(name, one, alone=len(judged) == 1) for name, one in judged.items())
-    return Told(
+            return None if short and first and has_verdict else _too_few_requests(slo, tiers, total.ended)
+        return _router_silent(slo) if has_verdict and not short else None
+    judged_tiers = {name: counts for name, counts in tiers.items() if counts.ended >= MIN_REQUESTS} or {
+        "": total
+    }
+    missed = any(
+        100 * tier_counts.met < slo.attainment * tier_counts.ended for tier_counts in judged_tiers.values()
+    )
+    figures = ", ".join(
+        _format_attainment(name, tier_counts, alone=len(judged_tiers) == 1)
+        for name, tier_counts in judged_tiers.items()
+    )
+    return SloReport(
         status="False" if missed else "True",
-        reason=words.MISSED if missed else words.ATTAINED,
-        message=f"{figures} in {_told(slo)} met TTFT and TPOT; {slo.attainment:g} % are asked for",
-        attainment=every.shown,
-        tiers=_tiers(tiers),
+        reason=conditions.MISSED if missed else conditions.ATTAINED,
+        message=f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are asked for",
+        attainment=total.attainment,
+        tiers=_tier_statuses(tiers),
     )
 
 
-def _stands(service: PDService) -> bool:
+def _has_earlier_verdict(service: PDService) -> bool:
     """Whether an earlier process came to a verdict that a short window says nothing against."""
-    return any(c.type == words.SLO_MET and c.status != "Unknown" for c in service.status.conditions)
+    return any(c.type == conditions.SLO_MET and c.status != "Unknown" for c in service.status.conditions)
 
 
-def _few(slo: ServiceSloSpec, tiers: Mapping[str, Counts], ended: int) -> Told:
+def _too_few_requests(slo: ServiceSloSpec, tiers: Mapping[str, SloCounts], ended: int) -> SloReport:
     if not ended:
-        return Told(status="Unknown", reason=words.NO_TRAFFIC, message=_none_ended(slo))
-    message = (
-        f"{format_count(ended, 'request')} ended in {_told(slo)}, of fewer than {FEWEST} nothing is said"
+        return SloReport(status="Unknown", reason=conditions.NO_TRAFFIC, message=_no_request_ended(slo))
+    requests = format_count(ended, "request")
+    message = f"{requests} ended in {_format_window(slo)}, of fewer than {MIN_REQUESTS} nothing is said"
+    return SloReport(
+        status="Unknown", reason=conditions.TOO_FEW_REQUESTS, message=message, tiers=_tier_statuses(tiers)
     )
-    return Told(status="Unknown", reason=words.TOO_FEW, message=message, tiers=_tiers(tiers))
 
 
-def _silent(slo: ServiceSloSpec) -> Told:
-    message = f"no word of the router in {_told(slo)}"
-    return Told(status="Unknown", reason=words.ROUTER_SILENT, message=message)
+def _router_silent(slo: ServiceSloSpec) -> SloReport:
+    message = f"no word of the router in {_format_window(slo)}"
+    return SloReport(status="Unknown", reason=conditions.ROUTER_NOT_REPORTING, message=message)
 
 
-def _none_ended(slo: ServiceSloSpec) -> str:
-    return f"no request ended in {_told(slo)}"
+def _no_request_ended(slo: ServiceSloSpec) -> str:
+    return f"no request ended in {_format_window(slo)}"
 
 
-def _tiers(tiers: Mapping[str, Counts]) -> tuple[TierStatus, ...]:
+def _tier_statuses(tiers: Mapping[str, SloCounts]) -> tuple[TierStatus, ...]:
     return tuple(
-        TierStatus(name=name, attainment=one.shown, offered=one.ended) for name, one in tiers.items()
+        TierStatus(name=name, attainment=tier_counts.attainment, offered=tier_counts.ended)
+        for name, tier_counts in tiers.items()
     )
 
 
-def _figure(name: str, counts: Counts, *, alone: bool) -> str:
-    figure = f"{counts.shown} % of {counts.ended} requests"
+def _format_attainment(name: str, counts: SloCounts, *, alone: bool) -> str:
+    figure = f"{counts.attainment} % of {counts.ended} requests"
     return figure if alone else f"tier {name}: {figure}"
 
 
-def _told(slo: ServiceSloSpec) -> str:
+def _format_window(slo: ServiceSloSpec) -> str:
     return format_duration(slo.window)
 
 
-def slo_met(service: PDService, told: Told | None) -> Condition:
+def slo_met_condition(service: PDService, report: SloReport | None) -> Condition:
     """The condition SLOMet. Where nothing new is told, what was known stands."""
-    if told is not None:
-        return condition(service, words.SLO_MET, told.status, told.reason, told.message)
+    if report is not None:
+        return make_condition(service, conditions.SLO_MET, report.status, report.reason, report.message)
     for before in service.status.conditions:
-        if before.type == words.SLO_MET:
-            return condition(service, words.SLO_MET, before.status, before.reason, before.message)
-    return condition(service, words.SLO_MET, "Unknown", words.NO_TRAFFIC, _none_ended(service.spec.slo))
+        if before.type == conditions.SLO_MET:
+            return make_condition(service, conditions.SLO_MET, before.status, before.reason, before.message)
+    return make_condition(
+        service, conditions.SLO_MET, "Unknown", conditions.NO_TRAFFIC, _no_request_ended(service.spec.slo)
+    )

@@ -22,10 +22,10 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
         file = tmp_path / "chat.yaml"
         head = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDService\nmetadata: {name: chat}\nspec:\n"
         file.write_text(head + "".join(f"  {line}\n" for line in spec.splitlines()), encoding="utf-8")
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             main(["plan", "-f", str(file), *arguments])
         out, err = capsys.readouterr()
-        return (int(left.value.code or 0), out + err)
+        return (int(exited.value.code or 0), out + err)
 
     return run
 
@@ -42,8 +42,8 @@ def pool(name: str, role: str, devices: int) -> str:
 LLAMA = ("--model-config", str(MODELS / "llama-3.1-70b"))
 
 
-def test_facts_sizes_settings_and_the_command_are_said_with_their_reasons(plan: Plan) -> None:
-    code, said = plan(service(pool("flex", "Flexible", 4)), *LLAMA)
+def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None:
+    code, output = plan(service(pool("flex", "Flexible", 4)), *LLAMA)
     assert code == 0
     for line in (
         "  shape: LlamaForCausalLM, 80 layers, GQA: 64 heads, 8 of KV of 128 values, 131,072 tokens",
@@ -61,23 +61,23 @@ def test_facts_sizes_settings_and_the_command_are_said_with_their_reasons(plan: 
         "  volumes: shared-memory at /dev/shm (memory, 8.0 GiB)",
         "  pool chat-flex → pool chat-flex: yes, same model, engine, KV data type and block size",
     ):
-        assert line in said.splitlines()
-    assert "    vllm serve meta-llama/Llama-3.1-70B-Instruct --served-model-name" in said
+        assert line in output.splitlines()
+    assert "    vllm serve meta-llama/Llama-3.1-70B-Instruct --served-model-name" in output
 
 
-def test_without_a_config_it_says_so_in_one_line_and_what_does_not_depend_on_it(plan: Plan) -> None:
-    code, said = plan(service(pool("flex", "Flexible", 4)))
+def test_plan_without_model_config_prints_what_does_not_depend_on_it(plan: Plan) -> None:
+    code, output = plan(service(pool("flex", "Flexible", 4)))
     missing = "  config.json not found: --model-config names it; what follows from the model is left out"
     assert code == 0
-    assert said.splitlines()[1] == missing
+    assert output.splitlines()[1] == missing
     unknown = "  fits: Unknown, ModelUnknown: the model's config.json was not read; --model-config names it"
-    assert unknown in said.splitlines()
-    assert "; how long the longest prompt takes is not known\n" in said
-    assert "--tensor-parallel-size 4" in said
+    assert unknown in output.splitlines()
+    assert "; how long the longest prompt takes is not known\n" in output
+    assert "--tensor-parallel-size 4" in output
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "output"),
     [
         pytest.param(
             service(pool("flex", "Flexible", 1)),
@@ -96,23 +96,23 @@ def test_without_a_config_it_says_so_in_one_line_and_what_does_not_depend_on_it(
         ),
     ],
 )
-def test_a_service_that_cannot_work_is_exit_code_1(plan: Plan, spec: str, said: str) -> None:
+def test_a_service_that_cannot_work_is_exit_code_1(plan: Plan, spec: str, output: str) -> None:
     code, text = plan(spec, *LLAMA)
     assert code == 1
-    assert any(line.startswith(said) for line in text.splitlines())
+    assert any(line.startswith(output) for line in text.splitlines())
 
 
 def test_prefill_may_be_split_over_more_devices_than_decode(plan: Plan) -> None:
-    code, said = plan(service(pool("p", "Prefill", 8), pool("d", "Decode", 2)), *LLAMA)
+    code, output = plan(service(pool("p", "Prefill", 8), pool("d", "Decode", 2)), *LLAMA)
     assert code == 1  # 70 billion parameters do not fit two devices
     allowed = "  pool chat-p → pool chat-d: yes, same model, engine, KV data type and block size"
-    assert allowed in said.splitlines()
+    assert allowed in output.splitlines()
 
 
-def test_an_engine_whose_role_is_fixed_at_start_is_planned_in_both(plan: Plan) -> None:
+def test_an_engine_whose_role_is_fixed_at_start_is_planned_once_for_each_role(plan: Plan) -> None:
     lmcache = service(pool("flex", "Flexible", 4), more="kvTransfer: {connector: LMCache}")
-    code, said = plan(lmcache, *LLAMA, "-o", "json")
-    pools = json.loads(said)["services"][0]["pools"]
+    code, output = plan(lmcache, *LLAMA, "-o", "json")
+    pools = json.loads(output)["services"][0]["pools"]
     assert code == 0
     assert [(found["role"], found["strategy"]) for found in pools] == [
         ("Prefill", "Restart"),
@@ -124,9 +124,9 @@ def test_an_engine_whose_role_is_fixed_at_start_is_planned_in_both(plan: Plan) -
     ]
 
 
-def test_programs_get_the_same_as_json(plan: Plan) -> None:
-    _, said = plan(service(pool("flex", "Flexible", 4)), *LLAMA, "-o", "json")
-    document: dict[str, Any] = json.loads(said)["services"][0]
+def test_plan_json_holds_what_the_text_holds(plan: Plan) -> None:
+    _, output = plan(service(pool("flex", "Flexible", 4)), *LLAMA, "-o", "json")
+    document: dict[str, Any] = json.loads(output)["services"][0]
     found = document["pools"][0]
     assert document["facts"]["kv_bytes_per_token"] == 327_680
     assert (found["fit"]["reason"], found["fit"]["kv_capacity_tokens"]) == ("Fits", 435_865)
@@ -136,20 +136,20 @@ def test_programs_get_the_same_as_json(plan: Plan) -> None:
     assert document["pairs"][0]["allowed"] is True
 
 
-def test_the_config_is_found_where_the_manifest_says_that_the_model_is(plan: Plan) -> None:
+def test_the_model_config_is_read_from_the_host_path_of_the_manifest(plan: Plan) -> None:
     spec = f"model: tiny\nengine: {{type: vLLM}}\nmodelSource: {{hostPath: {MODELS / 'tiny-llama'}}}"
-    _, said = plan(spec)
-    assert said.splitlines()[1] == f"  {MODELS / 'tiny-llama' / 'config.json'}"
+    _, output = plan(spec)
+    assert output.splitlines()[1] == f"  {MODELS / 'tiny-llama' / 'config.json'}"
 
 
 def test_a_simulated_engine_has_no_model_to_fit(plan: Plan) -> None:
-    code, said = plan("model: m")
-    assert (code, said.splitlines()[1]) == (0, "  engine.type is Simulated: there is no model to fit")
+    code, output = plan("model: m")
+    assert (code, output.splitlines()[1]) == (0, "  engine.type is Simulated: there is no model to fit")
 
 
-def test_a_profile_that_nobody_knows_is_refused_as_up_refuses_it(plan: Plan) -> None:
-    code, said = plan("model: m\nengine: {profile: desktop}")
-    assert (code, said.startswith("error: profile (desktop) is not one of ")) == (2, True)
+def test_plan_refuses_an_unknown_profile_as_up_does(plan: Plan) -> None:
+    code, output = plan("model: m\nengine: {profile: desktop}")
+    assert (code, output.startswith("error: profile (desktop) is not one of ")) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,17 @@ def test_a_profile_that_nobody_knows_is_refused_as_up_refuses_it(plan: Plan) -> 
         ),
     ],
 )
-def test_what_cannot_be_read_is_one_line(plan: Plan, arguments: tuple[str, ...], message: str) -> None:
+def test_plan_refuses_unreadable_input_in_one_line(
+    plan: Plan, arguments: tuple[str, ...], message: str
+) -> None:
     assert plan(service(pool("flex", "Flexible", 4)), *arguments) == (2, message)
 
 
 def test_the_example_for_cpus_is_planned_for_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     example = EXAMPLES / "vllm-cpu.yaml"
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main(["plan", "-f", str(example), "--model-config", str(MODELS / "llama-3.1-70b")])
-    said = capsys.readouterr().out
-    assert left.value.code in (None, 0)
-    assert "    UCX_TLS=tcp,sm,self\n" in said
-    assert "gpu" not in said
+    output = capsys.readouterr().out
+    assert exited.value.code in (None, 0)
+    assert "    UCX_TLS=tcp,sm,self\n" in output
+    assert "gpu" not in output

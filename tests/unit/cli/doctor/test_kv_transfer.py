@@ -2,16 +2,16 @@
 
 import pytest
 
-from fulcrum_cli.doctor.findings import Standing
-from fulcrum_cli.doctor.transfer import check_transfer
-from fulcrum_core.state import PairState, RouterState
-from tests.unit.core.states import router_state
+from fulcrum_cli.doctor.findings import Severity
+from fulcrum_cli.doctor.kv_transfer import check_transfer
+from fulcrum_core.router_state import PairState, RouterState
+from tests.unit.core.router_states import router_state
 
 
 def pair(
     prefill: str,
     decode: str,
-    reason: str = "Proven",
+    reason: str = "Verified",
     *,
     proven_s: float | None = 3.2,
     handshake_s: float | None = 0.21,
@@ -20,12 +20,12 @@ def pair(
     return PairState(
         prefill=prefill,
         decode=decode,
-        proven=1,
+        verified=1,
         recomputed=0,
         unknown=0,
-        last_proven_s=proven_s,
+        verified_age_s=proven_s,
         handshake_s=handshake_s,
-        seconds_per_1k_tokens=speed_s,
+        transfer_s_per_1k_tokens=speed_s,
         last_reason=reason,
     )
 
@@ -35,18 +35,18 @@ def state(*pairs: PairState) -> RouterState:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "standing", "seen"),
+    ("pairs", "severity", "observed"),
     [
-        pytest.param((), Standing.OK, "no hand-off was seen yet", id="nothing yet"),
+        pytest.param((), Severity.OK, "no hand-off was seen yet", id="nothing yet"),
         pytest.param(
             (pair("chat-0", "chat-1"),),
-            Standing.OK,
-            "chat-0 → chat-1: Proven, proven 3s ago, handshake 210 ms, 1,000 tokens in 12 ms",
+            Severity.OK,
+            "chat-0 → chat-1: Verified, verified 3s ago, handshake 210 ms, 1,000 tokens in 12 ms",
             id="all is known",
         ),
         pytest.param(
             (pair("chat-0", "chat-1", "NoTrafficYet", proven_s=None, handshake_s=None, speed_s=None),),
-            Standing.OK,
+            Severity.OK,
             "chat-0 → chat-1: NoTrafficYet",
             id="nothing is known",
         ),
@@ -55,28 +55,28 @@ def state(*pairs: PairState) -> RouterState:
                 pair("chat-0", "chat-1", proven_s=95.0),
                 pair("chat-1", "chat-0", "HandshakeFailed", proven_s=None, handshake_s=None, speed_s=None),
             ),
-            Standing.WARNING,
+            Severity.WARNING,
             "chat-1 → chat-0: HandshakeFailed; "
-            "chat-0 → chat-1: Proven, proven 1m35s ago, handshake 210 ms, 1,000 tokens in 12 ms",
+            "chat-0 → chat-1: Verified, verified 1m35s ago, handshake 210 ms, 1,000 tokens in 12 ms",
             id="a bad pair comes first",
         ),
     ],
 )
-def test_pairs_are_told_with_handshake_speed_and_age(
-    pairs: tuple[PairState, ...], standing: Standing, seen: str
+def test_pairs_are_reported_with_handshake_speed_and_age(
+    pairs: tuple[PairState, ...], severity: Severity, observed: str
 ) -> None:
     finding = check_transfer("chat", state(*pairs))
     assert finding is not None
-    assert (finding.title, finding.standing, finding.seen) == ("chat: KV transfer", standing, seen)
+    assert (finding.title, finding.severity, finding.observed) == ("chat: KV transfer", severity, observed)
 
 
-def test_of_many_pairs_the_slowest_are_told() -> None:
+def test_of_many_pairs_the_slowest_are_reported() -> None:
     many = [pair(f"chat-{n}", "chat-9", speed_s=n / 1000, proven_s=None, handshake_s=None) for n in range(8)]
     finding = check_transfer("chat", state(*many))
     assert finding is not None
-    assert finding.seen.startswith("chat-7 → chat-9: Proven, 1,000 tokens in 7 ms; chat-6")
-    assert finding.seen.endswith("; and 2 more")
+    assert finding.observed.startswith("chat-7 → chat-9: Verified, 1,000 tokens in 7 ms; chat-6")
+    assert finding.observed.endswith("; and 2 more")
 
 
-def test_a_router_that_does_not_answer_is_somebody_elses_finding() -> None:
+def test_without_router_state_there_is_no_transfer_finding() -> None:
     assert check_transfer("chat", None) is None

@@ -4,26 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.play.command import leave
+from fulcrum_cli.commands.play import write_results
 from fulcrum_cli.play.recorder import Flip, Recorder
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_core.api.pdinstance import PDInstanceStatus
 from fulcrum_core.errors import FulcrumError
 from fulcrum_core.values import Actor, Phase, Role, Slo
-from fulcrum_simulator.client import Ending, Outcome, Tally
+from fulcrum_simulator.client import LoadResults, OutcomeKind, RequestOutcome
 
 
 def figures(*, lateness_p99_ms: float | None = 4.0) -> RunFigures:
-    tally = Tally(Slo(ttft_s=1.0, tpot_s=0.1))
-    for index, ending in enumerate((Ending.OK, Ending.OK, Ending.FAILED, Ending.BROKEN)):
-        tally.offer()
-        reason = "" if ending is Ending.OK else "status 503"
-        ttft_s = 0.5 if ending is Ending.OK else None
-        tally.end(
-            Outcome(index, ending, 0.001, 1.0, output_tokens=4, ttft_s=ttft_s, tpot_s=0.05, reason=reason)
+    results = LoadResults(Slo(ttft_s=1.0, tpot_s=0.1))
+    for index, kind in enumerate((OutcomeKind.OK, OutcomeKind.OK, OutcomeKind.FAILED, OutcomeKind.BROKEN)):
+        results.record_offered()
+        reason = "" if kind is OutcomeKind.OK else "status 503"
+        ttft_s = 0.5 if kind is OutcomeKind.OK else None
+        results.record_outcome(
+            RequestOutcome(
+                index, kind, 0.001, 1.0, output_tokens=4, ttft_s=ttft_s, tpot_s=0.05, reason=reason
+            )
         )
     recorder = Recorder()
-    recorder.second({"a": PDInstanceStatus(phase=Phase.STARTING)})
+    recorder.record_second({"a": PDInstanceStatus(phase=Phase.STARTING)})
     recorder.flips.append(
         Flip("a", Role.PREFILL, Role.DECODE, 102.5, Actor.AUTOSCALER, "decode load 1.2", 3, 4.5)
     )
@@ -32,15 +34,15 @@ def figures(*, lateness_p99_ms: float | None = 4.0) -> RunFigures:
         mode="Auto",
         seed=7,
         instances=1,
-        began_at_s=100.0,
-        lasted_s=60.0,
-        requests=tally.report(),
+        started_at_s=100.0,
+        duration_s=60.0,
+        requests=results.report(),
         recorder=recorder,
         lateness_p99_ms=lateness_p99_ms,
     )
 
 
-def test_the_json_holds_what_was_promised() -> None:
+def test_the_json_report_holds_its_documented_keys() -> None:
     report = figures().as_json()
     requests = report["requests"]
     assert {key: requests[key] for key in ("offered", "ok", "failed", "broken", "wrong")} == {
@@ -55,14 +57,14 @@ def test_the_json_holds_what_was_promised() -> None:
     known = (
         "attainment",
         "roles_over_time",
-        "engine_lateness_ms_p99",
+        "engine_lateness_p99_ms",
         "machine_too_slow",
         "seed",
         "mode",
         "load",
     )
     assert {key: report[key] for key in known} == {
-        "attainment": 0.5, "roles_over_time": {"a": "."}, "engine_lateness_ms_p99": 4.0,
+        "attainment": 0.5, "roles_over_time": {"a": "."}, "engine_lateness_p99_ms": 4.0,
         "machine_too_slow": False, "seed": 7, "mode": "Auto", "load": "moving",
     }  # fmt: skip
 
@@ -82,15 +84,15 @@ def test_a_machine_that_is_too_slow_says_so_loudly() -> None:
     assert figures(lateness_p99_ms=None).too_slow is False
 
 
-def test_a_file_that_cannot_be_written_does_not_keep_the_other_from_it(tmp_path: Path) -> None:
+def test_an_unwritable_result_file_does_not_prevent_the_other(tmp_path: Path) -> None:
     from tests.unit.cli.play.test_view import frame
 
     gone, picture = tmp_path / "gone" / "figures.json", tmp_path / "play.svg"
     with pytest.raises(FulcrumError) as caught:
-        leave(figures(), frame(), json_file=gone, snapshot=picture)
+        write_results(figures(), frame(), json_file=gone, snapshot=picture)
     assert str(caught.value) == f"--json ({gone}) cannot be written: No such file or directory"
     assert picture.read_text().startswith("<svg")
     with pytest.raises(
         FulcrumError, match=r"--json .* cannot be written: .*; --snapshot .* cannot be written"
     ):
-        leave(figures(), frame(), json_file=gone, snapshot=gone)
+        write_results(figures(), frame(), json_file=gone, snapshot=gone)

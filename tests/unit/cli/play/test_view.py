@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fulcrum_cli.play.frame import Counts, Decision, Frame, InstanceRow
-from fulcrum_cli.play.recorder import Cell
-from fulcrum_cli.play.screen import Key, read_keys, save_picture
+from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts
+from fulcrum_cli.play.recorder import HistoryCell
+from fulcrum_cli.play.screen import Key, read_keys, save_svg
 from fulcrum_cli.play.view import draw
 from fulcrum_core.values import Phase, Role, Slo
 from fulcrum_simulator.client import Latencies
@@ -15,7 +15,9 @@ from fulcrum_simulator.client import Latencies
 
 def row(number: int, seconds: int = 90) -> InstanceRow:
     role = Role.PREFILL if number % 2 else Role.DECODE
-    cells = tuple(Cell.PREFILL if (number + second // 9) % 2 else Cell.DECODE for second in range(seconds))
+    cells = tuple(
+        HistoryCell.PREFILL if (number + second // 9) % 2 else HistoryCell.DECODE for second in range(seconds)
+    )
     return InstanceRow(f"play-{number}", role, Phase.SERVING, cells, frozenset({9, 80}), 0.4, 9340, 12, 0.42)
 
 
@@ -27,25 +29,25 @@ def frame(**changes: object) -> Frame:
         mode="Auto",
         seed=1,
         elapsed_s=90.0,
-        ends_s=120.0,
+        duration_s=120.0,
         load="moving",
         load_phase="prefill-heavy",
         rate_rps=12.0,
         slo=Slo(1.5, 0.05),
         instances=tuple(row(number) for number in range(8)),
         selected=2,
-        counts=Counts(offered=12_345, ok=12_300, failed=1, broken=2, wrong=3, in_flight=39),
+        counts=RequestCounts(offered=12_345, ok=12_300, failed=1, broken=2, wrong=3, in_flight=39),
         recent=Latencies(0.42, 1.71, 0.034, 0.052),
         attainment=0.942,
         attainment_recent=0.871,
-        wanted=(5, 3),
-        had=(4, 4),
+        desired_split=(5, 3),
+        actual_split=(4, 4),
         flips_to_prefill=14,
         flips_to_decode=13,
         ack_p99_ms=5.2,
         lateness_p99_ms=3.1,
         decisions=tuple(
-            Decision(float(at), f"play-{at % 8} → Decode  {'why ' * 30}", Role.DECODE) for at in range(20)
+            DecisionLine(float(at), f"play-{at % 8} → Decode  {'why ' * 30}", Role.DECODE) for at in range(20)
         ),
         notice="play-3 killed",
     )
@@ -74,7 +76,7 @@ def test_a_terminal_that_is_too_small_still_shows_the_keys() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
-def test_everything_that_matters_is_on_screen(width: int, height: int) -> None:
+def test_latencies_splits_flips_and_attainment_are_on_screen(width: int, height: int) -> None:
     text = "\n".join(lines(frame(), width, height))
     wanted = (
         "play-0",
@@ -93,7 +95,7 @@ def test_everything_that_matters_is_on_screen(width: int, height: int) -> None:
     assert [word for word in wanted if word not in text] == []
 
 
-def test_roles_can_be_told_without_colours() -> None:
+def test_roles_are_readable_without_colours() -> None:
     shown = lines(frame(), 120, 40)
     assert next(line for line in shown if "play-1" in line).split()[1] == "P"
     assert next(line for line in shown if "play-0" in line).split()[1] == "D"
@@ -102,34 +104,36 @@ def test_roles_can_be_told_without_colours() -> None:
     assert "◆" in shown[5]
 
 
-def test_a_dead_engine_and_a_slow_machine_are_said_in_words() -> None:
-    dead = replace(row(0), phase=Phase.FAILED, restarts=2, band=(Cell.DEAD,))
+def test_a_failed_engine_and_a_slow_machine_are_shown_as_text() -> None:
+    dead = replace(row(0), phase=Phase.FAILED, restarts=2, role_history=(HistoryCell.DEAD,))
     text = "\n".join(lines(frame(instances=(dead,), lateness_p99_ms=25.0), 80, 24))
     assert "failed, restart 2" in text
     assert "MACHINE TOO SLOW" in text
 
 
-def test_parts_that_do_not_answer_are_said_in_words() -> None:
+def test_parts_that_do_not_respond_are_shown_as_text() -> None:
     silent = replace(row(0), missed_probes=3)
-    text = "\n".join(lines(frame(instances=(silent,), away=("autoscaler for 2 s", "router for 4 s")), 80, 24))
+    text = "\n".join(
+        lines(frame(instances=(silent,), unavailable=("autoscaler for 2 s", "router for 4 s")), 80, 24)
+    )
     assert "does not answer, 3 probes missed" in text
     assert "AWAY: autoscaler for 2 s; router for 4 s" in text
 
 
 def test_a_run_that_has_just_begun_can_be_drawn() -> None:
     begun = frame(
-        instances=(), counts=Counts(), recent=Latencies(None, None, None, None), attainment=None,
+        instances=(), counts=RequestCounts(), recent=Latencies(None, None, None, None), attainment=None,
         attainment_recent=None, ack_p99_ms=None, lateness_p99_ms=None, decisions=(), notice="", rate_rps=None,
-        ends_s=None,
+        duration_s=None,
     )  # fmt: skip
     assert "no decision yet" in "\n".join(lines(begun, 80, 24))
 
 
-def test_a_picture_needs_nothing_from_anywhere(tmp_path: object) -> None:
+def test_a_saved_svg_refers_to_no_external_font(tmp_path: object) -> None:
     from pathlib import Path
 
     path = Path(str(tmp_path)) / "play.svg"
-    save_picture(frame(), path)
+    save_svg(frame(), path)
     picture = path.read_text()
     assert picture.startswith("<svg")
     assert "@font-face" not in picture
@@ -145,5 +149,5 @@ def test_a_picture_needs_nothing_from_anywhere(tmp_path: object) -> None:
         ("", []),
     ],
 )
-def test_keys_are_read_and_strangers_passed_over(typed: str, keys: list[Key]) -> None:
+def test_unknown_keys_are_ignored(typed: str, keys: list[Key]) -> None:
     assert list(read_keys(typed)) == keys

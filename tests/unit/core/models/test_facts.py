@@ -46,7 +46,7 @@ def facts(name: str) -> ModelFacts:
         ("deepseek-v3", 671.03),
     ],
 )
-def test_parameters_come_within_a_percent_of_what_is_published(model: str, billions: float) -> None:
+def test_params_match_published_numbers_within_one_percent(model: str, billions: float) -> None:
     assert facts(model).params / 1e9 == pytest.approx(billions, rel=0.01)
 
 
@@ -54,7 +54,7 @@ def test_parameters_come_within_a_percent_of_what_is_published(model: str, billi
     ("model", "billions"),
     [("mixtral-8x7b", 12.9), ("deepseek-v3", 37), ("qwen3-30b-a3b", 3.3), ("gpt-oss-20b", 3.6)],
 )
-def test_a_mixture_activates_what_is_published(model: str, billions: float) -> None:
+def test_active_params_of_a_moe_model_match_published_numbers(model: str, billions: float) -> None:
     assert facts(model).active_params / 1e9 == pytest.approx(billions, rel=0.1)
 
 
@@ -71,16 +71,16 @@ def test_a_mixture_activates_what_is_published(model: str, billions: float) -> N
         pytest.param("tiny-llama", 1_024, id="float32"),
     ],
 )
-def test_kv_bytes_of_a_token(model: str, expected: int) -> None:
+def test_kv_bytes_per_token_match_the_attention_kind(model: str, expected: int) -> None:
     assert kv_bytes_per_token(facts(model)) == expected
 
 
-def test_quantised_kv_takes_a_half_and_two_sevenths_and_the_index_nothing_less() -> None:
+def test_kv_bytes_per_token_by_precision() -> None:
     llama = facts("llama-3.1-8b")
     assert [kv_bytes_per_token(llama, kv) for kv in KvPrecision] == [131_072, 65_536, 36_864]
 
 
-def test_sparse_attention_keeps_an_index_and_packs_fp8_in_its_own_way() -> None:
+def test_sparse_attention_adds_index_bytes_at_each_precision() -> None:
     sparse = facts("deepseek-v3.2")
     assert [kv_bytes_per_token(sparse, kv) for kv in (KvPrecision.AUTO, KvPrecision.FP8)] == [
         61 * (576 * 2 + 132),
@@ -107,11 +107,13 @@ def test_a_window_bounds_the_kv_of_a_long_prompt() -> None:
         pytest.param("tiny-llama", 1, KvPrecision.AUTO, 256, id="never less than one piece"),
     ],
 )
-def test_transfer_buffer(model: str, tokens: int, kv: KvPrecision, expected_mib: int) -> None:
+def test_transfer_buffer_is_rounded_up_to_256_mib(
+    model: str, tokens: int, kv: KvPrecision, expected_mib: int
+) -> None:
     assert transfer_buffer_bytes(facts(model), tokens, kv) == expected_mib * MIB
 
 
-def test_ranks_share_heads_down_to_one_and_never_a_latent_vector() -> None:
+def test_ranks_split_kv_heads_and_copy_latent_vectors() -> None:
     def on(model: str, tensor: int, pipeline: int = 1) -> float:
         return rank_kv_bytes_per_token(facts(model), tensor=tensor, pipeline=pipeline, kv=KvPrecision.AUTO)
 
@@ -122,7 +124,7 @@ def test_ranks_share_heads_down_to_one_and_never_a_latent_vector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "weights", "gib"),
+    ("model", "weights", "format_gib"),
     [
         pytest.param("llama-3.1-70b", WeightPrecision.AUTO, 131.4, id="16 bits"),
         pytest.param("llama-3.1-70b", WeightPrecision.FP8, 67.7, id="8 bits, embeddings as they are"),
@@ -131,11 +133,11 @@ def test_ranks_share_heads_down_to_one_and_never_a_latent_vector() -> None:
         pytest.param("gpt-oss-20b", WeightPrecision.AUTO, 11.9, id="a checkpoint in MXFP4"),
     ],
 )
-def test_weight_bytes(model: str, weights: WeightPrecision, gib: float) -> None:
-    assert weight_bytes(facts(model), weights) / GIB == pytest.approx(gib, abs=0.05)
+def test_weight_bytes_follow_the_precision(model: str, weights: WeightPrecision, format_gib: float) -> None:
+    assert weight_bytes(facts(model), weights) / GIB == pytest.approx(format_gib, abs=0.05)
 
 
-def test_a_familys_own_defaults_stand_in_for_what_its_file_leaves_out() -> None:
+def test_model_family_defaults_fill_missing_config_keys() -> None:
     gemma = facts("gemma-3-27b")
     assert (gemma.kv_layers, gemma.window_layers, gemma.window_tokens) == (10, 52, 1024)
     assert gemma.context_tokens == 131_072
@@ -156,7 +158,9 @@ def test_a_familys_own_defaults_stand_in_for_what_its_file_leaves_out() -> None:
         pytest.param({"quant_method": "new"}, ("new", 16.0), id="a method nobody knows counts in full"),
     ],
 )
-def test_how_a_checkpoint_is_quantised(spec: dict[str, Any], expected: tuple[str, float]) -> None:
+def test_checkpoint_quantization_and_weight_bits_are_read(
+    spec: dict[str, Any], expected: tuple[str, float]
+) -> None:
     read = parse_model_config({**config("llama-3.1-8b"), "quantization_config": spec})
     assert (read.quantization, read.weight_bits) == expected
 
@@ -216,7 +220,7 @@ def test_how_a_checkpoint_is_quantised(spec: dict[str, Any], expected: tuple[str
         ),
     ],
 )
-def test_a_file_that_describes_no_decoder_is_refused(change: dict[str, Any], message: str) -> None:
+def test_config_without_a_decoder_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         parse_model_config({**config("llama-3.1-8b"), **change})
     assert str(refused.value) == message

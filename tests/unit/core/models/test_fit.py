@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from fulcrum_core.hardware import Fabric, Vendor, find_hardware, hardware_of
+from fulcrum_core.hardware import Fabric, Vendor, find_hardware, resolve_hardware
 from fulcrum_core.models import (
     Fit,
     KvPrecision,
     Layout,
     ModelFacts,
     WeightPrecision,
-    judge_fit,
+    check_fit,
     parse_model_config,
     weight_bytes,
 )
@@ -23,11 +23,11 @@ def facts(name: str) -> ModelFacts:
     return parse_model_config(json.loads((MODELS / name / "config.json").read_text(encoding="utf-8")))
 
 
-def test_a_model_that_fits_is_told_with_its_numbers() -> None:
-    assert judge_fit(
-        facts("llama-3.1-70b"), hardware_of("H100-SXM"), Layout(tensor=4, max_tokens=32_768)
+def test_fit_message_has_the_numbers() -> None:
+    assert check_fit(
+        facts("llama-3.1-70b"), resolve_hardware("H100-SXM"), Layout(tensor=4, max_tokens=32_768)
     ) == Fit(
-        verdict="True",
+        status="True",
         reason="Fits",
         message="32.9 GiB of weights and 33.3 GiB of KV cache a device, 435,865 tokens: "
         "13.3 requests of 32,768 tokens",
@@ -99,29 +99,29 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("model", "device", "layout", "reason", "message"), REFUSALS)
-def test_what_does_not_fit_is_refused_with_what_would(
+def test_misfit_names_what_would_fit(
     model: str, device: str, layout: Layout, reason: str, message: str
 ) -> None:
-    fit = judge_fit(facts(model), hardware_of(device), layout)
-    assert (fit.verdict, fit.reason, fit.message) == ("False", reason, message)
+    fit = check_fit(facts(model), resolve_hardware(device), layout)
+    assert (fit.status, fit.reason, fit.message) == ("False", reason, message)
 
 
-def test_kv_heads_are_shared_or_copied_evenly() -> None:
+def test_kv_heads_and_ranks_must_divide() -> None:
     qwen = replace(facts("llama-3.1-8b"), attention_heads=28, kv_heads=4)
-    fits = {n: judge_fit(qwen, hardware_of("H100-SXM"), Layout(tensor=n)) for n in (2, 7, 28)}
-    assert {n: fit.verdict for n, fit in fits.items()} == {2: "True", 7: "False", 28: "True"}
+    fits = {n: check_fit(qwen, resolve_hardware("H100-SXM"), Layout(tensor=n)) for n in (2, 7, 28)}
+    assert {n: fit.status for n, fit in fits.items()} == {2: "True", 7: "False", 28: "True"}
     assert fits[7].message == "4 KV heads and 7 ranks: neither divides the other"
 
 
-def test_what_cannot_be_known_is_neither_yes_nor_no() -> None:
+def test_unknown_model_or_memory_gives_unknown() -> None:
     llama = facts("llama-3.1-8b")
-    assert judge_fit(None, hardware_of("H100-SXM"), Layout()).reason == "ModelUnknown"
-    unknown = judge_fit(llama, hardware_of(resource="nvidia.com/gpu"), Layout())
-    assert (unknown.verdict, unknown.message) == (
+    assert check_fit(None, resolve_hardware("H100-SXM"), Layout()).reason == "ModelUnknown"
+    unknown = check_fit(llama, resolve_hardware(resource="nvidia.com/gpu"), Layout())
+    assert (unknown.status, unknown.message) == (
         "Unknown",
         "the memory of GPU is not known, hardware.memory would say it; 15.0 GiB of weights go to each device",
     )
-    assert judge_fit(None, hardware_of("H100-SXM"), Layout(tensor=2, devices=1)).verdict == "False"
+    assert check_fit(None, resolve_hardware("H100-SXM"), Layout(tensor=2, devices=1)).status == "False"
 
 
 @pytest.mark.parametrize(
@@ -133,18 +133,18 @@ def test_what_cannot_be_known_is_neither_yes_nor_no() -> None:
     ],
 )
 def test_smaller_values_and_more_devices_leave_more_kv(better: Layout) -> None:
-    hardware, llama = hardware_of("H100-SXM"), facts("llama-3.1-70b")
-    before, after = judge_fit(llama, hardware, Layout(tensor=4)), judge_fit(llama, hardware, better)
+    hardware, llama = resolve_hardware("H100-SXM"), facts("llama-3.1-70b")
+    before, after = check_fit(llama, hardware, Layout(tensor=4)), check_fit(llama, hardware, better)
     assert (after.kv_capacity_tokens or 0) > (before.kv_capacity_tokens or 0)
 
 
 @pytest.mark.parametrize("expert", [pytest.param(False, id="slices"), pytest.param(True, id="whole ones")])
-def test_data_parallel_ranks_share_the_experts_and_hold_copies_of_the_rest(expert: bool) -> None:
-    deepseek, hardware = facts("deepseek-v3"), hardware_of("H200-SXM")
-    assert judge_fit(deepseek, hardware, Layout()).reason == "WeightsTooLarge"
-    fit = judge_fit(deepseek, hardware, Layout(data=8, expert=expert))
+def test_data_parallel_ranks_split_experts_and_copy_the_rest(expert: bool) -> None:
+    deepseek, hardware = facts("deepseek-v3"), resolve_hardware("H200-SXM")
+    assert check_fit(deepseek, hardware, Layout()).reason == "WeightsTooLarge"
+    fit = check_fit(deepseek, hardware, Layout(data=8, expert=expert))
     rest = weight_bytes(deepseek) - deepseek.expert_params
-    assert (fit.verdict, fit.device_weight_bytes) == ("True", round(rest + deepseek.expert_params / 8))
+    assert (fit.status, fit.device_weight_bytes) == ("True", round(rest + deepseek.expert_params / 8))
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,18 @@ def test_data_parallel_ranks_share_the_experts_and_hold_copies_of_the_rest(exper
     ],
 )
 def test_a_device_is_found_under_its_usual_names(name: str, device: str) -> None:
-    assert hardware_of(name) == find_hardware(device)
+    assert resolve_hardware(name) == find_hardware(device)
 
 
-def test_a_manifest_stands_over_the_table() -> None:
-    table = hardware_of("H100-SXM")
-    assert hardware_of("H100-SXM", memory_bytes=1, fabric=Fabric.ROCE) == replace(
+def test_manifest_overrides_the_device_table() -> None:
+    table = resolve_hardware("H100-SXM")
+    assert resolve_hardware("H100-SXM", memory_bytes=1, fabric=Fabric.ROCE) == replace(
         table, memory_bytes=1, fabric=Fabric.ROCE
     )
 
 
-def test_a_resource_tells_the_vendor_of_a_device_without_a_name() -> None:
-    vendors = {name: hardware_of(resource=name).vendor for name in ("nvidia.com/gpu", "amd.com/gpu", "cpu")}
+def test_vendor_follows_from_the_resource_name() -> None:
+    vendors = {
+        name: resolve_hardware(resource=name).vendor for name in ("nvidia.com/gpu", "amd.com/gpu", "cpu")
+    }
     assert vendors == {"nvidia.com/gpu": Vendor.NVIDIA, "amd.com/gpu": Vendor.AMD, "cpu": Vendor.CPU}

@@ -6,32 +6,32 @@ import pytest
 
 from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_operator.controller.cache import Cache
+from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.reconcile import ServiceKey
 
 SERVICE, INSTANCE = kind_of_resource(PDService), kind_of_resource(PDInstance)
 CHAT = ServiceKey("default", "chat")
 
 
-class Heard:
+class RecordingCache:
     """A cache, and whom it woke."""
 
     def __init__(self) -> None:
-        self.woken: list[ServiceKey] = []
-        self.cache = Cache(self.woken.append)
+        self.notified: list[ServiceKey] = []
+        self.cache = ObjectCache(self.notified.append)
 
     def service(self, version: int, model: str = "m", name: str = "chat", namespace: str = "default") -> None:
         meta = {"name": name, "namespace": namespace, "resourceVersion": str(version)}
-        self.cache.take(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": model}})
+        self.cache.put_object(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": model}})
 
     def model(self) -> str | None:
-        found = self.cache.resource(PDService, "default", "chat")
+        found = self.cache.get_resource(PDService, "default", "chat")
         return found.spec.model if found else None
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard()
+def recording() -> RecordingCache:
+    return RecordingCache()
 
 
 def pod(name: str, version: int, **labels: str) -> dict[str, Any]:
@@ -46,61 +46,63 @@ def pod(name: str, version: int, **labels: str) -> dict[str, Any]:
     return {"metadata": meta, "spec": {"nodeName": "n1", "containers": []}, "status": {"phase": "Running"}}
 
 
-def test_of_two_states_the_newer_one_stays(heard: Heard) -> None:
-    heard.service(10, "new")
-    heard.service(9, "old")
-    assert (heard.model(), heard.woken) == ("new", [CHAT])
+def test_an_older_version_does_not_replace_a_newer_one(recording: RecordingCache) -> None:
+    recording.service(10, "new")
+    recording.service(9, "old")
+    assert (recording.model(), recording.notified) == ("new", [CHAT])
 
 
-def test_versions_are_compared_as_numbers(heard: Heard) -> None:
-    heard.service(9, "old")
-    heard.service(10, "new")
-    assert heard.model() == "new"
+def test_versions_are_compared_as_numbers(recording: RecordingCache) -> None:
+    recording.service(9, "old")
+    recording.service(10, "new")
+    assert recording.model() == "new"
 
 
-def test_the_echo_of_what_is_known_wakes_nobody(heard: Heard) -> None:
-    heard.service(10)
-    heard.woken.clear()
-    heard.service(10)
-    assert heard.woken == []
+def test_a_known_version_notifies_nobody(recording: RecordingCache) -> None:
+    recording.service(10)
+    recording.notified.clear()
+    recording.service(10)
+    assert recording.notified == []
 
 
-def test_a_late_event_does_not_bring_back_what_was_deleted(heard: Heard) -> None:
-    heard.service(10)
-    heard.cache.drop(SERVICE, "default", "chat", version="12")
-    heard.service(11)
-    assert (heard.model(), heard.woken) == (None, [CHAT, CHAT])
+def test_a_late_event_does_not_restore_a_deleted_object(recording: RecordingCache) -> None:
+    recording.service(10)
+    recording.cache.remove(SERVICE, "default", "chat", version="12")
+    recording.service(11)
+    assert (recording.model(), recording.notified) == (None, [CHAT, CHAT])
 
 
-def test_what_is_made_again_under_its_old_name_is_there(heard: Heard) -> None:
-    heard.service(10, "first")
-    heard.cache.drop(SERVICE, "default", "chat", version="12")
-    heard.service(13, "second")
-    assert heard.model() == "second"
+def test_an_object_recreated_under_its_name_is_cached(recording: RecordingCache) -> None:
+    recording.service(10, "first")
+    recording.cache.remove(SERVICE, "default", "chat", version="12")
+    recording.service(13, "second")
+    assert recording.model() == "second"
 
 
-def test_a_deletion_that_comes_late_does_not_end_its_successor(heard: Heard) -> None:
-    heard.service(13, "second")
-    heard.cache.drop(SERVICE, "default", "chat", version="12")
-    assert heard.model() == "second"
+def test_a_late_deletion_does_not_remove_the_recreated_object(recording: RecordingCache) -> None:
+    recording.service(13, "second")
+    recording.cache.remove(SERVICE, "default", "chat", version="12")
+    assert recording.model() == "second"
 
 
-def test_a_list_takes_away_what_it_lacks_but_nothing_newer(heard: Heard) -> None:
-    heard.service(10, name="gone")
-    heard.service(30, name="born-since")
-    heard.service(10, name="elsewhere", namespace="other")
+def test_a_list_removes_missing_objects_unless_they_are_newer(recording: RecordingCache) -> None:
+    recording.service(10, name="gone")
+    recording.service(30, name="born-since")
+    recording.service(10, name="elsewhere", namespace="other")
     listed = {"metadata": {"name": "chat", "namespace": "default", "resourceVersion": "11"}}
-    heard.cache.relisted(SERVICE, "default", [{**listed, "kind": "PDService", "spec": {"model": "m"}}], "20")
-    assert heard.cache.services() == (
+    recording.cache.replace_all(
+        SERVICE, "default", [{**listed, "kind": "PDService", "spec": {"model": "m"}}], "20"
+    )
+    assert recording.cache.list_services() == (
         ServiceKey("default", "born-since"),
         CHAT,
         ServiceKey("other", "elsewhere"),
     )
 
 
-def test_pods_are_kept_as_far_as_they_are_read(heard: Heard) -> None:
-    heard.cache.take(POD, pod("chat-0", 5, fulcrum_dev="x"))
-    kept = heard.cache.object(POD, "default", "chat-0")
+def test_only_the_fields_that_are_read_of_a_pod_are_cached(recording: RecordingCache) -> None:
+    recording.cache.put_object(POD, pod("chat-0", 5, fulcrum_dev="x"))
+    kept = recording.cache.get_object(POD, "default", "chat-0")
     assert kept is not None
     assert (sorted(kept), kept["spec"], "managedFields" in kept["metadata"]) == (
         ["metadata", "spec", "status"],
@@ -109,17 +111,17 @@ def test_pods_are_kept_as_far_as_they_are_read(heard: Heard) -> None:
     )
 
 
-def of(kind: type[Resource], name: str, spec: dict[str, Any]) -> tuple[ObjectKind, dict[str, Any]]:
+def body_of(kind: type[Resource], name: str, spec: dict[str, Any]) -> tuple[ObjectKind, dict[str, Any]]:
     meta = {"name": name, "namespace": "default", "resourceVersion": "7"}
     return kind_of_resource(kind), {"metadata": meta, "kind": kind.kind_name(), "spec": spec}
 
 
-MADE = {"service": "chat", "model": "m", "engine": {}}
-WAKES = [
-    of(PDPool, "chat-flex", {**MADE, "role": "Flexible", "replicas": 1, "instances": {"min": 1}}),
-    of(PDInstance, "chat-0", {**MADE, "pool": "chat-flex"}),
-    of(PDAssignment, "chat", {"service": "chat", "roles": {}, "floors": {"prefill": 1, "decode": 1}}),
-    of(QoSTier, "gold", {}),
+SPEC = {"service": "chat", "model": "m", "engine": {}}
+CHANGES = [
+    body_of(PDPool, "chat-flex", {**SPEC, "role": "Flexible", "replicas": 1, "instances": {"min": 1}}),
+    body_of(PDInstance, "chat-0", {**SPEC, "pool": "chat-flex"}),
+    body_of(PDAssignment, "chat", {"service": "chat", "roles": {}, "floors": {"prefill": 1, "decode": 1}}),
+    body_of(QoSTier, "gold", {}),
     (
         POD,
         pod("chat-0", 7)
@@ -128,21 +130,21 @@ WAKES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "body"), WAKES, ids=[kind.kind for kind, _ in WAKES])
-def test_a_change_wakes_the_service_that_it_concerns(
-    heard: Heard, kind: ObjectKind, body: dict[str, Any]
+@pytest.mark.parametrize(("kind", "body"), CHANGES, ids=[kind.kind for kind, _ in CHANGES])
+def test_a_change_notifies_the_service_it_belongs_to(
+    recording: RecordingCache, kind: ObjectKind, body: dict[str, Any]
 ) -> None:
-    heard.service(1)
-    heard.woken.clear()
-    heard.cache.take(kind, body)
-    assert heard.woken == [CHAT]
+    recording.service(1)
+    recording.notified.clear()
+    recording.cache.put_object(kind, body)
+    assert recording.notified == [CHAT]
 
 
-def test_what_a_newer_writer_wrote_stays_as_it_was_last_read(heard: Heard) -> None:
-    heard.service(10, "read")
+def test_an_unreadable_version_keeps_the_last_readable_one(recording: RecordingCache) -> None:
+    recording.service(10, "read")
     meta = {"name": "chat", "namespace": "default", "resourceVersion": "11"}
-    heard.cache.take(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": 7}})
-    assert heard.model() == "read"
+    recording.cache.put_object(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": 7}})
+    assert recording.model() == "read"
 
 
 def unreadable(version: int, kind: type[Resource] = PDService, name: str = "chat") -> Any:
@@ -157,41 +159,47 @@ def unreadable(version: int, kind: type[Resource] = PDService, name: str = "chat
     return kind_of_resource(kind), {"metadata": meta, "kind": kind.kind_name(), "spec": {"model": 7}}
 
 
-def words(heard: Heard) -> list[str]:
-    return [each.words for each in heard.cache.unreadable(CHAT)]
+def descriptions(recording: RecordingCache) -> list[str]:
+    return [each.description for each in recording.cache.unreadable_objects(CHAT)]
 
 
-def test_what_cannot_be_read_is_known_by_name_and_field_and_wakes_its_service_once(heard: Heard) -> None:
-    heard.cache.take(*unreadable(11))
-    heard.cache.take(*unreadable(12))
-    assert words(heard) == ["PDService chat cannot be read: spec.model: Input should be a valid string"]
-    assert (heard.woken, heard.cache.services(), heard.model()) == ([CHAT], (CHAT,), None)
+def test_an_unreadable_object_is_described_by_name_and_field_and_notifies_once(
+    recording: RecordingCache,
+) -> None:
+    recording.cache.put_object(*unreadable(11))
+    recording.cache.put_object(*unreadable(12))
+    assert descriptions(recording) == [
+        "PDService chat cannot be read: spec.model: Input should be a valid string"
+    ]
+    assert (recording.notified, recording.cache.list_services(), recording.model()) == ([CHAT], (CHAT,), None)
 
 
-def test_what_can_be_read_again_or_is_gone_is_not_held_against_anybody(heard: Heard) -> None:
-    heard.cache.take(*unreadable(11))
-    heard.service(12)
-    assert (words(heard), heard.model()) == ([], "m")
-    heard.cache.take(*unreadable(13, PDInstance, "chat-0"))
-    heard.cache.drop(INSTANCE, "default", "chat-0", version="14")
-    heard.cache.take(*unreadable(13, PDInstance, "chat-0"))
-    assert words(heard) == []
-    heard.cache.take(*unreadable(15, PDInstance, "chat-0"))
-    assert len(words(heard)) == 1
-    heard.cache.relisted(INSTANCE, "", [], "16")
-    assert (words(heard), heard.woken[-1]) == ([], CHAT)
+def test_an_object_that_is_readable_again_or_deleted_is_no_longer_unreadable(
+    recording: RecordingCache,
+) -> None:
+    recording.cache.put_object(*unreadable(11))
+    recording.service(12)
+    assert (descriptions(recording), recording.model()) == ([], "m")
+    recording.cache.put_object(*unreadable(13, PDInstance, "chat-0"))
+    recording.cache.remove(INSTANCE, "default", "chat-0", version="14")
+    recording.cache.put_object(*unreadable(13, PDInstance, "chat-0"))
+    assert descriptions(recording) == []
+    recording.cache.put_object(*unreadable(15, PDInstance, "chat-0"))
+    assert len(descriptions(recording)) == 1
+    recording.cache.replace_all(INSTANCE, "", [], "16")
+    assert (descriptions(recording), recording.notified[-1]) == ([], CHAT)
 
 
-def test_a_state_that_is_older_than_what_was_read_is_no_trouble(heard: Heard) -> None:
-    heard.service(12)
-    heard.cache.take(*unreadable(11))
-    assert words(heard) == []
+def test_an_unreadable_version_older_than_the_cached_one_is_ignored(recording: RecordingCache) -> None:
+    recording.service(12)
+    recording.cache.put_object(*unreadable(11))
+    assert descriptions(recording) == []
 
 
-def test_a_tier_that_cannot_be_read_is_told_to_every_service_of_its_namespace(heard: Heard) -> None:
-    heard.service(1)
-    heard.service(1, name="other")
-    heard.woken.clear()
+def test_an_unreadable_tier_notifies_every_service_of_its_namespace(recording: RecordingCache) -> None:
+    recording.service(1)
+    recording.service(1, name="other")
+    recording.notified.clear()
     kind, body = unreadable(7, QoSTier, "gold")
-    heard.cache.take(kind, {**body, "spec": {"priority": "high"}})
-    assert (len(words(heard)), heard.woken) == (1, [CHAT, ServiceKey("default", "other")])
+    recording.cache.put_object(kind, {**body, "spec": {"priority": "high"}})
+    assert (len(descriptions(recording)), recording.notified) == (1, [CHAT, ServiceKey("default", "other")])

@@ -5,22 +5,22 @@ from dataclasses import dataclass, field
 import pytest
 
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import PDService
 from fulcrum_core.errors import Conflict, NotFound
-from fulcrum_operator.controller.cache import Cache
-from fulcrum_operator.controller.cached_store import CachedStore, NotLeading
+from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.cached_store import CachedStore, NotLeader
 from tests.unit.operator.builders import service
 
 
 @dataclass
 class World:
-    leads: bool = True
-    behind: MemoryStore = field(default_factory=lambda: MemoryStore(SystemClock()))
-    cache: Cache = field(default_factory=lambda: Cache(lambda _key: None))
+    is_leader: bool = True
+    backend: MemoryStore = field(default_factory=lambda: MemoryStore(SystemClock()))
+    cache: ObjectCache = field(default_factory=lambda: ObjectCache(lambda _key: None))
 
     def __post_init__(self) -> None:
-        self.store = CachedStore(self.behind, self.cache, lambda: self.leads)
+        self.store = CachedStore(self.backend, self.cache, lambda: self.is_leader)
 
     async def model(self) -> str:
         return (await self.store.get(PDService, "chat", namespace="default")).spec.model
@@ -35,75 +35,75 @@ def world() -> World:
     return World()
 
 
-async def test_what_it_wrote_is_read_at_once(world: World) -> None:
+async def test_its_own_writes_are_read_back_at_once(world: World) -> None:
     await world.store.create(service())
     await world.patch("n")
     assert await world.model() == "n"
 
 
-async def test_what_others_wrote_is_not_read_before_it_was_heard(world: World) -> None:
-    await world.behind.create(service())
+async def test_foreign_writes_are_not_read_before_the_cache_has_them(world: World) -> None:
+    await world.backend.create(service())
     with pytest.raises(NotFound):
         await world.model()
 
 
-async def test_a_conflict_has_it_catch_up(world: World) -> None:
+async def test_a_conflict_refreshes_the_cached_object(world: World) -> None:
     made = await world.store.create(service())
-    await world.behind.patch(PDService, "chat", {"spec": {"model": "theirs"}}, namespace="default")
+    await world.backend.patch(PDService, "chat", {"spec": {"model": "theirs"}}, namespace="default")
     with pytest.raises(Conflict):
         await world.patch("ours", made.metadata.resource_version)
     assert await world.model() == "theirs"
 
 
-async def test_what_is_there_already_is_a_conflict_and_known_then(world: World) -> None:
-    await world.behind.create(service())
+async def test_creating_an_existing_object_is_a_conflict_and_caches_it(world: World) -> None:
+    await world.backend.create(service())
     with pytest.raises(Conflict):
         await world.store.create(service())
     assert await world.model() == "m"
 
 
-async def test_what_is_gone_is_a_conflict_and_gone_then(world: World) -> None:
+async def test_patching_a_deleted_object_is_a_conflict_and_drops_it(world: World) -> None:
     await world.store.create(service())
-    await world.behind.delete(PDService, "chat", namespace="default")
+    await world.backend.delete(PDService, "chat", namespace="default")
     with pytest.raises(Conflict):
         await world.patch("n")
     with pytest.raises(NotFound):
         await world.model()
 
 
-async def test_what_it_deleted_is_gone_at_once(world: World) -> None:
+async def test_its_own_deletions_are_seen_at_once(world: World) -> None:
     await world.store.create(service())
     await world.store.delete(PDService, "chat", namespace="default")
     assert (await world.store.list(PDService, namespace="default")).items == ()
 
 
-async def test_another_one_under_the_name_is_not_deleted_and_known_then(world: World) -> None:
+async def test_a_recreated_object_is_not_deleted_by_its_predecessors_uid(world: World) -> None:
     former = await world.store.create(service())
-    await world.behind.delete(PDService, "chat", namespace="default")
-    await world.behind.create(service(model="theirs"))
+    await world.backend.delete(PDService, "chat", namespace="default")
+    await world.backend.create(service(model="theirs"))
     with pytest.raises(Conflict):
         await world.store.delete(PDService, "chat", namespace="default", uid=former.metadata.uid)
     assert await world.model() == "theirs"
 
 
-async def test_what_was_deleted_meanwhile_is_gone_then(world: World) -> None:
+async def test_deleting_a_deleted_object_drops_it_from_the_cache(world: World) -> None:
     made = await world.store.create(service())
-    await world.behind.delete(PDService, "chat", namespace="default")
+    await world.backend.delete(PDService, "chat", namespace="default")
     with pytest.raises(NotFound):
         await world.store.delete(PDService, "chat", namespace="default", uid=made.metadata.uid)
     with pytest.raises(NotFound):
         await world.model()
 
 
-async def test_who_does_not_lead_writes_nothing(world: World) -> None:
+async def test_a_standby_writes_nothing(world: World) -> None:
     await world.store.create(service())
-    world.leads = False
+    world.is_leader = False
     for write in (
         world.store.create(service()),
         world.patch("n"),
         world.store.patch_status(PDService, "chat", {"flips": 1}, namespace="default"),
         world.store.delete(PDService, "chat", namespace="default"),
     ):
-        with pytest.raises(NotLeading):
+        with pytest.raises(NotLeader):
             await write
-    assert (await world.behind.get(PDService, "chat", namespace="default")).spec.model == "m"
+    assert (await world.backend.get(PDService, "chat", namespace="default")).spec.model == "m"

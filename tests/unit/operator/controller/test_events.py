@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 
 from fulcrum_cluster.objects import ObjectKind
-from fulcrum_core.api import PDService, Refusal
-from fulcrum_core.api import conditions as words
+from fulcrum_core.api import PDService, Refusal, conditions
 from fulcrum_core.errors import AlreadyExists, NotFound, StoreUnavailable
 from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase
-from fulcrum_operator.controller.events import Event, Recorder, event_name, events_of, scaled
+from fulcrum_operator.controller.events import Event, EventRecorder, derive_events, event_name, scaled
 from fulcrum_operator.plan import Observed, Plan
 from tests.unit.operator.builders import (
     NOW_S,
@@ -20,162 +19,186 @@ from tests.unit.operator.builders import (
     D,
     P,
     assignment,
+    assignment_spec,
     engine,
     entry,
     instance,
     pool,
     service,
-    wish,
 )
 
 ROLES = {"chat-0": entry(P), "chat-1": entry(D)}
-SEEN = Observed(
+OBSERVED = Observed(
     service=service(instances=2),
     now_s=NOW_S,
     pools=(pool(replicas=2),),
     instances=(instance("chat-0"), instance("chat-1")),
-    assignment=assignment(wish(ROLES)),
+    assignment=assignment(assignment_spec(ROLES)),
     engines={name: engine(name) for name in ROLES},
-    accepted=wish(ROLES),
+    accepted_assignment=assignment_spec(ROLES),
 )
-SETTLED = Plan(objects=(SEEN.service, *SEEN.pools, *SEEN.instances), accepted=wish(ROLES))
+SETTLED = Plan(
+    objects=(OBSERVED.service, *OBSERVED.pools, *OBSERVED.instances),
+    accepted_assignment=assignment_spec(ROLES),
+)
 
 
-def told(before: Observed, plan: Plan, last: Any = None) -> list[tuple[str, str]]:
+def reported(before: Observed, plan: Plan, last: Any = None) -> list[tuple[str, str]]:
     """Reasons and messages, in order."""
-    known = SEEN.engines if last is None else last
-    return [(event.reason, event.message) for event in events_of(before, plan, dict(known))]
+    known = OBSERVED.engines if last is None else last
+    return [(event.reason, event.message) for event in derive_events(before, plan, dict(known))]
 
 
-def judged(kind: str, reason: str, status: str = "True", message: str = "why") -> PDService:
+def service_with(kind: str, reason: str, status: str = "True", message: str = "why") -> PDService:
     condition = {"type": kind, "status": status, "reason": reason, "message": message}
-    return SEEN.service.replace(status=SEEN.service.status.model_validate({"conditions": [condition]}))
+    return OBSERVED.service.replace(
+        status=OBSERVED.service.status.model_validate({"conditions": [condition]})
+    )
 
 
-def after(obj: PDService) -> Plan:
+def plan_with(obj: PDService) -> Plan:
     return replace(SETTLED, objects=(obj,))
 
 
-def test_nothing_is_told_of_what_goes_on() -> None:
-    assert told(SEEN, SETTLED) == []
+def test_an_unchanged_service_causes_no_event() -> None:
+    assert reported(OBSERVED, SETTLED) == []
 
 
-def test_a_flip_is_told_with_who_and_why() -> None:
-    flipped = wish({**ROLES, "chat-0": entry(D, Actor.PERSON, reason="asked")})
-    assert told(SEEN, replace(SETTLED, accepted=flipped)) == [
+def test_a_flip_event_names_actor_and_reason() -> None:
+    flipped = assignment_spec({**ROLES, "chat-0": entry(D, Actor.PERSON, reason="asked")})
+    assert reported(OBSERVED, replace(SETTLED, accepted_assignment=flipped)) == [
         ("RoleFlipped", "chat-0 to Decode by Person (asked)")
     ]
 
 
-def test_the_first_pass_of_an_operator_tells_of_no_flip() -> None:
-    flipped = wish({**ROLES, "chat-0": entry(D, Actor.PERSON)})
-    assert told(replace(SEEN, accepted=None), replace(SETTLED, accepted=flipped)) == []
+def test_the_first_reconcile_of_an_operator_reports_no_flip() -> None:
+    flipped = assignment_spec({**ROLES, "chat-0": entry(D, Actor.PERSON)})
+    assert (
+        reported(replace(OBSERVED, accepted_assignment=None), replace(SETTLED, accepted_assignment=flipped))
+        == []
+    )
 
 
-def test_a_refused_wish_is_told_once() -> None:
+def test_a_refused_assignment_is_reported_once() -> None:
     refusal = Refusal(role=D, reason="the floor is 1", until=NOW_S + 30)
-    refused = wish({**ROLES, "chat-0": entry(P, refused=refusal)})
-    plan = replace(SETTLED, accepted=refused)
-    assert told(SEEN, plan) == [("WishRefused", "chat-0 to Decode: the floor is 1")]
-    assert told(replace(SEEN, assignment=assignment(refused), accepted=refused), plan) == []
+    refused = assignment_spec({**ROLES, "chat-0": entry(P, refused=refusal)})
+    plan = replace(SETTLED, accepted_assignment=refused)
+    assert reported(OBSERVED, plan) == [("AssignmentRefused", "chat-0 to Decode: the floor is 1")]
+    assert (
+        reported(replace(OBSERVED, assignment=assignment(refused), accepted_assignment=refused), plan) == []
+    )
 
 
-def test_a_failure_is_told_when_it_comes() -> None:
+def test_a_failed_instance_is_reported_once() -> None:
     failed = instance("chat-1", Phase.FAILED, message="its engine ended: exit code 137")
     plan = replace(SETTLED, objects=(failed,))
-    assert told(SEEN, plan) == [("InstanceFailed", "chat-1: its engine ended: exit code 137")]
-    assert told(replace(SEEN, instances=(failed,)), plan) == []
+    assert reported(OBSERVED, plan) == [("InstanceFailed", "chat-1: its engine ended: exit code 137")]
+    assert reported(replace(OBSERVED, instances=(failed,)), plan) == []
 
 
-def test_a_lost_instance_that_is_taken_away_is_replaced() -> None:
-    lost = replace(SEEN, engines={"chat-1": engine("chat-1", EngineState.LOST)})
-    plan = replace(SETTLED, delete=(SEEN.instances[1],))
-    assert told(lost, plan) == [("InstanceReplaced", "chat-1 is replaced by a new instance")]
-    assert told(SEEN, plan) == []
+def test_a_deleted_lost_instance_is_reported_as_replaced() -> None:
+    lost = replace(OBSERVED, engines={"chat-1": engine("chat-1", EngineState.LOST)})
+    plan = replace(SETTLED, delete=(OBSERVED.instances[1],))
+    assert reported(lost, plan) == [("InstanceReplaced", "chat-1 is replaced by a new instance")]
+    assert reported(OBSERVED, plan) == []
 
 
-def test_another_number_that_was_asked_for_is_told_when_it_is_first_seen() -> None:
+def test_a_new_replica_count_is_reported_once() -> None:
     small = pool(replicas=4).replace(status=pool(replicas=4).status.model_copy(update={"replicas": 2}))
     asked = small.replace(metadata=small.metadata.model_copy(update={"generation": 2}))
     plan = replace(SETTLED, objects=(asked,))
-    assert told(replace(SEEN, pools=(asked,)), plan) == [("ScaledUp", "pool chat-flex from 2 to 4 instances")]
+    assert reported(replace(OBSERVED, pools=(asked,)), plan) == [
+        ("ScaledUp", "pool chat-flex from 2 to 4 instances")
+    ]
     known = asked.replace(status=asked.status.model_copy(update={"observed_generation": 2}))
-    assert told(replace(SEEN, pools=(known,)), plan) == []
+    assert reported(replace(OBSERVED, pools=(known,)), plan) == []
 
 
-HINDRANCES = [
+START_FAILURES = [
     ("ImagePullBackOff: no such image", "ImagePullFailed"),
     ("ErrImagePull: no such image", "ImagePullFailed"),
     ("Unschedulable: 0/3 nodes are available", "Unschedulable"),
-    ("CreateContainerConfigError: no such secret", "EngineDoesNotStart"),
-    ("PodRefused: exceeded quota", "EngineDoesNotStart"),
-    ("CreateContainerError", "EngineDoesNotStart"),
+    ("CreateContainerConfigError: no such secret", "EngineStartFailed"),
+    ("PodRefused: exceeded quota", "EngineStartFailed"),
+    ("CreateContainerError", "EngineStartFailed"),
     ("RegistryUnavailable: no such host", "ImagePullFailed"),
     ("its roles are probed", None),
     ("", None),
 ]
 
 
-@pytest.mark.parametrize(("message", "reason"), HINDRANCES)
-def test_what_keeps_an_engine_from_starting_is_told_once(message: str, reason: str | None) -> None:
+@pytest.mark.parametrize(("message", "reason"), START_FAILURES)
+def test_a_start_failure_is_reported_once(message: str, reason: str | None) -> None:
     engines = {"chat-1": engine("chat-1", STARTING, message=message)}
-    seen = replace(SEEN, engines=engines)
-    assert told(seen, SETTLED) == ([(reason, f"chat-1: {message}")] if reason else [])
-    assert told(seen, SETTLED, engines) == []
+    seen = replace(OBSERVED, engines=engines)
+    assert reported(seen, SETTLED) == ([(reason, f"chat-1: {message}")] if reason else [])
+    assert reported(seen, SETTLED, engines) == []
 
 
-def test_a_pull_that_is_tried_again_and_again_is_told_once() -> None:
+def test_a_failing_image_pull_is_reported_once_for_both_of_its_reasons() -> None:
     tried, waits = (
         {"chat-1": engine("chat-1", STARTING, message=f"{word}: no such image")}
         for word in ("ErrImagePull", "ImagePullBackOff")
     )
-    assert told(replace(SEEN, engines=tried), SETTLED, waits) == []
+    assert reported(replace(OBSERVED, engines=tried), SETTLED, waits) == []
 
 
-def test_what_is_missing_is_told_after_the_wait_for_it() -> None:
+def test_a_more_precise_start_failure_is_reported_again() -> None:
     late, named = (
         {"chat-1": engine("chat-1", STARTING, message=f"CreateContainerConfigError: {why}")}
         for why in ("failed to sync secret cache: timed out", 'secret "token" not found')
     )
     message = 'chat-1: CreateContainerConfigError: secret "token" not found'
-    assert told(replace(SEEN, engines=named), SETTLED, late) == [("EngineDoesNotStart", message)]
+    assert reported(replace(OBSERVED, engines=named), SETTLED, late) == [("EngineStartFailed", message)]
 
 
-def test_a_pod_that_somebody_ends_is_told_of_once() -> None:
-    engines = {"chat-1": engine("chat-1", ending=True)}
-    seen = replace(SEEN, engines=engines)
+def test_an_externally_deleted_pod_is_reported_once() -> None:
+    engines = {"chat-1": engine("chat-1", terminating=True)}
+    seen = replace(OBSERVED, engines=engines)
     message = "the pod of chat-1 is ended by somebody else; a new instance takes its place"
-    assert told(seen, SETTLED) == [("ReclaimedForDrain", message)]
-    assert told(seen, SETTLED, engines) == []
+    assert reported(seen, SETTLED) == [("PodDeletedExternally", message)]
+    assert reported(seen, SETTLED, engines) == []
 
 
 CONDITIONS = [
-    (words.TIERS_ACCEPTED, words.TIERS_FOUND, words.TIER_NOT_FOUND, "TierMissing"),
-    (words.PROGRESSING, words.SETTLED, words.ROLLOUT_PROGRESSING, "RolloutStarted"),
-    (words.PROGRESSING, words.ROLLOUT_PROGRESSING, words.SETTLED, "RolloutCompleted"),
-    (words.PROGRESSING, words.ROLLOUT_PROGRESSING, words.ROLLOUT_PAUSED, None),
-    (words.PROGRESSING, words.ROLLOUT_PAUSED, words.ROLLOUT_PROGRESSING, None),
-    (words.DEGRADED, words.ALL_WELL, words.ROLLED_BACK, "RolledBack"),
-    (words.DEGRADED, words.ROLLED_BACK, words.ROLLED_BACK, None),
-    (words.READY, words.TOO_FEW_INSTANCES, words.INSTANCES_SERVING, None),
-    (words.READY, words.INSTANCES_SERVING, words.FLOORS_TOO_HIGH, "FloorsTooHigh"),
-    (words.SCALING_LIMITED, words.WITHIN_BOUNDS, words.FLOORS_HOLD, "ScalingLimited"),
-    (words.SCALING_LIMITED, words.FLOORS_HOLD, words.TOO_MANY_REPLICAS, "ScalingLimited"),
-    (words.SCALING_LIMITED, words.TOO_MANY_REPLICAS, words.TOO_MANY_REPLICAS, None),
-    (words.SCALING_LIMITED, words.TOO_FEW_REPLICAS, words.WITHIN_BOUNDS, None),
-    (words.MODEL_FITS, words.NO_INSTANCE_YET, MODEL_UNKNOWN, "ModelNotRead"),
-    (words.MODEL_FITS, MODEL_UNKNOWN, MODEL_UNKNOWN, None),
+    (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.TIER_NOT_FOUND, "TierMissing"),
+    (conditions.PROGRESSING, conditions.SETTLED, conditions.ROLLOUT_PROGRESSING, "RolloutStarted"),
+    (conditions.PROGRESSING, conditions.ROLLOUT_PROGRESSING, conditions.SETTLED, "RolloutCompleted"),
+    (conditions.PROGRESSING, conditions.ROLLOUT_PROGRESSING, conditions.ROLLOUT_PAUSED, None),
+    (conditions.PROGRESSING, conditions.ROLLOUT_PAUSED, conditions.ROLLOUT_PROGRESSING, None),
+    (conditions.DEGRADED, conditions.AS_EXPECTED, conditions.ROLLED_BACK, "RolledBack"),
+    (conditions.DEGRADED, conditions.ROLLED_BACK, conditions.ROLLED_BACK, None),
+    (conditions.READY, conditions.TOO_FEW_INSTANCES, conditions.INSTANCES_SERVING, None),
+    (conditions.READY, conditions.INSTANCES_SERVING, conditions.FLOORS_TOO_HIGH, "FloorsTooHigh"),
+    (
+        conditions.SCALING_LIMITED,
+        conditions.DESIRED_WITHIN_RANGE,
+        conditions.LIMITED_BY_FLOORS,
+        "ScalingLimited",
+    ),
+    (
+        conditions.SCALING_LIMITED,
+        conditions.LIMITED_BY_FLOORS,
+        conditions.TOO_MANY_REPLICAS,
+        "ScalingLimited",
+    ),
+    (conditions.SCALING_LIMITED, conditions.TOO_MANY_REPLICAS, conditions.TOO_MANY_REPLICAS, None),
+    (conditions.SCALING_LIMITED, conditions.TOO_FEW_REPLICAS, conditions.DESIRED_WITHIN_RANGE, None),
+    (conditions.MODEL_FITS, conditions.NO_INSTANCE_YET, MODEL_UNKNOWN, "ModelNotRead"),
+    (conditions.MODEL_FITS, MODEL_UNKNOWN, MODEL_UNKNOWN, None),
 ]
 
 
 @pytest.mark.parametrize(("kind", "before", "now", "reason"), CONDITIONS)
-def test_some_changes_of_conditions_are_told(kind: str, before: str, now: str, reason: str | None) -> None:
-    seen = replace(SEEN, service=judged(kind, before))
-    assert told(seen, after(judged(kind, now))) == ([(reason, "why")] if reason else [])
+def test_a_condition_that_changes_its_reason_is_reported_as_the_table_says(
+    kind: str, before: str, now: str, reason: str | None
+) -> None:
+    seen = replace(OBSERVED, service=service_with(kind, before))
+    assert reported(seen, plan_with(service_with(kind, now))) == ([(reason, "why")] if reason else [])
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told_of"),
+    ("before", "now", "is_reported"),
     [
         pytest.param(("Unknown", "ModelUnknown"), ("False", "WeightsTooLarge"), True, id="it comes"),
         pytest.param(("False", "WeightsTooLarge"), ("False", "WeightsTooLarge"), False, id="it goes on"),
@@ -185,12 +208,12 @@ def test_some_changes_of_conditions_are_told(kind: str, before: str, now: str, r
         pytest.param(("False", "WeightsTooLarge"), ("True", "Fits"), False, id="it is well again"),
     ],
 )
-def test_a_model_that_does_not_fit_is_told_once_for_each_reason(
-    before: tuple[str, str], now: tuple[str, str], told_of: bool
+def test_a_model_that_does_not_fit_is_reported_once_for_each_reason(
+    before: tuple[str, str], now: tuple[str, str], is_reported: bool
 ) -> None:
-    seen = replace(SEEN, service=judged(words.MODEL_FITS, before[1], before[0]))
-    plan = after(judged(words.MODEL_FITS, now[1], now[0]))
-    assert told(seen, plan) == ([("ModelDoesNotFit", "why")] if told_of else [])
+    seen = replace(OBSERVED, service=service_with(conditions.MODEL_FITS, before[1], before[0]))
+    plan = plan_with(service_with(conditions.MODEL_FITS, now[1], now[0]))
+    assert reported(seen, plan) == ([("ModelDoesNotFit", "why")] if is_reported else [])
 
 
 @pytest.mark.parametrize(
@@ -212,17 +235,17 @@ def test_a_model_that_does_not_fit_is_told_once_for_each_reason(
         pytest.param(("Unknown", "NoTrafficYet"), ("True", "Verified"), [], id="a service begins"),
     ],
 )
-def test_that_kv_is_handed_over_again_is_told(
+def test_a_lost_and_a_recovered_kv_transfer_are_both_reported(
     before: tuple[str, str], now: tuple[str, str], expected: list[tuple[str, str]]
 ) -> None:
-    kind = words.KV_TRANSFER_VERIFIED
-    seen = replace(SEEN, service=judged(kind, before[1], before[0]))
-    events = events_of(seen, after(judged(kind, now[1], now[0])), dict(SEEN.engines))
+    kind = conditions.KV_TRANSFER_VERIFIED
+    seen = replace(OBSERVED, service=service_with(kind, before[1], before[0]))
+    events = derive_events(seen, plan_with(service_with(kind, now[1], now[0])), dict(OBSERVED.engines))
     assert [(event.reason, event.type) for event in events] == expected
 
 
 @dataclass
-class Clock:
+class FakeClock:
     at_s: float = NOW_S
 
     def now_s(self) -> float:
@@ -233,7 +256,7 @@ class Clock:
 
 
 @dataclass
-class Objects:
+class FakeEvents:
     """Events as an API server keeps them."""
 
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -265,12 +288,12 @@ class Objects:
 
 class World:
     def __init__(self) -> None:
-        self.objects, self.clock, self.leads = Objects(), Clock(), True
-        self.recorder = self.another()
+        self.objects, self.clock, self.is_leader = FakeEvents(), FakeClock(), True
+        self.recorder = self.make_recorder()
 
-    def another(self) -> Recorder:
+    def make_recorder(self) -> EventRecorder:
         api: Any = self.objects
-        return Recorder(api, self.clock, leads=lambda: self.leads)
+        return EventRecorder(api, self.clock, is_leader=lambda: self.is_leader)
 
     def counts(self) -> list[tuple[str, int]]:
         return [(event["reason"], event["count"]) for event in self.objects.events.values()]
@@ -284,22 +307,22 @@ def world() -> World:
 UP = scaled("chat-flex", 2, 4)
 
 
-async def test_the_same_thing_again_is_one_event_whose_count_grows(world: World) -> None:
-    await world.recorder.tell(SEEN.service.metadata, [UP, UP])
-    await world.another().tell(SEEN.service.metadata, [UP])  # an operator that was started since
+async def test_a_repeated_event_increments_its_count(world: World) -> None:
+    await world.recorder.record(OBSERVED.service.metadata, [UP, UP])
+    await world.make_recorder().record(OBSERVED.service.metadata, [UP])  # an operator that was started since
     assert world.counts() == [("ScaledUp", 3)]
 
 
-async def test_an_event_that_is_forgotten_begins_anew(world: World) -> None:
-    await world.recorder.tell(SEEN.service.metadata, [UP])
+async def test_an_expired_event_is_created_again_with_count_1(world: World) -> None:
+    await world.recorder.record(OBSERVED.service.metadata, [UP])
     world.objects.events.clear()
-    await world.recorder.tell(SEEN.service.metadata, [UP])
+    await world.recorder.record(OBSERVED.service.metadata, [UP])
     assert world.counts() == [("ScaledUp", 1)]
 
 
-async def test_an_event_is_about_the_service(world: World) -> None:
-    await world.recorder.tell(SEEN.service.metadata, [UP])
-    event = world.objects.events[event_name(SEEN.service.metadata, UP)]
+async def test_an_events_involved_object_is_the_service(world: World) -> None:
+    await world.recorder.record(OBSERVED.service.metadata, [UP])
+    event = world.objects.events[event_name(OBSERVED.service.metadata, UP)]
     about = event["involvedObject"]
     assert (about["kind"], about["name"], about["uid"], event["message"]) == (
         "PDService",
@@ -309,18 +332,18 @@ async def test_an_event_is_about_the_service(world: World) -> None:
     )
 
 
-async def test_a_service_that_has_much_to_tell_is_told_of_slowly(world: World) -> None:
+async def test_a_service_is_limited_to_a_burst_of_25_events(world: World) -> None:
     many = [Event("RoleFlipped", "Normal", f"{number}", f"{number}") for number in range(100)]
-    await world.recorder.tell(SEEN.service.metadata, many)
+    await world.recorder.record(OBSERVED.service.metadata, many)
     before = len(world.objects.events)
     world.clock.at_s += 10.0
-    await world.recorder.tell(SEEN.service.metadata, many[50:])
+    await world.recorder.record(OBSERVED.service.metadata, many[50:])
     assert (before, len(world.objects.events)) == (25, 27)
 
 
-async def test_what_cannot_be_told_is_no_failure(world: World) -> None:
+async def test_an_event_that_cannot_be_written_raises_no_error(world: World) -> None:
     world.objects.away = True
-    await world.recorder.tell(SEEN.service.metadata, [UP])
-    world.objects.away, world.leads = False, False
-    await world.recorder.tell(SEEN.service.metadata, [UP])
+    await world.recorder.record(OBSERVED.service.metadata, [UP])
+    world.objects.away, world.is_leader = False, False
+    await world.recorder.record(OBSERVED.service.metadata, [UP])
     assert world.objects.events == {}

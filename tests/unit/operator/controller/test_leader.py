@@ -6,34 +6,34 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import EVENT, POD, Object, ObjectKind, Page
+from fulcrum_cluster.objects import EVENT, POD, Object, ObjectKind, ObjectList
 from fulcrum_core.errors import Forbidden, StoreUnavailable
-from fulcrum_operator.controller.kopf_feed import FOLLOWED
-from fulcrum_operator.controller.leader import RELIST_S, RELIST_SOON_S, Leader, Options
-from fulcrum_operator.controller.metrics import Meters
+from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS
+from fulcrum_operator.controller.leader import RELIST_AFTER_GAP_S, RELIST_S, Leader, OperatorOptions
+from fulcrum_operator.controller.metrics import Metrics
 from fulcrum_operator.plan import Observed, Plan
-from fulcrum_operator.plan.model import Read
+from fulcrum_operator.plan.model import ModelReadRequest
 from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import SETTINGS, service
 
 pytestmark = pytest.mark.looptime
 
-OPTIONS = Options(settings=SETTINGS)
+OPTIONS = OperatorOptions(settings=SETTINGS)
 
 
 class World:
     """A leader of a cluster that is empty, and of which nothing is heard but that a watch began anew."""
 
     def __init__(self) -> None:
-        self.lists, self.failure = 0, list[Exception]()
+        self.lists, self.failures = 0, list[Exception]()
         self.refusal = Forbidden("exceeded quota: services")
         self.events, self.made = list[Object](), list[Object]()
         self.store: Any = None
         self.objects: Any = self
         self.stop = asyncio.Event()
-        self.begins_anew: Callable[[], None] = self.stop.clear
+        self.restart_watch: Callable[[], None] = self.stop.clear
         connection: Any = self
-        self.leader = Leader(connection, lambda _cache: self.feed(), OPTIONS, Meters(), lambda: True)
+        self.leader = Leader(connection, lambda _cache: self.feed(), OPTIONS, Metrics(), lambda: True)
 
     def feed(self) -> Any:
         return self
@@ -41,14 +41,14 @@ class World:
     async def run(
         self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
     ) -> None:
-        self.begins_anew = on_listed
+        self.restart_watch = on_listed
         on_started()
         await stop.wait()
 
-    async def list(self, kind: ObjectKind, *, namespace: str, labels: str) -> Page:
+    async def list(self, kind: ObjectKind, *, namespace: str, labels: str) -> ObjectList:
         del namespace, labels
-        if self.failure:
-            raise self.failure.pop()
+        if self.failures:
+            raise self.failures.pop()
         self.lists += kind == POD
         return [], "1"
 
@@ -61,10 +61,10 @@ class World:
         (self.events if kind == EVENT else self.made).append(body)
         return {**body, "metadata": {"resourceVersion": "1", **body["metadata"]}}
 
-    async def tend(self, read: Read | None = None) -> str:
+    async def after_apply(self, read: ModelReadRequest | None = None) -> str:
         """What a pass whose plan is carried out says of what it could not make."""
         with pytest.raises(Forbidden) as refused:
-            await self.leader._tend(Observed(service=service(), now_s=0.0), Plan(read=read))
+            await self.leader._after_apply(Observed(service=service(), now_s=0.0), Plan(model_read=read))
         return str(refused.value)
 
     def start(self) -> asyncio.Task[None]:
@@ -78,14 +78,14 @@ class World:
         await self.leader.aclose()
 
 
-async def test_everything_is_listed_soon_after_watches_began_anew_and_else_seldom() -> None:
+async def test_restarted_watches_cause_one_relist_soon_and_otherwise_relists_are_rare() -> None:
     world = World()
     work = world.start()
     await asyncio.sleep(RELIST_S / 2)
     once = world.lists
-    for _ in FOLLOWED:
-        world.begins_anew()
-    await asyncio.sleep(2 * RELIST_SOON_S)
+    for _ in WATCHED_KINDS:
+        world.restart_watch()
+    await asyncio.sleep(2 * RELIST_AFTER_GAP_S)
     again = world.lists
     await asyncio.sleep(RELIST_S * 0.9)
     seldom = world.lists
@@ -94,9 +94,9 @@ async def test_everything_is_listed_soon_after_watches_began_anew_and_else_seldo
     await world.end(work)
 
 
-async def test_a_list_that_fails_is_tried_again() -> None:
+async def test_a_failed_list_is_retried() -> None:
     world = World()
-    world.failure = [StoreUnavailable("away")] * 3
+    world.failures = [StoreUnavailable("away")] * 3
     work = world.start()
     await asyncio.sleep(2)
     before = world.leader.synced
@@ -105,31 +105,31 @@ async def test_a_list_that_fails_is_tried_again() -> None:
     await world.end(work)
 
 
-async def test_what_nobody_thought_of_ends_the_process_and_not_only_the_lists() -> None:
+async def test_an_unexpected_error_in_a_list_ends_the_leader() -> None:
     world = World()
-    world.failure = [KeyError("metadata")]
+    world.failures = [KeyError("metadata")]
     with pytest.raises(KeyError):
         await world.start()
     assert world.stop.is_set()
     await world.leader.aclose()
 
 
-async def test_a_model_is_read_whichever_child_is_refused() -> None:
+async def test_a_model_is_read_even_if_a_child_cannot_be_applied() -> None:
     world = World()
-    await world.tend(Read(desired_pools(service(), ())[0].spec.start, "k", 1))
+    await world.after_apply(ModelReadRequest(desired_pools(service(), ())[0].spec.launch_spec, "k", 1))
     assert [pod["metadata"]["name"] for pod in world.made] == ["chat-model"]
     await world.leader.aclose()
 
 
-async def test_a_child_that_is_refused_is_told_on_the_service_once_for_each_reason() -> None:
+async def test_a_refused_child_is_reported_once_for_each_error() -> None:
     world = World()
     for _ in range(3):
-        assert await world.tend() == "exceeded quota: services"
+        assert await world.after_apply() == "exceeded quota: services"
     world.refusal = Forbidden("a webhook says no")
-    await world.tend()
+    await world.after_apply()
     told = [(event["reason"], event["message"].split(": ", 1)[1]) for event in world.events]
     assert told == [
-        ("ChildRefused", "exceeded quota: services; tried again every few seconds"),
-        ("ChildRefused", "a webhook says no; tried again every few seconds"),
+        ("ChildApplyFailed", "exceeded quota: services; tried again every few seconds"),
+        ("ChildApplyFailed", "a webhook says no; tried again every few seconds"),
     ]
     await world.leader.aclose()

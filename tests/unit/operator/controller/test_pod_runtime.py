@@ -10,13 +10,13 @@ from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import EngineState, InstanceKey
 from fulcrum_core.values import FlipStrategy, Phase, Role
-from fulcrum_operator.controller.cache import Cache
-from fulcrum_operator.controller.cached_store import NotLeading
-from fulcrum_operator.controller.pods.pod_runtime import DRAINED_GRACE_S, PROBED, RETRY_S, PodRuntime
-from fulcrum_operator.controller.pods.role_probe import Probes
+from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.cached_store import NotLeader
+from fulcrum_operator.controller.pods.pod_runtime import DRAINED_GRACE_S, PROBING, RETRY_S, PodRuntime
+from fulcrum_operator.controller.pods.role_probe import RoleProbes
 from fulcrum_operator.controller.reconcile import ServiceKey
 from tests.unit.operator.builders import SETTINGS, instance, service
-from tests.unit.operator.fakes import Pods
+from tests.unit.operator.fakes import FakePods
 
 pytestmark = pytest.mark.looptime
 
@@ -28,38 +28,43 @@ class World:
     """One service, one instance, and what the runtime makes of it."""
 
     def __init__(self) -> None:
-        self.objects, self.woken, self.leads = Pods(), list[ServiceKey](), True
+        self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
         self.answer: FlipStrategy | None = FlipStrategy.RELABEL
-        self.probes = Probes(self._ask)
-        self.cache = Cache(self.woken.append)
+        self.probes = RoleProbes(self._probe)
+        self.cache = ObjectCache(self.notified.append)
         api: Any = self.objects
         self.runtime = PodRuntime(
-            api, self.cache, self.probes, SETTINGS, leads=lambda: self.leads, on_change=self.woken.append
+            api,
+            self.cache,
+            self.probes,
+            SETTINGS,
+            is_leader=lambda: self.is_leader,
+            on_change=self.notified.append,
         )
         self.version = 1
-        self.hold(service())
+        self.put(service())
         self.instance = instance("chat-0", Phase.STARTING)
-        self.hold(self.instance)
+        self.put(self.instance)
 
-    async def _ask(self, _endpoint: str, _model: str) -> FlipStrategy | None:
+    async def _probe(self, _endpoint: str, _model: str) -> FlipStrategy | None:
         return self.answer
 
-    def hold(self, obj: PDService | PDInstance) -> None:
+    def put(self, obj: PDService | PDInstance) -> None:
         self.version += 1
         body = obj.dump()
         body["metadata"] |= {"resourceVersion": str(self.version)}
-        self.cache.take(kind_of_resource(type(obj)), body)
+        self.cache.put_object(kind_of_resource(type(obj)), body)
 
     async def start(self) -> None:
         await self.runtime.start(self.instance, startup_s=1.0)
 
-    def ready(self, restarts: int = 0, *beside: dict[str, Any]) -> None:
+    def ready(self, restarts: int = 0, *sidecars: dict[str, Any]) -> None:
         state = {"name": "engine", "restartCount": restarts, "imageID": "x@sha256:01", "state": {}}
         found = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
-        status = {"podIP": "10.0.0.7", "containerStatuses": [*beside, state], "conditions": found}
-        self.cache.take(POD, self.objects.put(self.objects.pods["chat-0"] | {"status": status}))
+        status = {"podIP": "10.0.0.7", "containerStatuses": [*sidecars, state], "conditions": found}
+        self.cache.put_object(POD, self.objects.put(self.objects.pods["chat-0"] | {"status": status}))
 
-    def seen(self) -> list[tuple[EngineState, str]]:
+    def states(self) -> list[tuple[EngineState, str]]:
         return [(engine.state, engine.message) for engine in self.runtime.observe("default")]
 
 
@@ -68,61 +73,61 @@ def world() -> World:
     return World()
 
 
-async def test_a_pod_is_made_once_and_seen_at_once(world: World) -> None:
+async def test_a_pod_is_created_once_and_observed_at_once(world: World) -> None:
     await world.start()
     await world.start()
-    assert (sorted(world.objects.pods), world.seen()) == (["chat-0"], [(EngineState.STARTING, "")])
+    assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
 
 
-async def test_an_engine_runs_once_it_was_probed(world: World) -> None:
+async def test_an_engine_counts_as_running_after_its_role_probe(world: World) -> None:
     await world.start()
     world.ready()
-    before = world.seen()
+    before = world.states()
     assert all(engine.endpoint for engine in world.runtime.observe("default")), "routers may look at it, too"
     await asyncio.sleep(1)
-    assert (before, world.seen()) == ([(EngineState.STARTING, PROBED)], [(EngineState.RUNNING, "")])
-    assert (world.woken[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
+    assert (before, world.states()) == ([(EngineState.STARTING, PROBING)], [(EngineState.RUNNING, "")])
+    assert (world.notified[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
 
 
-async def test_what_served_under_the_operator_before_needs_no_second_probe(world: World) -> None:
+async def test_an_engine_probed_by_an_earlier_operator_is_not_probed_again(world: World) -> None:
     world.answer = None
     await world.start()
-    world.hold(instance("chat-0", Phase.SERVING, strategy=FlipStrategy.RESTART))
+    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RESTART))
     world.ready()
-    assert world.seen() == [(EngineState.RUNNING, "")]
+    assert world.states() == [(EngineState.RUNNING, "")]
     assert world.runtime.strategy(KEY) is FlipStrategy.RESTART
 
 
-async def test_a_container_that_was_started_again_is_probed_again(world: World) -> None:
+async def test_a_restarted_container_is_probed_again(world: World) -> None:
     world.answer = None
     await world.start()
-    world.hold(instance("chat-0", Phase.SERVING, strategy=FlipStrategy.RELABEL, restarts=0))
+    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=0))
     world.ready(restarts=1)
-    assert world.seen() == [(EngineState.STARTING, PROBED)]
+    assert world.states() == [(EngineState.STARTING, PROBING)]
     await world.probes.aclose()
 
 
-async def test_a_container_beside_the_engine_that_was_started_again_ends_no_life_of_the_engine(
+async def test_a_restarted_sidecar_does_not_cause_a_new_probe(
     world: World,
 ) -> None:
     world.answer = None
     await world.start()
-    world.hold(instance("chat-0", Phase.SERVING, strategy=FlipStrategy.RELABEL, restarts=1))
+    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=1))
     world.ready(1, {"name": "proxy", "restartCount": 4, "state": {}})
-    assert world.seen() == [(EngineState.RUNNING, "")]
+    assert world.states() == [(EngineState.RUNNING, "")]
 
 
-async def test_a_pod_is_told_to_end_once_and_is_seen_until_it_is_gone(world: World) -> None:
+async def test_a_stopped_pod_is_deleted_once_and_observed_until_it_is_gone(world: World) -> None:
     await world.start()
     await world.runtime.stop(KEY)
     await world.runtime.stop(KEY)
-    ending = [engine.ending for engine in world.runtime.observe("default")]
-    world.cache.drop(POD, "default", "chat-0", version="900")
-    assert (world.objects.deletions, ending, world.seen()) == (["chat-0"], [True], [])
+    terminating = [engine.terminating for engine in world.runtime.observe("default")]
+    world.cache.remove(POD, "default", "chat-0", version="900")
+    assert (world.objects.deletions, terminating, world.states()) == (["chat-0"], [True], [])
 
 
 @pytest.mark.parametrize(("drained", "grace_s"), [(False, None), (True, DRAINED_GRACE_S)])
-async def test_who_is_drained_gets_seconds_to_end_and_others_what_their_requests_need(
+async def test_a_drained_pod_gets_a_short_grace_period_and_others_their_own(
     world: World, drained: bool, grace_s: float | None
 ) -> None:
     await world.start()
@@ -130,69 +135,72 @@ async def test_who_is_drained_gets_seconds_to_end_and_others_what_their_requests
     assert world.objects.graces_s == [grace_s]
 
 
-async def test_stopping_what_is_not_there_does_nothing(world: World) -> None:
+async def test_stopping_an_unknown_instance_does_nothing(world: World) -> None:
     await world.runtime.stop(KEY)
     assert world.objects.deletions == []
 
 
-async def test_a_refused_pod_says_why_and_is_tried_again(world: World) -> None:
+async def test_a_refused_pod_is_observed_with_its_error_and_retried(world: World) -> None:
     world.objects.refusal = InvalidInput("spec.containers[0].image", "X", "is no image")
     await world.start()
     refused = (EngineState.STARTING, "PodRefused: spec.containers[0].image (X) is no image")
-    assert world.seen() == [refused]
+    assert world.states() == [refused]
     await asyncio.sleep(RETRY_S * 2.5)
-    assert (world.seen(), world.woken.count(CHAT)) == ([refused], 3)  # service, instance, refusal: no more
+    assert (world.states(), world.notified.count(CHAT)) == (
+        [refused],
+        3,
+    )  # service, instance, refusal: no more
     world.objects.refusal = None
     await asyncio.sleep(RETRY_S)
-    assert (sorted(world.objects.pods), world.seen()) == (["chat-0"], [(EngineState.STARTING, "")])
+    assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
 
 
-async def test_a_refused_pod_that_is_wanted_no_more_is_not_tried_again(world: World) -> None:
+async def test_a_refused_pod_that_was_stopped_is_not_retried(world: World) -> None:
     world.objects.refusal = InvalidInput("spec", "X", "is wrong")
     await world.start()
     world.objects.refusal = None
     await world.runtime.stop(KEY)
     await asyncio.sleep(RETRY_S * 2)
-    assert (world.objects.pods, world.seen()) == ({}, [])
+    assert (world.objects.pods, world.states()) == ({}, [])
 
 
-async def test_a_pod_that_the_cache_did_not_know_is_met(world: World) -> None:
+async def test_an_existing_pod_missing_from_the_cache_is_adopted(world: World) -> None:
     other = World()
     await other.start()
     world.objects.pods = other.objects.pods
     await world.start()
-    assert world.seen() == [(EngineState.STARTING, "")]
+    assert world.states() == [(EngineState.STARTING, "")]
 
 
-async def test_a_strangers_pod_of_that_name_is_told(world: World) -> None:
+async def test_a_foreign_pod_with_the_instances_name_is_reported_and_left_alone(world: World) -> None:
     world.objects.put({"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
     await world.start()
     message = "NameTaken: there is a pod chat-0 that Fulcrum did not make"
-    assert world.seen() == [(EngineState.STARTING, message)]
+    assert world.states() == [(EngineState.STARTING, message)]
     await world.runtime.stop(KEY)
     assert world.objects.deletions == []
 
 
-async def test_a_role_is_written_to_the_pod_once(world: World) -> None:
+async def test_the_role_label_is_written_once(world: World) -> None:
     await world.start()
     shown = instance("chat-0", role=Role.DECODE)
-    await world.runtime.show_role(shown)
+    await world.runtime.sync_role_label(shown)
     version = world.objects.version
-    await world.runtime.show_role(shown)
+    await world.runtime.sync_role_label(shown)
     labels = world.objects.pods["chat-0"]["metadata"]["labels"]
     assert (labels["fulcrum.dev/role"], world.objects.version) == ("Decode", version)
 
 
-async def test_who_does_not_lead_makes_and_ends_nothing(world: World) -> None:
+async def test_a_standby_deletes_and_labels_nothing(world: World) -> None:
     await world.start()
-    world.leads = False
-    with pytest.raises(NotLeading):
+    world.is_leader = False
+    with pytest.raises(NotLeader):
         await world.runtime.stop(KEY)
-    with pytest.raises(NotLeading):
-        await world.runtime.show_role(instance("chat-0", role=Role.DECODE))
+    with pytest.raises(NotLeader):
+        await world.runtime.sync_role_label(instance("chat-0", role=Role.DECODE))
     assert world.objects.deletions == []
 
 
-async def test_an_instance_of_one_name_in_two_namespaces_has_two_engines(world: World) -> None:
+async def test_engines_are_observed_only_in_their_own_namespace(world: World) -> None:
     await world.start()
     assert (len(world.runtime.observe("default")), world.runtime.observe("other")) == (1, ())

@@ -6,82 +6,82 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService, Refusal
-from fulcrum_core.assignment import with_flip
+from fulcrum_core.assignment import apply_flip
 from fulcrum_core.errors import Conflict
-from fulcrum_core.merge import merge_diff
+from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import EngineObservation, InstanceKey
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_operator.controller.reconcile import Cluster, ServiceKey, reconcile
+from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from tests.unit.operator.builders import (
+    ENGINE_FACTS,
     EXITED,
-    FACTS,
     NOW_S,
     STARTING,
     D,
     P,
+    assignment_spec,
     engine,
     router,
     service,
     tier,
-    wish,
 )
 
 KEY = ServiceKey("default", "chat")
 
 
 @dataclass
-class Engines:
-    """A runtime whose engines start when told by `come_up`, and end at once."""
+class FakeRuntime:
+    """A runtime whose engines start when told by `become_ready`, and end at once."""
 
-    seen: dict[str, EngineObservation] = field(default_factory=dict)
+    observations: dict[str, EngineObservation] = field(default_factory=dict)
     startups_s: dict[str, float] = field(default_factory=dict)
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         name = instance.metadata.name
         self.startups_s[name] = startup_s
-        self.seen[name] = engine(name, STARTING)
+        self.observations[name] = engine(name, STARTING)
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
-        del self.seen[key.name]
+        del self.observations[key.name]
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
         assert namespace == KEY.namespace
-        return tuple(self.seen[name] for name in sorted(self.seen))
+        return tuple(self.observations[name] for name in sorted(self.observations))
 
-    def come_up(self, *names: str) -> None:
-        for name in names or tuple(self.seen):
-            self.seen[name] = engine(name, restarts=self.seen[name].restarts)
+    def become_ready(self, *names: str) -> None:
+        for name in names or tuple(self.observations):
+            self.observations[name] = engine(name, restarts=self.observations[name].restarts)
 
-    def die(self, name: str) -> None:
-        self.seen[name] = engine(name, EXITED, exit_reason="signal SIGKILL")
+    def crash(self, name: str) -> None:
+        self.observations[name] = engine(name, EXITED, exit_reason="signal SIGKILL")
 
-    def start_again(self, name: str) -> None:
-        self.seen[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")
+    def restart(self, name: str) -> None:
+        self.observations[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")
 
 
 @dataclass
-class Router:
+class FakeRouter:
     """A router that answers what it is told to."""
 
-    says: RouterState | None = None
-    asked: int = 0
+    state: RouterState | None = None
+    requests: int = 0
 
     def endpoint(self, key: ServiceKey) -> str | None:
         assert key == KEY
         return "http://127.0.0.1:8000"
 
-    async def ledger(self, key: ServiceKey) -> RouterState | None:
+    async def read_state(self, key: ServiceKey) -> RouterState | None:
         assert key == KEY
-        self.asked += 1
-        return self.says
+        self.requests += 1
+        return self.state
 
 
 @dataclass
-class Clock:
+class FakeClock:
     """Stands still until moved."""
 
     at_s: float = NOW_S
@@ -97,19 +97,19 @@ class Clock:
 class World:
     """The service `chat` and all around it."""
 
-    clock: Clock
+    clock: FakeClock
     store: MemoryStore
-    engines: Engines
-    router: Router
-    cluster: Cluster
+    engines: FakeRuntime
+    router: FakeRouter
+    context: ReconcileContext
 
-    async def passes(self) -> float | None:
+    async def reconcile_until_stable(self) -> float | None:
         """Pass until nothing changes any more; returns what the last pass wants."""
         for _ in range(10):
             before = await self.version()
-            wanted_s = await reconcile(KEY, self.cluster)
+            requeue_after_s = await reconcile(KEY, self.context)
             if await self.version() == before:
-                return wanted_s
+                return requeue_after_s
         raise AssertionError("passes go on changing things")
 
     async def version(self) -> str:
@@ -118,9 +118,9 @@ class World:
     async def up(self, **spec: Any) -> None:
         """A service that serves."""
         await self.store.create(service(**spec))
-        await self.passes()
-        self.engines.come_up()
-        await self.passes()
+        await self.reconcile_until_stable()
+        self.engines.become_ready()
+        await self.reconcile_until_stable()
 
     async def instances(self) -> dict[str, PDInstance]:
         found = await self.store.list(PDInstance, namespace="default")
@@ -140,8 +140,8 @@ class World:
 
     async def flip(self, name: str, to: Role, by: Actor = Actor.PERSON) -> None:
         now = await self.assignment()
-        spec = with_flip(now.spec, name, to, by=by, reason="asked", now_s=self.clock.at_s)
-        patch = {"spec": merge_diff(now.spec.dump(), spec.dump())}
+        spec = apply_flip(now.spec, name, to, by=by, reason="asked", now_s=self.clock.at_s)
+        patch = {"spec": create_merge_patch(now.spec.dump(), spec.dump())}
         await self.store.patch(PDAssignment, "chat", patch, namespace="default")
 
     async def scale(self, replicas: int) -> None:
@@ -151,21 +151,21 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    clock, engines, seen = Clock(), Engines(), Router()
+    clock, engines, router = FakeClock(), FakeRuntime(), FakeRouter()
     store = MemoryStore(clock)
-    cluster = Cluster(
+    context = ReconcileContext(
         store=store,
         runtime=engines,
         clock=clock,
-        engine_facts=lambda _: FACTS,
-        router=seen,
+        engine_facts=lambda _: ENGINE_FACTS,
+        router=router,
     )
-    return World(clock, store, engines, seen, cluster)
+    return World(clock, store, engines, router, context)
 
 
-async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: World) -> None:
+async def test_a_minimal_service_makes_pools_instances_an_assignment_and_engines(world: World) -> None:
     await world.store.create(service(instances=4))
-    await world.passes()
+    await world.reconcile_until_stable()
     made = {
         kind.kind_name(): [
             obj.metadata.name for obj in (await world.store.list(kind, namespace="default")).items
@@ -182,11 +182,11 @@ async def test_six_lines_make_pools_instances_an_assignment_and_engines(world: W
             "QoSTier": [],
         },
         dict.fromkeys(names, "Starting"),
-        dict.fromkeys(names, FACTS.startup_s),
+        dict.fromkeys(names, ENGINE_FACTS.startup_s),
     )
 
 
-async def test_engines_that_come_up_serve_their_roles(world: World) -> None:
+async def test_running_engines_serve_their_roles(world: World) -> None:
     await world.up(instances=4)
     status = (await world.service()).status
     assert (await world.phases(), await world.roles(), status.ready, status.ratio) == (
@@ -197,56 +197,56 @@ async def test_engines_that_come_up_serve_their_roles(world: World) -> None:
     )
 
 
-async def test_a_pass_that_finds_everything_as_planned_writes_nothing(world: World) -> None:
+async def test_a_settled_service_is_not_written(world: World) -> None:
     await world.up(instances=4)
     before = await world.version()
     world.clock.at_s += 3600
-    looks_at_hand_offs_s = 10.0
-    assert (await reconcile(KEY, world.cluster), await world.version()) == (looks_at_hand_offs_s, before)
+    router_poll_interval_s = 10.0
+    assert (await reconcile(KEY, world.context), await world.version()) == (router_poll_interval_s, before)
 
 
-async def test_a_new_operator_finds_everything_as_planned(world: World) -> None:
+async def test_a_new_operator_writes_nothing_to_a_settled_service(world: World) -> None:
     await world.up(instances=4)
     world.clock.at_s += 60
     await world.flip("chat-0", D)
-    await world.passes()
+    await world.reconcile_until_stable()
     before = await world.version()
-    await reconcile(KEY, replace(world.cluster, memory={}))
+    await reconcile(KEY, replace(world.context, memory={}))
     assert await world.version() == before
 
 
-async def test_deleted_with_the_service_its_engines_end(world: World) -> None:
+async def test_a_deleted_services_engines_are_stopped(world: World) -> None:
     await world.up(instances=2)
     await world.store.delete(PDService, "chat", namespace="default")
-    await world.passes()
-    assert (world.engines.seen, await world.instances(), world.cluster.memory) == ({}, {}, {})
+    await world.reconcile_until_stable()
+    assert (world.engines.observations, await world.instances(), world.context.memory) == ({}, {}, {})
 
 
-async def test_a_flip_shows_as_the_effective_role_in_one_pass(world: World) -> None:
+async def test_a_flip_becomes_the_effective_role_in_one_reconcile(world: World) -> None:
     await world.up(instances=4)
     await world.flip("chat-0", D)
-    await reconcile(KEY, world.cluster)
+    await reconcile(KEY, world.context)
     assert await world.roles() == {"chat-0": D, "chat-1": P, "chat-2": D, "chat-3": D}
 
 
-async def test_a_wish_below_the_floor_is_written_back_once_and_then_rests(world: World) -> None:
+async def test_an_assignment_below_the_floor_is_reverted_once(world: World) -> None:
     await world.up(instances=2)
     before = (await world.assignment()).spec
     await world.flip("chat-0", D)
-    await world.passes()
+    await world.reconcile_until_stable()
     reason = "0 instances would serve Prefill, the floor is 1; leaving: chat-0"
     refusal = Refusal(role=D, reason=reason, until=NOW_S + REFUSED_FOR_S)
     entry = before.roles["chat-0"].model_copy(update={"refused": refusal})
-    expected = wish({**before.roles, "chat-0": entry}, last_prefill_to_decode=NOW_S)
+    expected = assignment_spec({**before.roles, "chat-0": entry}, last_prefill_to_decode=NOW_S)
     assert (await world.assignment()).spec == expected
 
 
-async def test_a_dead_engine_is_failed_then_starts_then_serves_elsewhere(world: World) -> None:
+async def test_a_crashed_engines_phases_are_failed_then_starting_then_serving(world: World) -> None:
     await world.up(instances=2)
     trace = []
-    for change in (world.engines.die, world.engines.start_again, world.engines.come_up):
+    for change in (world.engines.crash, world.engines.restart, world.engines.become_ready):
         change("chat-1")
-        await reconcile(KEY, world.cluster)
+        await reconcile(KEY, world.context)
         status = (await world.instances())["chat-1"].status
         trace.append((status.phase, status.endpoint, status.role, status.restarts))
     assert trace == [
@@ -256,10 +256,10 @@ async def test_a_dead_engine_is_failed_then_starts_then_serves_elsewhere(world: 
     ]
 
 
-async def test_scaling_up_makes_instances_of_the_role_with_fewer(world: World) -> None:
+async def test_scaling_up_adds_instances_to_the_smaller_role(world: World) -> None:
     await world.up(pools=[{"name": "flex", "instances": {"min": 2, "max": 4}}])
     await world.scale(4)
-    await world.passes()
+    await world.reconcile_until_stable()
     roles = {name: entry.role for name, entry in (await world.assignment()).spec.roles.items()}
     assert (roles, await world.phases()) == (
         {"chat-0": P, "chat-1": D, "chat-2": D, "chat-3": P},
@@ -267,7 +267,7 @@ async def test_scaling_up_makes_instances_of_the_role_with_fewer(world: World) -
     )
 
 
-async def scaled_to_three(world: World) -> None:
+async def scale_to_three(world: World) -> None:
     await world.up(pools=[{"name": "flex", "instances": {"min": 4, "max": 4}}])
     await world.store.patch(
         PDService,
@@ -276,21 +276,21 @@ async def scaled_to_three(world: World) -> None:
         namespace="default",
     )
     await world.scale(3)
-    world.router.says = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
-    await world.passes()
+    world.router.state = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
+    await world.reconcile_until_stable()
 
 
-async def test_scaling_down_cordons_drains_and_ends_the_cheapest(world: World) -> None:
-    await scaled_to_three(world)
+async def test_scaling_down_drains_and_removes_the_least_loaded_instance(world: World) -> None:
+    await scale_to_three(world)
     generation = (await world.assignment()).metadata.generation
     drains = await world.phases()
-    world.router.says = router(generation, {"chat-2": 0})
-    await world.passes()
+    world.router.state = router(generation, {"chat-2": 0})
+    await world.reconcile_until_stable()
     assert (
         drains,
         await world.phases(),
         sorted((await world.assignment()).spec.roles),
-        sorted(world.engines.seen),
+        sorted(world.engines.observations),
     ) == (
         {"chat-0": "Serving", "chat-1": "Serving", "chat-2": "Draining", "chat-3": "Serving"},
         {"chat-0": "Serving", "chat-1": "Serving", "chat-3": "Serving"},
@@ -299,10 +299,10 @@ async def test_scaling_down_cordons_drains_and_ends_the_cheapest(world: World) -
     )
 
 
-async def test_scaling_up_again_while_it_drains_keeps_the_instance(world: World) -> None:
-    await scaled_to_three(world)
+async def test_scaling_up_during_a_drain_keeps_the_instance(world: World) -> None:
+    await scale_to_three(world)
     await world.scale(4)
-    await world.passes()
+    await world.reconcile_until_stable()
     entry = (await world.assignment()).spec.roles["chat-2"]
     assert (await world.phases(), entry.cordoned) == (
         dict.fromkeys(["chat-0", "chat-1", "chat-2", "chat-3"], "Serving"),
@@ -310,50 +310,52 @@ async def test_scaling_up_again_while_it_drains_keeps_the_instance(world: World)
     )
 
 
-async def test_a_drain_that_never_ends_is_cut_at_its_deadline(world: World) -> None:
-    await scaled_to_three(world)
+async def test_a_drain_is_cut_off_at_its_deadline(world: World) -> None:
+    await scale_to_three(world)
     world.clock.at_s += 121
-    world.router.says = None
-    await world.passes()
+    world.router.state = None
+    await world.reconcile_until_stable()
     assert sorted(await world.phases()) == ["chat-0", "chat-1", "chat-3"]
 
 
-async def test_the_router_is_asked_now_and_then_unless_something_depends_on_it(world: World) -> None:
+async def test_the_routers_state_is_polled_every_ten_seconds_and_sooner_in_the_first_minute(
+    world: World,
+) -> None:
     await world.up(instances=4)
-    asked = []
+    counts = []
     for pause_s in (0.0, 1.0, 1.0, 60.0, 9.0, 1.0):  # soon again in the first minute
         world.clock.at_s += pause_s
         await world.flip("chat-0", D)
-        await world.passes()
-        asked.append(world.router.asked)
-    assert asked == [1, 1, 2, 3, 3, 4]
+        await world.reconcile_until_stable()
+        counts.append(world.router.requests)
+    assert counts == [1, 1, 2, 3, 3, 4]
 
 
-async def test_the_router_of_a_single_instance_is_asked_too_for_it_counts_requests(world: World) -> None:
+async def test_the_router_of_a_single_instance_is_polled_too(world: World) -> None:
     await world.up(instances=1)
     world.clock.at_s += 3600
-    asked = world.router.asked
-    assert (await reconcile(KEY, world.cluster), world.router.asked) == (10.0, asked + 1)
+    asked = world.router.requests
+    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, asked + 1)
 
 
-async def test_counts_alone_wait_for_their_turn_and_are_written_then(world: World) -> None:
+async def test_a_status_whose_counts_alone_changed_is_written_every_ten_seconds(world: World) -> None:
     await world.up(instances=4)
     world.clock.at_s += 4
     await world.flip("chat-0", D)
-    await world.passes()
+    await world.reconcile_until_stable()
     ratios = []
     for pause_s in (0.0, 5.0, 1.0):
         world.clock.at_s += pause_s
-        wanted_s = await world.passes()
-        assert wanted_s is not None
+        requeue_after_s = await world.reconcile_until_stable()
+        assert requeue_after_s is not None
         ratios.append((await world.service()).status.ratio)
     assert ratios == ["2:2", "2:2", "1:3"]
 
 
-async def test_a_condition_is_written_at_once(world: World) -> None:
+async def test_a_changed_condition_is_written_at_once(world: World) -> None:
     await world.up(instances=4)
-    world.engines.die("chat-0")
-    await reconcile(KEY, world.cluster)
+    world.engines.crash("chat-0")
+    await reconcile(KEY, world.context)
     status = (await world.service()).status
     assert (
         status.ready,
@@ -364,7 +366,7 @@ async def test_a_condition_is_written_at_once(world: World) -> None:
     )
 
 
-async def test_a_tier_that_is_made_later_is_accepted_then(world: World) -> None:
+async def test_a_tier_created_later_is_accepted(world: World) -> None:
     await world.up(instances=2, qosTiers=["gold"])
 
     async def verdict() -> str:
@@ -372,11 +374,11 @@ async def test_a_tier_that_is_made_later_is_accepted_then(world: World) -> None:
 
     before = await verdict()
     await world.store.create(tier("gold"))
-    await world.passes()
+    await world.reconcile_until_stable()
     assert (before, await verdict()) == ("TierNotFound", "TiersFound")
 
 
-class Racing:
+class RacingStore:
     """A store in which somebody patches the assignment just before we do."""
 
     def __init__(self, store: MemoryStore, race: Callable[[], Awaitable[None]]) -> None:
@@ -391,12 +393,12 @@ class Racing:
         return await self._store.patch(kind, name, patch, **options)
 
 
-async def test_who_writes_the_assignment_first_wins(world: World) -> None:
+async def test_a_concurrent_write_of_the_assignment_is_a_conflict_and_stays(world: World) -> None:
     await world.up(instances=4, roles={"prefill": {"min": 1}})
     await world.store.patch(
         PDService, "chat", {"spec": {"roles": {"decode": {"min": 2}}}}, namespace="default"
     )
-    racing: Any = Racing(world.store, lambda: world.flip("chat-3", P))
+    racing: Any = RacingStore(world.store, lambda: world.flip("chat-3", P))
     with pytest.raises(Conflict):
-        await reconcile(KEY, replace(world.cluster, store=racing))
+        await reconcile(KEY, replace(world.context, store=racing))
     assert (await world.assignment()).spec.roles["chat-3"].role is P

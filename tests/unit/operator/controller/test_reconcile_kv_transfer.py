@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api import PDService
-from fulcrum_core.state import PairState, RouterState
+from fulcrum_core.router_state import PairState, RouterState
 from fulcrum_operator.controller.reconcile import reconcile
 from tests.unit.operator.builders import router
 from tests.unit.operator.controller.test_reconcile import KEY, World
 from tests.unit.operator.controller.test_reconcile import world as world  # a fixture
 
 
-def says(reason: str, count: int = 1) -> RouterState:
+def state_with_reason(reason: str, count: int = 1) -> RouterState:
     pair = PairState(
         prefill="chat-0",
         decode="chat-1",
-        proven=count,
+        verified=count,
         recomputed=count,
         unknown=0,
-        last_proven_s=float(count),
+        verified_age_s=float(count),
         handshake_s=0.1,
-        seconds_per_1k_tokens=0.01 * count,
+        transfer_s_per_1k_tokens=0.01 * count,
         last_reason=reason,
     )
     return router().model_copy(update={"pairs": (pair,)})
@@ -32,25 +32,25 @@ async def verdict(world: World) -> tuple[str, str]:
     return next((c.status, c.reason) for c in service.status.conditions if c.type == "KVTransferVerified")
 
 
-async def test_an_hour_of_proven_hand_offs_is_written_once(world: World) -> None:
+async def test_an_hour_of_verified_kv_transfers_is_written_once(world: World) -> None:
     await world.up(instances=4)
     world.clock.at_s += 10
-    world.router.says = says("Proven")
-    await world.passes()
+    world.router.state = state_with_reason("Verified")
+    await world.reconcile_until_stable()
     found, before = await verdict(world), await world.version()
-    for look in range(360):
+    for number in range(360):
         world.clock.at_s += 10
-        world.router.says = says("Proven", count=look)
-        assert await reconcile(KEY, world.cluster) == pytest.approx(10.0)
+        world.router.state = state_with_reason("Verified", count=number)
+        assert await reconcile(KEY, world.context) == pytest.approx(10.0)
     assert (found, await world.version()) == (("True", "Verified"), before)
 
 
-async def test_a_finding_that_changes_is_written_at_once(world: World) -> None:
+async def test_a_changed_kv_transfer_condition_is_written_at_once(world: World) -> None:
     await world.up(instances=4)
     seen = []
-    for reason in ("Proven", "HandshakeFailed", "Proven"):
+    for reason in ("Verified", "HandshakeFailed", "Verified"):
         world.clock.at_s += 10
-        world.router.says = says(reason)
-        await world.passes()
+        world.router.state = state_with_reason(reason)
+        await world.reconcile_until_stable()
         seen.append(await verdict(world))
     assert seen == [("True", "Verified"), ("False", "HandshakeFailed"), ("True", "Verified")]

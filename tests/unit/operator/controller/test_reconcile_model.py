@@ -6,90 +6,92 @@ import pytest
 
 from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_operator.controller.reconcile import ServiceKey, reconcile
-from fulcrum_operator.plan.observed import Reading
+from fulcrum_operator.plan.observed import ModelReadAttempt
 from tests.unit.operator.builders import NOW_S
 from tests.unit.operator.controller.test_reconcile import KEY, World
 from tests.unit.operator.controller.test_reconcile import world as world  # a fixture
-from tests.unit.operator.plan.test_model import LLAMA, VLLM, key_of
+from tests.unit.operator.plan.test_model import LLAMA, VLLM, model_key_of
 
 
 @dataclass
-class Reader:
+class FakeModelReader:
     """Somebody who reads models, and what came of it."""
 
-    says: Reading | None = None
+    result: ModelReadAttempt | None = None
 
-    def reading(self, key: ServiceKey) -> Reading | None:
+    def reading(self, key: ServiceKey) -> ModelReadAttempt | None:
         assert key == KEY
-        return self.says
+        return self.result
 
-    def answers(self, attempt: int = 1, **fields: object) -> None:
-        told = {"key": key_of(), "attempt": attempt, "born_s": NOW_S, **fields}
-        self.says = Reading(**told)  # type: ignore[arg-type]  # of a test's own fields
+    def report(self, attempt: int = 1, **fields: object) -> None:
+        told = {"key": model_key_of(), "attempt": attempt, "started_s": NOW_S, **fields}
+        self.result = ModelReadAttempt(**told)  # type: ignore[arg-type]  # of a test's own fields
 
 
 @pytest.fixture
-def reader(world: World) -> Reader:
-    made = Reader()
-    world.cluster = replace(world.cluster, models=made)
+def reader(world: World) -> FakeModelReader:
+    made = FakeModelReader()
+    world.context = replace(world.context, models=made)
     return made
 
 
-async def known(world: World) -> ModelStatus:
+async def model_status(world: World) -> ModelStatus:
     """What the status says of the model."""
     found = (await world.service()).status.model
     assert found is not None
     return found
 
 
-async def test_what_was_read_is_written_at_once_and_the_first_instances_have_it(
-    world: World, reader: Reader
+async def test_model_facts_are_written_at_once_and_given_to_the_first_instances(
+    world: World, reader: FakeModelReader
 ) -> None:
     await world.up(**VLLM)
     assert await world.instances() == {}, "they wait"
-    reader.answers(facts=LLAMA)
-    await world.passes()
-    assert await known(world) == ModelStatus(key=key_of(), facts=LLAMA, attempts=1, at=NOW_S)
-    facts = {name: i.spec.model_facts for name, i in (await world.instances()).items()}
+    reader.report(facts=LLAMA)
+    await world.reconcile_until_stable()
+    assert await model_status(world) == ModelStatus(
+        key=model_key_of(), config_excerpt=LLAMA, attempts=1, at=NOW_S
+    )
+    facts = {name: i.spec.config_excerpt for name, i in (await world.instances()).items()}
     assert facts == {"chat-0": LLAMA, "chat-1": LLAMA}
 
 
-async def test_an_hour_after_a_model_was_read_nothing_was_written(world: World, reader: Reader) -> None:
+async def test_a_known_model_causes_no_write_for_an_hour(world: World, reader: FakeModelReader) -> None:
     await world.up(**VLLM)
-    reader.answers(facts=LLAMA)
-    await world.passes()
-    reader.says = None
-    world.engines.come_up()
-    await world.passes()
+    reader.report(facts=LLAMA)
+    await world.reconcile_until_stable()
+    reader.result = None
+    world.engines.become_ready()
+    await world.reconcile_until_stable()
     world.clock.at_s += 10  # counts may have waited for their turn
-    await world.passes()
+    await world.reconcile_until_stable()
     before = await world.version()
     for _ in range(60):
         world.clock.at_s += 60
-        await reconcile(KEY, world.cluster)
+        await reconcile(KEY, world.context)
     assert await world.version() == before
 
 
-async def test_a_model_that_is_away_for_an_hour_is_written_with_each_try_and_rolls_nothing(
-    world: World, reader: Reader
+async def test_an_unreadable_model_is_retried_with_backoff_and_rolls_no_instance(
+    world: World, reader: FakeModelReader
 ) -> None:
     await world.up(**VLLM)
-    reader.answers(error="no such file")
-    await world.passes()
-    world.engines.come_up()
-    await world.passes()
+    reader.report(error="no such file")
+    await world.reconcile_until_stable()
+    world.engines.become_ready()
+    await world.reconcile_until_stable()
     before, tries = await world.instances(), 1
     for _ in range(120):
         world.clock.at_s += 30
-        wanted_s = await reconcile(KEY, world.cluster)
-        assert wanted_s is not None
-        assert wanted_s <= 600
-        last = await known(world)
+        requeue_after_s = await reconcile(KEY, world.context)
+        assert requeue_after_s is not None
+        assert requeue_after_s <= 600
+        last = await model_status(world)
         if world.clock.at_s >= last.at + min(600, 60 * 2 ** (last.attempts - 1)):
-            reader.answers(attempt=(tries := last.attempts + 1), error="no such file")
+            reader.report(attempt=(tries := last.attempts + 1), error="no such file")
     assert 9 <= tries <= 10, "after 1, 2, 4 and 8 minutes, then every ten"
-    reader.answers(attempt=(await known(world)).attempts + 1, facts=LLAMA)
-    await world.passes()
-    assert (await known(world)).facts == LLAMA
+    reader.report(attempt=(await model_status(world)).attempts + 1, facts=LLAMA)
+    await world.reconcile_until_stable()
+    assert (await model_status(world)).config_excerpt == LLAMA
     specs = {name: i.spec for name, i in (await world.instances()).items()}
     assert specs == {name: i.spec for name, i in before.items()}

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from fulcrum_core.values import FlipStrategy
-from fulcrum_operator.controller.pods.role_probe import Life, Probes, probe
+from fulcrum_operator.controller.pods.role_probe import ContainerRun, RoleProbes, probe_roles
 
 RELABEL, RESTART = FlipStrategy.RELABEL, FlipStrategy.RESTART
 
@@ -38,80 +38,80 @@ def engine(prefill: int | None, plain: int | None) -> httpx.AsyncClient:
         (400, None, None),
     ],
 )
-async def test_answers_say_how_an_engine_flips(
+async def test_the_flip_strategy_follows_from_the_responses(
     prefill: int | None, plain: int | None, expected: FlipStrategy | None
 ) -> None:
     async with engine(prefill, plain) as client:
-        assert await probe(client, "192.0.2.1:8000", model="m", salt="s") is expected
+        assert await probe_roles(client, "192.0.2.1:8000", model="m", salt="s") is expected
 
 
-class Asked:
-    """Probes whose engines answer what is laid out here, in this order; then Relabel."""
+class CountingProbes:
+    """RoleProbes whose engines answer what is laid out here, in this order; then Relabel."""
 
     def __init__(self, *answers: FlipStrategy | None) -> None:
-        self.answers, self.count, self.told = list(answers), 0, 0
-        self.probes = Probes(self._ask)
+        self.answers, self.count, self.results = list(answers), 0, 0
+        self.probes = RoleProbes(self._probe)
 
-    async def _ask(self, _endpoint: str, _model: str) -> FlipStrategy | None:
+    async def _probe(self, _endpoint: str, _model: str) -> FlipStrategy | None:
         self.count += 1
         return self.answers.pop(0) if self.answers else RELABEL
 
-    def want(self, life: Life) -> None:
-        self.probes.want(life, "192.0.2.1:8000", "m", then=self._then)
+    def probe(self, run: ContainerRun) -> None:
+        self.probes.request(run, "192.0.2.1:8000", "m", on_result=self._on_result)
 
-    def _then(self) -> None:
-        self.told += 1
+    def _on_result(self) -> None:
+        self.results += 1
 
 
-FIRST, SECOND = Life("pod", 0), Life("pod", 1)
+FIRST, SECOND = ContainerRun("pod", 0), ContainerRun("pod", 1)
 
 
 @pytest.mark.looptime
-async def test_each_life_is_asked_once() -> None:
-    asked = Asked()
+async def test_each_container_run_is_probed_once() -> None:
+    counting = CountingProbes()
     for _ in range(3):
-        asked.want(FIRST)
+        counting.probe(FIRST)
         await asyncio.sleep(1)
-    asked.want(SECOND)
+    counting.probe(SECOND)
     await asyncio.sleep(1)
-    known = [asked.probes.known(life) for life in (FIRST, SECOND)]
-    assert (asked.count, asked.told, known) == (2, 2, [None, RELABEL])
+    known = [counting.probes.result(run) for run in (FIRST, SECOND)]
+    assert (counting.count, counting.results, known) == (2, 2, [None, RELABEL])
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_does_not_answer_is_asked_again() -> None:
-    asked = Asked(None, None, RESTART)
-    asked.want(FIRST)
+async def test_a_probe_without_a_result_is_repeated() -> None:
+    counting = CountingProbes(None, None, RESTART)
+    counting.probe(FIRST)
     await asyncio.sleep(10)
-    assert (asked.count, asked.told, asked.probes.known(FIRST)) == (3, 1, RESTART)
+    assert (counting.count, counting.results, counting.probes.result(FIRST)) == (3, 1, RESTART)
 
 
 @pytest.mark.looptime
-async def test_a_pod_that_is_gone_is_asked_no_more() -> None:
-    asked = Asked(*[None] * 1000)
-    asked.want(FIRST)
+async def test_a_deleted_pod_is_no_longer_probed() -> None:
+    counting = CountingProbes(*[None] * 1000)
+    counting.probe(FIRST)
     await asyncio.sleep(5)
-    asked.probes.forget("pod")
-    before = asked.count
+    counting.probes.forget("pod")
+    before = counting.count
     await asyncio.sleep(100)
-    assert asked.count == before
+    assert counting.count == before
 
 
 @pytest.mark.looptime
-async def test_an_engine_that_ends_at_each_canary_is_not_asked_once_more_for_each_life() -> None:
-    asked = Asked(*[None] * 1000)
+async def test_an_engine_that_crashes_at_every_probe_has_only_one_probe_running() -> None:
+    counting = CountingProbes(*[None] * 1000)
     for restarts in range(20):
-        asked.want(Life("pod", restarts))
+        counting.probe(ContainerRun("pod", restarts))
         await asyncio.sleep(1)
-    before = asked.count
+    before = counting.count
     await asyncio.sleep(100)
-    assert asked.count - before <= 100 / 10 + 5
+    assert counting.count - before <= 100 / 10 + 5
 
 
 @pytest.mark.looptime
-async def test_what_an_earlier_operator_learnt_is_not_asked_again() -> None:
-    asked = Asked()
-    asked.probes.adopt(FIRST, RESTART)
-    asked.want(FIRST)
+async def test_an_adopted_result_is_not_probed_again() -> None:
+    counting = CountingProbes()
+    counting.probes.adopt(FIRST, RESTART)
+    counting.probe(FIRST)
     await asyncio.sleep(1)
-    assert (asked.count, asked.probes.known(FIRST)) == (0, RESTART)
+    assert (counting.count, counting.probes.result(FIRST)) == (0, RESTART)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.labels import ROLE_LABEL
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.manifests.children import children_of
-from fulcrum_operator.manifests.engine_pod import PRE_STOP_S, TEARDOWN_S, pod_of
-from fulcrum_operator.manifests.model_reader_pod import reader_pod
-from fulcrum_operator.manifests.pod_template import laid_over
-from fulcrum_operator.plan.model import Read, model_key
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.engine_pod import PRE_STOP_S, TEARDOWN_S, engine_pod
+from fulcrum_operator.manifests.model_reader_pod import model_reader_pod
+from fulcrum_operator.manifests.pod_template import apply_template
+from fulcrum_operator.plan.model import ModelReadRequest, model_key
 from tests.unit.operator.builders import SETTINGS, service
 
 PLAIN: dict[str, Any] = {"engine": {}}
-CHANGED: dict[str, Any] = {
+CUSTOMIZED: dict[str, Any] = {
     "revision": "0a1b2c3d4e",
     "role": "Decode",
     "engine": {
@@ -53,18 +53,20 @@ def instance(**spec: Any) -> PDInstance:
     return PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u-chat-0"}, "spec": made})
 
 
-def pod(spec: dict[str, Any] | None = None, *, startup_s: float = 7.0, **of_service: Any) -> dict[str, Any]:
+def pod(
+    spec: dict[str, Any] | None = None, *, startup_s: float = 7.0, **service_fields: Any
+) -> dict[str, Any]:
     """The pod of that instance."""
-    return pod_of(instance(**(spec or PLAIN)), service(**of_service), SETTINGS, startup_s=startup_s)
+    return engine_pod(instance(**(spec or PLAIN)), service(**service_fields), SETTINGS, startup_s=startup_s)
 
 
 def children(chat: PDService | None = None, *, wanted: int = 4) -> dict[tuple[str, str], dict[str, Any]]:
     """The service's children by kind and name."""
-    made = children_of(chat or service(), SETTINGS, wanted=wanted)
+    made = service_children(chat or service(), SETTINGS, wanted=wanted)
     return {(child["kind"], child["metadata"]["name"]): child for child in made}
 
 
-def text_of(*manifests: dict[str, Any]) -> str:
+def to_yaml(*manifests: dict[str, Any]) -> str:
     """As a person would write them: no anchors for what stands there twice."""
     return yaml.safe_dump_all(json.loads(json.dumps(manifests)), sort_keys=False)
 
@@ -72,44 +74,44 @@ def text_of(*manifests: dict[str, Any]) -> str:
 def pod_specs() -> Iterable[dict[str, Any]]:
     """Every pod that the operator has run."""
     yield pod()["spec"]
-    yield pod(CHANGED)["spec"]
+    yield pod(CUSTOMIZED)["spec"]
     yield children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
-    start = instance(**PLAIN, modelSource={"pvc": "models"}).spec.start
-    yield reader_pod(Read(start, model_key(start), 1), service(), SETTINGS)["spec"]
+    start = instance(**PLAIN, modelSource={"pvc": "models"}).spec.launch_spec
+    yield model_reader_pod(ModelReadRequest(start, model_key(start), 1), service(), SETTINGS)["spec"]
 
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [("pod-plain", PLAIN), ("pod-changed-by-its-pool", CHANGED)],
+    [("pod-plain", PLAIN), ("pod-changed-by-its-pool", CUSTOMIZED)],
     ids=lambda value: str(value)[:12],
 )
-def test_the_pod_of_an_instance_is_this(
+def test_engine_pod_matches_its_golden_manifest(
     golden: Callable[[str, str], None], name: str, spec: dict[str, Any]
 ) -> None:
-    golden(f"manifests/{name}.yaml", text_of(pod(spec)))
+    golden(f"manifests/{name}.yaml", to_yaml(pod(spec)))
 
 
-def test_what_stands_around_a_service_is_this(golden: Callable[[str, str], None]) -> None:
-    made = children_of(service(), SETTINGS, wanted=4)
-    golden("manifests/children.yaml", text_of(*made))
+def test_service_children_match_their_golden_manifests(golden: Callable[[str, str], None]) -> None:
+    made = service_children(service(), SETTINGS, wanted=4)
+    golden("manifests/children.yaml", to_yaml(*made))
 
 
 @pytest.mark.parametrize(
     ("template", "path"),
     [({"metadata": "x"}, "template.metadata"), ({"metadata": {"labels": ["x"]}}, "template.metadata.labels")],
 )
-def test_a_template_that_makes_no_pod_is_refused_by_its_path(template: dict[str, Any], path: str) -> None:
+def test_template_part_that_is_no_map_is_refused_with_its_path(template: dict[str, Any], path: str) -> None:
     with pytest.raises(InvalidInput, match="must be a map") as refused:
         pod(PLAIN | {"template": template})
     assert refused.value.path == path
 
 
 @pytest.mark.parametrize("template", [{"metadata": None}, {"metadata": {"labels": None}}])
-def test_a_template_cannot_take_away_what_the_operator_finds_a_pod_by(template: dict[str, Any]) -> None:
+def test_template_cannot_remove_the_metadata_that_the_operator_needs(template: dict[str, Any]) -> None:
     assert pod(PLAIN | {"template": template})["metadata"] == pod(PLAIN)["metadata"]
 
 
-def test_a_template_cannot_hide_a_pod_from_the_operator() -> None:
+def test_template_cannot_rename_a_pod_or_change_its_owner() -> None:
     hiding = {
         "metadata": {
             "name": "other",
@@ -122,7 +124,7 @@ def test_a_template_cannot_hide_a_pod_from_the_operator() -> None:
     assert made == pod()["metadata"] | {"labels": pod()["metadata"]["labels"] | {"team": "chat"}}
 
 
-def test_a_pod_has_time_to_drain() -> None:
+def test_grace_period_covers_pre_stop_drain_and_teardown() -> None:
     made = pod(drain={"timeout": "90s"})["spec"]
     engine = made["containers"][0]
     shutdown = engine["args"][engine["args"].index("--shutdown-timeout") + 1]
@@ -132,20 +134,20 @@ def test_a_pod_has_time_to_drain() -> None:
 @pytest.mark.parametrize(
     ("startup_s", "budget_s"), [(0.0, 60), (0.3, 60), (7.0, 70), (180.0, 1800), (1200.0, 12000)]
 )
-def test_an_engine_may_take_ten_times_as_long_to_start_as_is_known(startup_s: float, budget_s: int) -> None:
+def test_startup_probe_allows_ten_times_the_known_startup(startup_s: float, budget_s: int) -> None:
     probe = pod(startup_s=startup_s)["spec"]["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= budget_s
     assert probe["periodSeconds"] * (probe["failureThreshold"] - 1) < budget_s
 
 
-def test_every_pod_is_restricted() -> None:
+def test_every_pod_meets_the_restricted_pod_security_standard() -> None:
     def is_restricted(spec: dict[str, Any]) -> bool:
-        of_pod = spec["securityContext"]
+        pod_context = spec["securityContext"]
         ours = [container for container in spec["containers"] if container["name"] != "sidecar"]
         return (
-            of_pod["runAsNonRoot"] is True
-            and of_pod["runAsUser"] > 0
-            and of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+            pod_context["runAsNonRoot"] is True
+            and pod_context["runAsUser"] > 0
+            and pod_context["seccompProfile"] == {"type": "RuntimeDefault"}
             and all(
                 container["securityContext"]["allowPrivilegeEscalation"] is False
                 and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -157,7 +159,7 @@ def test_every_pod_is_restricted() -> None:
     assert [is_restricted(spec) for spec in pod_specs()] == [True, True, True, True]
 
 
-def test_only_routers_get_a_token() -> None:
+def test_only_router_pods_get_an_api_token() -> None:
     tokens = [spec["automountServiceAccountToken"] for spec in pod_specs()]
     accounts = [
         child["automountServiceAccountToken"]
@@ -167,12 +169,12 @@ def test_only_routers_get_a_token() -> None:
     assert (tokens, accounts) == ([False, False, True, False], [False, False])
 
 
-def test_no_selector_knows_a_role() -> None:
+def test_no_manifest_selects_by_role() -> None:
     """A flip must take a pod out of nothing."""
     assert ROLE_LABEL not in yaml.safe_dump_all([*children().values(), pod()])
 
 
-def test_every_child_goes_with_its_service() -> None:
+def test_every_child_is_owned_by_its_service() -> None:
     owners = {str(child["metadata"]["ownerReferences"]) for child in children().values()}
     expected = {
         "apiVersion": "fulcrum.dev/v1alpha1",
@@ -189,7 +191,7 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return selector.items() <= labels.items()
 
 
-def test_selectors_of_engines_take_engines_and_those_of_routers_routers() -> None:
+def test_engine_and_router_selectors_match_only_their_own_pods() -> None:
     made = children()
     engine = pod()["metadata"]["labels"]
     router = made["Deployment", "chat-router"]["spec"]["template"]["metadata"]["labels"]
@@ -227,7 +229,7 @@ def test_selectors_of_engines_take_engines_and_those_of_routers_routers() -> Non
         pytest.param(0, (1, 1), 0, id="nothing is held where nothing is wanted"),
     ],
 )
-def test_evictions_leave_what_the_floors_ask_for(wanted: int, floors: tuple[int, int], least: int) -> None:
+def test_disruption_budget_keeps_the_role_floors(wanted: int, floors: tuple[int, int], least: int) -> None:
     chat = service(
         instances=max(8, wanted), roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}}
     )
@@ -235,7 +237,7 @@ def test_evictions_leave_what_the_floors_ask_for(wanted: int, floors: tuple[int,
     assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (least, "AlwaysAllow")
 
 
-def test_the_side_channel_is_open_to_engines_of_the_service_alone() -> None:
+def test_side_channel_is_open_only_to_engines_of_the_service() -> None:
     engine = pod()["metadata"]["labels"]
     ingress = children()["NetworkPolicy", "chat-engines"]["spec"]["ingress"]
     (peers,) = (rule["from"] for rule in ingress if rule["ports"] == [{"port": 5600, "protocol": "TCP"}])
@@ -259,7 +261,7 @@ def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "patch", "merged"),
+    ("base", "patch", "merged"),
     [
         pytest.param({"a": 1}, {"b": 2}, {"a": 1, "b": 2}, id="adds"),
         pytest.param({"a": 1}, {"a": None}, {}, id="a null removes"),
@@ -280,10 +282,10 @@ def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
         pytest.param({"a": [1]}, {"a": {"b": 1}}, {"a": {"b": 1}}, id="another type replaces"),
     ],
 )
-def test_a_template_is_laid_over_as_kubernetes_would(
-    made: dict[str, Any], patch: dict[str, Any], merged: dict[str, Any]
+def test_template_is_merged_as_a_strategic_merge_patch(
+    base: dict[str, Any], patch: dict[str, Any], merged: dict[str, Any]
 ) -> None:
-    assert laid_over(made, patch) == merged
+    assert apply_template(base, patch) == merged
 
 
 _VALUES = st.recursive(
@@ -298,13 +300,13 @@ _MAPS = st.dictionaries(st.sampled_from(["containers", "env", "volumes", "a", "b
 
 
 @given(patch=_MAPS)
-def test_whatever_a_template_holds_a_pod_comes_of_it(patch: dict[str, Any]) -> None:
+def test_any_template_spec_gives_a_pod(patch: dict[str, Any]) -> None:
     """Nonsense is for the API server to refuse: with its words, in a condition."""
     assert pod(PLAIN | {"template": {"spec": patch}})["metadata"]["name"] == "chat-0"
 
 
-@given(made=_MAPS, patch=_MAPS)
-def test_laying_over_changes_neither_of_both(made: dict[str, Any], patch: dict[str, Any]) -> None:
-    before = repr((made, patch))
-    laid_over(made, patch)
-    assert repr((made, patch)) == before
+@given(base=_MAPS, patch=_MAPS)
+def test_merging_a_template_changes_neither_input(base: dict[str, Any], patch: dict[str, Any]) -> None:
+    before = repr((base, patch))
+    apply_template(base, patch)
+    assert repr((base, patch)) == before

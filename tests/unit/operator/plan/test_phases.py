@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from fulcrum_core.values import FlipStrategy, Phase
-from fulcrum_operator.plan.phases import LOOK_AGAIN_S, SWITCH_LEAST_S, EngineAction, Facts, Step, advance
+from fulcrum_operator.plan.phases import (
+    CORDON_RECHECK_S,
+    SWITCH_TIMEOUT_MIN_S,
+    EngineAction,
+    InstanceFacts,
+    PhaseTransition,
+    plan_transition,
+)
 from tests.unit.operator.builders import EXITED, NOW_S, RUNNING, STARTING, D, P, engine
 
 KEEP, START, STOP = EngineAction.KEEP, EngineAction.START, EngineAction.STOP
 STOP_DRAINED = EngineAction.STOP_DRAINED
-UP, COMING, DOWN = (
+RUNNING_ENGINE, STARTING_ENGINE, EXITED_ENGINE = (
     engine("chat-0"),
     engine("chat-0", STARTING),
     engine("chat-0", EXITED, exit_reason="signal SIGKILL"),
@@ -19,221 +26,233 @@ UP, COMING, DOWN = (
 DRAIN_S = 120.0
 
 
-def facts(phase: Phase, **given: Any) -> Facts:
+def facts(phase: Phase, **given: Any) -> InstanceFacts:
     """An instance ten seconds in its phase, with a running engine."""
     about = {
-        "since_s": NOW_S - 10,
+        "phase_since_s": NOW_S - 10,
         "now_s": NOW_S,
         "drain_timeout_s": DRAIN_S,
-        "engine": UP,
-        "assigned": P,
-        "played": P,
+        "engine": RUNNING_ENGINE,
+        "assigned_role": P,
+        "current_role": P,
     }
-    return Facts(phase=phase, **{**about, **given})
+    return InstanceFacts(phase=phase, **{**about, **given})
 
 
 @pytest.mark.parametrize(
-    ("before", "step"),
+    ("before", "transition"),
     [
         pytest.param(
             facts(Phase.PENDING, engine=None),
-            Step(Phase.PENDING, START, ""),
+            PhaseTransition(Phase.PENDING, START, ""),
             id="without an engine it starts one",
         ),
         pytest.param(
-            facts(Phase.PENDING, engine=COMING),
-            Step(Phase.STARTING, START, "its engine starts"),
+            facts(Phase.PENDING, engine=STARTING_ENGINE),
+            PhaseTransition(Phase.STARTING, START, "its engine starts"),
             id="while its engine starts it is starting",
         ),
-        pytest.param(facts(Phase.STARTING), Step(Phase.SERVING, START, ""), id="a ready engine serves"),
         pytest.param(
-            facts(Phase.SERVING, engine=DOWN),
-            Step(Phase.FAILED, START, "its engine ended: signal SIGKILL; it is started again"),
+            facts(Phase.STARTING), PhaseTransition(Phase.SERVING, START, ""), id="a ready engine serves"
+        ),
+        pytest.param(
+            facts(Phase.SERVING, engine=EXITED_ENGINE),
+            PhaseTransition(Phase.FAILED, START, "its engine ended: signal SIGKILL; it is started again"),
             id="a dead engine is a failed instance",
         ),
         pytest.param(
-            facts(Phase.SERVING, engine=replace(COMING, exit_reason="exit code 1")),
-            Step(Phase.STARTING, START, "its engine starts again after: exit code 1"),
+            facts(Phase.SERVING, engine=replace(STARTING_ENGINE, exit_reason="exit code 1")),
+            PhaseTransition(Phase.STARTING, START, "its engine starts again after: exit code 1"),
             id="an engine that was back before anybody looked",
         ),
-        pytest.param(facts(Phase.FAILED), Step(Phase.SERVING, START, ""), id="a repaired one serves"),
         pytest.param(
-            facts(Phase.SERVING, assigned=D),
-            Step(Phase.SERVING, START, ""),
+            facts(Phase.FAILED), PhaseTransition(Phase.SERVING, START, ""), id="a repaired one serves"
+        ),
+        pytest.param(
+            facts(Phase.SERVING, assigned_role=D),
+            PhaseTransition(Phase.SERVING, START, ""),
             id="Relabel: a flip leaves the phase alone",
         ),
     ],
 )
-def test_serving_and_failing(before: Facts, step: Step) -> None:
-    assert advance(before) == step
+def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition: PhaseTransition) -> None:
+    assert plan_transition(before) == transition
 
 
 @pytest.mark.parametrize(
-    ("before", "step"),
+    ("before", "transition"),
     [
         pytest.param(
-            facts(Phase.SERVING, leaving=True, legs=3, drained=True),
-            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
+            facts(Phase.SERVING, leaving=True, open_requests=3, drained=True),
+            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
             id="who shall leave drains first, whatever was known before the cordon",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True),
-            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S - 10 + DRAIN_S),
+            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S - 10 + DRAIN_S),
             id="the deadline counts from the start of the drain",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, drained=True),
-            Step(Phase.TERMINATING, STOP_DRAINED, "drained"),
+            PhaseTransition(Phase.TERMINATING, STOP_DRAINED, "drained"),
             id="drained, its engine ends",
         ),
         pytest.param(
-            facts(Phase.DRAINING, leaving=True, legs=2, since_s=NOW_S - DRAIN_S),
-            Step(Phase.TERMINATING, STOP, "cut 2 requests not ended after 120 s"),
+            facts(Phase.DRAINING, leaving=True, open_requests=2, phase_since_s=NOW_S - DRAIN_S),
+            PhaseTransition(Phase.TERMINATING, STOP, "cut 2 requests not ended after 120 s"),
             id="at the deadline a deletion goes on and says what it cut",
         ),
         pytest.param(
-            facts(Phase.DRAINING), Step(Phase.SERVING, START, ""), id="a withdrawn wish leads back to serving"
+            facts(Phase.DRAINING),
+            PhaseTransition(Phase.SERVING, START, ""),
+            id="a withdrawn wish leads back to serving",
         ),
         pytest.param(
             facts(Phase.SERVING, cordoned=True),
-            Step(Phase.DRAINING, START, "cordoned", deadline_s=NOW_S + LOOK_AGAIN_S),
+            PhaseTransition(Phase.DRAINING, START, "cordoned", deadline_s=NOW_S + CORDON_RECHECK_S),
             id="cordoned without leaving: drains without a deadline",
         ),
         pytest.param(
             facts(Phase.DRAINING, cordoned=True, drained=True),
-            Step(Phase.DRAINING, START, "cordoned, drained"),
+            PhaseTransition(Phase.DRAINING, START, "cordoned, drained"),
             id="cordoned and empty: stays, and says so",
         ),
         pytest.param(
-            facts(Phase.STARTING, leaving=True, engine=COMING),
-            Step(Phase.TERMINATING, STOP, "wanted no more"),
+            facts(Phase.STARTING, leaving=True, engine=STARTING_ENGINE),
+            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
             id="who has no work leaves at once",
         ),
         pytest.param(
-            facts(Phase.DRAINING, leaving=True, engine=DOWN),
-            Step(Phase.TERMINATING, STOP, "wanted no more"),
+            facts(Phase.DRAINING, leaving=True, engine=EXITED_ENGINE),
+            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
             id="an engine that dies while it drains is not repaired",
         ),
         pytest.param(
             facts(Phase.TERMINATING),
-            Step(Phase.TERMINATING, STOP, "wanted no more"),
+            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
             id="terminating has no way back",
         ),
         pytest.param(
             facts(Phase.TERMINATING, engine=None),
-            Step(Phase.TERMINATING, STOP, "wanted no more", done=True),
+            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more", deletable=True),
             id="without its engine nothing of it is left",
         ),
     ],
 )
-def test_leaving(before: Facts, step: Step) -> None:
-    assert advance(before) == step
+def test_instance_being_removed_drains_before_its_engine_ends(
+    before: InstanceFacts, transition: PhaseTransition
+) -> None:
+    assert plan_transition(before) == transition
 
 
-def restart(phase: Phase, **given: Any) -> Facts:
+def restart_flip(phase: Phase, **given: Any) -> InstanceFacts:
     """An instance that plays Prefill, shall play Decode and has to be started anew for that."""
-    return facts(phase, strategy=FlipStrategy.RESTART, **{"assigned": D, **given})
+    return facts(phase, flip_strategy=FlipStrategy.RESTART, **{"assigned_role": D, **given})
 
 
-LATE_S = NOW_S - SWITCH_LEAST_S
-DUE_S = NOW_S - 10 + SWITCH_LEAST_S
+SWITCH_OVERDUE_SINCE_S = NOW_S - SWITCH_TIMEOUT_MIN_S
+SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
 
 
 @pytest.mark.parametrize(
-    ("before", "step"),
+    ("before", "transition"),
     [
         pytest.param(
-            restart(Phase.SERVING, legs=1),
-            Step(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
+            restart_flip(Phase.SERVING, open_requests=1),
+            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
             id="it drains first",
         ),
         pytest.param(
-            restart(Phase.DRAINING, drained=True),
-            Step(Phase.DRAINING, STOP_DRAINED, "drained; its engine ends to serve Decode"),
+            restart_flip(Phase.DRAINING, drained=True),
+            PhaseTransition(Phase.DRAINING, STOP_DRAINED, "drained; its engine ends to serve Decode"),
             id="drained, its engine ends",
         ),
         pytest.param(
-            restart(Phase.DRAINING, engine=None),
-            Step(Phase.SWITCHING, START, "its engine starts to serve Decode"),
+            restart_flip(Phase.DRAINING, engine=None),
+            PhaseTransition(Phase.SWITCHING, START, "its engine starts to serve Decode"),
             id="and starts anew",
         ),
         pytest.param(
-            restart(Phase.SWITCHING, engine=COMING),
-            Step(Phase.SWITCHING, START, "its engine starts to serve Decode", DUE_S),
+            restart_flip(Phase.SWITCHING, engine=STARTING_ENGINE),
+            PhaseTransition(Phase.SWITCHING, START, "its engine starts to serve Decode", SWITCH_DEADLINE_S),
             id="it has until a deadline",
         ),
         pytest.param(
-            restart(Phase.SWITCHING),
-            Step(Phase.VERIFYING, START, "waits for the router to reach it", DUE_S),
+            restart_flip(Phase.SWITCHING),
+            PhaseTransition(Phase.VERIFYING, START, "waits for the router to reach it", SWITCH_DEADLINE_S),
             id="ready is not yet verified",
         ),
         pytest.param(
-            restart(Phase.VERIFYING, answers=True),
-            Step(Phase.SERVING, START, ""),
+            restart_flip(Phase.VERIFYING, reachable=True),
+            PhaseTransition(Phase.SERVING, START, ""),
             id="seen to answer, it serves",
         ),
         pytest.param(
-            restart(Phase.DRAINING, since_s=NOW_S - DRAIN_S, legs=4),
-            Step(
+            restart_flip(Phase.DRAINING, phase_since_s=NOW_S - DRAIN_S, open_requests=4),
+            PhaseTransition(
                 Phase.SERVING,
                 START,
                 "not drained after 120 s, 4 requests left",
-                refused="not drained after 120 s, 4 requests left",
+                rollback_reason="not drained after 120 s, 4 requests left",
             ),
             id="at the deadline of the drain the flip is cancelled",
         ),
         pytest.param(
-            restart(Phase.SWITCHING, since_s=LATE_S, engine=DOWN),
-            Step(
+            restart_flip(Phase.SWITCHING, phase_since_s=SWITCH_OVERDUE_SINCE_S, engine=EXITED_ENGINE),
+            PhaseTransition(
                 Phase.SWITCHING,
                 KEEP,
                 "did not serve Decode within 60 s",
-                refused="did not serve Decode within 60 s",
+                rollback_reason="did not serve Decode within 60 s",
             ),
             id="an engine that does not come back is rolled back",
         ),
         pytest.param(
-            restart(Phase.VERIFYING, since_s=LATE_S),
-            Step(
+            restart_flip(Phase.VERIFYING, phase_since_s=SWITCH_OVERDUE_SINCE_S),
+            PhaseTransition(
                 Phase.VERIFYING,
                 KEEP,
                 "did not serve Decode within 60 s",
-                refused="did not serve Decode within 60 s",
+                rollback_reason="did not serve Decode within 60 s",
             ),
             id="so is one that does not answer",
         ),
         pytest.param(
-            restart(Phase.VERIFYING, assigned=P),
-            Step(Phase.VERIFYING, STOP, "its engine ends to serve Prefill again"),
+            restart_flip(Phase.VERIFYING, assigned_role=P),
+            PhaseTransition(Phase.VERIFYING, STOP, "its engine ends to serve Prefill again"),
             id="rolled back, the engine of the new role ends",
         ),
         pytest.param(
-            restart(Phase.SWITCHING, assigned=P, engine=None),
-            Step(Phase.STARTING, START, "its engine starts to serve Prefill again"),
+            restart_flip(Phase.SWITCHING, assigned_role=P, engine=None),
+            PhaseTransition(Phase.STARTING, START, "its engine starts to serve Prefill again"),
             id="and one of the old role starts",
         ),
     ],
 )
-def test_flip_by_restart(before: Facts, step: Step) -> None:
-    assert advance(before) == step
+def test_flip_by_restart_drains_restarts_verifies_or_rolls_back(
+    before: InstanceFacts, transition: PhaseTransition
+) -> None:
+    assert plan_transition(before) == transition
 
 
-def test_a_flip_by_restart_that_goes_well_takes_these_phases() -> None:
-    phases, now = [Phase.SERVING], restart(Phase.SERVING, drained=True, answers=True)
+def test_successful_flip_by_restart_goes_through_every_phase() -> None:
+    phases, now = [Phase.SERVING], restart_flip(Phase.SERVING, drained=True, reachable=True)
     while len(phases) < 20:
-        step = advance(now)
-        if step.phase is not now.phase:
-            phases.append(step.phase)
-        if step.phase is Phase.SERVING:
+        transition = plan_transition(now)
+        if transition.phase is not now.phase:
+            phases.append(transition.phase)
+        if transition.phase is Phase.SERVING:
             break
-        running = UP if step.action is START and now.engine is None else now.engine
-        now = replace(now, phase=step.phase, engine=None if step.action is STOP_DRAINED else running)
+        running = RUNNING_ENGINE if transition.action is START and now.engine is None else now.engine
+        now = replace(
+            now, phase=transition.phase, engine=None if transition.action is STOP_DRAINED else running
+        )
     assert phases == [Phase.SERVING, Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING, Phase.SERVING]
 
 
-def test_running_is_the_only_state_that_serves() -> None:
+def test_only_a_running_engine_serves() -> None:
     states = {
-        state: advance(facts(Phase.SERVING, engine=engine("chat-0", state))).phase
+        state: plan_transition(facts(Phase.SERVING, engine=engine("chat-0", state))).phase
         for state in (RUNNING, STARTING, EXITED)
     }
     assert states == {RUNNING: Phase.SERVING, STARTING: Phase.STARTING, EXITED: Phase.FAILED}

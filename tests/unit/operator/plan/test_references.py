@@ -32,11 +32,11 @@ from tests.unit.operator.builders import pool, service, tier
         ),
     ],
 )
-def test_a_manifest_that_does_not_hold_together_is_refused(check: Any, objects: Any, line: str) -> None:
+def test_inconsistent_manifest_is_refused(check: Any, objects: Any, line: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         check(objects)
     assert str(refused.value) == line
 
 
-def test_the_tiers_of_a_service_may_stand_anywhere_in_its_manifest() -> None:
+def test_tiers_may_be_anywhere_in_the_manifest() -> None:
     check_references([service(qosTiers=["gold", "free"]), tier("gold"), tier("free")])

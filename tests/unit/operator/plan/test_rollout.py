@@ -5,40 +5,40 @@ from typing import Any
 
 import pytest
 
-from fulcrum_core.assignment import with_flip
+from fulcrum_core.assignment import apply_flip
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
 from fulcrum_operator.plan.rollout import revision_of
-from tests.properties.fleet import BAD, Fleet, fleet
+from tests.properties.simulated_service import BAD_PROFILE, SimulatedService, make_settled_service
 from tests.unit.operator.builders import STARTING, D, P, engine, engines, pool, settled
 
 FOUR = {"chat-0": P, "chat-1": P, "chat-2": D, "chat-3": D}
 BOUNDS: dict[str, Any] = {"name": "flex", "instances": {"min": 1, "max": 9}}
 
 
-def up(there: Fleet) -> list[str]:
-    return sorted(n for n, i in there.instances.items() if i.status.phase is Phase.SERVING)
+def serving_names(chat_fleet: SimulatedService) -> list[str]:
+    return sorted(n for n, i in chat_fleet.instances.items() if i.status.phase is Phase.SERVING)
 
 
-def condition(there: Fleet, kind: str) -> tuple[str, str]:
-    found = next(c for c in there.service.status.conditions if c.type == kind)
+def condition(chat_fleet: SimulatedService, kind: str) -> tuple[str, str]:
+    found = next(c for c in chat_fleet.service.status.conditions if c.type == kind)
     return found.status, found.reason
 
 
-def course(there: Fleet, passes: int = 60) -> list[tuple[int, int]]:
+def record_counts(chat_fleet: SimulatedService, passes: int = 60) -> list[tuple[int, int]]:
     """Of each pass: how many instances there are, and how many of them serve."""
-    seen = []
+    observed = []
     for _ in range(passes):
-        there.act()
-        seen.append((len(there.instances), len(up(there))))
-        there.wait(2.0)
-    return seen
+        chat_fleet.reconcile()
+        observed.append((len(chat_fleet.instances), len(serving_names(chat_fleet))))
+        chat_fleet.advance(2.0)
+    return observed
 
 
-def all_updated(there: Fleet) -> bool:
-    asked = there.pools["chat-flex"].spec.start_revision
-    return {revision_of(i) for i in there.instances.values()} == {asked}
+def all_updated(chat_fleet: SimulatedService) -> bool:
+    requested = chat_fleet.pools["chat-flex"].spec.launch_revision
+    return {revision_of(i) for i in chat_fleet.instances.values()} == {requested}
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,16 @@ def all_updated(there: Fleet) -> bool:
         pytest.param({"maxSurge": 4}, 8, 4, id="all at once"),
     ],
 )
-def test_a_rollout_keeps_its_bounds(rules: dict[str, Any], most: int, fewest: int) -> None:
-    there = fleet({"instances": 4, "rollout": rules})
-    there.change(engine={"image": "next"})
-    counts = course(there)
-    assert (max(n for n, _ in counts), min(n for _, n in counts), len(up(there)), all_updated(there)) == (
+def test_rollout_keeps_max_surge_and_max_unavailable(rules: dict[str, Any], most: int, fewest: int) -> None:
+    chat_fleet = make_settled_service({"instances": 4, "rollout": rules})
+    chat_fleet.edit_service(engine={"image": "next"})
+    counts = record_counts(chat_fleet)
+    assert (
+        max(n for n, _ in counts),
+        min(n for _, n in counts),
+        len(serving_names(chat_fleet)),
+        all_updated(chat_fleet),
+    ) == (
         most,
         fewest,
         4,
@@ -61,190 +66,205 @@ def test_a_rollout_keeps_its_bounds(rules: dict[str, Any], most: int, fewest: in
     )
 
 
-def test_a_single_instance_is_exchanged_without_a_gap() -> None:
-    there = fleet({"instances": 1})
-    there.change(engine={"image": "next"})
-    counts = course(there, 20)
-    assert (min(n for _, n in counts), len(there.instances), all_updated(there)) == (1, 1, True)
+def test_single_instance_is_replaced_without_a_gap() -> None:
+    chat_fleet = make_settled_service({"instances": 1})
+    chat_fleet.edit_service(engine={"image": "next"})
+    counts = record_counts(chat_fleet, 20)
+    assert (min(n for _, n in counts), len(chat_fleet.instances), all_updated(chat_fleet)) == (1, 1, True)
 
 
-def test_a_paused_rollout_exchanges_nobody_and_scales_by_the_last_good_revision() -> None:
-    there = fleet({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
-    there.scale("chat-flex", 2)
-    there.settle()
-    old = {revision_of(i) for i in there.instances.values()}
-    there.change(engine={"image": "next"}, rollout={"paused": True})
-    there.scale("chat-flex", 3)
-    there.settle()
-    assert (len(up(there)), {revision_of(i) for i in there.instances.values()}) == (3, old)
-    assert condition(there, "Progressing") == ("False", "RolloutPaused")
-    there.change(rollout={})
-    there.settle()
-    assert (len(up(there)), all_updated(there)) == (3, True)
+def test_paused_rollout_replaces_nothing_and_scales_with_the_last_good_revision() -> None:
+    chat_fleet = make_settled_service({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
+    chat_fleet.scale("chat-flex", 2)
+    chat_fleet.settle()
+    old = {revision_of(i) for i in chat_fleet.instances.values()}
+    chat_fleet.edit_service(engine={"image": "next"}, rollout={"paused": True})
+    chat_fleet.scale("chat-flex", 3)
+    chat_fleet.settle()
+    assert (len(serving_names(chat_fleet)), {revision_of(i) for i in chat_fleet.instances.values()}) == (
+        3,
+        old,
+    )
+    assert condition(chat_fleet, "Progressing") == ("False", "RolloutPaused")
+    chat_fleet.edit_service(rollout={})
+    chat_fleet.settle()
+    assert (len(serving_names(chat_fleet)), all_updated(chat_fleet)) == (3, True)
 
 
-def test_a_revision_that_does_not_start_is_given_up_for_the_last_good_one_until_the_spec_changes() -> None:
-    there = fleet({"instances": 4})
-    before = dict(there.instances)
-    there.change(engine={"profile": BAD})
-    counts = course(there)
+def test_revision_that_does_not_start_is_rolled_back_until_the_spec_changes() -> None:
+    chat_fleet = make_settled_service({"instances": 4})
+    before = dict(chat_fleet.instances)
+    chat_fleet.edit_service(engine={"profile": BAD_PROFILE})
+    counts = record_counts(chat_fleet)
     assert min(n for _, n in counts) == 4
-    assert set(there.instances) == set(before)
-    assert (condition(there, "Degraded"), condition(there, "Ready")) == (
+    assert set(chat_fleet.instances) == set(before)
+    assert (condition(chat_fleet, "Degraded"), condition(chat_fleet, "Ready")) == (
         ("True", "RolledBack"),
         ("True", "InstancesServing"),
     )
-    there.change(engine={"image": "fixed"})
-    there.settle()
-    assert (all_updated(there), condition(there, "Degraded")) == (True, ("False", "AllWell"))
+    chat_fleet.edit_service(engine={"image": "fixed"})
+    chat_fleet.settle()
+    assert (all_updated(chat_fleet), condition(chat_fleet, "Degraded")) == (True, ("False", "AsExpected"))
 
 
-def test_a_revision_whose_engines_are_ready_and_never_answer_is_given_up_too() -> None:
-    there = fleet({"instances": 4})
-    there.change(engine={"image": "next"})
-    there.act()
-    for new in (e for e in there.engines.values() if e.state is EngineState.STARTING):
+def test_revision_that_never_becomes_ready_is_rolled_back() -> None:
+    chat_fleet = make_settled_service({"instances": 4})
+    chat_fleet.edit_service(engine={"image": "next"})
+    chat_fleet.reconcile()
+    for new in (e for e in chat_fleet.engines.values() if e.state is EngineState.STARTING):
         new.ready_at_s, new.endpoint = float("inf"), "127.0.0.1:1"
-    course(there, 90)
-    assert condition(there, "Degraded") == ("True", "RolledBack")
+    record_counts(chat_fleet, 90)
+    assert condition(chat_fleet, "Degraded") == ("True", "RolledBack")
 
 
-def test_a_deadline_that_is_past_wakes_nobody() -> None:
+def test_past_rollout_deadline_requeues_nothing() -> None:
     """Back to what was good last: there is nothing left to give up, however long it takes to start."""
-    there = fleet({"instances": 4})
-    there.change(engine={"image": "next"})
-    course(there, 12)
-    there.change(engine={})
-    there.act()
-    for new in (e for e in there.engines.values() if e.state is EngineState.STARTING):
+    chat_fleet = make_settled_service({"instances": 4})
+    chat_fleet.edit_service(engine={"image": "next"})
+    record_counts(chat_fleet, 12)
+    chat_fleet.edit_service(engine={})
+    chat_fleet.reconcile()
+    for new in (e for e in chat_fleet.engines.values() if e.state is EngineState.STARTING):
         new.ready_at_s = float("inf")
-    there.act()
-    there.wait(100_000.0)
-    _, plan = there.act()
-    assert condition(there, "Progressing") == ("True", "RolloutProgressing")
-    assert plan.wake_after_s is None or plan.wake_after_s > 0.0
+    chat_fleet.reconcile()
+    chat_fleet.advance(100_000.0)
+    _, plan = chat_fleet.reconcile()
+    assert condition(chat_fleet, "Progressing") == ("True", "RolloutProgressing")
+    assert plan.requeue_after_s is None or plan.requeue_after_s > 0.0
 
 
-def test_a_rollout_goes_on_where_a_crash_of_the_operator_and_a_scale_left_it() -> None:
-    there = fleet({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
-    there.scale("chat-flex", 4)
-    there.settle()
-    there.change(engine={"image": "next"})
-    course(there, 6)
-    there.accepted = None
-    there.scale("chat-flex", 6)
-    there.settle()
-    assert (len(up(there)), len(there.instances), all_updated(there)) == (6, 6, True)
+def test_rollout_continues_after_an_operator_restart_and_a_scale() -> None:
+    chat_fleet = make_settled_service({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
+    chat_fleet.scale("chat-flex", 4)
+    chat_fleet.settle()
+    chat_fleet.edit_service(engine={"image": "next"})
+    record_counts(chat_fleet, 6)
+    chat_fleet.accepted = None
+    chat_fleet.scale("chat-flex", 6)
+    chat_fleet.settle()
+    assert (len(serving_names(chat_fleet)), len(chat_fleet.instances), all_updated(chat_fleet)) == (
+        6,
+        6,
+        True,
+    )
 
 
-def test_while_two_revisions_cannot_exchange_kv_each_can_do_both() -> None:
-    there = fleet({"instances": 4})
-    there.change(engine={"image": "next"})
-    lonely = []
+def test_incompatible_revisions_each_serve_both_roles_during_a_rollout() -> None:
+    chat_fleet = make_settled_service({"instances": 4})
+    chat_fleet.edit_service(engine={"image": "next"})
+    incomplete = []
     for _ in range(40):
-        there.act()
-        lonely.append(there.lonely_groups())
-        there.wait(2.0)
-    assert (lonely, all_updated(there)) == ([[]] * 40, True)
+        chat_fleet.reconcile()
+        incomplete.append(chat_fleet.groups_missing_a_role())
+        chat_fleet.advance(2.0)
+    assert (incomplete, all_updated(chat_fleet)) == ([[]] * 40, True)
 
 
-def test_scaling_up_and_down_again_at_once_leaves_what_serves() -> None:
-    there = fleet({"pools": [{**BOUNDS, "instances": {"min": 4, "max": 9}}]})
-    serving = up(there)
-    there.scale("chat-flex", 8)
-    course(there, 2)
-    there.scale("chat-flex", 4)
-    counts = course(there, 10)
-    assert (up(there), min(n for _, n in counts)) == (serving, 4)
+def test_scaling_up_and_back_keeps_the_serving_instances() -> None:
+    chat_fleet = make_settled_service({"pools": [{**BOUNDS, "instances": {"min": 4, "max": 9}}]})
+    serving = serving_names(chat_fleet)
+    chat_fleet.scale("chat-flex", 8)
+    record_counts(chat_fleet, 2)
+    chat_fleet.scale("chat-flex", 4)
+    counts = record_counts(chat_fleet, 10)
+    assert (serving_names(chat_fleet), min(n for _, n in counts)) == (serving, 4)
 
 
-def test_a_scale_below_the_floors_stops_at_them_and_says_so() -> None:
-    there = fleet({"pools": [{**BOUNDS, "instances": {"min": 3, "max": 9}}]})
-    there.change(pools=[BOUNDS])
-    there.scale("chat-flex", 1)
-    there.settle()
-    assert (len(up(there)), condition(there, "ScalingLimited")) == (2, ("True", "FloorsHold"))
+def test_scale_below_the_floors_stops_at_them_and_reports_it() -> None:
+    chat_fleet = make_settled_service({"pools": [{**BOUNDS, "instances": {"min": 3, "max": 9}}]})
+    chat_fleet.edit_service(pools=[BOUNDS])
+    chat_fleet.scale("chat-flex", 1)
+    chat_fleet.settle()
+    assert (len(serving_names(chat_fleet)), condition(chat_fleet, "ScalingLimited")) == (
+        2,
+        ("True", "LimitedByFloors"),
+    )
 
 
 @pytest.mark.parametrize(
     ("owner", "count"), [("Fulcrum", 4), ("External", 2)], ids=["bounds move replicas", "nobody but you"]
 )
 def test_changed_bounds_move_the_replicas_only_where_fulcrum_owns_them(owner: str, count: int) -> None:
-    there = fleet({"instances": 2, "autoscaling": {"scale": {"owner": owner}}})
-    there.change(instances=4)
-    there.settle()
-    assert (there.pools["chat-flex"].spec.replicas, len(up(there))) == (count, 4)
+    chat_fleet = make_settled_service({"instances": 2, "autoscaling": {"scale": {"owner": owner}}})
+    chat_fleet.edit_service(instances=4)
+    chat_fleet.settle()
+    assert (chat_fleet.pools["chat-flex"].spec.replicas, len(serving_names(chat_fleet))) == (count, 4)
 
 
-def lost(there: Fleet) -> None:
-    there.lose("chat-1", gone=False)
+def lose_node(chat_fleet: SimulatedService) -> None:
+    chat_fleet.lose_engine("chat-1", gone=False)
 
 
-def evicted(there: Fleet) -> None:
-    there.evict("chat-1")
+def evict(chat_fleet: SimulatedService) -> None:
+    chat_fleet.evict("chat-1")
 
 
 @pytest.mark.parametrize(
     ("fault", "phase"),
     [
-        pytest.param(lost, Phase.FAILED, id="lost with its node: failed"),
-        pytest.param(evicted, Phase.DRAINING, id="told to end by somebody else: drains at once"),
+        pytest.param(lose_node, Phase.FAILED, id="lost with its node: failed"),
+        pytest.param(evict, Phase.DRAINING, id="told to end by somebody else: drains at once"),
     ],
 )
-def test_an_engine_that_is_taken_away_is_replaced_at_once(
-    fault: Callable[[Fleet], None], phase: Phase
-) -> None:
-    there = fleet({"instances": 4})
-    fault(there)
-    _, plan = there.act()
-    assert (there.instances["chat-1"].status.phase, [i.metadata.name for i in plan.start]) == (
+def test_lost_engine_is_replaced_at_once(fault: Callable[[SimulatedService], None], phase: Phase) -> None:
+    chat_fleet = make_settled_service({"instances": 4})
+    fault(chat_fleet)
+    _, plan = chat_fleet.reconcile()
+    assert (chat_fleet.instances["chat-1"].status.phase, [i.metadata.name for i in plan.start]) == (
         phase,
         ["chat-4"],
     )
-    course(there, 40)
-    assert (up(there), sorted(there.instances)) == (
+    record_counts(chat_fleet, 40)
+    assert (serving_names(chat_fleet), sorted(chat_fleet.instances)) == (
         ["chat-0", "chat-2", "chat-3", "chat-4"],
         ["chat-0", "chat-2", "chat-3", "chat-4"],
     )
 
 
-def test_instances_that_are_lost_again_and_again_are_replaced_more_slowly() -> None:
-    there = fleet({"instances": 2})
-    made = set(there.instances)
+def test_repeatedly_lost_instances_are_replaced_more_slowly() -> None:
+    chat_fleet = make_settled_service({"instances": 2})
+    made = set(chat_fleet.instances)
     for _ in range(10):
-        there.act()
-        made |= set(there.instances)
-        for name, one in there.engines.items():
+        chat_fleet.reconcile()
+        made |= set(chat_fleet.instances)
+        for name, one in chat_fleet.engines.items():
             if one.state is not EngineState.LOST:
-                there.lose(name, gone=False)
-        there.wait(1.0)
+                chat_fleet.lose_engine(name, gone=False)
+        chat_fleet.advance(1.0)
     assert len(made) <= 6
 
 
 def test_a_flip_by_restart_starts_the_engine_for_the_new_role() -> None:
-    there = fleet({"instances": 4, "autoscaling": {"flip": {"strategy": "Restart"}}})
-    assert {n: i.spec.role for n, i in there.instances.items()} == FOUR
-    assert there.assignment
-    there.wish(with_flip(there.assignment.spec, "chat-1", D, by=Actor.PERSON, reason="", now_s=there.now_s))
+    chat_fleet = make_settled_service({"instances": 4, "autoscaling": {"flip": {"strategy": "Restart"}}})
+    assert {n: i.spec.role for n, i in chat_fleet.instances.items()} == FOUR
+    assert chat_fleet.assignment
+    chat_fleet.write_assignment(
+        apply_flip(
+            chat_fleet.assignment.spec, "chat-1", D, by=Actor.PERSON, reason="", now_s=chat_fleet.now_s
+        )
+    )
     phases = []
     for _ in range(12):
-        there.act()
-        phases.append(there.instances["chat-1"].status.phase)
-        there.wait(1.0)
+        chat_fleet.reconcile()
+        phases.append(chat_fleet.instances["chat-1"].status.phase)
+        chat_fleet.advance(1.0)
     assert list(dict.fromkeys(phases)) == [
         *(Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING, Phase.SERVING),
     ]
-    assert (there.engines["chat-1"].made_from.spec.role, there.instances["chat-1"].status.role) == (D, D)
+    assert (
+        chat_fleet.engines["chat-1"].created_from.spec.role,
+        chat_fleet.instances["chat-1"].status.role,
+    ) == (D, D)
 
 
 def test_a_refused_cordon_is_written_back_with_the_reason() -> None:
-    there = fleet({"instances": 2})
-    assert there.assignment
-    spec = there.assignment.spec
-    asked = spec.roles["chat-0"].model_copy(update={"cordoned": True, "cordoned_by": Actor.PERSON})
-    there.wish(spec.model_copy(update={"roles": {**spec.roles, "chat-0": asked}}))
-    there.act()
-    back = there.assignment.spec.roles["chat-0"]
+    chat_fleet = make_settled_service({"instances": 2})
+    assert chat_fleet.assignment
+    spec = chat_fleet.assignment.spec
+    requested = spec.roles["chat-0"].model_copy(update={"cordoned": True, "cordoned_by": Actor.PERSON})
+    chat_fleet.write_assignment(spec.model_copy(update={"roles": {**spec.roles, "chat-0": requested}}))
+    chat_fleet.reconcile()
+    back = chat_fleet.assignment.spec.roles["chat-0"]
     assert back.refused is not None
     assert (back.cordoned, back.refused.role, back.refused.reason) == (
         False,
@@ -254,21 +274,21 @@ def test_a_refused_cordon_is_written_back_with_the_reason() -> None:
 
 
 def test_the_operator_never_lifts_a_persons_cordon() -> None:
-    there = fleet({"instances": 4})
-    assert there.assignment
-    spec = there.assignment.spec
-    asked = spec.roles["chat-0"].model_copy(update={"cordoned": True, "cordoned_by": Actor.PERSON})
-    there.wish(spec.model_copy(update={"roles": {**spec.roles, "chat-0": asked}}))
-    there.settle()
-    status = there.instances["chat-0"].status
-    assert (there.assignment.spec.roles["chat-0"].cordoned, status.phase, status.message) == (
+    chat_fleet = make_settled_service({"instances": 4})
+    assert chat_fleet.assignment
+    spec = chat_fleet.assignment.spec
+    requested = spec.roles["chat-0"].model_copy(update={"cordoned": True, "cordoned_by": Actor.PERSON})
+    chat_fleet.write_assignment(spec.model_copy(update={"roles": {**spec.roles, "chat-0": requested}}))
+    chat_fleet.settle()
+    status = chat_fleet.instances["chat-0"].status
+    assert (chat_fleet.assignment.spec.roles["chat-0"].cordoned, status.phase, status.message) == (
         True,
         Phase.DRAINING,
         "cordoned, drained",
     )
 
 
-def hindered(message: str) -> Observed:
+def with_start_failure(message: str) -> Observed:
     stuck = {**engines(FOUR), "chat-3": engine("chat-3", STARTING, message=message)}
     return settled(FOUR, engines=stuck)
 
@@ -278,24 +298,24 @@ def hindered(message: str) -> Observed:
     [
         pytest.param('ImagePullBackOff: Back-off pulling "x"', "ImagePullFailed", id="no such image"),
         pytest.param("Unschedulable: 0/3 nodes are available", "Unschedulable", id="no node fits"),
-        pytest.param("PodRefused: exceeded quota", "EngineDoesNotStart", id="a pod that is refused"),
+        pytest.param("PodRefused: exceeded quota", "EngineStartFailed", id="a pod that is refused"),
     ],
 )
-def test_what_keeps_an_engine_from_starting_is_told_and_the_rest_serves(message: str, reason: str) -> None:
-    status = plan_service(hindered(message)).objects[-1].status  # type: ignore[attr-defined]
-    told = {c.type: (c.status, c.reason, c.message) for c in status.conditions}
-    assert (told["Degraded"], told["Ready"][0]) == (
+def test_start_failure_is_reported_and_the_other_instances_serve(message: str, reason: str) -> None:
+    status = plan_service(with_start_failure(message)).objects[-1].status  # type: ignore[attr-defined]
+    found = {c.type: (c.status, c.reason, c.message) for c in status.conditions}
+    assert (found["Degraded"], found["Ready"][0]) == (
         ("True", reason, f"chat-3: its engine starts: {message}"),
         "True",
     )
 
 
-def test_floors_that_the_instances_cannot_hold_are_told() -> None:
+def test_floors_above_the_instance_count_are_reported() -> None:
     floors = {"prefill": {"min": 2}, "decode": {"min": 2}}
     spec = {"pools": [BOUNDS], "roles": floors}
     three = {"chat-0": P, "chat-1": D, "chat-2": D}
-    seen = settled(three, spec=spec, pools=(pool(replicas=3, bounds=(1, 9)),))
-    status = plan_service(seen).objects[-1].status  # type: ignore[attr-defined]
+    observed = settled(three, spec=spec, pools=(pool(replicas=3, bounds=(1, 9)),))
+    status = plan_service(observed).objects[-1].status  # type: ignore[attr-defined]
     ready = next(c for c in status.conditions if c.type == "Ready")
     assert (ready.reason, ready.message) == (
         "FloorsTooHigh",
@@ -303,14 +323,14 @@ def test_floors_that_the_instances_cannot_hold_are_told() -> None:
     )
 
 
-def test_an_old_instance_keeps_what_it_was_started_with_until_it_is_exchanged() -> None:
-    there = fleet({"instances": 2})
-    there.change(engine={"image": "next"}, rollout={"paused": True})
-    there.act()
-    assert {i.spec.engine.image for i in there.instances.values()} == {None}
-    assert there.pools["chat-flex"].spec.engine.image == "next"
+def test_instance_keeps_its_start_spec_until_it_is_replaced() -> None:
+    chat_fleet = make_settled_service({"instances": 2})
+    chat_fleet.edit_service(engine={"image": "next"}, rollout={"paused": True})
+    chat_fleet.reconcile()
+    assert {i.spec.engine.image for i in chat_fleet.instances.values()} == {None}
+    assert chat_fleet.pools["chat-flex"].spec.engine.image == "next"
 
 
-def test_a_role_of_a_single_instance_is_both() -> None:
-    there = fleet({"instances": 1})
-    assert [i.status.role for i in there.instances.values()] == [Role.BOTH]
+def test_single_instance_plays_both_roles() -> None:
+    chat_fleet = make_settled_service({"instances": 1})
+    assert [i.status.role for i in chat_fleet.instances.values()] == [Role.BOTH]

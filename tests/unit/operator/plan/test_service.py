@@ -18,19 +18,20 @@ from fulcrum_core.api import (
     Resource,
     RoleStatus,
 )
-from fulcrum_core.state import RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
-from fulcrum_operator.plan import Observed, Plan, asks_router, plan_removal, plan_service
+from fulcrum_operator.plan import Observed, Plan, needs_router_state, plan_removal, plan_service
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
-from fulcrum_operator.plan.service import DRAIN_LOOK_S, SETTLE_S
+from fulcrum_operator.plan.service import CORDON_SETTLE_S, DRAIN_POLL_S
 from tests.unit.operator.builders import (
+    ENGINE_FACTS,
     EXITED,
-    FACTS,
     NOW_S,
     STARTING,
     D,
     P,
     assignment,
+    assignment_spec,
     engine,
     engines,
     entry,
@@ -39,14 +40,13 @@ from tests.unit.operator.builders import (
     router,
     service,
     settled,
-    wish,
 )
 
 FOUR = {"chat-0": P, "chat-1": P, "chat-2": D, "chat-3": D}
 BOUNDED = {"pools": [{"name": "flex", "instances": {"min": 1, "max": 9}}]}
 
 
-def of(plan: Plan, kind: type[Resource]) -> dict[str, Any]:
+def objects_of_kind(plan: Plan, kind: type[Resource]) -> dict[str, Any]:
     return {obj.metadata.name: obj for obj in plan.objects if isinstance(obj, kind)}
 
 
@@ -55,7 +55,7 @@ def names(objects: tuple[Resource, ...]) -> list[tuple[str, str]]:
 
 
 def status_of(plan: Plan) -> PDServiceStatus:
-    status: PDServiceStatus = of(plan, PDService)["chat"].status
+    status: PDServiceStatus = objects_of_kind(plan, PDService)["chat"].status
     return status
 
 
@@ -68,49 +68,49 @@ def test_a_new_service_first_gets_its_pools() -> None:
     plan = plan_service(Observed(service=service(instances=3), now_s=NOW_S))
     made = pool(replicas=3)
     assert plan == Plan(
-        objects=(made.replace(metadata=made.metadata.model_copy(update={"uid": ""})),), wake_after_s=0.0
+        objects=(made.replace(metadata=made.metadata.model_copy(update={"uid": ""})),), requeue_after_s=0.0
     )
 
 
-def test_then_all_instances_their_roles_and_their_engines_at_once() -> None:
+def test_service_with_pools_gets_all_instances_roles_and_engines_at_once() -> None:
     plan = plan_service(Observed(service=service(instances=2), now_s=NOW_S, pools=(pool(replicas=2),)))
     first: dict[str, Any] = {"since": NOW_S, "reason": "first split"}
     assert (
         names(plan.objects),
-        of(plan, PDAssignment)["chat"].spec,
+        objects_of_kind(plan, PDAssignment)["chat"].spec,
         [i.metadata.name for i in plan.start],
     ) == (
         [
             *[("PDAssignment", "chat"), ("PDInstance", "chat-0"), ("PDInstance", "chat-1")],
             *[("PDPool", "chat-flex"), ("PDService", "chat")],
         ],
-        wish({"chat-0": entry(P, **first), "chat-1": entry(D, **first)}),
+        assignment_spec({"chat-0": entry(P, **first), "chat-1": entry(D, **first)}),
         ["chat-0", "chat-1"],
     )
 
 
-def test_what_is_made_is_owned_and_labelled() -> None:
+def test_new_instances_are_owned_and_labelled() -> None:
     plan = plan_service(Observed(service=service(instances=1), now_s=NOW_S, pools=(pool(replicas=1),)))
-    made = of(plan, PDInstance)["chat-0"].metadata
+    made = objects_of_kind(plan, PDInstance)["chat-0"].metadata
     assert (made.labels, [(owner.kind, owner.uid) for owner in made.owner_references]) == (
         {"fulcrum.dev/service": "chat", "fulcrum.dev/pool": "chat-flex"},
         [("PDPool", "u-chat-flex")],
     )
 
 
-def test_a_settled_service_keeps_everything_and_looks_for_nothing() -> None:
-    seen = settled(FOUR)
-    plan = plan_service(seen)
+def test_settled_service_is_not_changed_and_not_requeued() -> None:
+    observed = settled(FOUR)
+    plan = plan_service(observed)
     assert (
-        of(plan, PDInstance),
-        of(plan, PDAssignment),
+        objects_of_kind(plan, PDInstance),
+        objects_of_kind(plan, PDAssignment),
         plan.delete,
         plan.start,
         plan.stop,
-        plan.wake_after_s,
+        plan.requeue_after_s,
     ) == (
-        {i.metadata.name: i for i in seen.instances},
-        {"chat": seen.assignment},
+        {i.metadata.name: i for i in observed.instances},
+        {"chat": observed.assignment},
         (),
         (),
         (),
@@ -118,7 +118,7 @@ def test_a_settled_service_keeps_everything_and_looks_for_nothing() -> None:
     )
 
 
-def test_the_status_of_a_settled_service() -> None:
+def test_status_of_a_settled_service_reports_all_instances_ready() -> None:
     def holds(kind: str, status: str, reason: str, message: str) -> Condition:
         about = {"type": kind, "status": status, "reason": reason, "message": message}
         return Condition.model_validate({**about, "observed_generation": 1, "last_transition_time": NOW_S})
@@ -127,9 +127,11 @@ def test_the_status_of_a_settled_service() -> None:
         conditions=(
             holds("Ready", "True", "InstancesServing", "4 of 4 instances serve at http://127.0.0.1:8000"),
             holds("Progressing", "False", "Settled", "4 instances, none changing"),
-            holds("Degraded", "False", "AllWell", "no instance has failed"),
+            holds("Degraded", "False", "AsExpected", "no instance has failed"),
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
-            holds("ScalingLimited", "False", "WithinBounds", "all pools have as many instances as asked"),
+            holds(
+                "ScalingLimited", "False", "DesiredWithinRange", "all pools have as many instances as asked"
+            ),
             holds("ModelFits", "Unknown", "NotApplicable", "simulated engines hold no model"),
             holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
             holds("SLOMet", "Unknown", "NoTraffic", "no request ended in 5m"),
@@ -162,7 +164,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "kind", "expected"),
+    ("observed", "kind", "expected"),
     [
         pytest.param(
             settled(FOUR, endpoint=None),
@@ -205,15 +207,17 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         ),
     ],
 )
-def test_conditions_of_a_service(seen: Observed, kind: str, expected: tuple[str, str, str]) -> None:
-    assert condition(plan_service(seen), kind) == expected
+def test_condition_reports_what_is_wrong(
+    observed: Observed, kind: str, expected: tuple[str, str, str]
+) -> None:
+    assert condition(plan_service(observed), kind) == expected
 
 
 def test_a_dead_engine_loses_its_endpoint_and_its_role() -> None:
     dead = engine("chat-1", EXITED, exit_reason="signal SIGKILL")
-    status = of(plan_service(settled(FOUR, engines={**engines(FOUR), "chat-1": dead})), PDInstance)[
-        "chat-1"
-    ].status
+    status = objects_of_kind(
+        plan_service(settled(FOUR, engines={**engines(FOUR), "chat-1": dead})), PDInstance
+    )["chat-1"].status
     assert (status.phase, status.phase_since, status.endpoint, status.role) == (
         Phase.FAILED,
         NOW_S,
@@ -224,9 +228,9 @@ def test_a_dead_engine_loses_its_endpoint_and_its_role() -> None:
 
 def test_a_restarted_engine_serves_at_its_new_endpoint() -> None:
     again = engine("chat-1", restarts=1, endpoint="127.0.0.1:9999")
-    status = of(plan_service(settled(FOUR, engines={**engines(FOUR), "chat-1": again})), PDInstance)[
-        "chat-1"
-    ].status
+    status = objects_of_kind(
+        plan_service(settled(FOUR, engines={**engines(FOUR), "chat-1": again})), PDInstance
+    )["chat-1"].status
     assert (status.phase, status.endpoint, status.restarts, status.role) == (
         Phase.SERVING,
         "127.0.0.1:9999",
@@ -237,7 +241,7 @@ def test_a_restarted_engine_serves_at_its_new_endpoint() -> None:
 
 def test_the_only_serving_instance_plays_both_roles() -> None:
     down = {f"chat_{number}": EXITED for number in (1, 2, 3)}
-    made = of(plan_service(settled(FOUR, engines=engines(FOUR, **down))), PDInstance)
+    made = objects_of_kind(plan_service(settled(FOUR, engines=engines(FOUR, **down))), PDInstance)
     assert {name: made[name].status.role for name in FOUR} == {
         "chat-0": Role.BOTH,
         **dict.fromkeys(list(FOUR)[1:]),
@@ -245,21 +249,27 @@ def test_the_only_serving_instance_plays_both_roles() -> None:
 
 
 def test_a_flip_under_relabel_changes_the_effective_role_and_nothing_else() -> None:
-    seen = settled(FOUR)
-    flipped = wish(
+    observed = settled(FOUR)
+    flipped = assignment_spec(
         {**{n: entry(r) for n, r in FOUR.items()}, "chat-2": entry(P, Actor.PERSON, since=NOW_S)}, flips=1
     )
-    made = of(plan_service(settled(FOUR, assignment=assignment(flipped, 2))), PDInstance)
-    before = {i.metadata.name: i for i in seen.instances}
-    then = before["chat-2"].replace(status=before["chat-2"].status.model_copy(update={"role": P}))
-    assert made == {**before, "chat-2": then}
+    made = objects_of_kind(plan_service(settled(FOUR, assignment=assignment(flipped, 2))), PDInstance)
+    before = {i.metadata.name: i for i in observed.instances}
+    expected = before["chat-2"].replace(status=before["chat-2"].status.model_copy(update={"role": P}))
+    assert made == {**before, "chat-2": expected}
 
 
-def test_the_last_flip_or_refusal_is_told_in_words() -> None:
+def test_last_decision_is_the_latest_flip_or_refusal() -> None:
     refusal = Refusal(role=D, reason="the floor is 1", until=NOW_S - 5 + REFUSED_FOR_S)
-    told = [
+    decisions = [
         status_of(
-            plan_service(settled(FOUR, assignment=assignment(wish(roles)), accepted=wish(roles)))
+            plan_service(
+                settled(
+                    FOUR,
+                    assignment=assignment(assignment_spec(roles)),
+                    accepted_assignment=assignment_spec(roles),
+                )
+            )
         ).last_decision
         for roles in (
             {
@@ -269,16 +279,18 @@ def test_the_last_flip_or_refusal_is_told_in_words() -> None:
             {**{n: entry(r) for n, r in FOUR.items()}, "chat-0": entry(P, Actor.PERSON, refused=refusal)},
         )
     ]
-    assert told == [
+    assert decisions == [
         LastDecision(at=NOW_S - 100, action="chat-0 to Prefill", reason="load 1.2"),
         LastDecision(at=NOW_S - 5, action="chat-0 to Decode refused", reason="the floor is 1"),
     ]
 
 
-def test_a_pool_says_what_of_a_wish_its_bounds_allow() -> None:
-    seen = settled(FOUR, spec={"pools": [{"name": "flex", "instances": {"min": 1, "max": 4}}]})
-    asked = pool(replicas=9, bounds=(1, 4))
-    made: PDPool = of(plan_service(settled(FOUR, service=seen.service, pools=(asked,))), PDPool)["chat-flex"]
+def test_pool_status_reports_replicas_limited_by_bounds() -> None:
+    observed = settled(FOUR, spec={"pools": [{"name": "flex", "instances": {"min": 1, "max": 4}}]})
+    bounded_pool = pool(replicas=9, bounds=(1, 4))
+    made: PDPool = objects_of_kind(
+        plan_service(settled(FOUR, service=observed.service, pools=(bounded_pool,))), PDPool
+    )["chat-flex"]
     limited = {
         "type": "ScalingLimited",
         "status": "True",
@@ -292,43 +304,49 @@ def test_a_pool_says_what_of_a_wish_its_bounds_allow() -> None:
             replicas=4,
             ready_replicas=4,
             selector="fulcrum.dev/pool=chat-flex",
-            revision=asked.spec.start_revision,
+            revision=bounded_pool.spec.launch_revision,
             updated_replicas=4,
-            last_good=asked.spec.start,
+            last_good=bounded_pool.spec.launch_spec,
             conditions=(Condition.model_validate(limited),),
         ),
     )
 
 
-def test_new_instances_take_the_lowest_numbers_that_nobody_has() -> None:
-    seen = settled(
+def test_new_instances_take_the_lowest_free_numbers() -> None:
+    observed = settled(
         {"chat-0": P, "chat-3": D},
         spec=BOUNDED,
         pools=(pool(replicas=4, bounds=(1, 9)),),
         engines=engines(["chat-0", "chat-1", "chat-3"]),
     )
-    plan = plan_service(seen)
+    plan = plan_service(observed)
     assert ([i.metadata.name for i in plan.start], plan.stop) == (["chat-2", "chat-4"], ("chat-1",))
 
 
-def counted(state: RouterState, **read: Any) -> RouterState:
+def with_engine_counts(state: RouterState, **read: Any) -> RouterState:
     """The state with what its one instance's engine says of itself."""
     (only,) = state.instances
     return state.model_copy(update={"instances": (only.model_copy(update=read),)})
 
 
-def draining(**fields: Any) -> Observed:
+def draining_service(**fields: Any) -> Observed:
     """Four instances of which three are wanted and chat-3 drains, cordoned in generation 2."""
     roles = {**{name: entry(role) for name, role in FOUR.items()}, "chat-3": entry(D, cordoned=True)}
     instances = (
         *settled(FOUR).instances[:3],
-        instance("chat-3", Phase.DRAINING, role=D, strategy=FACTS.strategy, phase_since=NOW_S - 60.0),
+        instance(
+            "chat-3",
+            Phase.DRAINING,
+            role=D,
+            flip_strategy=ENGINE_FACTS.flip_strategy,
+            phase_since=NOW_S - 60.0,
+        ),
     )
     given = {
         "pools": (pool(replicas=3, bounds=(1, 9)),),
         "instances": instances,
-        "assignment": assignment(wish(roles), 2),
-        "accepted": wish(roles),
+        "assignment": assignment(assignment_spec(roles), 2),
+        "accepted_assignment": assignment_spec(roles),
     }
     return settled(FOUR, spec=BOUNDED, **{**given, **fields})
 
@@ -343,70 +361,78 @@ def draining(**fields: Any) -> Observed:
         pytest.param(router(2, {"chat-3": 0}), Phase.TERMINATING, id="acknowledged and nothing open"),
         pytest.param(router(2), Phase.TERMINATING, id="acknowledged and forgotten"),
         pytest.param(
-            router(2).model_copy(update={"since_s": NOW_S - 29.0}),
+            router(2).model_copy(update={"ledger_since_s": NOW_S - 29.0}),
             Phase.DRAINING,
             id="a router started since then: its predecessor's hand-offs may still be held",
         ),
         pytest.param(
-            router(2).model_copy(update={"since_s": NOW_S - 30.0}),
+            router(2).model_copy(update={"ledger_since_s": NOW_S - 30.0}),
             Phase.TERMINATING,
             id="the lease of the predecessor's hand-offs has run out",
         ),
         pytest.param(
-            counted(router(2, {"chat-3": 0}), engine_requests=1, engine_read_s=NOW_S),
+            with_engine_counts(router(2, {"chat-3": 0}), engine_requests=1, engine_read_at_s=NOW_S),
             Phase.DRAINING,
             id="the engine has a request that the router does not know of",
         ),
         pytest.param(
-            counted(router(2, {"chat-3": 0}), engine_requests=0, engine_read_s=NOW_S - 60.0 + SETTLE_S - 0.1),
+            with_engine_counts(
+                router(2, {"chat-3": 0}),
+                engine_requests=0,
+                engine_read_at_s=NOW_S - 60.0 + CORDON_SETTLE_S - 0.1,
+            ),
             Phase.DRAINING,
             id="the engine had none when another router might still send it one",
         ),
         pytest.param(
-            counted(router(2, {"chat-3": 0}), engine_requests=0, engine_read_s=NOW_S - 60.0 + SETTLE_S),
+            with_engine_counts(
+                router(2, {"chat-3": 0}), engine_requests=0, engine_read_at_s=NOW_S - 60.0 + CORDON_SETTLE_S
+            ),
             Phase.TERMINATING,
             id="the engine has none",
         ),
         pytest.param(
-            counted(router(2, {"chat-3": 0}), engine_requests=None, engine_read_s=NOW_S - 99.0),
+            with_engine_counts(router(2, {"chat-3": 0}), engine_requests=None, engine_read_at_s=NOW_S - 99.0),
             Phase.TERMINATING,
             id="an engine that does not answer is not waited for",
         ),
     ],
 )
-def test_when_a_drain_is_done(ledger: Any, phase: Phase) -> None:
-    plan = plan_service(draining(router=ledger))
+def test_drain_is_done_when_router_and_engine_report_nothing_left(ledger: Any, phase: Phase) -> None:
+    plan = plan_service(draining_service(router=ledger))
     ends = ("chat-3",) if phase is Phase.TERMINATING else ()
-    assert (of(plan, PDInstance)["chat-3"].status.phase, plan.stop, plan.drained) == (
+    assert (objects_of_kind(plan, PDInstance)["chat-3"].status.phase, plan.stop, plan.drained) == (
         phase,
         ends,
         frozenset(ends),
     )
 
 
-def test_while_an_instance_drains_the_router_is_asked_again_soon() -> None:
-    seen = draining()
-    assert (plan_service(seen).wake_after_s, asks_router(seen)) == (
-        DRAIN_LOOK_S,
+def test_draining_instance_requeues_soon_for_the_router_state() -> None:
+    observed = draining_service()
+    assert (plan_service(observed).requeue_after_s, needs_router_state(observed)) == (
+        DRAIN_POLL_S,
         True,
     )
 
 
-def test_the_router_is_not_asked_where_nothing_depends_on_it() -> None:
-    seen = settled(FOUR)
-    assert not asks_router(seen)
+def test_settled_service_needs_no_router_state() -> None:
+    observed = settled(FOUR)
+    assert not needs_router_state(observed)
 
 
-def test_the_router_is_asked_for_one_pool_although_another_lacks_instances() -> None:
+def test_router_state_is_needed_when_one_of_two_pools_removes_instances() -> None:
     two = {"chat-0": P, "chat-1": D}
     spec = {"pools": [{"name": name, "instances": {"min": 1, "max": 3}} for name in ("flex", "more")]}
     pools = (pool(replicas=1, bounds=(1, 3)), pool("chat-more", replicas=1, bounds=(1, 3)))
-    assert asks_router(settled(two, spec=spec, pools=pools))
+    assert needs_router_state(settled(two, spec=spec, pools=pools))
 
 
 def test_an_instance_whose_engine_is_gone_is_deleted() -> None:
     instances = (*settled(FOUR).instances[:3], instance("chat-3", Phase.TERMINATING))
-    plan = plan_service(draining(instances=instances, engines=engines(["chat-0", "chat-1", "chat-2"])))
+    plan = plan_service(
+        draining_service(instances=instances, engines=engines(["chat-0", "chat-1", "chat-2"]))
+    )
     assert (names(plan.delete), plan.start) == ([("PDInstance", "chat-3")], ())
 
 
@@ -418,7 +444,7 @@ def test_a_pool_that_the_spec_drops_is_emptied_and_then_deleted() -> None:
     )
     empty = settled(two, pools=(kept, old))
     assert (
-        of(plan_service(full), PDAssignment)["chat"].spec.roles["chat-2"].cordoned,
+        objects_of_kind(plan_service(full), PDAssignment)["chat"].spec.roles["chat-2"].cordoned,
         names(plan_service(empty).delete),
     ) == (
         True,
@@ -435,39 +461,41 @@ def test_instances_of_a_fixed_pool_keep_its_role() -> None:
     }
     pools = (pool("chat-p", replicas=1, role="Prefill"), pool("chat-d", replicas=2, role="Decode"))
     plan = plan_service(Observed(service=service(**spec), now_s=NOW_S, pools=pools))
-    assert {n: e.role for n, e in of(plan, PDAssignment)["chat"].spec.roles.items()} == {
+    assert {n: e.role for n, e in objects_of_kind(plan, PDAssignment)["chat"].spec.roles.items()} == {
         "chat-0": P,
         "chat-1": D,
         "chat-2": D,
     }
 
 
-def test_a_flip_by_restart_that_cannot_drain_is_given_up_with_its_reason() -> None:
+def test_flip_by_restart_that_cannot_drain_is_rolled_back_with_its_reason() -> None:
     roles = {
         **{name: entry(role) for name, role in FOUR.items()},
         "chat-1": entry(D, Actor.PERSON, since=NOW_S - 130),
     }
-    stuck = instance("chat-1", Phase.DRAINING, role=P, strategy=FlipStrategy.RESTART, phase_since=NOW_S - 120)
+    stuck = instance(
+        "chat-1", Phase.DRAINING, role=P, flip_strategy=FlipStrategy.RESTART, phase_since=NOW_S - 120
+    )
     instances = tuple(stuck if i.metadata.name == "chat-1" else i for i in settled(FOUR).instances)
-    restart = replace(FACTS, strategy=FlipStrategy.RESTART)
-    seen = settled(
+    restart = replace(ENGINE_FACTS, flip_strategy=FlipStrategy.RESTART)
+    observed = settled(
         FOUR,
         instances=instances,
-        assignment=assignment(wish(roles)),
-        accepted=wish(roles),
+        assignment=assignment(assignment_spec(roles)),
+        accepted_assignment=assignment_spec(roles),
         router=router(1, {"chat-1": 2}),
-        facts={**dict.fromkeys(FOUR, FACTS), "chat-1": restart},
+        engine_facts={**dict.fromkeys(FOUR, ENGINE_FACTS), "chat-1": restart},
     )
-    plan = plan_service(seen)
+    plan = plan_service(observed)
     refusal = Refusal(role=D, reason="not drained after 120 s, 2 requests left", until=NOW_S + REFUSED_FOR_S)
-    given_up = of(plan, PDAssignment)["chat"].spec.roles["chat-1"]
-    assert (given_up.role, given_up.refused, of(plan, PDInstance)["chat-1"].status.phase) == (
+    given_up = objects_of_kind(plan, PDAssignment)["chat"].spec.roles["chat-1"]
+    assert (given_up.role, given_up.refused, objects_of_kind(plan, PDInstance)["chat-1"].status.phase) == (
         P,
         refusal,
         Phase.SERVING,
     )
 
 
-def test_a_gone_service_leaves_no_engine_of_its_own() -> None:
+def test_engines_of_a_deleted_service_are_stopped() -> None:
     running = engines(["chat-0", "chat-11", "chat-b-0", "other-0"])
     assert plan_removal("chat", running) == Plan(stop=("chat-0", "chat-11"))

@@ -12,11 +12,11 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_router.control.auth import (
     AUDIENCE,
-    LEEWAY_S,
-    REFRESH_S,
-    NotAllowed,
-    ServiceAccounts,
-    SharedToken,
+    CLOCK_LEEWAY_S,
+    KEY_REFRESH_INTERVAL_S,
+    ServiceAccountAuthenticator,
+    SharedTokenAuthenticator,
+    Unauthorized,
 )
 
 ISSUER = "https://kubernetes.default.svc"
@@ -26,7 +26,7 @@ RSA = {name: rsa.generate_private_key(public_exponent=65537, key_size=2048) for 
 EC = ec.generate_private_key(ec.SECP256R1())
 
 
-class Clock:
+class FakeClock:
     def __init__(self) -> None:
         self.at_s = NOW_S
 
@@ -37,21 +37,21 @@ class Clock:
         return self.at_s
 
 
-class Server:
+class FakeApiServer:
     """The API server's keys."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.away = False
-        self.asked = 0
+        self.unavailable = False
+        self.key_reads = 0
 
-    async def get_path(self, path: str) -> Any:
-        if self.away:
-            raise StoreUnavailable("away")
+    async def get_raw(self, path: str) -> Any:
+        if self.unavailable:
+            raise StoreUnavailable("unavailable")
         if path == "/.well-known/openid-configuration":
             return {"issuer": ISSUER}
         assert path == "/openid/v1/jwks"
-        self.asked += 1
+        self.key_reads += 1
         return {"keys": [_jwk(name) for name in self.names]}
 
 
@@ -75,24 +75,24 @@ def token(key: str = "one", *, kid: str | None = None, algorithm: str = "RS256",
     return jwt.encode(kept, signing, algorithm=algorithm, headers={"kid": kid or key})
 
 
-def accounts(server: Server, clock: Clock) -> ServiceAccounts:
-    return ServiceAccounts(server.get_path, [OPERATOR], clock=clock)
+def make_authenticator(server: FakeApiServer, clock: FakeClock) -> ServiceAccountAuthenticator:
+    return ServiceAccountAuthenticator(server.get_raw, [OPERATOR], clock=clock)
 
 
-async def verdict(checked: ServiceAccounts, given: str) -> str:
+async def try_authenticate(authenticator: ServiceAccountAuthenticator, given: str) -> str:
     try:
-        await checked.check(given)
-    except NotAllowed as error:
+        await authenticator.authenticate(given)
+    except Unauthorized as error:
         return str(error)
     return "let in"
 
 
-async def test_a_caller_s_token_is_let_in_and_keys_are_read_once() -> None:
-    server = Server("one", "ec")
-    checked = accounts(server, Clock())
+async def test_a_valid_token_is_accepted_and_keys_are_read_once() -> None:
+    server = FakeApiServer("one", "ec")
+    authenticator = make_authenticator(server, FakeClock())
     given = [token(), token("ec", algorithm="ES256"), token()]
-    assert [await verdict(checked, one) for one in given] == ["let in"] * 3
-    assert server.asked == 1
+    assert [await try_authenticate(authenticator, one) for one in given] == ["let in"] * 3
+    assert server.key_reads == 1
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ async def test_a_caller_s_token_is_let_in_and_keys_are_read_once() -> None:
         ),
         pytest.param(token(aud=["https://kubernetes.default.svc"]), "Audience", id="for another audience"),
         pytest.param(token(iss="https://elsewhere"), "issuer", id="of another cluster"),
-        pytest.param(token(exp=NOW_S - LEEWAY_S - 1), "the token is over", id="over"),
-        pytest.param(token(nbf=NOW_S + LEEWAY_S + 1), "is not valid yet", id="of the future"),
+        pytest.param(token(exp=NOW_S - CLOCK_LEEWAY_S - 1), "the token is over", id="over"),
+        pytest.param(token(nbf=NOW_S + CLOCK_LEEWAY_S + 1), "is not valid yet", id="of the future"),
         pytest.param(token(exp=None), "exp", id="for ever"),
         pytest.param(token(sub=None), "sub", id="of nobody"),
         pytest.param(token("two", kid="one"), "ignature", id="signed by somebody else"),
@@ -123,46 +123,46 @@ async def test_a_caller_s_token_is_let_in_and_keys_are_read_once() -> None:
         ),
     ],
 )
-async def test_nobody_else_is(given: str, reason: str) -> None:
-    assert reason in await verdict(accounts(Server("one"), Clock()), given)
+async def test_an_invalid_token_is_refused_with_its_reason(given: str, reason: str) -> None:
+    assert reason in await try_authenticate(make_authenticator(FakeApiServer("one"), FakeClock()), given)
 
 
-async def test_known_keys_stand_while_the_api_server_is_away() -> None:
-    server, clock = Server("one"), Clock()
-    checked = accounts(server, clock)
-    await checked.refresh()
-    server.away = True
-    clock.at_s += 3 * REFRESH_S
-    assert await verdict(checked, token()) == "let in"
-    assert "does not name" in await verdict(checked, token("two"))
-    assert await verdict(checked, token()) == "let in"
+async def test_known_keys_stay_valid_during_an_api_server_outage() -> None:
+    server, clock = FakeApiServer("one"), FakeClock()
+    authenticator = make_authenticator(server, clock)
+    await authenticator.refresh_keys()
+    server.unavailable = True
+    clock.at_s += 3 * KEY_REFRESH_INTERVAL_S
+    assert await try_authenticate(authenticator, token()) == "let in"
+    assert "does not name" in await try_authenticate(authenticator, token("two"))
+    assert await try_authenticate(authenticator, token()) == "let in"
 
 
-async def test_a_new_key_is_found_and_strangers_do_not_make_the_router_ask_all_the_time() -> None:
-    server, clock = Server("one"), Clock()
-    checked = accounts(server, clock)
-    assert await verdict(checked, token()) == "let in"
+async def test_a_new_key_is_found_and_unknown_keys_cause_at_most_one_read_per_interval() -> None:
+    server, clock = FakeApiServer("one"), FakeClock()
+    authenticator = make_authenticator(server, clock)
+    assert await try_authenticate(authenticator, token()) == "let in"
     server.names = ("two",)
     for _ in range(10):
-        assert "does not name" in await verdict(checked, token("two"))
-    assert server.asked == 1
-    clock.at_s += REFRESH_S
-    assert await verdict(checked, token("two")) == "let in"
-    assert "does not name" in await verdict(checked, token()), "a key that was withdrawn"
-    assert server.asked == 2
+        assert "does not name" in await try_authenticate(authenticator, token("two"))
+    assert server.key_reads == 1
+    clock.at_s += KEY_REFRESH_INTERVAL_S
+    assert await try_authenticate(authenticator, token("two")) == "let in"
+    assert "does not name" in await try_authenticate(authenticator, token()), "a key that was withdrawn"
+    assert server.key_reads == 2
 
 
 @pytest.mark.parametrize(
     ("given", "let_in"), [("secret", True), ("secre", False), ("", False), ("sécret", False)]
 )
-async def test_the_shared_token_of_a_local_run(given: str, let_in: bool) -> None:
+async def test_only_the_exact_shared_token_is_accepted(given: str, let_in: bool) -> None:
     try:
-        await SharedToken("secret").check(given)
-    except NotAllowed:
+        await SharedTokenAuthenticator("secret").authenticate(given)
+    except Unauthorized:
         assert not let_in
     else:
         assert let_in
 
 
-def test_the_tokens_here_are_of_their_time() -> None:
-    assert abs(time.time() - NOW_S) > LEEWAY_S, "the clock given counts, not the machine's"
+def test_the_tokens_of_this_module_are_expired_by_the_real_clock() -> None:
+    assert abs(time.time() - NOW_S) > CLOCK_LEEWAY_S, "the clock given counts, not the machine's"

@@ -4,10 +4,10 @@ import asyncio
 
 from structlog.testing import capture_logs
 
-from fulcrum_router.control.background_task import beside
+from fulcrum_router.control.background_task import background_task
 
 
-async def for_ever(ended: asyncio.Event) -> None:
+async def wait_forever(ended: asyncio.Event) -> None:
     try:
         await asyncio.Event().wait()
     finally:
@@ -18,19 +18,19 @@ async def fail() -> None:
     raise KeyError("type")
 
 
-async def test_it_ends_with_what_it_goes_on_beside() -> None:
+async def test_a_background_task_is_cancelled_when_the_block_ends() -> None:
     ended = asyncio.Event()
-    with capture_logs() as told:
-        async with beside(for_ever(ended)):
+    with capture_logs() as logs:
+        async with background_task(wait_forever(ended)):
             await asyncio.sleep(0)
-    assert (ended.is_set(), told) == (True, [])
+    assert (ended.is_set(), logs) == (True, [])
 
 
-async def test_a_fault_is_told_while_the_rest_goes_on() -> None:
-    with capture_logs() as told:
-        async with beside(fail()):
+async def test_a_failed_background_task_is_logged_before_the_block_ends() -> None:
+    with capture_logs() as logs:
+        async with background_task(fail()):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert [(line["log_level"], repr(line["exc_info"])) for line in told] == [
+            assert [(line["log_level"], repr(line["exc_info"])) for line in logs] == [
                 ("error", "KeyError('type')")
             ]

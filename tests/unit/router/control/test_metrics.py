@@ -6,10 +6,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fulcrum_core.values import Role, Slo
-from fulcrum_router.control.metrics import exposition, registry_of
-from fulcrum_router.counters import TTFT_BOUNDS_S, Outcome
+from fulcrum_router.control.metrics import build_registry, render_metrics
+from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.policy import PairKey, Proof
+from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 
@@ -18,7 +18,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(router: Router) -> Samples:
-    text = exposition(registry_of(router)).decode()
+    text = render_metrics(build_registry(router)).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -27,14 +27,14 @@ def samples(router: Router) -> Samples:
     }
 
 
-def test_requests_by_outcome_and_tier() -> None:
+def test_requests_are_counted_by_outcome_and_tier() -> None:
     router = Router()
-    books = router.books
-    books.tier("gold").offered = 4
-    books.finish(TIER, Outcome.OK, ttft_s=0.5, tpot_s=0.04)
-    books.finish(TIER, Outcome.OK, ttft_s=1.5, tpot_s=0.04)
-    books.finish(TIER, Outcome.FAILED, ttft_s=None, tpot_s=None)
-    books.finish(TIER, Outcome.INVALID, ttft_s=None, tpot_s=None)
+    counters = router.counters
+    counters.get_tier("gold").offered = 4
+    counters.record_request(TIER, RequestOutcome.OK, ttft_s=0.5, tpot_s=0.04)
+    counters.record_request(TIER, RequestOutcome.OK, ttft_s=1.5, tpot_s=0.04)
+    counters.record_request(TIER, RequestOutcome.FAILED, ttft_s=None, tpot_s=None)
+    counters.record_request(TIER, RequestOutcome.INVALID, ttft_s=None, tpot_s=None)
     got = samples(router)
     gold = ("tier", "gold")
     assert {
@@ -50,76 +50,76 @@ def test_requests_by_outcome_and_tier() -> None:
 
 def test_buckets_are_cumulative_and_end_in_infinity() -> None:
     router = Router()
-    for value in (*TTFT_BOUNDS_S, 1e9):
-        router.books.finish(TIER, Outcome.OK, ttft_s=value, tpot_s=None)
+    for value in (*TTFT_BUCKETS_S, 1e9):
+        router.counters.record_request(TIER, RequestOutcome.OK, ttft_s=value, tpot_s=None)
     got = samples(router)
     counts = [
         got["fulcrum_router_ttft_seconds_bucket", (("le", bound), ("tier", "gold"))]
-        for bound in (*map(str, TTFT_BOUNDS_S), "+Inf")
+        for bound in (*map(str, TTFT_BUCKETS_S), "+Inf")
     ]
-    assert counts == list(range(1, len(TTFT_BOUNDS_S) + 2))
+    assert counts == list(range(1, len(TTFT_BUCKETS_S) + 2))
 
 
-def test_series_of_an_instance_that_is_gone_are_gone() -> None:
+def test_series_of_a_removed_instance_disappear() -> None:
     router = Router()
     for name in ("a", "b"):
         router.fleet.add(Instance(name))
-    router.fleet["a"].ledger.open_prefill(tokens=5, seconds=1.5)
+    router.fleet["a"].ledger.add_prefill(tokens=5, seconds=1.5)
     key = ("fulcrum_router_instance_prefill_queued_seconds", (("instance", "a"), ("role", "decode")))
     assert samples(router)[key] == 1.5
     router.fleet.keep_only(["b"])
     assert {dict(labels).get("instance") for _, labels in samples(router)} == {None, "b"}
 
 
-def test_what_went_wrong_is_counted_by_reason() -> None:
+def test_failures_are_counted_by_reason() -> None:
     router = Router()
-    router.books.retries["prefill", "closed"] += 1
-    router.books.local["no_prefill_instance"] += 2
-    router.books.flips_wanted[Role.DECODE] += 3
-    router.epoch.advance(7, 1.0)
+    router.counters.retries["prefill", "closed"] += 1
+    router.counters.local_prefills["no_prefill_instance"] += 2
+    router.counters.flip_requests[Role.DECODE] += 3
+    router.applied_assignment.advance(7, 1.0)
     router.prediction_error.learn(predicted_s=2.0, measured_s=1.0)
     got = samples(router)
     assert {
-        "retry": got["fulcrum_router_retries_total", (("reason", "closed"), ("role", "prefill"))],
+        "retry": got["fulcrum_router_retries_total", (("phase", "prefill"), ("reason", "closed"))],
         "local": got["fulcrum_router_local_prefills_total", (("reason", "no_prefill_instance"),)],
-        "flips": got["fulcrum_router_flips_wanted_total", (("role", "decode"),)],
+        "flips": got["fulcrum_router_flip_requests_total", (("role", "decode"),)],
         "generation": got["fulcrum_router_assignment_generation", ()],
         "error": got["fulcrum_router_prefill_prediction_error_ratio", ()],
     } == {"retry": 1, "local": 2, "flips": 3, "generation": 7, "error": 1.0}
 
 
-def test_hand_offs_by_pair_and_those_of_an_instance_that_is_gone_are_gone() -> None:
+def test_transfers_are_counted_by_pair_and_disappear_with_the_instance() -> None:
     router = Router()
     for name in ("p1", "d1"):
         router.fleet.add(Instance(name))
-    for proof in (Proof.PROVEN, Proof.PROVEN, Proof.RECOMPUTED):
-        router.pairs[PairKey("p1", "d1")].record(proof, now_s=0.0)
+    for outcome in (TransferOutcome.VERIFIED, TransferOutcome.VERIFIED, TransferOutcome.RECOMPUTED):
+        router.pairs[PairKey("p1", "d1")].record(outcome, now_s=0.0)
 
-    def handoffs() -> dict[str, float]:
-        found = {k: v for k, v in samples(router).items() if k[0] == "fulcrum_router_kv_handoffs_total"}
+    def transfer_counts() -> dict[str, float]:
+        found = {k: v for k, v in samples(router).items() if k[0] == "fulcrum_router_kv_transfers_total"}
         assert all(("prefill", "p1") in labels and ("decode", "d1") in labels for _, labels in found)
         return {dict(labels)["outcome"]: value for (_, labels), value in found.items()}
 
-    assert handoffs() == {"proven": 2.0, "recomputed": 1.0, "unknown": 0.0}
+    assert transfer_counts() == {"verified": 2.0, "recomputed": 1.0, "unknown": 0.0}
     router.fleet.keep_only(["p1"])
-    router.pairs.refresh(router.fleet.all, now_s=0.0)
-    assert handoffs() == {}
+    router.pairs.refresh(router.fleet.instances, now_s=0.0)
+    assert transfer_counts() == {}
 
 
-def test_what_is_known_of_a_pair_and_nothing_of_what_is_not() -> None:
+def test_pair_gauges_leave_out_what_was_not_measured() -> None:
     router = Router()
     pair, unknown = (router.pairs[PairKey("p1", name)] for name in ("d1", "d2"))
-    pair.timed(0.25, tokens=1000, recompute_s=1.0, cold=True)
-    pair.timed(0.04, tokens=2000, recompute_s=1.0, cold=False)
-    pair.record(Proof.PROVEN, now_s=time.monotonic() - 60.0)
-    unknown.record(Proof.UNKNOWN, now_s=0.0)
-    told = {
+    pair.record_duration(0.25, tokens=1000, recompute_s=1.0, cold=True)
+    pair.record_duration(0.04, tokens=2000, recompute_s=1.0, cold=False)
+    pair.record(TransferOutcome.VERIFIED, now_s=time.monotonic() - 60.0)
+    unknown.record(TransferOutcome.UNKNOWN, now_s=0.0)
+    reported = {
         (name.removeprefix("fulcrum_router_kv_pair_"), dict(labels)["decode"]): value
         for (name, labels), value in samples(router).items()
         if name.startswith("fulcrum_router_kv_pair_")
     }
-    assert told == {
+    assert reported == {
         ("handshake_seconds", "d1"): 0.25,
         ("seconds_per_1k_tokens", "d1"): pytest.approx(0.02),
-        ("proven_age_seconds", "d1"): pytest.approx(60.0, abs=5.0),
+        ("verified_age_seconds", "d1"): pytest.approx(60.0, abs=5.0),
     }

@@ -4,24 +4,24 @@ from dataclasses import dataclass
 
 import pytest
 
-from fulcrum_router.fleet.pending_transfers import Awaited
+from fulcrum_router.fleet.pending_transfers import PendingTransfers
 
 
 @dataclass(frozen=True)
-class Handed:
+class Transfer:
     sent_s: float = 0.0
     deadline_s: float = 25.0
     lease_s: float = 30.0
 
 
-def awaited(*handed: Handed) -> Awaited[Handed]:
-    made: Awaited[Handed] = Awaited()
-    for one in handed:
+def build_pending(*transfer: Transfer) -> PendingTransfers[Transfer]:
+    made: PendingTransfers[Transfer] = PendingTransfers()
+    for one in transfer:
         made.add(one)
     return made
 
 
-OLD, YOUNG = Handed(), Handed(sent_s=10.0, deadline_s=35.0)
+OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,23 @@ OLD, YOUNG = Handed(), Handed(sent_s=10.0, deadline_s=35.0)
         pytest.param(35.1, [OLD, YOUNG], id="both"),
     ],
 )
-def test_what_is_not_answered_by_its_deadline_is_overdue(now_s: float, expected: list[Handed]) -> None:
-    found = awaited(OLD, YOUNG)
-    assert [sorted(found.overdue(at_s), key=id) for at_s in (now_s, now_s)] == [sorted(expected, key=id)] * 2
+def test_a_transfer_without_a_response_by_its_deadline_is_overdue(
+    now_s: float, expected: list[Transfer]
+) -> None:
+    pending = build_pending(OLD, YOUNG)
+    assert [sorted(pending.find_overdue(at_s), key=id) for at_s in (now_s, now_s)] == [
+        sorted(expected, key=id)
+    ] * 2
 
 
-def test_what_is_answered_or_given_up_is_not_waited_for() -> None:
-    found = awaited(OLD, YOUNG)
-    found.discard(OLD)
-    found.discard(OLD)
-    assert found.overdue(30.0) == []
-    assert found.overdue(40.0) == [YOUNG]
-    found.clear()
-    assert found.overdue(40.0) == []
+def test_discarded_and_cleared_transfers_are_never_overdue() -> None:
+    pending = build_pending(OLD, YOUNG)
+    pending.discard(OLD)
+    pending.discard(OLD)
+    assert pending.find_overdue(30.0) == []
+    assert pending.find_overdue(40.0) == [YOUNG]
+    pending.clear()
+    assert pending.find_overdue(40.0) == []
 
 
 @pytest.mark.parametrize(
@@ -55,19 +59,19 @@ def test_what_is_answered_or_given_up_is_not_waited_for() -> None:
         pytest.param(0.9, 20.0, 25.0, id="it may have overtaken the hand-off"),
     ],
 )
-def test_an_engine_that_answers_what_came_later_keeps_the_lease(
+def test_a_response_to_a_later_request_extends_the_deadline(
     sent_s: float, answered_s: float, overdue_from_s: float
 ) -> None:
-    found = awaited(OLD)
-    found.answered(sent_s=sent_s, now_s=answered_s)
-    assert found.overdue(overdue_from_s) == []
-    assert found.overdue(overdue_from_s + 0.1) == [OLD]
-    found.answered(sent_s=30.0, now_s=31.0)  # it answers again
-    assert found.overdue(45.9) == []
+    pending = build_pending(OLD)
+    pending.record_response(sent_s=sent_s, now_s=answered_s)
+    assert pending.find_overdue(overdue_from_s) == []
+    assert pending.find_overdue(overdue_from_s + 0.1) == [OLD]
+    pending.record_response(sent_s=30.0, now_s=31.0)  # it answers again
+    assert pending.find_overdue(45.9) == []
 
 
-def test_an_answer_to_what_was_sent_before_the_last_one_answered_tells_nothing_new() -> None:
-    found = awaited(OLD)
-    found.answered(sent_s=5.0, now_s=6.0)
-    found.answered(sent_s=2.0, now_s=24.0)
-    assert found.overdue(25.1) == [OLD]
+def test_a_response_to_an_earlier_request_does_not_extend_the_deadline() -> None:
+    pending = build_pending(OLD)
+    pending.record_response(sent_s=5.0, now_s=6.0)
+    pending.record_response(sent_s=2.0, now_s=24.0)
+    assert pending.find_overdue(25.1) == [OLD]

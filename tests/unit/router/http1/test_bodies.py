@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from fulcrum_router.http1.bodies import (
-    BadBody,
-    PrefillAnswer,
-    decode_body,
-    parse_request,
-    prefill_body,
-    read_prefill_answer,
+    InvalidBody,
+    PrefillResponse,
+    build_decode_body,
+    build_prefill_body,
+    parse_prefill_response,
+    parse_request_body,
 )
 
-HANDOFF: dict[str, Any] = {
+KV_TRANSFER_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
     "remote_block_ids": [[1]],
@@ -25,25 +25,25 @@ HANDOFF: dict[str, Any] = {
 }
 
 
-def test_the_client_s_bytes_reach_decode_as_they_came() -> None:
+def test_the_decode_body_keeps_the_client_bytes() -> None:
     raw = b'{ "prompt" : "a", "temperature": 1.0 }\n'
-    spliced = decode_body(parse_request(raw, 0), b'{"x":1}')
+    spliced = build_decode_body(parse_request_body(raw, 0), b'{"x":1}')
     assert spliced == b'{ "prompt" : "a", "temperature": 1.0 ,"kv_transfer_params":{"x":1}}'
-    assert decode_body(parse_request(raw, 0), None) == raw
+    assert build_decode_body(parse_request_body(raw, 0), None) == raw
 
 
-def test_an_empty_object_takes_a_hand_off_without_a_comma() -> None:
-    assert decode_body(parse_request(b"{}", 0), b"{}") == b'{"kv_transfer_params":{}}'
-    assert parse_request(b"{}", -3).raw == b'{"priority":-3}'
+def test_a_field_is_appended_to_an_empty_object_without_a_comma() -> None:
+    assert build_decode_body(parse_request_body(b"{}", 0), b"{}") == b'{"kv_transfer_params":{}}'
+    assert parse_request_body(b"{}", -3).raw == b'{"priority":-3}'
 
 
 @pytest.mark.parametrize(
     "field",
     ["kv_transfer_params", "ec_transfer_params", "priority", "request_id", "kv\\u005ftransfer_params"],
 )
-def test_a_client_cannot_set_the_router_s_fields(field: str) -> None:
+def test_a_client_cannot_set_reserved_fields(field: str) -> None:
     raw = b'{"prompt":"a","%b":{"remote_host":"evil"}}' % field.encode()
-    assert json.loads(parse_request(raw, -7).raw) == {"prompt": "a", "priority": -7}
+    assert json.loads(parse_request_body(raw, -7).raw) == {"prompt": "a", "priority": -7}
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_a_client_cannot_set_the_router_s_fields(field: str) -> None:
     [b"", b"no", b"[]", b'"text"', b"null", b'{"a":NaN}', b'{"a":1', b"\xff"],
     ids=repr,
 )
-def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(BadBody):
-        parse_request(raw, 0)
+def test_a_body_that_is_not_a_json_object_is_rejected(raw: bytes) -> None:
+    with pytest.raises(InvalidBody):
+        parse_request_body(raw, 0)
 
 
-def test_prefill_makes_one_token_and_no_stream() -> None:
+def test_the_prefill_body_requests_one_token_and_no_stream() -> None:
     raw = b'{"prompt":"a","max_tokens":50,"min_tokens":9,"stream":true,"stream_options":{},"seed":1}'
-    assert json.loads(prefill_body(parse_request(raw, -2))) == {
+    assert json.loads(build_prefill_body(parse_request_body(raw, -2))) == {
         "prompt": "a",
         "seed": 1,
         "priority": -2,
@@ -69,51 +69,61 @@ def test_prefill_makes_one_token_and_no_stream() -> None:
     }
 
 
-def answer(params: object, **more: Any) -> bytes:
+def build_response(params: object, **more: Any) -> bytes:
     return json.dumps({"usage": {"prompt_tokens": 9}, "kv_transfer_params": params, **more}).encode()
 
 
-SOUND = json.dumps(HANDOFF, separators=(",", ":")).encode()
+VALID_PARAMS = json.dumps(KV_TRANSFER_PARAMS, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        pytest.param(answer(HANDOFF), PrefillAnswer(SOUND, None, 9), id="a sound one is passed on"),
         pytest.param(
-            answer({**HANDOFF, "remote_prefill_cached_tokens": 3}),
-            PrefillAnswer(SOUND, None, 9),
+            build_response(KV_TRANSFER_PARAMS),
+            PrefillResponse(VALID_PARAMS, None, 9),
+            id="a sound one is passed on",
+        ),
+        pytest.param(
+            build_response({**KV_TRANSFER_PARAMS, "remote_prefill_cached_tokens": 3}),
+            PrefillResponse(VALID_PARAMS, None, 9),
             id="but for the key that hides what decode computed",
         ),
         pytest.param(
-            answer({**HANDOFF, "remote_host": "10.0.0.2"}),
-            PrefillAnswer(None, "foreign_host", 9),
+            build_response({**KV_TRANSFER_PARAMS, "remote_host": "10.0.0.2"}),
+            PrefillResponse(None, "wrong_remote_host", 9),
             id="another host is not dialled",
         ),
         pytest.param(
-            answer({**HANDOFF, "remote_block_ids": None}),
-            PrefillAnswer(None, "incomplete_handoff", 9),
+            build_response({**KV_TRANSFER_PARAMS, "remote_block_ids": None}),
+            PrefillResponse(None, "incomplete_kv_transfer_params", 9),
             id="a missing field would kill the engine",
         ),
         pytest.param(
-            answer({**HANDOFF, "do_remote_prefill": False}),
-            PrefillAnswer(None, "incomplete_handoff", 9),
+            build_response({**KV_TRANSFER_PARAMS, "do_remote_prefill": False}),
+            PrefillResponse(None, "incomplete_kv_transfer_params", 9),
             id="it must be one for decode",
         ),
         pytest.param(
-            answer(None, choices=[{"finish_reason": "abort"}]),
-            PrefillAnswer(None, "aborted", 9),
+            build_response(None, choices=[{"finish_reason": "abort"}]),
+            PrefillResponse(None, "aborted", 9),
             id="an engine that drains",
         ),
-        pytest.param(answer(None), PrefillAnswer(None, "no_handoff", 9), id="an engine that gives none"),
-        pytest.param(b"<html>", PrefillAnswer(None, "not_json", None), id="something else"),
-        pytest.param(b"[]", PrefillAnswer(None, "not_json", None), id="something else in JSON"),
         pytest.param(
-            answer(HANDOFF, usage={"prompt_tokens": "many"}),
-            PrefillAnswer(SOUND, None, None),
+            build_response(None),
+            PrefillResponse(None, "no_kv_transfer_params", 9),
+            id="an engine that gives none",
+        ),
+        pytest.param(b"<html>", PrefillResponse(None, "not_json", None), id="something else"),
+        pytest.param(b"[]", PrefillResponse(None, "not_json", None), id="something else in JSON"),
+        pytest.param(
+            build_response(KV_TRANSFER_PARAMS, usage={"prompt_tokens": "many"}),
+            PrefillResponse(VALID_PARAMS, None, None),
             id="a count that is none",
         ),
     ],
 )
-def test_hand_offs(body: bytes, expected: PrefillAnswer) -> None:
-    assert read_prefill_answer(body, "10.0.0.1") == expected
+def test_a_prefill_response_gives_kv_transfer_params_or_names_the_problem(
+    body: bytes, expected: PrefillResponse
+) -> None:
+    assert parse_prefill_response(body, "10.0.0.1") == expected

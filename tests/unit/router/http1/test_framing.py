@@ -5,10 +5,10 @@ import pytest
 from fulcrum_router.http1.framing import (
     CHUNKED,
     UNTIL_CLOSE,
-    ChunkWalk,
+    ChunkScanner,
     FramingError,
-    chunk,
     dechunk,
+    frame_chunk,
     parse_head,
 )
 
@@ -48,9 +48,11 @@ def head(*lines: str, status: str = "HTTP/1.1 200 OK") -> bytes:
         ),
     ],
 )
-def test_heads(raw: bytes, expected: tuple[int, int, bool, bool]) -> None:
+def test_a_response_head_gives_status_length_keep_alive_and_stream(
+    raw: bytes, expected: tuple[int, int, bool, bool]
+) -> None:
     read = parse_head(raw)
-    assert (read.status, read.length, read.keep_alive, read.event_stream) == expected
+    assert (read.status, read.length, read.keep_alive, read.is_event_stream) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,69 +65,69 @@ def test_heads(raw: bytes, expected: tuple[int, int, bool, bool]) -> None:
         pytest.param(head("transfer-encoding: gzip, chunked"), id="an encoding that is not ours to relay"),
     ],
 )
-def test_heads_that_are_none(raw: bytes) -> None:
+def test_a_malformed_response_head_raises_framing_error(raw: bytes) -> None:
     with pytest.raises(FramingError):
         parse_head(raw)
 
 
-def test_our_fields_stand_in_front_and_hop_by_hop_fields_go() -> None:
+def test_router_headers_come_first_and_hop_by_hop_headers_are_dropped() -> None:
     raw = head("Connection: keep-alive", "a: 1", "Keep-Alive: timeout=5", "b: 2")
-    assert parse_head(raw).with_fields(b"x-ours: 1\r\n") == head("x-ours: 1", "a: 1", "b: 2")
-    assert parse_head(head("a: 1")).with_fields(b"") == head("a: 1")
-    assert parse_head(head()).with_fields(b"") == head()
+    assert parse_head(raw).prepend_headers(b"x-ours: 1\r\n") == head("x-ours: 1", "a: 1", "b: 2")
+    assert parse_head(head("a: 1")).prepend_headers(b"") == head("a: 1")
+    assert parse_head(head()).prepend_headers(b"") == head()
 
 
 EVENTS = [b"data: one\n\n", b"data: two and more\n\n", b"data: [DONE]\n\n"]
 ENDS = [b"0\r\n\r\n", b"0\r\nx-trailer: 1\r\nother: 2\r\n\r\n", b"00;ext=1\r\n\r\n"]
-BODIES = [b"".join(map(chunk, EVENTS)) + end for end in ENDS]
+BODIES = [b"".join(map(frame_chunk, EVENTS)) + end for end in ENDS]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["plain", "with trailers", "with an extension"])
-def test_the_end_is_found_wherever_a_body_is_split(body: bytes) -> None:
+def test_the_end_of_a_chunked_body_is_found_at_every_split(body: bytes) -> None:
     for first in range(len(body) + 1):
         for second in range(first, len(body) + 1):
-            walk = ChunkWalk()
+            scanner = ChunkScanner()
             pieces = [piece for piece in (body[:first], body[first:second], body[second:]) if piece]
-            ends = [(walk.feed(piece), walk.done) for piece in pieces]
+            ends = [(scanner.feed(piece), scanner.done) for piece in pieces]
             assert ends[-1] == (len(pieces[-1]), True)
             assert not any(done for _, done in ends[:-1])
 
 
-def test_what_is_passed_on_so_far_always_ends_with_a_whole_chunk() -> None:
+def test_the_boundary_is_always_the_end_of_a_whole_chunk() -> None:
     body = BODIES[0]
     boundaries = {0, len(body)}
     for count in range(1, len(EVENTS) + 1):
-        boundaries.add(len(b"".join(map(chunk, EVENTS[:count]))))
+        boundaries.add(len(b"".join(map(frame_chunk, EVENTS[:count]))))
     for split in range(1, len(body)):
-        walk = ChunkWalk()
-        assert walk.feed(body[:split]) in boundaries
+        scanner = ChunkScanner()
+        assert scanner.feed(body[:split]) in boundaries
 
 
-def test_a_body_byte_by_byte() -> None:
-    walk = ChunkWalk()
-    whole = [walk.feed(BODIES[1][i : i + 1]) for i in range(len(BODIES[1]))]
-    assert (sum(whole), walk.done) == (len(EVENTS) + 1, True), "one whole chunk after each, and the end"
+def test_a_body_fed_byte_by_byte_reports_each_whole_chunk() -> None:
+    scanner = ChunkScanner()
+    whole = [scanner.feed(BODIES[1][i : i + 1]) for i in range(len(BODIES[1]))]
+    assert (sum(whole), scanner.done) == (len(EVENTS) + 1, True), "one whole chunk after each, and the end"
 
 
-def test_what_follows_the_end_is_told_apart() -> None:
-    walk = ChunkWalk()
-    assert (walk.feed(BODIES[0] + b"HTTP/1.1 200"), walk.done) == (len(BODIES[0]), True)
+def test_bytes_after_the_last_chunk_are_not_counted() -> None:
+    scanner = ChunkScanner()
+    assert (scanner.feed(BODIES[0] + b"HTTP/1.1 200"), scanner.done) == (len(BODIES[0]), True)
 
 
 @pytest.mark.parametrize("line", [b"zz\r\n", b"-5\r\n", b"\r\n", b";x\r\n"], ids=repr)
-def test_sizes_that_are_none(line: bytes) -> None:
+def test_a_malformed_chunk_size_raises_framing_error(line: bytes) -> None:
     with pytest.raises(FramingError):
-        ChunkWalk().feed(line)
+        ChunkScanner().feed(line)
 
 
-def test_a_size_line_without_end_is_refused() -> None:
-    walk = ChunkWalk()
+def test_an_endless_chunk_size_line_raises_framing_error() -> None:
+    scanner = ChunkScanner()
     for _ in range(40):
-        walk.feed(b"0" * 100)
+        scanner.feed(b"0" * 100)
     with pytest.raises(FramingError):
-        walk.feed(b"0" * 100)
+        scanner.feed(b"0" * 100)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=["plain", "with trailers", "with an extension"])
-def test_dechunk_gives_the_content(body: bytes) -> None:
+def test_dechunk_returns_the_content(body: bytes) -> None:
     assert dechunk(body) == b"".join(EVENTS)

@@ -4,24 +4,24 @@ import asyncio
 
 import pytest
 
-from fulcrum_router.http1.inline_task import Completion, Flow, from_task, in_task
+from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task, run_inline
 
 
-def test_it_goes_on_before_the_completion_s_setter_returns() -> None:
+def test_an_inline_task_resumes_before_set_result_returns() -> None:
     completion: Completion[int] = Completion()
     got: list[int] = []
 
     async def run() -> None:
         got.append(await completion)
 
-    flow = Flow(run())
-    flow.resume()
+    inline_task = InlineTask(run())
+    inline_task.resume()
     assert got == []
     completion.set_result(5)
     assert got == [5]
 
 
-def test_what_has_happened_already_is_not_waited_for() -> None:
+def test_a_done_completion_does_not_suspend_and_keeps_its_first_result() -> None:
     completion: Completion[int] = Completion()
     completion.set_result(5)
     completion.set_result(6)
@@ -31,32 +31,32 @@ def test_what_has_happened_already_is_not_waited_for() -> None:
     async def run() -> None:
         got.append(await completion)
 
-    Flow(run()).resume()
+    InlineTask(run()).resume()
     assert got == [5]
 
 
-def test_cancelling_raises_where_it_waits_and_at_once() -> None:
+def test_cancel_raises_at_the_await_at_once() -> None:
     completion: Completion[None] = Completion()
-    seen: list[str] = []
+    events: list[str] = []
 
     async def run() -> None:
         try:
             await completion
         except asyncio.CancelledError:
-            seen.append("cancelled")
+            events.append("cancelled")
             raise
         finally:
-            seen.append("cleaned up")
+            events.append("cleaned up")
 
-    flow = Flow(run())
-    flow.resume()
-    flow.cancel()
-    flow.cancel()
+    inline_task = InlineTask(run())
+    inline_task.resume()
+    inline_task.cancel()
+    inline_task.cancel()
     completion.set_result(None)
-    assert seen == ["cancelled", "cleaned up"]
+    assert events == ["cancelled", "cleaned up"]
 
 
-async def test_an_error_reaches_who_waits_in_a_flow_and_in_a_task() -> None:
+async def test_an_error_propagates_through_inline_task_and_asyncio_task() -> None:
     completion: Completion[None] = Completion()
 
     async def run() -> None:
@@ -64,21 +64,21 @@ async def test_an_error_reaches_who_waits_in_a_flow_and_in_a_task() -> None:
 
     asyncio.get_running_loop().call_soon(completion.set_exception, KeyError("gone"))
     with pytest.raises(KeyError):
-        await from_task(run())
+        await run_inline(run())
 
 
-async def test_a_flow_may_wait_for_asyncio() -> None:
+async def test_an_inline_task_can_await_asyncio() -> None:
     async def slow(value: int) -> int:
         await asyncio.sleep(0)
         return value
 
     async def run() -> list[int]:
-        return [await in_task(slow(n)) for n in range(3)]
+        return [await run_in_asyncio_task(slow(n)) for n in range(3)]
 
-    assert await from_task(run()) == [0, 1, 2]
+    assert await run_inline(run()) == [0, 1, 2]
 
 
-async def test_cancelling_a_flow_cancels_the_task_that_it_waits_for() -> None:
+async def test_cancelling_an_inline_task_cancels_the_asyncio_task_it_awaits() -> None:
     cancelled = asyncio.Event()
 
     async def forever() -> None:
@@ -88,29 +88,29 @@ async def test_cancelling_a_flow_cancels_the_task_that_it_waits_for() -> None:
             cancelled.set()
 
     async def run() -> None:
-        await in_task(forever())
+        await run_in_asyncio_task(forever())
 
-    flow = Flow(run())
-    flow.resume()
+    inline_task = InlineTask(run())
+    inline_task.resume()
     await asyncio.sleep(0)
-    flow.cancel()
+    inline_task.cancel()
     async with asyncio.timeout(20.0):
         await cancelled.wait()
 
 
-async def test_cancelling_a_task_cancels_the_flow_that_it_waits_for() -> None:
+async def test_cancelling_an_asyncio_task_cancels_the_inline_task_it_awaits() -> None:
     completion: Completion[None] = Completion()
-    seen: list[str] = []
+    events: list[str] = []
 
     async def run() -> None:
         try:
             await completion
         finally:
-            seen.append("cleaned up")
+            events.append("cleaned up")
 
-    task = asyncio.create_task(from_task(run()))
+    task = asyncio.create_task(run_inline(run()))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert seen == ["cleaned up"]
+    assert events == ["cleaned up"]

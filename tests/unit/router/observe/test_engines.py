@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_router.observe.engines import LatencySums, block_size_in, read_sample, requests_in
+from fulcrum_router.observe.engines import LatencySums, read_block_size, read_request_count, sum_samples
 
 NAME = b"vllm:x_sum"
 
@@ -23,8 +23,8 @@ NAME = b"vllm:x_sum"
         pytest.param(b'vllm:x_sum{a="}"} x\n', None, id="no number"),
     ],
 )
-def test_samples(text: bytes, value: float | None) -> None:
-    assert read_sample(text, NAME) == value
+def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) -> None:
+    assert sum_samples(text, NAME) == value
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_samples(text: bytes, value: float | None) -> None:
         pytest.param(b"vllm:num_requests_running 0\n", None, id="one number alone says nothing"),
     ],
 )
-def test_requests_in_an_engine(text: bytes, count: int | None) -> None:
-    assert requests_in(text) == count
+def test_running_and_waiting_requests_are_added(text: bytes, count: int | None) -> None:
+    assert read_request_count(text) == count
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,9 @@ def test_requests_in_an_engine(text: bytes, count: int | None) -> None:
         pytest.param(LatencySums(2.0, 30), LatencySums(0.5, 3), None, id="a restart"),
     ],
 )
-def test_means(before: LatencySums | None, now: LatencySums, mean: float | None) -> None:
+def test_mean_itl_covers_only_the_tokens_since_the_last_read(
+    before: LatencySums | None, now: LatencySums, mean: float | None
+) -> None:
     assert now.mean_since(before) == (None if mean is None else pytest.approx(mean))
 
 
@@ -74,5 +76,5 @@ def test_means(before: LatencySums | None, now: LatencySums, mean: float | None)
         pytest.param(b"x 1\n", None, id="nothing"),
     ],
 )
-def test_the_size_of_an_engines_blocks(text: bytes, size: int | None) -> None:
-    assert block_size_in(text) == size
+def test_the_block_size_is_read_from_cache_config_info(text: bytes, size: int | None) -> None:
+    assert read_block_size(text) == size

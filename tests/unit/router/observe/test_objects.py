@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.memory import MemoryStore
+from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -17,10 +17,10 @@ from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.observe.objects import Watches
+from fulcrum_router.observe.objects import StoreWatcher
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
-from tests.unit.router.objects import MemoryObjects
+from tests.unit.router.fake_object_api import FakeObjectApi
 
 DEADLINE_S = 20.0
 SINCE = "2026-01-01T00:00:00.000000Z"
@@ -29,18 +29,18 @@ NAMES = ("s-0", "s-1", "s-2", "s-3")
 Fleet = dict[str, tuple[Role, bool]]
 
 
-class Cluster:
+class WatchedService:
     """A store with a service of four instances, and a router that watches it."""
 
     def __init__(self) -> None:
         self.store = MemoryStore(SystemClock())
         self.router = Router()
-        self.watches = Watches(self.router, self.store, service="s", namespace="default")
+        self.watches = StoreWatcher(self.router, self.store, service="s", namespace="default")
         self._port = 9000
 
-    async def make(self) -> None:
+    async def create_objects(self) -> None:
         spec = {"model": "m", "instances": 4, "qosTiers": ["gold", "absent"]}
-        await self.store.create(parse_as(PDService, named("PDService", "s", spec)))
+        await self.store.create(parse_as(PDService, manifest("PDService", "s", spec)))
         pool = {
             "service": "s",
             "model": "m",
@@ -49,38 +49,38 @@ class Cluster:
             "replicas": 4,
             "instances": {"min": 4},
         }
-        await self.store.create(parse_as(PDPool, named("PDPool", "s-flex", pool)))
+        await self.store.create(parse_as(PDPool, manifest("PDPool", "s-flex", pool)))
         tier = {"priority": 7, "slo": {"ttft": "100ms", "tpot": "10ms"}}
-        await self.store.create(parse_as(QoSTier, named("QoSTier", "gold", tier)))
+        await self.store.create(parse_as(QoSTier, manifest("QoSTier", "gold", tier)))
         for name in NAMES:
             own = {"service": "s", "pool": "s-flex", "model": "m", "engine": {}}
-            await self.store.create(parse_as(PDInstance, named("PDInstance", name, own)))
-            await self.serve(name)
+            await self.store.create(parse_as(PDInstance, manifest("PDInstance", name, own)))
+            await self.set_status(name)
         roles = {n: entry("Prefill" if n in NAMES[:2] else "Decode") for n in NAMES}
-        wish = {"service": "s", "roles": roles}
-        await self.store.create(parse_as(PDAssignment, named("PDAssignment", "s", wish)))
+        assignment = {"service": "s", "roles": roles}
+        await self.store.create(parse_as(PDAssignment, manifest("PDAssignment", "s", assignment)))
 
-    async def serve(self, name: str, **status: Any) -> None:
+    async def set_status(self, name: str, **status: Any) -> None:
         self._port += 1
         full = {"phase": "Serving", "endpoint": f"127.0.0.1:{self._port}", "identity": IDENTITY, **status}
         await self.store.patch_status(PDInstance, name, full, namespace="default")
 
-    async def wish(self, **spec: Any) -> int:
+    async def patch_assignment(self, **spec: Any) -> int:
         """Patch the assignment; its new generation."""
         patched = await self.store.patch(PDAssignment, "s", {"spec": spec}, namespace="default")
         return patched.metadata.generation
 
     async def flip(self, name: str, role: str, by: str = "Person") -> int:
-        return await self.wish(roles={name: {"role": role, "by": by}})
+        return await self.patch_assignment(roles={name: {"role": role, "by": by}})
 
     def fleet(self) -> Fleet:
-        return {i.name: (i.role, i.serving) for i in self.router.fleet.all}
+        return {i.name: (i.role, i.serving) for i in self.router.fleet.instances}
 
-    async def acknowledged(self, generation: int) -> bool:
-        return await self.router.epoch.reached(generation, DEADLINE_S)
+    async def wait_until_acknowledged(self, generation: int) -> bool:
+        return await self.router.applied_assignment.wait_until_reached(generation, DEADLINE_S)
 
 
-def named(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def manifest(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
@@ -89,19 +89,19 @@ def entry(role: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    made = Cluster()
-    await made.make()
+async def watched() -> AsyncIterator[WatchedService]:
+    made = WatchedService()
+    await made.create_objects()
     running = asyncio.create_task(made.watches.run())
-    assert await made.acknowledged(1)
+    assert await made.wait_until_acknowledged(1)
     yield made
     running.cancel()
     await asyncio.wait([running])
 
 
-async def eventually(cluster: Cluster, expected: Fleet) -> None:
+async def eventually(watched: WatchedService, expected: Fleet) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while cluster.fleet() != expected:
+        while watched.fleet() != expected:
             await asyncio.sleep(0.001)
 
 
@@ -113,44 +113,51 @@ START: Fleet = {
 }
 
 
-async def test_roles_endpoints_and_settings_come_from_the_store(cluster: Cluster) -> None:
-    await eventually(cluster, START)
-    settings = cluster.router.settings
+async def test_roles_endpoints_and_settings_come_from_the_store(watched: WatchedService) -> None:
+    await eventually(watched, START)
+    settings = watched.router.settings
     assert settings is not None
     gold = Tier("gold", Slo(ttft_s=0.1, tpot_s=0.01), -7)
     assert settings.tiers == {"gold": gold}, "a tier that does not exist is none"
-    assert [settings.tier(name) for name in ("gold", "absent", None)] == [gold, *[settings.default_tier] * 2]
-    assert settings.mode is AutoscalingMode.AUTO
-    assert len({id(i.identity) for i in cluster.router.fleet.all}) == 1, "equal identities are one object"
+    assert [settings.find_tier(name) for name in ("gold", "absent", None)] == [
+        gold,
+        *[settings.default_tier] * 2,
+    ]
+    assert settings.autoscaling_mode is AutoscalingMode.AUTO
+    assert len({id(i.identity) for i in watched.router.fleet.instances}) == 1, (
+        "equal identities are one object"
+    )
 
 
-async def test_a_flip_is_applied_and_acknowledged(cluster: Cluster) -> None:
-    generation = await cluster.flip("s-0", "Decode")
-    assert await cluster.acknowledged(generation)
-    assert cluster.fleet() == {**START, "s-0": (Role.DECODE, True)}
+async def test_a_flip_is_applied_and_acknowledged(watched: WatchedService) -> None:
+    generation = await watched.flip("s-0", "Decode")
+    assert await watched.wait_until_acknowledged(generation)
+    assert watched.fleet() == {**START, "s-0": (Role.DECODE, True)}
 
 
-async def test_a_wish_below_the_floor_leaves_the_last_good_map_in_force(cluster: Cluster) -> None:
-    good = await cluster.flip("s-0", "Decode")
-    await cluster.acknowledged(good)
-    await cluster.flip("s-1", "Decode")
+async def test_an_assignment_below_the_floor_keeps_the_last_good_one_in_force(
+    watched: WatchedService,
+) -> None:
+    good = await watched.flip("s-0", "Decode")
+    await watched.wait_until_acknowledged(good)
+    await watched.flip("s-1", "Decode")
     async with asyncio.timeout(DEADLINE_S):
-        while not cluster.router.books.refused_assignments:
+        while not watched.router.counters.refused_assignments:
             await asyncio.sleep(0.001)
-    assert cluster.router.epoch.generation == good
-    assert cluster.fleet() == {**START, "s-0": (Role.DECODE, True)}
+    assert watched.router.applied_assignment.generation == good
+    assert watched.fleet() == {**START, "s-0": (Role.DECODE, True)}
 
 
-async def test_a_refused_wish_is_judged_again_when_readiness_changes(cluster: Cluster) -> None:
-    await cluster.serve("s-1", phase="Starting")
-    await eventually(cluster, {**START, "s-1": (Role.PREFILL, False)})
-    generation = await cluster.flip("s-0", "Decode")
+async def test_a_refused_assignment_is_checked_again_when_readiness_changes(watched: WatchedService) -> None:
+    await watched.set_status("s-1", phase="Starting")
+    await eventually(watched, {**START, "s-1": (Role.PREFILL, False)})
+    generation = await watched.flip("s-0", "Decode")
     async with asyncio.timeout(DEADLINE_S):
-        while not cluster.router.books.refused_assignments:
+        while not watched.router.counters.refused_assignments:
             await asyncio.sleep(0.001)
-    await cluster.serve("s-1")
-    assert await cluster.acknowledged(generation)
-    assert cluster.router.books.refused_assignments == 1
+    await watched.set_status("s-1")
+    assert await watched.wait_until_acknowledged(generation)
+    assert watched.router.counters.refused_assignments == 1
 
 
 @pytest.mark.parametrize(
@@ -161,107 +168,111 @@ async def test_a_refused_wish_is_judged_again_when_readiness_changes(cluster: Cl
         pytest.param({"phase": "Failed"}, False, False, id="failed"),
         pytest.param({"phase": "Starting"}, False, True, id="its engine runs and is looked at"),
         pytest.param(
-            {"phase": "Verifying", "strategy": "Relabel"}, True, True, id="verified while it serves"
+            {"phase": "Verifying", "flipStrategy": "Relabel"}, True, True, id="verified while it serves"
         ),
         pytest.param(
-            {"phase": "Verifying", "strategy": "Restart"}, False, True, id="verified before it serves"
+            {"phase": "Verifying", "flipStrategy": "Restart"}, False, True, id="verified before it serves"
         ),
     ],
 )
-async def test_only_phases_that_take_work_get_it(
-    cluster: Cluster, status: dict[str, Any], serving: bool, starting: bool
+async def test_an_instance_serves_only_in_a_phase_that_takes_work(
+    watched: WatchedService, status: dict[str, Any], serving: bool, starting: bool
 ) -> None:
-    await cluster.serve("s-0", **status)
+    await watched.set_status("s-0", **status)
     async with asyncio.timeout(DEADLINE_S):
-        while (pool := cluster.router.fleet["s-0"].pool) is None or pool.port != 9005:
+        while (pool := watched.router.fleet["s-0"].connection_pool) is None or pool.port != 9005:
             await asyncio.sleep(0.001)
-    assert cluster.fleet() == {**START, "s-0": (Role.PREFILL, serving)}
-    assert [i.starting for i in cluster.router.fleet.all] == [starting, False, False, False]
+    assert watched.fleet() == {**START, "s-0": (Role.PREFILL, serving)}
+    assert [i.starting for i in watched.router.fleet.instances] == [starting, False, False, False]
 
 
-async def test_a_cordoned_instance_gets_nothing(cluster: Cluster) -> None:
-    await cluster.acknowledged(await cluster.wish(roles={"s-0": {"cordoned": True}}))
-    assert cluster.fleet() == {**START, "s-0": (Role.PREFILL, False)}
+async def test_a_cordoned_instance_gets_no_work(watched: WatchedService) -> None:
+    await watched.wait_until_acknowledged(await watched.patch_assignment(roles={"s-0": {"cordoned": True}}))
+    assert watched.fleet() == {**START, "s-0": (Role.PREFILL, False)}
 
 
-async def test_a_single_serving_instance_serves_both(cluster: Cluster) -> None:
+async def test_a_single_serving_instance_serves_both(watched: WatchedService) -> None:
     for name in NAMES[1:]:
-        await cluster.serve(name, phase="Failed")
+        await watched.set_status(name, phase="Failed")
     expected = {**START, "s-0": (Role.BOTH, True)}
-    await eventually(cluster, expected | {n: (START[n][0], False) for n in NAMES[1:]})
+    await eventually(watched, expected | {n: (START[n][0], False) for n in NAMES[1:]})
 
 
-async def test_an_engine_that_must_be_started_anew_for_a_role_gets_nothing_until_it_was(
-    cluster: Cluster,
+async def test_an_engine_that_must_restart_for_its_role_gets_no_work_before_the_restart(
+    watched: WatchedService,
 ) -> None:
-    """Between the wish and the drain it still refuses what its new role would bring."""
-    await cluster.serve("s-0", role="Prefill", strategy="Restart")
-    await cluster.acknowledged(await cluster.flip("s-0", "Decode"))
-    assert cluster.fleet() == {**START, "s-0": (Role.DECODE, False)}
-    await cluster.serve("s-0", role="Decode", strategy="Restart")
-    await eventually(cluster, {**START, "s-0": (Role.DECODE, True)})
+    """Between the assignment and the drain it still refuses what its new role would bring."""
+    await watched.set_status("s-0", role="Prefill", flipStrategy="Restart")
+    await watched.wait_until_acknowledged(await watched.flip("s-0", "Decode"))
+    assert watched.fleet() == {**START, "s-0": (Role.DECODE, False)}
+    await watched.set_status("s-0", role="Decode", flipStrategy="Restart")
+    await eventually(watched, {**START, "s-0": (Role.DECODE, True)})
 
 
-async def test_an_instance_that_is_deleted_is_forgotten(cluster: Cluster) -> None:
-    await cluster.store.delete(PDInstance, "s-3", namespace="default")
-    await eventually(cluster, {name: START[name] for name in NAMES[:3]})
+async def test_an_instance_that_is_deleted_is_forgotten(watched: WatchedService) -> None:
+    await watched.store.delete(PDInstance, "s-3", namespace="default")
+    await eventually(watched, {name: START[name] for name in NAMES[:3]})
 
 
-async def test_another_endpoint_is_another_process(cluster: Cluster) -> None:
-    instance = cluster.router.fleet["s-0"]
-    instance.health.failed(0.0, at_once=True)
-    instance.refresh()
-    await cluster.serve("s-0")
-    await eventually(cluster, START)
+async def test_a_new_endpoint_clears_the_health_of_the_instance(watched: WatchedService) -> None:
+    instance = watched.router.fleet["s-0"]
+    instance.health.record_failure(0.0, eject_now=True)
+    instance.update_serving()
+    await watched.set_status("s-0")
+    await eventually(watched, START)
     assert instance.health.ejected is False
 
 
-async def leased(instance: Instance, lease_s: float) -> None:
+async def wait_for_lease(instance: Instance, lease_s: float) -> None:
     """Returns once the router goes by it."""
     async with asyncio.timeout(DEADLINE_S):
         while instance.kv_lease_s != lease_s:
             await asyncio.sleep(0.01)
 
 
-async def test_an_engines_lease_is_what_it_was_started_with_and_its_blocks_what_it_says_itself(
-    cluster: Cluster,
+async def test_the_kv_lease_comes_from_the_identity_and_the_block_size_from_the_engine(
+    watched: WatchedService,
 ) -> None:
-    instance = cluster.router.fleet["s-0"]
+    instance = watched.router.fleet["s-0"]
     assert instance.kv_lease_s == 30.0  # engines that were told nothing
-    instance.block_size = 32
-    await cluster.serve("s-0", endpoint="127.0.0.1:9001", identity={**IDENTITY, "kvLease": "2s"})
-    await leased(instance, 2.0)
+    instance.reported_block_size = 32
+    await watched.set_status("s-0", endpoint="127.0.0.1:9001", identity={**IDENTITY, "kvLease": "2s"})
+    await wait_for_lease(instance, 2.0)
     assert instance.identity is not None
     assert (instance.identity.block_size, instance.identity.kv_lease_s) == (32, 2.0)
-    await cluster.serve("s-0", identity={**IDENTITY, "kvLease": "55s"})  # another process: it has not said
-    await leased(instance, 55.0)
+    await watched.set_status(
+        "s-0", identity={**IDENTITY, "kvLease": "55s"}
+    )  # another process: it has not said
+    await wait_for_lease(instance, 55.0)
     assert instance.identity.block_size == 16
 
 
-async def test_other_services_are_none_of_its_business(cluster: Cluster) -> None:
+async def test_instances_of_other_services_are_ignored(watched: WatchedService) -> None:
     own = {"service": "other", "pool": "x", "model": "m", "engine": {}}
-    await cluster.store.create(parse_as(PDInstance, named("PDInstance", "other-0", own)))
-    await cluster.acknowledged(await cluster.flip("s-0", "Decode"))
-    assert set(cluster.fleet()) == set(NAMES)
+    await watched.store.create(parse_as(PDInstance, manifest("PDInstance", "other-0", own)))
+    await watched.wait_until_acknowledged(await watched.flip("s-0", "Decode"))
+    assert set(watched.fleet()) == set(NAMES)
 
 
-async def test_the_cooldown_is_counted_from_the_assignment(cluster: Cluster) -> None:
-    await cluster.acknowledged(await cluster.wish(lastPrefillToDecode="2026-01-01T00:00:00Z"))
-    assert cluster.router.rules.to_decode_after_s == 1767225600.0 + 10.0
+async def test_the_cooldown_is_counted_from_the_assignment(watched: WatchedService) -> None:
+    await watched.wait_until_acknowledged(
+        await watched.patch_assignment(lastPrefillToDecode="2026-01-01T00:00:00Z")
+    )
+    assert watched.router.flip_rules.to_decode_cooldown_until_s == 1767225600.0 + 10.0
 
 
-async def test_a_pod_on_its_way_out_gets_nothing_before_the_operator_says_so(cluster: Cluster) -> None:
+async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched: WatchedService) -> None:
     """A second router watches pods, too: its last instance's is being deleted, and one has no pod at all."""
-    objects, router = MemoryObjects(), Router()
+    objects, router = FakeObjectApi(), Router()
     for name in NAMES[:3]:
         objects.put("Pod", name, status={"phase": "Running", "podIP": "127.0.0.1"})
-    watches = Watches(
-        router, cluster.store, service="s", namespace="default", objects=objects, rng=random.Random(1)
+    watches = StoreWatcher(
+        router, watched.store, service="s", namespace="default", objects=objects, rng=random.Random(1)
     )
     running = asyncio.create_task(watches.run())
     try:
-        await asyncio.wait_for(watches.synced(), DEADLINE_S)
-        seen = {i.name: i.serving for i in router.fleet.all}
+        await asyncio.wait_for(watches.wait_until_synced(), DEADLINE_S)
+        seen = {i.name: i.serving for i in router.fleet.instances}
         objects.put("Pod", "s-2", metadata={"deletionTimestamp": SINCE}, status={"podIP": "127.0.0.1"})
         async with asyncio.timeout(DEADLINE_S):
             while router.fleet["s-2"].serving:
@@ -270,4 +281,4 @@ async def test_a_pod_on_its_way_out_gets_nothing_before_the_operator_says_so(clu
         running.cancel()
         await asyncio.wait([running])
     assert seen == {"s-0": True, "s-1": True, "s-2": True, "s-3": False}
-    assert cluster.fleet()["s-2"] == (Role.DECODE, True), "who does not watch them waits for the operator"
+    assert watched.fleet()["s-2"] == (Role.DECODE, True), "who does not watch them waits for the operator"

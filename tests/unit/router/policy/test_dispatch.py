@@ -7,34 +7,34 @@ import pytest
 from fulcrum_core.latency import DecodeModel
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
-    Decision,
     Dispatch,
-    FlipRules,
-    FlipWanted,
+    DispatchDecision,
+    DispatchReason,
+    FlipProposal,
+    FlipProposalRules,
     NoInstance,
-    Reason,
     choose_decode,
     choose_prefill,
-    decode_load,
+    compute_decode_load,
 )
-from tests.unit.router.builders import OTHER_MODEL, SLO, View, instance
+from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
 
-FLIPS = FlipRules(enabled=True, shrink=0.5, to_decode_after_s=100.0)
+FLIPS = FlipProposalRules(enabled=True, max_decode_load=0.5, to_decode_cooldown_until_s=100.0)
 LATE = 3.0
 """Seconds of queue that no prefill SLO bears."""
 
 
 def within(name: str, cost: tuple[float, float]) -> Dispatch:
-    return Dispatch(name, Reason.WITHIN_SLO, cost)
+    return Dispatch(name, DispatchReason.WITHIN_SLO, cost)
 
 
 def least(name: str, cost: tuple[float, float]) -> Dispatch:
-    return Dispatch(name, Reason.LEAST_COST, cost)
+    return Dispatch(name, DispatchReason.LEAST_COST, cost)
 
 
-def rounded(decision: Decision) -> Decision:
+def rounded(decision: DispatchDecision) -> DispatchDecision:
     """Without the float dust in its costs."""
-    if isinstance(decision, FlipWanted):
+    if isinstance(decision, FlipProposal):
         fallback = rounded(decision.fallback)
         assert isinstance(fallback, Dispatch)
         return decision._replace(fallback=fallback)
@@ -97,7 +97,7 @@ PREFILL_CASES = [
     ),
     pytest.param(
         [instance("p1", queued_s=LATE), instance("p2", queued_s=LATE + 1), instance("d1"), instance("d2")],
-        FlipWanted(
+        FlipProposal(
             Role.PREFILL,
             least("p1", (0, LATE + 0.1)),
             "2 prefill instances, best TTFT 3.100 s; decode load 0.00 is below 0.5",
@@ -123,23 +123,25 @@ PREFILL_CASES = [
 
 
 @pytest.mark.parametrize(("instances", "expected"), PREFILL_CASES)
-def test_prefill_of_100_tokens(instances: list[View], expected: Decision) -> None:
+def test_prefill_goes_to_the_cheapest_instance_within_the_slo(
+    instances: list[FakeInstance], expected: DispatchDecision
+) -> None:
     assert rounded(choose_prefill(instances, 100, SLO, rules=FLIPS)) == expected
 
 
-def test_no_flip_is_wanted_where_flips_are_off() -> None:
+def test_no_flip_is_proposed_when_flips_are_disabled() -> None:
     late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
     assert rounded(choose_prefill(late, 100, SLO)) == least("p1", (0, LATE + 0.1))
 
 
-def test_a_prompt_too_long_for_the_slo_on_any_instance_flips_none() -> None:
+def test_a_prompt_too_long_for_the_slo_on_any_instance_proposes_no_flip() -> None:
     late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
     assert rounded(choose_prefill(late, 1500, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.5))
 
 
-def test_a_prefill_instance_that_failed_is_avoided() -> None:
+def test_an_excluded_prefill_instance_is_not_chosen() -> None:
     fleet = [instance("p1"), instance("p2", queued_s=0.5), instance("d1")]
-    assert rounded(choose_prefill(fleet, 100, SLO, avoid=("p1",))) == within("p2", (0, 0.6))
+    assert rounded(choose_prefill(fleet, 100, SLO, exclude=("p1",))) == within("p2", (0, 0.6))
 
 
 DECODE_CASES = [
@@ -160,13 +162,13 @@ DECODE_CASES = [
     ),
     pytest.param(
         [instance("p1"), instance("p2", decoding=5)],
-        Dispatch("p1", Reason.OTHER_ROLE, (0, -3900)),
+        Dispatch("p1", DispatchReason.OTHER_ROLE, (0, -3900)),
         id="if only prefill instances are left the emptiest of them decodes",
     ),
     pytest.param([], NoInstance("no serving instance"), id="nobody is nobody"),
     pytest.param(
         [instance("p1"), instance("p2"), instance("d1", decoding=9000), instance("d2", decoding=8000)],
-        FlipWanted(
+        FlipProposal(
             Role.DECODE,
             least("d2", (0, 4100)),
             "2 decode instances, least over by 4100 tokens; 2 prefill instances, cooldown over",
@@ -182,55 +184,61 @@ DECODE_CASES = [
 
 
 @pytest.mark.parametrize(("instances", "expected"), DECODE_CASES)
-def test_decode_of_a_prompt_of_100_tokens(instances: list[View], expected: Decision) -> None:
+def test_decode_goes_to_the_cheapest_instance_within_the_slo(
+    instances: list[FakeInstance], expected: DispatchDecision
+) -> None:
     assert rounded(choose_decode(instances, 100, SLO, rules=FLIPS, now_s=100.0)) == expected
 
 
-def test_no_flip_to_decode_before_the_cooldown_is_over() -> None:
+def test_no_flip_to_decode_is_proposed_during_the_cooldown() -> None:
     fleet = [instance("p1"), instance("p2"), instance("d1", decoding=9000)]
     assert rounded(choose_decode(fleet, 100, SLO, rules=FLIPS, now_s=99.9)) == least("d1", (0, 5100))
 
 
-def test_decode_stays_where_the_prefill_ran_if_that_carries_the_decode_label_now() -> None:
+def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() -> None:
     flipped = instance("p1", role=Role.DECODE, decoding=9000)
     chosen = choose_decode([flipped, instance("d1")], 100, SLO, prefilled_on=flipped)
-    assert rounded(chosen) == Dispatch("p1", Reason.PREFILLED_HERE, (0, 5100))
+    assert rounded(chosen) == Dispatch("p1", DispatchReason.PREFILLED_HERE, (0, 5100))
 
 
 @pytest.mark.parametrize(
-    ("flipped", "avoid"),
+    ("flipped", "exclude"),
     [
         pytest.param(instance("p1", role=Role.DECODE, serving=False), (), id="it serves no more"),
         pytest.param(instance("p1", role=Role.DECODE), ("p1",), id="it has failed already"),
         pytest.param(instance("p1"), (), id="it still plays prefill"),
     ],
 )
-def test_decode_goes_elsewhere_otherwise(flipped: View, avoid: tuple[str, ...]) -> None:
-    chosen = choose_decode([flipped, instance("d1")], 100, SLO, prefilled_on=flipped, avoid=avoid)
+def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
+    flipped: FakeInstance, exclude: tuple[str, ...]
+) -> None:
+    chosen = choose_decode([flipped, instance("d1")], 100, SLO, prefilled_on=flipped, exclude=exclude)
     assert rounded(chosen) == within("d1", (0, -3900))
 
 
-def test_only_who_can_read_the_kv_decodes() -> None:
+def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
     source, stranger = instance("p1"), instance("d1", identity=OTHER_MODEL)
     fleet = [source, stranger, instance("d2", decoding=3000)]
     assert rounded(choose_decode(fleet, 100, SLO, prefilled_on=source)) == within("d2", (0, -900))
 
 
-def test_nobody_who_can_read_the_kv_is_told_apart_from_nobody() -> None:
+def test_no_instance_that_can_read_the_kv_has_its_own_reason() -> None:
     source = instance("p1", serving=False)
     chosen = choose_decode([instance("d1", identity=OTHER_MODEL)], 100, SLO, prefilled_on=source)
     assert rounded(chosen) == NoInstance("no serving instance that can read the prefill's KV")
 
 
-def test_where_tokens_cost_nothing_the_fewest_requests_decide() -> None:
+def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     free = DecodeModel(intercept=0.01, slope=0.0)
     busy, idle = instance("d1", decoding=10), instance("d2")
     busy.decode_model = idle.decode_model = free
-    assert rounded(choose_decode([busy, idle], 100, SLO)) == Dispatch("d2", Reason.WITHIN_SLO, (0, -math.inf))
+    assert rounded(choose_decode([busy, idle], 100, SLO)) == Dispatch(
+        "d2", DispatchReason.WITHIN_SLO, (0, -math.inf)
+    )
 
 
 @pytest.mark.parametrize(
-    ("decoders", "load"),
+    ("decode_instances", "load"),
     [
         pytest.param([], None, id="no decode instance: cannot tell"),
         pytest.param([instance("d1")], 0.0, id="idle is no load"),
@@ -239,5 +247,7 @@ def test_where_tokens_cost_nothing_the_fewest_requests_decide() -> None:
         pytest.param([instance("d1", itl_s=0.05), instance("d2")], 0.5, id="the mean over all, to the SLO"),
     ],
 )
-def test_decode_load(decoders: list[View], load: float | None) -> None:
-    assert decode_load(decoders, SLO) == load
+def test_decode_load_is_the_mean_itl_over_the_slo(
+    decode_instances: list[FakeInstance], load: float | None
+) -> None:
+    assert compute_decode_load(decode_instances, SLO) == load

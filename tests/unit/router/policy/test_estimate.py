@@ -6,10 +6,16 @@ from typing import Any
 import pytest
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_router.policy import DecodePredictor, PredictionError, PrefillPredictor, TokenRatio, prompt_size
+from fulcrum_router.policy import (
+    DecodePredictor,
+    PredictionErrorMean,
+    PrefillPredictor,
+    TokensPerByte,
+    measure_prompt,
+)
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
 
-NONSENSE = [math.nan, math.inf, -1.0, 0.0]
+UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -31,32 +37,34 @@ NONSENSE = [math.nan, math.inf, -1.0, 0.0]
         pytest.param({"prompt": 5}, (0, 0), id="a prompt that is none is for the engine to refuse"),
     ],
 )
-def test_prompt_size(request_fields: dict[str, Any], size: tuple[int, int]) -> None:
-    assert prompt_size(request_fields) == size
+def test_a_prompt_is_measured_in_text_bytes_and_token_ids(
+    request_fields: dict[str, Any], size: tuple[int, int]
+) -> None:
+    assert measure_prompt(request_fields) == size
 
 
-def test_the_ratio_converges_to_what_engines_count() -> None:
-    ratio = TokenRatio()
+def test_tokens_per_byte_converge_to_the_engines_count() -> None:
+    ratio = TokensPerByte()
     for _ in range(200):
-        ratio.learn(size=4000, tokens=800)
-    assert [ratio.value, ratio.tokens(4000) / 4000] == pytest.approx([0.2, 0.2], rel=0.01)
+        ratio.learn(prompt_bytes=4000, tokens=800)
+    assert [ratio.value, ratio.predict_tokens(4000) / 4000] == pytest.approx([0.2, 0.2], rel=0.01)
 
 
-def test_a_short_prompt_moves_the_ratio_less_than_a_long_one() -> None:
-    short, long = TokenRatio(), TokenRatio()
-    short.learn(size=8, tokens=16)
-    long.learn(size=800, tokens=1600)
+def test_a_short_prompt_changes_tokens_per_byte_less_than_a_long_one() -> None:
+    short, long = TokensPerByte(), TokensPerByte()
+    short.learn(prompt_bytes=8, tokens=16)
+    long.learn(prompt_bytes=800, tokens=1600)
     assert 0.25 < short.value < long.value
 
 
-@pytest.mark.parametrize("tokens", NONSENSE, ids=str)
-def test_nonsense_does_not_move_the_ratio(tokens: float) -> None:
-    ratio = TokenRatio()
-    ratio.learn(size=100, tokens=tokens)
-    assert ratio.value == TokenRatio().value
+@pytest.mark.parametrize("tokens", UNUSABLE, ids=str)
+def test_unusable_samples_do_not_change_tokens_per_byte(tokens: float) -> None:
+    ratio = TokensPerByte()
+    ratio.learn(prompt_bytes=100, tokens=tokens)
+    assert ratio.value == TokensPerByte().value
 
 
-def test_prefill_times_converge_to_what_is_measured() -> None:
+def test_the_prefill_model_converges_to_measured_times() -> None:
     truth = PrefillModel(c0=0.004, c1=3e-5, c2=4e-9)
     predictor = PrefillPredictor()
     for step in range(400):
@@ -66,7 +74,7 @@ def test_prefill_times_converge_to_what_is_measured() -> None:
     assert predicted == pytest.approx([truth.ttft_s(n) for n in (100, 1000, 8000)], rel=0.05)
 
 
-def test_a_single_prompt_length_corrects_the_level_and_keeps_a_sane_curve() -> None:
+def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> None:
     predictor = PrefillPredictor(PrefillModel(c0=0.01, c1=1e-4, c2=0.0))
     for _ in range(256):
         predictor.learn(tokens=1000, seconds=0.2)
@@ -74,7 +82,7 @@ def test_a_single_prompt_length_corrects_the_level_and_keeps_a_sane_curve() -> N
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
 
-def test_decode_steps_converge_to_what_is_measured() -> None:
+def test_the_decode_model_converges_to_measured_steps() -> None:
     truth = DecodeModel(intercept=0.015, slope=2e-6)
     predictor = DecodePredictor()
     for step in range(400):
@@ -83,7 +91,7 @@ def test_decode_steps_converge_to_what_is_measured() -> None:
     assert predictor.model.max_tokens(0.05) == pytest.approx(truth.max_tokens(0.05), rel=0.1)
 
 
-def test_each_second_of_decoding_is_learned_from_at_once() -> None:
+def test_the_decode_model_is_refitted_with_every_sample() -> None:
     predictor = DecodePredictor()
     models = set()
     for second in range(40):
@@ -92,8 +100,8 @@ def test_each_second_of_decoding_is_learned_from_at_once() -> None:
     assert len(models) == 40
 
 
-@pytest.mark.parametrize("seconds", NONSENSE, ids=str)
-def test_nonsense_does_not_move_a_model(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", UNUSABLE, ids=str)
+def test_unusable_samples_do_not_change_a_model(seconds: float) -> None:
     prefill, decode = PrefillPredictor(), DecodePredictor()
     prefill.learn(tokens=100, seconds=seconds)
     decode.learn(tokens=100, itl_s=seconds)
@@ -101,7 +109,7 @@ def test_nonsense_does_not_move_a_model(seconds: float) -> None:
 
 
 def test_the_prediction_error_is_relative_and_signed() -> None:
-    error = PredictionError()
+    error = PredictionErrorMean()
     assert error.value is None
     error.learn(predicted_s=1.5, measured_s=1.0)
     assert error.value == pytest.approx(0.5)

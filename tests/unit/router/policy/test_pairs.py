@@ -1,4 +1,4 @@
-"""What the router concludes about pairs: proofs, warmth, badness, and whom a canary should try."""
+"""What the router concludes about pairs: outcomes, warmth, badness, and whom a canary should try."""
 
 from collections.abc import Mapping
 
@@ -6,18 +6,26 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
-    Delay,
     Dispatch,
+    DispatchReason,
     PairKey,
-    PairMap,
-    Proof,
-    Reason,
+    TransferDelay,
+    TransferOutcome,
+    TransferPairs,
     choose_decode,
     choose_prefill,
-    judge,
+    classify_transfer,
 )
-from fulcrum_router.policy.pairs import BAD_AFTER, MESH, MOST_PAIRS, RETRY_S, TOLD_PAIRS, WARM_S, Pair
-from tests.unit.router.builders import OTHER_MODEL, SLO, View, instance
+from fulcrum_router.policy.pairs import (
+    BAD_AFTER_MISSES,
+    BAD_PAIR_RETRY_S,
+    MAX_FULL_MESH_INSTANCES,
+    MAX_PAIRS,
+    MAX_REPORTED_PAIRS,
+    WARM_FOR_S,
+    TransferPair,
+)
+from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
 
 KEY = PairKey("p1", "d1")
 
@@ -25,171 +33,185 @@ KEY = PairKey("p1", "d1")
 @pytest.mark.parametrize(
     ("prompt", "cached", "block", "expected"),
     [
-        pytest.param(300, 300, 32, Proof.PROVEN, id="all of it"),
-        pytest.param(300, 288, 32, Proof.PROVEN, id="whole blocks"),
+        pytest.param(300, 300, 32, TransferOutcome.VERIFIED, id="all of it"),
+        pytest.param(300, 288, 32, TransferOutcome.VERIFIED, id="whole blocks"),
         pytest.param(
-            300, 256, 32, Proof.RECOMPUTED, id="all whole blocks but one: its own cache may do that"
+            300, 256, 32, TransferOutcome.RECOMPUTED, id="all whole blocks but one: its own cache may do that"
         ),
-        pytest.param(288, 256, 32, Proof.PROVEN, id="all, and the last token's block anew"),
-        pytest.param(288, 255, 32, Proof.RECOMPUTED, id="less than that"),
-        pytest.param(1, 1, 32, Proof.PROVEN, id="a single token"),
-        pytest.param(300, 0, 32, Proof.RECOMPUTED, id="nothing"),
-        pytest.param(20, 19, 32, Proof.PROVEN, id="a prompt shorter than a block"),
-        pytest.param(20, 0, 32, Proof.RECOMPUTED, id="nothing of a short prompt"),
-        pytest.param(300, None, 32, Proof.UNKNOWN, id="not told"),
+        pytest.param(288, 256, 32, TransferOutcome.VERIFIED, id="all, and the last token's block anew"),
+        pytest.param(288, 255, 32, TransferOutcome.RECOMPUTED, id="less than that"),
+        pytest.param(1, 1, 32, TransferOutcome.VERIFIED, id="a single token"),
+        pytest.param(300, 0, 32, TransferOutcome.RECOMPUTED, id="nothing"),
+        pytest.param(20, 19, 32, TransferOutcome.VERIFIED, id="a prompt shorter than a block"),
+        pytest.param(20, 0, 32, TransferOutcome.RECOMPUTED, id="nothing of a short prompt"),
+        pytest.param(300, None, 32, TransferOutcome.UNKNOWN, id="not reported"),
     ],
 )
-def test_a_hand_off_is_judged_by_what_was_not_computed(
-    prompt: int, cached: int | None, block: int, expected: Proof
+def test_a_transfer_is_verified_when_every_whole_block_was_cached(
+    prompt: int, cached: int | None, block: int, expected: TransferOutcome
 ) -> None:
-    assert judge(prompt_tokens=prompt, cached_tokens=cached, block_tokens=block) is expected
+    assert classify_transfer(prompt_tokens=prompt, cached_tokens=cached, block_tokens=block) is expected
 
 
-def reasons(*proofs: Proof, why: str = "") -> list[str]:
-    pair, seen = Pair(), []
-    for number, proof in enumerate(proofs):
-        pair.record(proof, now_s=float(number), why=why)
+def reasons(*outcomes: TransferOutcome, reason: str = "") -> list[str]:
+    pair, seen = TransferPair(), []
+    for number, outcome in enumerate(outcomes):
+        pair.record(outcome, now_s=float(number), reason=reason)
         seen.append(pair.reason)
     return seen
 
 
-YES, NO, MUTE = Proof.PROVEN, Proof.RECOMPUTED, Proof.UNKNOWN
+VERIFIED, RECOMPUTED, UNKNOWN = TransferOutcome.VERIFIED, TransferOutcome.RECOMPUTED, TransferOutcome.UNKNOWN
 
 
-def test_one_miss_makes_no_bad_pair_and_one_success_mends_it() -> None:
-    assert reasons(YES, NO, YES, NO, NO, NO, YES) == [
-        *("Proven", "Proven", "Proven", "Proven"),
-        *("Recomputed", "Recomputed", "Proven"),
+def test_two_misses_in_a_row_make_a_pair_bad_and_one_success_clears_it() -> None:
+    assert reasons(VERIFIED, RECOMPUTED, VERIFIED, RECOMPUTED, RECOMPUTED, RECOMPUTED, VERIFIED) == [
+        *("Verified", "Verified", "Verified", "Verified"),
+        *("Recomputed", "Recomputed", "Verified"),
     ]
-    assert reasons(NO, NO, why="LeaseExpired") == ["NoTrafficYet", "LeaseExpired"]
-    known, unknown = Pair(), Pair()
-    for pair, causes in ((known, ("NotCompatible", "", "")), (unknown, ("", ""))):
-        for why in causes:
-            pair.record(NO, now_s=0.0, why=why)
-    assert (known.reason, unknown.reason) == ("NotCompatible", "Recomputed")
-    assert reasons(MUTE, NO, MUTE) == ["CannotTell", "CannotTell", "CannotTell"]
+    assert reasons(RECOMPUTED, RECOMPUTED, reason="LeaseExpired") == ["NoTrafficYet", "LeaseExpired"]
+    known, unknown = TransferPair(), TransferPair()
+    for pair, causes in ((known, ("Incompatible", "", "")), (unknown, ("", ""))):
+        for reason in causes:
+            pair.record(RECOMPUTED, now_s=0.0, reason=reason)
+    assert (known.reason, unknown.reason) == ("Incompatible", "Recomputed")
+    assert reasons(UNKNOWN, RECOMPUTED, UNKNOWN) == ["NotReported", "NotReported", "NotReported"]
 
 
-def test_a_pair_is_warm_until_its_engines_forget_and_cold_after_a_miss() -> None:
-    pair = Pair()
+def test_a_pair_stays_warm_for_the_engine_ttl_and_turns_cold_on_a_miss() -> None:
+    pair = TransferPair()
     warm = []
-    for proof in (YES, NO, MUTE):
-        pair.record(proof, now_s=100.0)
+    for outcome in (VERIFIED, RECOMPUTED, UNKNOWN):
+        pair.record(outcome, now_s=100.0)
         warm.append(pair.warm_until_s - 100.0)
-    assert warm == [WARM_S, float("-inf"), WARM_S]
+    assert warm == [WARM_FOR_S, float("-inf"), WARM_FOR_S]
 
 
-def test_a_slow_wire_shows_after_several_slow_hand_offs_in_a_row() -> None:
-    pair, seen = Pair(), []
+def test_three_slow_transfers_in_a_row_mark_the_pair_slow() -> None:
+    pair, seen = TransferPair(), []
     for seconds in (1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 0.1):
-        pair.timed(seconds, tokens=1000, recompute_s=0.2, cold=False)
-        pair.record(YES, now_s=0.0)
+        pair.record_duration(seconds, tokens=1000, recompute_s=0.2, cold=False)
+        pair.record(VERIFIED, now_s=0.0)
         seen.append(pair.reason)
-    assert seen == [*["Proven"] * 5, "SlowTransport", "Proven"]
+    assert seen == [*["Verified"] * 5, "SlowTransport", "Verified"]
     assert pair.handshake_s is None
 
 
 @pytest.mark.parametrize(
     ("prompt", "took_s", "expected"),
     [
-        pytest.param(8_000, 0.11, "Proven", id="InfiniBand"),
-        pytest.param(8_000, 0.3, "Proven", id="InfiniBand that others use, too"),
+        pytest.param(8_000, 0.11, "Verified", id="InfiniBand"),
+        pytest.param(8_000, 0.3, "Verified", id="InfiniBand that others use, too"),
         pytest.param(8_000, 1.05, "SlowTransport", id="TCP"),
         pytest.param(2_000, 0.29, "SlowTransport", id="TCP, a shorter prompt"),
-        pytest.param(300, 0.09, "Proven", id="a prompt too short to tell"),
+        pytest.param(300, 0.09, "Verified", id="a prompt too short to tell"),
     ],
 )
-def test_a_fall_back_to_tcp_shows_by_what_the_declared_fabric_would_take(
+def test_transfers_slower_than_the_declared_fabric_mark_the_pair_slow(
     prompt: int, took_s: float, expected: str
 ) -> None:
     """70 billion parameters: 328 kB a token, 33 ms for 1,000 tokens at 10 GB/s, 131 ms over TCP."""
-    pair = Pair()
+    pair = TransferPair()
     for _ in range(3):
-        pair.timed(
+        pair.record_duration(
             took_s, tokens=prompt, recompute_s=0.08 * prompt / 1000, cold=False, wire_s=0.033 * prompt / 1000
         )
-        pair.record(YES, now_s=0.0)
+        pair.record(VERIFIED, now_s=0.0)
     assert pair.reason == expected
 
 
-def test_an_engine_whose_steps_are_long_has_no_slow_wire() -> None:
+def test_long_engine_steps_do_not_mark_the_pair_slow() -> None:
     def seen(step_s: float) -> str:
-        pair = Pair()
+        pair = TransferPair()
         for _ in range(3):
-            pair.timed(0.5, tokens=1000, recompute_s=0.1, cold=False, step_s=step_s, wire_s=0.03)
-        pair.record(YES, now_s=0.0)
+            pair.record_duration(0.5, tokens=1000, recompute_s=0.1, cold=False, step_s=step_s, wire_s=0.03)
+        pair.record(VERIFIED, now_s=0.0)
         return pair.reason
 
-    assert [seen(0.0), seen(0.2)] == ["SlowTransport", "Proven"]
+    assert [seen(0.0), seen(0.2)] == ["SlowTransport", "Verified"]
 
 
-def test_a_slow_pair_is_mended_by_a_prompt_that_tells_and_not_by_a_short_one() -> None:
-    pair, seen = Pair(), []
+def test_only_a_long_prompt_clears_a_slow_pair() -> None:
+    pair, seen = TransferPair(), []
     for tokens, seconds in ((4000, 0.6), (4000, 0.6), (300, 0.05), (4000, 0.6), (300, 0.05), (4000, 0.1)):
-        pair.timed(seconds, tokens=tokens, recompute_s=0.3, cold=False, wire_s=0.033 * tokens / 1000)
-        pair.record(YES, now_s=0.0)
+        pair.record_duration(
+            seconds, tokens=tokens, recompute_s=0.3, cold=False, wire_s=0.033 * tokens / 1000
+        )
+        pair.record(VERIFIED, now_s=0.0)
         seen.append(pair.reason)
-    assert seen == [*["Proven"] * 3, *["SlowTransport"] * 2, "Proven"]
-    assert pair.slow_tokens == 4000
+    assert seen == [*["Verified"] * 3, *["SlowTransport"] * 2, "Verified"]
+    assert pair.slow_prompt_tokens == 4000
 
 
-def test_the_first_hand_off_tells_the_handshake_and_short_ones_tell_nothing() -> None:
-    pair = Pair()
-    pair.timed(0.25, tokens=1000, recompute_s=0.01, cold=True)
-    pair.timed(9.0, tokens=100, recompute_s=0.01, cold=False)
-    assert (pair.handshake_s, pair.seconds_per_1k_tokens) == (0.25, None)
-    pair.timed(0.02, tokens=2000, recompute_s=0.01, cold=False)
-    assert pair.seconds_per_1k_tokens == pytest.approx(0.01)
+def test_the_first_transfer_measures_the_handshake_and_short_prompts_are_not_timed() -> None:
+    pair = TransferPair()
+    pair.record_duration(0.25, tokens=1000, recompute_s=0.01, cold=True)
+    pair.record_duration(9.0, tokens=100, recompute_s=0.01, cold=False)
+    assert (pair.handshake_s, pair.transfer_s_per_1k_tokens) == (0.25, None)
+    pair.record_duration(0.02, tokens=2000, recompute_s=0.01, cold=False)
+    assert pair.transfer_s_per_1k_tokens == pytest.approx(0.01)
 
 
-def fleet(givers: int = 1, takers: int = 2) -> list[View]:
-    return [*(instance(f"d{i + 1}") for i in range(takers)), *(instance(f"p{i + 1}") for i in range(givers))]
+def fleet(prefills: int = 1, decodes: int = 2) -> list[FakeInstance]:
+    return [
+        *(instance(f"d{i + 1}") for i in range(decodes)),
+        *(instance(f"p{i + 1}") for i in range(prefills)),
+    ]
 
 
-def used(pairs: PairMap, key: PairKey, proof: Proof = YES, *, times: int = 1, now_s: float = 0.0) -> None:
+def record(
+    pairs: TransferPairs,
+    key: PairKey,
+    outcome: TransferOutcome = VERIFIED,
+    *,
+    times: int = 1,
+    now_s: float = 0.0,
+) -> None:
     for _ in range(times):
-        pairs[key].record(proof, now_s=now_s)
+        pairs[key].record(outcome, now_s=now_s)
 
 
-def test_a_warm_pair_is_preferred_to_a_cold_one_by_what_the_handshake_costs() -> None:
+def test_a_cold_pair_costs_one_handshake_more_than_a_warm_one() -> None:
     """200 ms are 200 tokens of this prefill model."""
-    pairs, views = PairMap(), fleet()
-    used(pairs, PairKey("p1", "d2"))
+    pairs, views = TransferPairs(), fleet()
+    record(pairs, PairKey("p1", "d2"))
     pairs.refresh(views, now_s=1.0)
-    assert pairs.delays == {"p1": {"d1": Delay(200.0, 0.0)}}
+    assert pairs.decode_delay_tokens == {"p1": {"d1": TransferDelay(200.0, 0.0)}}
     source = views[-1]
 
     def chosen() -> Dispatch:
-        decision = choose_decode(views, 100, SLO, prefilled_on=source, delays=pairs.delays["p1"])
+        decision = choose_decode(views, 100, SLO, prefilled_on=source, delays=pairs.decode_delay_tokens["p1"])
         assert isinstance(decision, Dispatch)
         return decision
 
-    assert (chosen().instance, chosen().reason) == ("d2", Reason.WITHIN_SLO)
-    views[1].ledger.open_local_prefill(tokens=199, seconds=0.1)
+    assert (chosen().instance, chosen().reason) == ("d2", DispatchReason.WITHIN_SLO)
+    views[1].ledger.add_local_prefill(tokens=199, seconds=0.1)
     assert chosen().instance == "d2"
-    views[1].ledger.open_local_prefill(tokens=2, seconds=0.1)
+    views[1].ledger.add_local_prefill(tokens=2, seconds=0.1)
     assert chosen().instance == "d1"
 
 
-def rounded(delays: Mapping[str, Delay]) -> dict[str, tuple[float, ...]]:
+def rounded(delays: Mapping[str, TransferDelay]) -> dict[str, tuple[float, ...]]:
     return {name: tuple(round(part, 9) for part in delay) for name, delay in delays.items()}
 
 
-def timed(pairs: PairMap, key: PairKey, seconds: float, *, tokens: int = 1000) -> None:
+def record_duration(pairs: TransferPairs, key: PairKey, seconds: float, *, tokens: int = 1000) -> None:
     """A warm pair that took so long."""
-    used(pairs, key)
-    pairs[key].timed(seconds, tokens=tokens, recompute_s=10.0, cold=False)
+    record(pairs, key)
+    pairs[key].record_duration(seconds, tokens=tokens, recompute_s=10.0, cold=False)
 
 
-def test_a_decode_instance_that_gets_kv_late_waits_as_long_as_the_prompt_is() -> None:
+def test_the_delay_of_a_slow_pair_grows_with_the_prompt() -> None:
     """100 ms are the engines' own; the quick pair takes 100 more, the slow one 500: 300 over twice that."""
-    pairs, views = PairMap(), fleet()
-    timed(pairs, PairKey("p1", "d1"), 0.6)
-    timed(pairs, PairKey("p1", "d2"), 0.2)
+    pairs, views = TransferPairs(), fleet()
+    record_duration(pairs, PairKey("p1", "d1"), 0.6)
+    record_duration(pairs, PairKey("p1", "d2"), 0.2)
     pairs.refresh(views, now_s=1.0)
-    assert {name: rounded(delays) for name, delays in pairs.delays.items()} == {"p1": {"d1": (0.0, 0.3)}}
-    source, delays = views[-1], pairs.delays["p1"]
-    views[1].ledger.open_local_prefill(tokens=200, seconds=0.2)
+    assert {name: rounded(delays) for name, delays in pairs.decode_delay_tokens.items()} == {
+        "p1": {"d1": (0.0, 0.3)}
+    }
+    source, delays = views[-1], pairs.decode_delay_tokens["p1"]
+    views[1].ledger.add_local_prefill(tokens=200, seconds=0.2)
 
     def chosen(tokens: int) -> Dispatch:
         decision = choose_decode(views, tokens, SLO, prefilled_on=source, delays=delays)
@@ -208,140 +230,140 @@ def test_a_decode_instance_that_gets_kv_late_waits_as_long_as_the_prompt_is() ->
         pytest.param((5.0, 5.0), id="all slow"),
     ],
 )
-def test_pairs_that_are_alike_change_no_choice(took_s: tuple[float, float]) -> None:
-    pairs, views = PairMap(), fleet()
+def test_pairs_of_similar_speed_get_no_delay(took_s: tuple[float, float]) -> None:
+    pairs, views = TransferPairs(), fleet()
     for decode, seconds in zip(("d1", "d2"), took_s, strict=True):
-        timed(pairs, PairKey("p1", decode), seconds)
+        record_duration(pairs, PairKey("p1", decode), seconds)
     pairs.refresh(views, now_s=1.0)
-    assert (pairs.delays, pairs.giver_delays) == ({}, {})
+    assert (pairs.decode_delay_tokens, pairs.prefill_delays_s) == ({}, {})
 
 
-def test_a_prefill_instance_whose_kv_everybody_gets_late_is_late_itself() -> None:
-    pairs, views = PairMap(), fleet(givers=3, takers=2)
-    cold = dict(pairs.giver_delays)
+def test_a_prefill_instance_slow_to_every_decode_instance_is_delayed_itself() -> None:
+    pairs, views = TransferPairs(), fleet(prefills=3, decodes=2)
+    cold = dict(pairs.prefill_delays_s)
     pairs.refresh(views, now_s=1.0)
-    all_cold = dict(pairs.giver_delays)
+    all_cold = dict(pairs.prefill_delays_s)
     for decode in ("d1", "d2"):
-        timed(pairs, PairKey("p2", decode), 0.15)
-        timed(pairs, PairKey("p3", decode), 0.6)
+        record_duration(pairs, PairKey("p2", decode), 0.15)
+        record_duration(pairs, PairKey("p3", decode), 0.6)
     pairs.refresh(views, now_s=1.0)
     assert (cold, all_cold) == ({}, {}), "where all are late, nobody is"
-    assert rounded(pairs.giver_delays) == {"p1": (0.2, 0.0), "p3": (0.0, 0.0004)}
+    assert rounded(pairs.prefill_delays_s) == {"p1": (0.2, 0.0), "p3": (0.0, 0.0004)}
 
     def chosen(tokens: int) -> str:
-        decision = choose_prefill(views, tokens, SLO, delays=pairs.giver_delays)
+        decision = choose_prefill(views, tokens, SLO, delays=pairs.prefill_delays_s)
         assert isinstance(decision, Dispatch)
         return decision.instance
 
-    views[3].ledger.open_prefill(tokens=150, seconds=0.15)
+    views[3].ledger.add_prefill(tokens=150, seconds=0.15)
     assert [chosen(100), chosen(400)] == ["p3", "p2"]
 
 
-def test_a_new_engine_process_may_be_anywhere_so_its_speed_is_forgotten() -> None:
-    pairs, key = PairMap(), KEY
-    timed(pairs, key, 5.0)
-    pairs.cool("d1")
-    assert (pairs[key].seconds_per_1k_tokens, pairs[key].lag_per_1k_tokens_s) == (None, None)
+def test_invalidating_an_instance_forgets_the_measured_speed_of_its_pairs() -> None:
+    pairs, key = TransferPairs(), KEY
+    record_duration(pairs, key, 5.0)
+    pairs.invalidate("d1")
+    assert (pairs[key].transfer_s_per_1k_tokens, pairs[key].lag_s_per_1k_tokens) == (None, None)
 
 
-def test_a_pair_cools_with_time_with_its_engines_and_after_misses() -> None:
-    views, key = fleet(takers=1), KEY
+def test_a_pair_turns_cold_after_the_ttl_an_engine_restart_or_a_miss() -> None:
+    views, key = fleet(decodes=1), KEY
 
-    def cold_after(*, wait_s: float = 0.0, cool: str = "", misses: int = 0) -> bool:
-        pairs = PairMap()
-        used(pairs, key)
-        if cool:
-            pairs.cool(cool)
-        used(pairs, key, NO, times=misses)
+    def cold_after(*, wait_s: float = 0.0, invalidate: str = "", misses: int = 0) -> bool:
+        pairs = TransferPairs()
+        record(pairs, key)
+        if invalidate:
+            pairs.invalidate(invalidate)
+        record(pairs, key, RECOMPUTED, times=misses)
         pairs.refresh(views, now_s=wait_s)
-        return bool(pairs.delays)
+        return bool(pairs.decode_delay_tokens)
 
     assert [
         cold_after(),
-        cold_after(wait_s=WARM_S - 1),
-        cold_after(wait_s=WARM_S),
-        cold_after(cool="p1"),
-        cold_after(cool="d1"),
+        cold_after(wait_s=WARM_FOR_S - 1),
+        cold_after(wait_s=WARM_FOR_S),
+        cold_after(invalidate="p1"),
+        cold_after(invalidate="d1"),
         cold_after(misses=1),
     ] == [False, False, True, True, True, True]
 
 
-def test_an_instance_hands_nothing_over_once_nobody_reaches_its_side_channel() -> None:
-    pairs, views = PairMap(), fleet(givers=2)
+def test_a_prefill_instance_that_no_decode_instance_reaches_is_broken() -> None:
+    pairs, views = TransferPairs(), fleet(prefills=2)
     for decode in ("d1", "d2"):
-        for _ in range(BAD_AFTER):
-            pairs[PairKey("p1", decode)].record(NO, now_s=0.0, why="HandshakeFailed")
-    used(pairs, PairKey("p2", "d1"), NO, times=BAD_AFTER)
+        for _ in range(BAD_AFTER_MISSES):
+            pairs[PairKey("p1", decode)].record(RECOMPUTED, now_s=0.0, reason="HandshakeFailed")
+    record(pairs, PairKey("p2", "d1"), RECOMPUTED, times=BAD_AFTER_MISSES)
     pairs.refresh(views, now_s=0.0)
-    found = [pairs.broken]
-    used(pairs, PairKey("p1", "d2"))
+    found = [pairs.broken_prefill_instances]
+    record(pairs, PairKey("p1", "d2"))
     pairs.refresh(views, now_s=0.0)
-    assert [*found, pairs.broken] == [("p1",), ()]
+    assert [*found, pairs.broken_prefill_instances] == [("p1",), ()]
 
 
-def test_pairs_of_instances_that_are_gone_are_forgotten() -> None:
-    pairs = PairMap()
-    used(pairs, KEY)
-    used(pairs, PairKey("p1", "d2"))
-    pairs.refresh(fleet(takers=1), now_s=0.0)
+def test_pairs_of_removed_instances_are_forgotten() -> None:
+    pairs = TransferPairs()
+    record(pairs, KEY)
+    record(pairs, PairKey("p1", "d2"))
+    pairs.refresh(fleet(decodes=1), now_s=0.0)
     assert list(pairs.pairs) == [KEY]
 
 
-def test_canaries_try_the_pairs_of_the_roles_first_then_suspects_then_idle_ones() -> None:
-    pairs, views = PairMap(), fleet(takers=1)
+def test_due_pairs_are_the_unused_then_the_suspect_then_the_idle() -> None:
+    pairs, views = TransferPairs(), fleet(decodes=1)
     back = PairKey("d1", "p1")
 
     def due(now_s: float) -> list[PairKey]:
-        return pairs.due(views, now_s=now_s, interval_s=300.0)
+        return pairs.list_due(views, now_s=now_s, interval_s=300.0)
 
     assert due(0.0) == [KEY, back]
-    used(pairs, KEY)
+    record(pairs, KEY)
     assert due(0.0) == [back]
-    used(pairs, back)
+    record(pairs, back)
     assert due(299.0) == []
     assert due(300.0) == [KEY, back]
-    used(pairs, back, NO, now_s=100.0)
+    record(pairs, back, RECOMPUTED, now_s=100.0)
     assert due(100.0) == [back], "suspect: at once"
-    used(pairs, back, NO, now_s=100.0)
-    assert (due(100.0 + RETRY_S - 1), due(100.0 + RETRY_S)) == ([], [back])
+    record(pairs, back, RECOMPUTED, now_s=100.0)
+    assert (due(100.0 + BAD_PAIR_RETRY_S - 1), due(100.0 + BAD_PAIR_RETRY_S)) == ([], [back])
 
 
-def test_a_slow_pair_works_and_is_tried_in_its_turn() -> None:
-    pairs, views = PairMap(), fleet(takers=1)
-    used(pairs, PairKey("d1", "p1"), now_s=299.0)
+def test_a_slow_pair_is_not_due_before_its_interval() -> None:
+    pairs, views = TransferPairs(), fleet(decodes=1)
+    record(pairs, PairKey("d1", "p1"), now_s=299.0)
     for _ in range(3):
-        pairs[KEY].timed(9.0, tokens=1000, recompute_s=1.0, cold=False)
-    used(pairs, KEY)
+        pairs[KEY].record_duration(9.0, tokens=1000, recompute_s=1.0, cold=False)
+    record(pairs, KEY)
     assert pairs[KEY].reason == "SlowTransport"
-    assert pairs.due(views, now_s=299.0, interval_s=300.0) == []
-    assert pairs.due(views, now_s=300.0, interval_s=300.0) == [KEY]
+    assert pairs.list_due(views, now_s=299.0, interval_s=300.0) == []
+    assert pairs.list_due(views, now_s=300.0, interval_s=300.0) == [KEY]
 
 
-def test_nobody_is_tried_alone_or_with_an_engine_that_cannot_read_it() -> None:
+def test_no_pair_is_due_for_a_single_instance_or_incompatible_engines() -> None:
     other = instance("d2", identity=OTHER_MODEL)
-    pairs = PairMap()
-    assert pairs.due([instance("d1")], now_s=0.0, interval_s=0.0) == []
-    assert pairs.due([instance("d1"), other], now_s=0.0, interval_s=0.0) == []
+    pairs = TransferPairs()
+    assert pairs.list_due([instance("d1")], now_s=0.0, interval_s=0.0) == []
+    assert pairs.list_due([instance("d1"), other], now_s=0.0, interval_s=0.0) == []
 
 
-def test_every_pair_of_a_few_instances_is_tried_and_a_sample_of_many() -> None:
+def test_few_instances_are_fully_meshed_and_many_are_sampled() -> None:
     def tried(count: int) -> set[PairKey]:
         views = [instance(f"d{i:03}", role=Role.DECODE) for i in range(count)]
-        return set(PairMap().due(views, now_s=0.0, interval_s=0.0))
+        return set(TransferPairs().list_due(views, now_s=0.0, interval_s=0.0))
 
-    assert len(tried(MESH)) == MESH * (MESH - 1)
+    assert len(tried(MAX_FULL_MESH_INSTANCES)) == MAX_FULL_MESH_INSTANCES * (MAX_FULL_MESH_INSTANCES - 1)
     many = tried(100)
     assert len(many) == 700
     assert {len({k for k in many if k.prefill == f"d{i:03}"}) for i in range(100)} == {7}
     assert {len({k for k in many if k.decode == f"d{i:03}"}) for i in range(100)} == {7}
 
 
-def test_the_map_is_bounded_and_tells_of_the_bad_ones_first() -> None:
-    pairs = PairMap()
-    for i in range(MOST_PAIRS + 10):
-        used(pairs, PairKey("p1", f"d{i:05}"), now_s=float(i))
-    used(pairs, PairKey("p1", "d00500"), NO, times=BAD_AFTER, now_s=500.0)
-    told = dict(pairs.told())
-    assert (len(pairs.pairs), len(told)) == (MOST_PAIRS, TOLD_PAIRS)
-    assert PairKey("p1", "d00500") in told
-    assert PairKey("p1", f"d{MOST_PAIRS + 9:05}") in told
+def test_the_pairs_are_bounded_and_bad_ones_are_reported_first() -> None:
+    pairs = TransferPairs()
+    for i in range(MAX_PAIRS + 10):
+        record(pairs, PairKey("p1", f"d{i:05}"), now_s=float(i))
+    record(pairs, PairKey("p1", "d00500"), RECOMPUTED, times=BAD_AFTER_MISSES, now_s=500.0)
+    reported = dict(pairs.list_reported())
+    assert (len(pairs.pairs), len(reported)) == (MAX_PAIRS, MAX_REPORTED_PAIRS)
+    assert PairKey("p1", "d00500") in reported
+    assert PairKey("p1", f"d{MAX_PAIRS + 9:05}") in reported

@@ -1,0 +1,287 @@
+"""One supervised process: started, waited for, started again with back-off, ended for good.
+
+A program of ours says on standard output, in one line, that it serves and on which ports (`ready {json}`),
+and logs to standard error, which goes to its file. Another one is told its ports and asked for its health.
+Each is ended with SIGTERM, and with SIGKILL after a grace; with it end its children and its temporary files.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import structlog
+
+from fulcrum_cli.local.process_spec import Ports, ProcessSpec
+from fulcrum_cli.local.run_folder import scratch_folder
+from fulcrum_core.errors import FulcrumError, InvalidInput
+from fulcrum_core.ports import EngineState
+
+STABLE_AFTER_S = 10.0
+"""A program that served for so long starts with the shortest back-off again."""
+
+FAILED_STARTS_MAX = 3
+"""A program that ended so often without ever serving is not waited for any longer."""
+
+_RESTART_DELAY_MIN_S = 0.1
+_RESTART_DELAY_MAX_S = 5.0
+_TAIL_BYTES = 4096
+_EXIT_CODE_BAD_INPUT = 2
+_HEALTH_INTERVAL_S = 0.25
+_HEALTH_TIMEOUT_S = 2.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTimeouts:
+    """How long a program may take. All in seconds."""
+
+    ready_timeout_s: float = 30.0
+    """From its start to its ready line; an engine's own start-up time comes on top."""
+    stop_grace_s: float = 1.2
+    """From SIGTERM to SIGKILL."""
+
+
+class StartFailed(FulcrumError):
+    """A program turned down its arguments or never came to serve. The text is one line: program, reason."""
+
+    def __init__(self, program: str, reason: str) -> None:
+        super().__init__(f"{program} does not start: {reason}")
+
+
+class Program:
+    """Keeps one program running from `start` until `stop`.
+
+    Args:
+        name: What it is called in logs.
+        next_spec: What is started next, given the ports of its last life (None before the first), so that one
+            that others know by its port can keep it.
+        log: Where its standard error goes, appended.
+        on_change: Called after every change of what is public here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        next_spec: Callable[[Ports | None], ProcessSpec],
+        *,
+        log: Path,
+        on_change: Callable[[], None],
+        timeouts: ProgramTimeouts | None = None,
+    ) -> None:
+        self.name = name
+        self.state = EngineState.STARTING
+        self.restarts = 0
+        self.ports: Ports | None = None
+        self.exit_reason: str | None = None
+        self._next_spec, self._log_path, self._on_change = next_spec, log, on_change
+        self._timeouts = timeouts or ProgramTimeouts()
+        self._process: Process | None = None
+        self._grace_s = self._timeouts.stop_grace_s
+        self._task: asyncio.Task[None] | None = None
+        self._stopping, self._ready_or_failed = asyncio.Event(), asyncio.Event()
+        self._short_runs, self._refused_arguments = 0, False
+        self._ready_since_s: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it has one."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Have it run from now on; once only."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def permanent_failure(self) -> str | None:
+        """Why it will never serve: it turned down its arguments, or never got that far; None while it may."""
+        if self.ports is not None or self.exit_reason is None:
+            return None
+        return self.exit_reason if self._refused_arguments or self._short_runs >= FAILED_STARTS_MAX else None
+
+    async def wait_ready(self) -> Ports:
+        """Its ports, once it has served.
+
+        Raises:
+            StartFailed: if it never will.
+        """
+        await self._ready_or_failed.wait()
+        if self.permanent_failure:
+            raise StartFailed(self.name, self.permanent_failure)
+        assert self.ports is not None
+        return self.ports
+
+    def kill(self) -> None:
+        """Kill the process as a crash would; it is started again."""
+        if self._process:
+            _send_signal(self._process, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it for good; returns when it is gone."""
+        self._stopping.set()
+        self._terminate()
+        if self._task:
+            await asyncio.shield(self._task)
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._ready_since_s = None
+            try:
+                reason = await self._run_once()
+            except OSError as error:
+                reason = f"cannot be started: {error.strerror}"
+            except InvalidInput as error:
+                reason = str(error)
+            if self._stopping.is_set():
+                return
+            self._short_runs = count_short_runs(self._short_runs, ready_for_s=self._ready_for_s())
+            delay_s = restart_delay_s(self._short_runs)
+            _log.warning("program ended", program=self.name, reason=reason, restart_delay_s=delay_s)
+            self._set_state(EngineState.EXITED, exit_reason=reason)
+            if await self._stopped_within(delay_s):
+                return
+            self.restarts += 1
+            self._set_state(EngineState.STARTING)
+
+    def _ready_for_s(self) -> float:
+        since_s = self._ready_since_s
+        return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
+
+    async def _run_once(self) -> str:
+        """One life, from start to end; returns why it ended."""
+        with scratch_folder() as scratch:
+            return await self._run_once_in(scratch)
+
+    async def _run_once_in(self, scratch: str) -> str:
+        spec = self._next_spec(self.ports)
+        self._grace_s = self._timeouts.stop_grace_s if spec.stop_grace_s is None else spec.stop_grace_s
+        with self._log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=DEVNULL,
+                stdout=PIPE if spec.ports is None else log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": scratch, **spec.env},
+                start_new_session=True,
+            )
+        self._process = process
+        if self._stopping.is_set():
+            self._terminate()
+        try:
+            kill_reason = await self._follow_output(process, spec)
+            code = await process.wait()
+        finally:
+            self._process = None
+            _clean_up(process.pid, spec)
+        self._refused_arguments = code == _EXIT_CODE_BAD_INPUT
+        return kill_reason or _exit_reason(code, self._log_path)
+
+    async def _follow_output(self, process: Process, spec: ProcessSpec) -> str | None:
+        """Follow its output until that ends; returns why it was killed, if it was."""
+        ready_timeout_s = max(self._timeouts.ready_timeout_s, spec.ready_timeout_s)
+        try:
+            async with asyncio.timeout(ready_timeout_s):
+                ports = await _wait_ready(process, spec)
+        except TimeoutError:
+            _send_signal(process, signal.SIGKILL)
+            return f"not ready within {ready_timeout_s:g} s"
+        except (ValueError, TypeError, AttributeError):
+            _send_signal(process, signal.SIGKILL)
+            return "its ready line cannot be read"
+        if ports is not None:
+            self.ports = ports
+            self._ready_since_s = asyncio.get_running_loop().time()
+            self._set_state(EngineState.RUNNING)
+        while process.stdout is not None and await process.stdout.read(65536):
+            pass  # nothing more is promised there, but a full pipe would stop the program
+        return None
+
+    def _terminate(self) -> None:
+        if self._process:
+            _send_signal(self._process, signal.SIGTERM)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._grace_s, _send_signal, self._process, signal.SIGKILL)
+
+    async def _stopped_within(self, delay_s: float) -> bool:
+        try:
+            async with asyncio.timeout(delay_s):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _set_state(self, state: EngineState, *, exit_reason: str | None = None) -> None:
+        self.state = state
+        self.exit_reason = exit_reason or self.exit_reason
+        if state is EngineState.RUNNING or self.permanent_failure:
+            self._ready_or_failed.set()
+        self._on_change()
+
+
+def count_short_runs(before: int, *, ready_for_s: float) -> int:
+    """Short lives in a row after one more, which served for so long; 0: it never came to serve."""
+    return 1 if ready_for_s >= STABLE_AFTER_S else before + 1
+
+
+def restart_delay_s(short_runs: int) -> float:
+    """The wait before a start after so many short lives in a row: at once, then doubling."""
+    return float(min(_RESTART_DELAY_MAX_S, _RESTART_DELAY_MIN_S * 2 ** min(short_runs - 1, 20)))
+
+
+def last_log_line(log: Path) -> str:
+    """The last line of a log that holds anything, without the `error: ` of a line for users."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "").strip().removeprefix("error: ")
+
+
+async def _wait_ready(process: Process, spec: ProcessSpec) -> Ports | None:
+    """The ports on which it serves, once it does; None if it ends before."""
+    if process.stdout is not None:
+        return await _read_ready_line(process.stdout)
+    async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S, trust_env=False, verify=False) as client:
+        while process.returncode is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get(spec.health_url)).status_code == httpx.codes.OK:
+                    return spec.ports
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+    return None
+
+
+async def _read_ready_line(output: asyncio.StreamReader) -> Ports | None:
+    """The ports of the ready line; None if the output ends without one."""
+    async for line in output:
+        keyword, _, rest = line.decode(errors="replace").partition(" ")
+        if keyword == "ready":
+            return {name: int(port) for name, port in json.loads(rest).items()}
+    return None
+
+
+def _send_signal(process: Process, number: signal.Signals) -> None:
+    """Send a signal to a process that may have ended meanwhile."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+def _clean_up(leader: int, spec: ProcessSpec) -> None:
+    """End what a program that has ended has started, and remove what it leaves."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    for path in spec.leftover_files:
+        path.unlink(missing_ok=True)
+
+
+def _exit_reason(code: int, log: Path) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    last_line = last_log_line(log) if code else ""
+    return f"exit code {code}: {last_line}" if last_line else f"exit code {code}"

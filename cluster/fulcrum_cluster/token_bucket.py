@@ -1,0 +1,36 @@
+"""How fast one program may ask the API server: a token bucket, so that a bug of ours stays our own."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+
+class TokenBucket:
+    """So many requests a second on average, and so many at once after a quiet time.
+
+    Args:
+        rate: Requests per second.
+        burst: Requests that need not wait after a pause.
+        monotonic_s: The clock.
+        sleep: Waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        burst: int,
+        *,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._rate, self._burst = rate, burst
+        self._monotonic_s, self._sleep = monotonic_s, sleep
+        self._tokens, self._at_s = float(burst), monotonic_s()
+
+    async def acquire(self) -> None:
+        """One token; returns when it is its turn, in the order of the calls."""
+        now_s = self._monotonic_s()
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate) - 1
+        self._at_s = now_s
+        if self._tokens < 0:
+            await self._sleep(-self._tokens / self._rate)

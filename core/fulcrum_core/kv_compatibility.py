@@ -1,0 +1,84 @@
+"""Who may hand KV blocks to whom."""
+
+from collections.abc import Mapping
+
+from fulcrum_core.decisions import Verdict
+from fulcrum_core.formatting import format_count
+from fulcrum_core.values import EngineIdentity
+
+_MUST_BE_EQUAL = {
+    "model": "model",
+    "revision": "model revision",
+    "engine": "engine",
+    "connector": "connector",
+    "dtype": "data type",
+    "kv_dtype": "kv dtype",
+    "attention": "attention back end",
+    "block_size": "block size",
+    "latent": "latent attention",
+}
+
+
+def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
+    """Whether `decode` can read the KV blocks that `prefill` wrote.
+
+    Engines refuse a handshake unless model spelling, version, data types, attention back end and block size
+    agree; the model's revision they do not compare, so it is compared here. Decode reads into one pipeline
+    stage.
+    """
+    for name, words in _MUST_BE_EQUAL.items():
+        ours, theirs = getattr(prefill, name), getattr(decode, name)
+        if ours != theirs:
+            return Verdict(
+                False, f"{words} differs: prefill has {_display(ours)}, decode has {_display(theirs)}"
+            )
+    if (refusal := _refuse_split(prefill, decode)) is not None:
+        return Verdict(False, refusal)
+    if decode.pipeline_parallel > 1:
+        return Verdict(
+            False, f"decode has {decode.pipeline_parallel} pipeline stages and reads KV into one only"
+        )
+    return Verdict(True, "same model, engine, KV data type and block size")
+
+
+def _refuse_split(prefill: EngineIdentity, decode: EngineIdentity) -> str | None:
+    """Why KV that is split over prefill's tensor-parallel ranks cannot be split over decode's; None: it can.
+
+    A rank of decode reads its heads from one rank of prefill or from several. It cannot where prefill has
+    more ranks than there are KV heads, so that some hold copies; under latent attention all do, and one is
+    read. A rank of LMCache's knows the rank of its own number only.
+    """
+    ours, theirs = prefill.tensor_parallel, decode.tensor_parallel
+    sizes = f"prefill has {format_count(ours, 'tensor-parallel rank')}, decode has {theirs}"
+    if ours == theirs:
+        return None
+    if decode.connector == "LMCache":
+        return f"{sizes}: LMCache hands over from rank to rank"
+    if max(ours, theirs) % min(ours, theirs):
+        return f"{sizes}: neither divides the other"
+    if ours > theirs and not decode.latent and 0 < prefill.kv_heads < ours:
+        return f"{sizes}: of {prefill.kv_heads} KV heads prefill holds copies, which fewer ranks cannot read"
+    return None
+
+
+def _display(value: object) -> object:
+    return "none" if value == "" else value
+
+
+def assign_compatibility_groups(identities: Mapping[str, EngineIdentity | None]) -> dict[str, int]:
+    """A number for each name; two engines have the same one if either could hand KV blocks to the other.
+
+    Engines of which nothing is known yet share the first group: nobody is kept apart by a guess.
+    """
+    found: list[EngineIdentity] = []
+    return {name: _find_group(identities[name], found) for name in sorted(identities)}
+
+
+def _find_group(identity: EngineIdentity | None, found: list[EngineIdentity]) -> int:
+    if identity is None:
+        return 0
+    for number, other in enumerate(found):
+        if can_transfer(identity, other).allowed or can_transfer(other, identity).allowed:
+            return number
+    found.append(identity)
+    return len(found) - 1

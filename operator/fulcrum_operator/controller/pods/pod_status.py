@@ -1,0 +1,179 @@
+"""What a pod's status says of the engine in it: pure.
+
+Three sources say that a pod will not come back: its own phase (evicted, preempted, failed), its deletion by
+somebody else once it serves no more, and the node controller, which takes readiness away from the pods of a
+node that it does not hear of. The latter cannot be told from the pod's conditions by their reasons; but a
+kubelet never writes that a pod is not ready while all its containers are, unless a readiness gate is open.
+"""
+
+from typing import Any
+
+from fulcrum_core.api.meta import parse_time
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_operator.manifests.engine_pod import ENGINE_CONTAINER
+from fulcrum_operator.manifests.names import HTTP_PORT
+
+Pod = dict[str, Any]
+
+_FINISHED_PHASES = ("Failed", "Succeeded")
+_OPEN_GATE_REASON = "ReadinessGatesNotReady"
+_NORMAL_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing", ""})
+"""What a container waits for in an ordinary start."""
+_CRASH_LOOP = "CrashLoopBackOff"
+_DIGEST_LENGTH = 12
+_MESSAGE_LENGTH_MAX = 400
+"""Longest text of a reason that is kept; the rest is in the pod."""
+_MESSAGE_HEAD_LENGTH = 120
+"""Of a longer one so much of its beginning, which names what failed, and the end, which says why."""
+
+
+def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
+    """The engine of one pod.
+
+    Args:
+        pod: `metadata`, `status` and the node's name.
+        stopped: We asked for its end: what is told then is how it ends, not that it was lost.
+    """
+    meta, status = pod["metadata"], pod.get("status", {})
+    terminating = stopped or "deletionTimestamp" in meta
+    state, message, since = _engine_state(pod, terminating=terminating)
+    if stopped and state is EngineState.LOST:
+        state = EngineState.RUNNING  # on its way out, as wanted
+    address, container = status.get("podIP"), _engine_container(pod)
+    runs = state is EngineState.RUNNING and address
+    return EngineObservation(
+        name=meta["name"],
+        state=state,
+        restarts=container.get("restartCount", 0),
+        endpoint=f"{_format_host(address)}:{HTTP_PORT}" if runs else None,
+        exit_reason=_last_exit(container),
+        message=message,
+        image=container.get("imageID") or None,
+        since_s=parse_time(since) if since else None,
+        terminating=terminating,
+        node_lost=state is EngineState.LOST and _node_is_unreachable(pod),
+    )
+
+
+def short_digest(image: str) -> str:
+    """What tells an image from others, short: from `repository@sha256:0123…` or `sha256:0123…`."""
+    return image.rpartition("sha256:")[2][:_DIGEST_LENGTH]
+
+
+def _engine_state(pod: Pod, *, terminating: bool) -> tuple[EngineState, str, str | None]:
+    """The state, why, and since when."""
+    status = pod.get("status", {})
+    ready = _find_condition(pod, "Ready")
+    since = ready.get("lastTransitionTime")
+    lost = _loss_cause(pod)
+    if lost is not None:
+        return EngineState.LOST, lost, since
+    if ready.get("status") == "True":
+        return EngineState.RUNNING, "", since
+    if terminating:
+        return (
+            EngineState.LOST,
+            _disruption(pod) or "its pod was deleted",
+            pod["metadata"].get("deletionTimestamp"),
+        )
+    container = _engine_container(pod)
+    state = container.get("state", {})
+    terminated = state.get("terminated")
+    waiting = state.get("waiting", {})
+    if terminated is not None or waiting.get("reason") == _CRASH_LOOP:
+        return EngineState.EXITED, "", (terminated or {}).get("finishedAt") or since
+    if _was_ready(ready, state):
+        return EngineState.RUNNING, "its readiness probe fails", since
+    return (
+        EngineState.STARTING,
+        start_failure_of(pod),
+        status.get("startTime") or pod["metadata"].get("creationTimestamp"),
+    )
+
+
+def _loss_cause(pod: Pod) -> str | None:
+    """Why the pod will not come back; None if it may."""
+    status = pod.get("status", {})
+    if status.get("phase") in _FINISHED_PHASES:
+        cause = status.get("reason") or _last_exit(_engine_container(pod)) or status["phase"]
+        return _format_reason(f"its pod ended: {cause}", status.get("message"))
+    if _node_is_unreachable(pod):
+        return f"its node {pod.get('spec', {}).get('nodeName', '')} does not answer"
+    return None
+
+
+def _node_is_unreachable(pod: Pod) -> bool:
+    status, ready = pod.get("status", {}), _find_condition(pod, "Ready")
+    contradicted = (
+        ready.get("status") == "False"
+        and _find_condition(pod, "ContainersReady").get("status") == "True"
+        and ready.get("reason") != _OPEN_GATE_REASON
+    )
+    silent = contradicted or ready.get("status") == "Unknown" or status.get("reason") == "NodeLost"
+    return silent and status.get("phase") not in _FINISHED_PHASES
+
+
+def _disruption(pod: Pod) -> str:
+    target = _find_condition(pod, "DisruptionTarget")
+    return (
+        _format_reason(str(target.get("reason")), target.get("message"))
+        if target.get("status") == "True"
+        else ""
+    )
+
+
+def _was_ready(ready: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether the container that runs was ready before: it fell silent, which is the routers' to judge."""
+    started, changed = state.get("running", {}).get("startedAt"), ready.get("lastTransitionTime")
+    return bool(started and changed and parse_time(changed) > parse_time(started))
+
+
+def start_failure_of(pod: Pod) -> str:
+    """What keeps a pod from starting; nothing in an ordinary start."""
+    scheduled = _find_condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return _format_reason(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
+    status = pod.get("status", {})
+    for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason", "") not in _NORMAL_WAITING_REASONS:
+            return _format_reason(waiting["reason"], waiting.get("message"))
+    return ""
+
+
+def _last_exit(container: dict[str, Any]) -> str | None:
+    """How the last life of the container ended, with its last words."""
+    for state in (container.get("state", {}), container.get("lastState", {})):
+        terminated = state.get("terminated")
+        if terminated is not None:
+            code, reason = terminated.get("exitCode", 0), terminated.get("reason", "")
+            suffix = "" if reason in ("", "Error", "Completed") else f" ({reason})"
+            last = (terminated.get("message") or "").strip().splitlines()[-1:]
+            return _format_reason(f"exit code {code}{suffix}", last[0] if last else None)
+    return None
+
+
+def _engine_container(pod: Pod) -> dict[str, Any]:
+    found = pod.get("status", {}).get("containerStatuses", ())
+    return next((container for container in found if container.get("name") == ENGINE_CONTAINER), {})
+
+
+def _find_condition(pod: Pod, kind: str) -> dict[str, Any]:
+    found = pod.get("status", {}).get("conditions", ())
+    return next((condition for condition in found if condition.get("type") == kind), {})
+
+
+def _format_reason(reason: str, message: str | None) -> str:
+    text = " ".join((message or "").split())
+    return _cut_middle(f"{reason}: {text}") if text else reason
+
+
+def _cut_middle(text: str) -> str:
+    """A text that is too long without its middle: errors are wrapped, the innermost stands last."""
+    if len(text) <= _MESSAGE_LENGTH_MAX:
+        return text
+    return f"{text[:_MESSAGE_HEAD_LENGTH]} … {text[_MESSAGE_HEAD_LENGTH + 3 - _MESSAGE_LENGTH_MAX :]}"
+
+
+def _format_host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address

@@ -1,0 +1,30 @@
+"""What the router answers itself on the clients' port."""
+
+import orjson
+from prometheus_client import CollectorRegistry
+
+from fulcrum_router.control.metrics import CONTENT_TYPE, render_metrics
+from fulcrum_router.http1 import responses
+from fulcrum_router.router import Router
+
+ROUTER_PATHS = frozenset({b"/v1/models", b"/health", b"/ready", b"/metrics"})
+
+
+def build_router_response(
+    router: Router, registry: CollectorRegistry, path: bytes, *, head_only: bool, close: bool
+) -> bytes:
+    """The response to GET or HEAD of one of `ROUTER_PATHS`."""
+    status, body, content_type = 200, b"{}", b"application/json"
+    if path == b"/metrics":
+        body, content_type = render_metrics(registry), CONTENT_TYPE
+    elif path == b"/v1/models":
+        body = _build_model_list(router)
+    elif path == b"/ready" and not router.ready:
+        status, body = 503, responses.build_error_body(503, "no instance serves")
+    return responses.build_response(status, body, content_type=content_type, close=close, head_only=head_only)
+
+
+def _build_model_list(router: Router) -> bytes:
+    names = [router.settings.model] if router.settings else []
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "fulcrum"} for name in names]
+    return orjson.dumps({"object": "list", "data": models})

@@ -1,0 +1,96 @@
+"""Where a request's tokens go: into one JSON answer, or event by event onto the connection.
+
+The step loop calls these directly. A token of a stream is formatted and handed to the transport in the
+step's own callback: waking one task a token would cost more than all the rest of the token's way.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from fulcrum_simulator.engine import EngineDead, Finished, OutputToken
+from fulcrum_simulator.server.responses import ResponseTemplate
+from fulcrum_simulator.text import output_token
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseEnd:
+    """How a request ended. `end` is None if the engine never saw it."""
+
+    reason: str
+    tokens: int
+    end: Finished | None
+
+
+class _TokenSink:
+    def __init__(self) -> None:
+        self.ending: asyncio.Future[ResponseEnd] = asyncio.get_running_loop().create_future()
+        self._tokens = 0
+
+    def _end(self, end: Finished | None) -> None:
+        if not self.ending.done():
+            self.ending.set_result(ResponseEnd(end.reason if end else "abort", self._tokens, end))
+
+    def on_engine_death(self) -> None:
+        """The engine died: whoever awaits the ending is told."""
+        if not self.ending.done():
+            self.ending.set_exception(EngineDead())
+
+
+class BufferedResponse(_TokenSink):
+    """Collects the text of a request that does not stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    def on_token(self, out: OutputToken) -> None:
+        """Keep one token."""
+        self._tokens += 1
+        self._texts.append(output_token(out.digest, out.index))
+
+    def on_finished(self, end: Finished | None) -> None:
+        """Wake the handler."""
+        self._end(end)
+
+
+class StreamedResponse(_TokenSink):
+    """Writes each token as one server-sent event in one HTTP chunk, straight to the transport.
+
+    A token is held back until it is known whether it is the last, because the last event carries the finish
+    reason; both come from the same step, so nothing is delayed.
+    """
+
+    def __init__(
+        self, template: ResponseTemplate, transport: asyncio.WriteTransport, *, max_tokens: int
+    ) -> None:
+        super().__init__()
+        self._template, self._transport, self._max_tokens = template, transport, max_tokens
+        self._last_text = ""
+
+    def on_token(self, out: OutputToken) -> None:
+        """Send one token, or keep it if it is the last that the request may have."""
+        self._tokens += 1
+        text = output_token(out.digest, out.index)
+        if self._tokens == self._max_tokens:
+            self._last_text = text
+        else:
+            opening = self._template.format_opening() if self._tokens == 1 else b""
+            self._send(opening + self._template.format_token(text))
+
+    def on_finished(self, end: Finished | None) -> None:
+        """Send the last event, then wake the handler, which ends the answer."""
+        unopened = self._tokens == 0 or (self._tokens == 1 and bool(self._last_text))
+        self._send(
+            (self._template.format_opening() if unopened else b"")
+            + self._template.format_last_token(self._last_text, end.reason if end else "abort")
+        )
+        self._end(end)
+
+    def _send(self, event: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))

@@ -1,0 +1,11 @@
+"""An engine that gives itself out for another version of vLLM, as engines do."""
+
+OLDER_VLLM_VERSION = "0.31.0"
+OLDER_VLLM_PROGRAM = f"""
+import sys
+import vllm
+vllm.__version__ = "{OLDER_VLLM_VERSION}"  # processes that it starts run this, too
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+    sys.exit(main())
+"""

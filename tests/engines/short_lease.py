@@ -1,0 +1,26 @@
+"""A service whose engines a person has configured by hand: a short lease, smaller blocks, little memory."""
+
+import json
+
+LEASE_S = 2
+BLOCK = 64
+MAX_MODEL_LENGTH = 2048
+KV_BYTES = 8 * 2**20
+"""8,192 tokens: what has run out is soon overwritten."""
+KV_TRANSFER_CONFIG = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": LEASE_S},
+}
+ENGINE_ARGS = (
+    *("--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", str(MAX_MODEL_LENGTH)),
+    *("--block-size", str(BLOCK), "--kv-transfer-config", json.dumps(KV_TRANSFER_CONFIG)),
+)
+SHORT_LEASE_SPEC = {
+    "engine": {
+        "type": "vLLM",
+        "env": [{"name": "VLLM_SERVER_DEV_MODE", "value": "1"}],
+        "args": list(ENGINE_ARGS),
+    }
+}

@@ -1,0 +1,150 @@
+"""Nobody may do more than they do: roles are held to the API server's audit log.
+
+It runs after what a service lives through: the log tells of that. What no scenario has done is done here.
+"""
+
+import json
+from functools import partial
+
+import pytest
+
+from fulcrum_core.api import PDService
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
+from tests.kubernetes.nodes.installation import NAMESPACE
+from tests.kubernetes.nodes.load import run_load
+from tests.kubernetes.nodes.permissions import (
+    Permission,
+    expand_rules,
+    list_forbidden,
+    list_granted,
+    list_used,
+)
+from tests.kubernetes.nodes.service import INSTANCES, DeployedService
+from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
+
+OPERATOR, AUTOSCALER = "fulcrum-operator", "fulcrum-autoscaler"
+ONLY_AFTER_CONFLICT: set[Permission] = {
+    ("fulcrum.dev", plural, "get") for plural in ("pdassignments", "pdpools", "pdservices")
+}
+"""What operator and autoscaler ask only after somebody else's write came between its reading and its own."""
+
+
+def expand_router_rules(service: DeployedService) -> set[Permission]:
+    """What the operator grants to the service's router."""
+    accounts = ServiceAccount(NAMESPACE, OPERATOR), ServiceAccount(NAMESPACE, AUTOSCALER)
+    settings = InstallationSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
+    chat = PDService.model_validate(service.read("pdservices"))
+    (role,) = (child for child in service_children(chat, settings, wanted=1) if child["kind"] == "Role")
+    return expand_rules(role["rules"])
+
+
+def delete_a_pod(cluster: Cluster, service: DeployedService, _seed: int) -> None:
+    """A pod is deleted by somebody."""
+    cluster.kubectl("delete", "pod", min(service.instances()), "--wait=false")
+    service.wait_until_ready(timeout_s=120)
+
+
+def add_and_remove_a_pool(cluster: Cluster, service: DeployedService, _seed: int) -> None:
+    """A pool comes, whose one instance has a name that somebody else's pod has taken, and goes again."""
+    used_names = service.instances()
+    taken = next(name for n in range(INSTANCES + 1) if (name := f"chat-{n}") not in used_names)
+    container = {"name": "other", "image": "localhost/busybox:1"}
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": taken},
+        "spec": {"containers": [container]},
+    }
+    cluster.request("POST", "/api/v1/namespaces/default/pods", json.dumps(body).encode())
+    pools = [{"name": "flex", "instances": {"min": INSTANCES}}, {"name": "more", "instances": {"min": 1}}]
+    service.patch("pdservices", {"spec": {"instances": None, "pools": pools}})
+    wait_for(lambda: taken in service.instances(), "an instance of the taken name", timeout_s=60)
+    cluster.kubectl("delete", "pod", taken, "--grace-period=1")
+    service.wait_until_ready(INSTANCES + 1, timeout_s=120)
+    service.patch("pdservices", {"spec": {"instances": INSTANCES, "pools": None}})
+    service.wait_until_ready(timeout_s=120)
+
+
+def replace_the_leader(cluster: Cluster, service: DeployedService, _seed: int) -> None:
+    """The leader ends between two roll-outs; in the first, flips restart engines."""
+    roll_out = partial(_roll_out_flip_strategy, service)
+    roll_out("Restart")
+    name, role = service.flip_one_instance()
+    wait_for(partial(service.serves_role, name, role), "the flip", timeout_s=120)
+    lease = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{OPERATOR}"
+    leader = cluster.read(lease)["spec"]["holderIdentity"]
+    cluster.kubectl("delete", "pod", f"--namespace={NAMESPACE}", leader)
+    roll_out("Auto")
+
+
+def _roll_out_flip_strategy(service: DeployedService, value: str) -> None:
+    """Change how instances flip, which rolls them out anew."""
+    before = {pod.uid for pod in service.engines()}
+    service.patch("pdservices", {"spec": {"autoscaling": {"flip": {"strategy": value}}}})
+    wait_for(
+        lambda: not before & {pod.uid for pod in service.engines()}, f"the roll-out of {value}", timeout_s=240
+    )
+    service.wait_until_ready(timeout_s=120)
+
+
+def let_the_autoscaler_flip(cluster: Cluster, service: DeployedService, seed: int) -> None:
+    """Decoding is never as fast as was asked for: more of it is wanted.
+
+    The load is dense enough to be seen at every tick: at 5 requests a second, each of which decodes for an
+    eighth of one, ticks of a second may fall into the gaps for minutes.
+    """
+
+    def has_flipped() -> bool:
+        return "Autoscaler" in {entry["by"] for entry in service.read_desired_roles().values()}
+
+    if [entry["role"] for entry in service.read_desired_roles().values()].count("Prefill") < 2:
+        name, role = service.flip_one_instance()  # the floor would hold the only one
+        wait_for(partial(service.serves_role, name, role), "a second prefill instance", timeout_s=60)
+    with run_load(cluster, service, seed, node="n1", report=print):
+        service.patch("pdservices", {"spec": {"slo": {"tpot": "1ms"}}})
+        wait_for(has_flipped, "a flip by the autoscaler", timeout_s=90)
+        service.patch("pdservices", {"spec": {"slo": {"tpot": None}}})
+
+
+SCENARIOS = (add_and_remove_a_pool, delete_a_pod, let_the_autoscaler_flip, replace_the_leader)
+
+
+@pytest.mark.timeout(900)
+def test_every_component_uses_every_permission_it_has_and_no_other(
+    cluster: Cluster, service: DeployedService, seed: int
+) -> None:
+    router = expand_router_rules(service)
+    accounts = {
+        "operator": (
+            NAMESPACE,
+            OPERATOR,
+            list_granted(cluster, NAMESPACE, OPERATOR),
+            router | ONLY_AFTER_CONFLICT,
+        ),
+        "autoscaler": (
+            NAMESPACE,
+            AUTOSCALER,
+            list_granted(cluster, NAMESPACE, AUTOSCALER),
+            ONLY_AFTER_CONFLICT,
+        ),
+        "router": ("default", "chat-router", router, set()),
+    }
+
+    def list_unused() -> dict[str, list[Permission]]:
+        return {
+            part: sorted(granted - excused - list_used(cluster, namespace, account))
+            for part, (namespace, account, granted, excused) in accounts.items()
+        }
+
+    for scenario in SCENARIOS:
+        if any(unused := list_unused().values()):
+            print(f"{scenario.__name__}, for {list(unused)}")
+            scenario(cluster, service, seed)
+    missing = {
+        part: sorted(list_forbidden(cluster, namespace, account))
+        for part, (namespace, account, _, _) in accounts.items()
+    }
+    nothing: dict[str, list[Permission]] = {part: [] for part in accounts}
+    assert (list_unused(), missing) == (nothing, nothing)

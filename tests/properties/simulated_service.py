@@ -1,0 +1,269 @@
+"""A cluster as a plan sees it, in dictionaries: objects, a clock, engines that start, die or get lost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fulcrum_core.api import (
+    EngineIdentitySpec,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDInstance,
+    PDPool,
+    PDService,
+    Resource,
+)
+from fulcrum_core.assignment import group_by_compatibility, list_serving
+from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.router_state import RouterState
+from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_operator.plan import Observed, Plan, plan_service
+from fulcrum_operator.plan.observed import EngineFacts
+from tests.unit.core.router_states import instance_state, router_state
+
+STARTUP_S = 4.0
+TERMINATION_S = 2.0
+BAD_PROFILE = "bad"
+"""An engine of this profile ends as soon as it is started."""
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+@dataclass(slots=True)
+class SimulatedEngine:
+    """One engine. Its instance's spec, as it was when it was started, is what it runs."""
+
+    created_from: PDInstance
+    ready_at_s: float
+    state: EngineState = EngineState.STARTING
+    restarts: int = 0
+    ends_at_s: float | None = None
+    endpoint: str | None = None
+    """Where it is known to listen before it serves."""
+    exit_reason: str | None = None
+
+
+@dataclass(slots=True)
+class SimulatedService:
+    """One service and all that was made for it."""
+
+    service: PDService
+    now_s: float = 1_800_000_000.0
+    pools: dict[str, PDPool] = field(default_factory=dict)
+    instances: dict[str, PDInstance] = field(default_factory=dict)
+    assignment: PDAssignment | None = None
+    engines: dict[str, SimulatedEngine] = field(default_factory=dict)
+    accepted: PDAssignmentSpec | None = None
+    router_up: bool = True
+    disturbed: set[str] = field(default_factory=set)
+    """Instances that lost their engine, or part of it, since the last pass."""
+
+    def observe(self) -> Observed:
+        """What a pass sees now."""
+        return Observed(
+            service=self.service,
+            now_s=self.now_s,
+            pools=tuple(self.pools.values()),
+            instances=tuple(self.instances.values()),
+            assignment=self.assignment,
+            engines={name: self._observation(name, engine) for name, engine in self.engines.items()},
+            engine_facts={name: _facts(instance) for name, instance in self.instances.items()},
+            router=self._router() if self.router_up else None,
+            endpoint="http://127.0.0.1:8000",
+            accepted_assignment=self.accepted,
+        )
+
+    def reconcile(self) -> tuple[Observed, Plan]:
+        """One pass of the operator."""
+        observed = self.observe()
+        plan = plan_service(observed)
+        for obj in plan.objects:
+            self._store(obj)
+        for obj in plan.delete:
+            self._drop(obj)
+        for instance in plan.start:
+            name = instance.metadata.name
+            if name not in self.engines:
+                self.engines[name] = SimulatedEngine(self.instances[name], self.now_s + STARTUP_S)
+        for name in plan.stop:
+            engine = self.engines[name]
+            engine.ends_at_s = engine.ends_at_s or self.now_s + TERMINATION_S
+        self.accepted = plan.accepted_assignment
+        self.disturbed.clear()
+        return observed, plan
+
+    def advance(self, seconds: float) -> None:
+        """Time goes on, and the engines with it."""
+        self.now_s += seconds
+        for name, engine in list(self.engines.items()):
+            if engine.ends_at_s is not None and engine.ends_at_s <= self.now_s:
+                del self.engines[name]
+            elif (
+                engine.state in (EngineState.STARTING, EngineState.EXITED) and engine.ready_at_s <= self.now_s
+            ):
+                self._finish_startup(engine)
+
+    def settle(self, passes: int = 400) -> int:
+        """Passes and time until nothing changes any more; how many it took."""
+        for number in range(passes):
+            before = (dict(self.instances), dict(self.pools), self.assignment, self.service.status)
+            self.reconcile()
+            moving = any(e.state is not EngineState.RUNNING or e.ends_at_s for e in self.engines.values())
+            if before == (self.instances, self.pools, self.assignment, self.service.status) and not moving:
+                return number
+            self.advance(2.0)
+        raise AssertionError(f"does not come to rest: {self.describe()}")
+
+    def describe(self) -> str:
+        """The instances in one line."""
+        roles = self.assignment.spec.roles if self.assignment else {}
+        return ", ".join(
+            f"{n} {i.status.phase} {i.spec.revision[:4]} {roles[n].role if n in roles else '-'}"
+            f"{' cordoned' if n in roles and roles[n].cordoned else ''} ({i.status.message})"
+            for n, i in sorted(self.instances.items())
+        )
+
+    def serving_names(self, spec: PDAssignmentSpec, role: Role) -> set[str]:
+        """Who serves the role by this assignment with an engine that does."""
+        ready = {
+            name
+            for name, instance in self.instances.items()
+            if instance.status.phase is Phase.SERVING
+            and name in self.engines
+            and instance.spec.role in (None, role)
+        }
+        return set(list_serving(spec.roles, ready, role))
+
+    def groups_missing_a_role(self) -> list[list[str]]:
+        """Groups of serving instances of which one role is nobody's, while there are several groups.
+
+        Engines that were started to prefill can do nothing else: where the floors need all instances that
+        there are, the last of them may idle until the next of the new revision serves, as long as others
+        serve both roles.
+        """
+        up = [i for i in self.instances.values() if i.status.phase is Phase.SERVING]
+        group = group_by_compatibility(up)
+        numbers = set(group.values())
+        members = {n: [i for i in up if group[i.metadata.name] == n] for n in numbers}
+        incomplete = {n for n in numbers if not _serve_both(members[n])}
+        idle = {n for n in incomplete if all(i.spec.role is Role.PREFILL for i in members[n])}
+        if incomplete == idle and incomplete != numbers:
+            return []
+        return [sorted(i.metadata.name for i in members[n]) for n in incomplete] if len(numbers) > 1 else []
+
+    def edit_service(self, **spec: Any) -> None:
+        """A person edits the service."""
+        dump = self.service.dump()
+        dump["spec"] = {**dump["spec"], **spec}
+        changed = PDService.model_validate(dump)
+        meta = self.service.metadata.model_copy(update={"generation": self.service.metadata.generation + 1})
+        self.service = self.service.replace(spec=changed.spec, metadata=meta)
+
+    def scale(self, pool: str, replicas: int) -> None:
+        """`kubectl scale`."""
+        spec = self.pools[pool].spec.model_copy(update={"replicas": replicas})
+        self.pools[pool] = self.pools[pool].replace(spec=spec)
+
+    def write_assignment(self, spec: PDAssignmentSpec) -> None:
+        """Somebody writes the assignment."""
+        assert self.assignment
+        meta = self.assignment.metadata
+        if spec != self.assignment.spec:
+            meta = meta.model_copy(update={"generation": meta.generation + 1})
+        self.assignment = self.assignment.replace(spec=spec, metadata=meta)
+
+    def crash(self, name: str) -> None:
+        """The engine's process ends; it is started again where it is."""
+        engine = self.engines[name]
+        engine.state, engine.ready_at_s = EngineState.EXITED, self.now_s + STARTUP_S
+        engine.restarts, engine.exit_reason = engine.restarts + 1, "signal SIGKILL"
+        self.disturbed.add(name)
+
+    def lose_engine(self, name: str, *, gone: bool) -> None:
+        """The engine's node does not answer any more, or the engine is just not there."""
+        self.disturbed.add(name)
+        if gone:
+            del self.engines[name]
+        else:
+            self.engines[name].state = EngineState.LOST
+
+    def evict(self, name: str) -> None:
+        """Somebody else tells the engine to end."""
+        self.engines[name].ends_at_s = self.now_s + TERMINATION_S
+        self.disturbed.add(name)
+
+    def _finish_startup(self, engine: SimulatedEngine) -> None:
+        if engine.created_from.spec.engine.profile == BAD_PROFILE:
+            engine.restarts, engine.exit_reason = engine.restarts + 1, "exit code 2"
+            engine.ready_at_s = self.now_s + STARTUP_S
+        else:
+            engine.state = EngineState.RUNNING
+
+    def _observation(self, name: str, engine: SimulatedEngine) -> EngineObservation:
+        runs = engine.state is EngineState.RUNNING
+        return EngineObservation(
+            name,
+            engine.state,
+            engine.restarts,
+            endpoint="127.0.0.1:1" if runs else engine.endpoint,
+            exit_reason=engine.exit_reason,
+            message="its node n does not answer" if engine.state is EngineState.LOST else "",
+            node_lost=engine.state is EngineState.LOST,
+            terminating=engine.ends_at_s is not None,
+        )
+
+    def _router(self) -> RouterState:
+        states = map(instance_state, self.instances)
+        generation = self.assignment.metadata.generation if self.assignment else 0
+        return router_state(*states, generation=generation, acknowledged_at_s=self.now_s, at_s=self.now_s)
+
+    def _drop(self, obj: Resource) -> None:
+        if isinstance(obj, PDInstance):
+            self.instances.pop(obj.metadata.name, None)
+        else:
+            self.pools.pop(obj.metadata.name, None)
+
+    def _store(self, obj: Resource) -> None:
+        name = obj.metadata.name
+        if isinstance(obj, PDAssignment):
+            meta = obj.metadata.model_copy(
+                update={"generation": self.assignment.metadata.generation if self.assignment else 1}
+            )
+            spec, self.assignment = obj.spec, self.assignment or obj.replace(metadata=meta)
+            self.write_assignment(spec)
+        elif isinstance(obj, PDService):
+            self.service = obj
+        elif isinstance(obj, PDPool):
+            self.pools[name] = _create(obj, self.now_s) if name not in self.pools else obj
+        elif isinstance(obj, PDInstance):
+            self.instances[name] = _create(obj, self.now_s) if name not in self.instances else obj
+
+
+def _serve_both(instances: list[PDInstance]) -> bool:
+    played = [i.status.role for i in instances if i.status.role is not None]
+    return all(any(role.serves(phase) for role in played) for phase in BOTH)
+
+
+def _create(obj: Any, now_s: float) -> Any:
+    meta = obj.metadata.model_copy(update={"uid": f"u-{obj.metadata.name}", "creation_timestamp": now_s})
+    return obj.replace(metadata=meta)
+
+
+def _facts(instance: PDInstance) -> EngineFacts:
+    """What is known of an engine; the image is its version."""
+    identity = EngineIdentitySpec(
+        model=instance.spec.model,
+        engine=instance.spec.engine.image or "first",
+        kv_dtype="auto",
+        block_size=16,
+        tensor_parallel=1,
+    )
+    return EngineFacts(identity, FlipStrategy.RELABEL, STARTUP_S)
+
+
+def make_settled_service(spec: Mapping[str, Any]) -> SimulatedService:
+    """A service `chat` with this spec that has come to rest."""
+    meta = {"name": "chat", "uid": "u-service", "generation": 1}
+    service = PDService.model_validate({"metadata": meta, "spec": {"model": "m", **spec}})
+    simulated = SimulatedService(service)
+    simulated.settle()
+    return simulated

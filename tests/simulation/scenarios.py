@@ -1,0 +1,93 @@
+"""The runs: what is offered, what goes wrong, and for how long. All of it follows from the seed."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fulcrum_simulator.workload import (
+    CHAT,
+    DECODE_HEAVY,
+    PREFILL_HEAVY,
+    MixPeriod,
+    WorkloadRequest,
+    generate_moving,
+    generate_steady,
+)
+from tests.simulation.control_loop import Scenario, ScheduledFault
+
+LOAD_START_S = 1.0
+"""By then the engines serve."""
+FAULTS_END_S = 18.0
+"""From then on nothing goes wrong any more."""
+_INSTANT_FAULTS = ("kill", "fail transfers", "expire leases", "person flips")
+_LASTING_FAULTS = (
+    "hang",
+    "store unavailable",
+    "router state unavailable",
+    "router clock wrong",
+    "autoscaler stalls",
+)
+
+_LONG_PROMPTS = PREFILL_HEAVY.scaled(input=0.4, output=0.1)
+_LONG_ANSWERS = DECODE_HEAVY.scaled(input=0.2, output=0.4)
+_LIGHT_CHAT = CHAT.scaled(input=0.2, output=0.3)
+
+
+def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
+    """Eight laptop engines and thresholds that fit their 18 ms floor of a step."""
+    return {
+        "model": "m",
+        "instances": 8,
+        "engine": {"type": "Simulated", "profile": "laptop"},
+        "slo": {"ttft": "1s", "tpot": "50ms"},
+        "roles": {"prefill": {"min": floor}, "decode": {"min": floor}},
+        "autoscaling": {
+            "mode": mode,
+            "arrow": {"expand": 0.9, "shrink": 0.6, "consecutiveTicks": 2, "interval": "500ms"},
+            "flip": {"prefillToDecodeCooldown": "1s"},
+        },
+    }
+
+
+def moving_scenario(seed: int, mode: str) -> Scenario:
+    """Long prompts and long answers by turns of 12 s; either is too much for half of the instances."""
+    periods = (MixPeriod(_LONG_PROMPTS, 15, 12), MixPeriod(_LONG_ANSWERS, 13, 12))
+    load = _shift_arrivals(generate_moving(periods=periods, duration_s=48, seed=seed), LOAD_START_S)
+    return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode))
+
+
+def steady_scenario(seed: int) -> Scenario:
+    """A mix that never moves and that the first split carries."""
+    load = _shift_arrivals(
+        generate_steady(rate_rps=9, duration_s=40, seed=seed, mix=_LIGHT_CHAT), LOAD_START_S
+    )
+    return Scenario(seed=seed, load=load, end_s=42, spec=service_spec())
+
+
+def faulty_scenario(seed: int) -> Scenario:
+    """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then calm under a steady
+    one."""
+    rng = random.Random(seed)
+    periods = (MixPeriod(_LONG_PROMPTS, 12, 6), MixPeriod(_LONG_ANSWERS, 9, 6))
+    heavy = generate_moving(periods=periods, duration_s=FAULTS_END_S - LOAD_START_S, seed=seed)
+    light = generate_steady(rate_rps=6, duration_s=14, seed=seed, mix=_LIGHT_CHAT)
+    return Scenario(
+        seed=seed,
+        load=(*_shift_arrivals(heavy, LOAD_START_S), *_shift_arrivals(light, FAULTS_END_S)),
+        end_s=FAULTS_END_S + 15,
+        spec=service_spec(floor=2),
+        faults=tuple(_draw_fault(rng) for _ in range(12)),
+    )
+
+
+def _draw_fault(rng: random.Random) -> ScheduledFault:
+    at_s = rng.uniform(LOAD_START_S + 1, FAULTS_END_S - 4)
+    instance = rng.randrange(8)
+    if rng.random() < 0.5:
+        return ScheduledFault(at_s, rng.choice(_INSTANT_FAULTS), instance)
+    return ScheduledFault(at_s, rng.choice(_LASTING_FAULTS), instance, rng.uniform(0.5, 3.0))
+
+
+def _shift_arrivals(load: Iterable[WorkloadRequest], by_s: float) -> tuple[WorkloadRequest, ...]:
+    return tuple(replace(request, arrival_s=request.arrival_s + by_s) for request in load)

@@ -1,0 +1,273 @@
+"""What `explain` and `status` print."""
+
+import re
+import time
+
+import pytest
+
+from fulcrum_cli.commands.explain import decisions_from_assignment, format_decisions
+from fulcrum_cli.commands.status import (
+    ServiceSnapshot,
+    attainment_percent,
+    detail_lines,
+    instance_table,
+    service_table,
+)
+from fulcrum_cli.play.loads import LOAD_SHAPES, make_load
+from fulcrum_core.api.manifest import parse_object
+from fulcrum_core.api.meta import ObjectMeta
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
+from fulcrum_core.api.pdservice import PDService, PDServiceStatus
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.router_state import RouterState, TierState
+from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_simulator.workload import WorkloadPhase
+from tests.unit.core.router_states import router_state
+
+LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
+FLIP = {
+    "at_s": 1_700_000_000.25,
+    "action": "flip",
+    "trigger": "tick",
+    "reason": "decode load 1.04 is at least 0.90, for 2 ticks",
+    "instance": "chat-3",
+    "to": "Decode",
+    "loads": {"prefill": LOAD, "decode": {**LOAD, "low": 0.9, "high": 1.1, "unknown": 1}},
+    "consecutive_ticks": 2,
+    "split": "5:3",
+    "generation": 7,
+    "rejected": [{"instance": "chat-1", "reason": "pinned"}],
+}
+
+
+def test_a_decision_is_printed_with_its_loads_and_rejected_instances() -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
+    assert format_decisions([FLIP], limit=1) == [
+        f"{clock}.2  flip    chat-3 → Decode: decode load 1.04 is at least 0.90, for 2 ticks"
+        "  [prefill load 0.12, decode load 0.90 to 1.10, P:D 5:3, 2 ticks in a row, tick]",
+        "                          not chat-1: pinned",
+    ]
+
+
+HELD = {
+    **FLIP,
+    "action": "hold",
+    "instance": None,
+    "to": None,
+    "loads": None,
+    "consecutive_ticks": 0,
+    "rejected": [],
+}
+
+
+def test_a_held_decision_names_no_instance() -> None:
+    assert format_decisions([HELD], limit=1)[0].split("  ", 1)[1] == (
+        "hold    decode load 1.04 is at least 0.90, for 2 ticks  [P:D 5:3, tick]"
+    )
+
+
+def test_explain_prints_that_there_is_no_decision_yet() -> None:
+    assert format_decisions([], limit=20) == ["no decision yet"]
+
+
+def test_consecutive_holds_count_as_one_decision() -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
+    later = {**HELD, "at_s": 1_700_000_000.75}
+    held, flip, _ = format_decisions([HELD, FLIP, HELD, HELD, later], limit=2)
+    assert flip == format_decisions([FLIP], limit=1)[0]
+    assert held == f"{format_decisions([later], limit=1)[0]}  (3 × since {clock}.2)"
+
+
+def test_explain_lists_decisions_of_person_operator_and_autoscaler() -> None:
+    since = 1_700_000_000.25
+    entries = {
+        "chat-0": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
+        "chat-1": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
+        "chat-2": RoleAssignment(role=Role.DECODE, since=since + 60, by=Actor.PERSON, reason="by command"),
+        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="told already"),
+    }
+    spec = PDAssignmentSpec(service="chat", roles=entries)
+    given = decisions_from_assignment(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec), [FLIP])
+    lines = format_decisions(sorted([FLIP, *given], key=lambda decision: decision["at_s"]), limit=20)
+    assert [line.split("  ", 1)[1] for line in lines if "not chat-1" not in line] == [
+        "flip    chat-2 → Decode: by command  [by Person]",
+        format_decisions([FLIP], limit=1)[0].split("  ", 1)[1],
+        "assign  chat-0, chat-1 → Prefill: new  [by Operator]",
+    ]
+
+
+def printed(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines]
+
+
+def service() -> PDService:
+    made = parse_object(
+        {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "PDService",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "m"},
+        }
+    )
+    assert isinstance(made, PDService)
+    return made
+
+
+NOW_S = 1_700_000_045.0
+
+
+def instance(
+    *, phase: str, profile: str = "laptop", engine: str = "Simulated", message: str = ""
+) -> PDInstance:
+    """An instance that entered its phase 45 s before `NOW_S`."""
+    made = parse_object(
+        {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "PDInstance",
+            "metadata": {"name": "chat-0"},
+            "spec": {
+                "service": "chat",
+                "pool": "flex",
+                "model": "m",
+                "engine": {"type": engine, "profile": profile},
+            },
+        }
+    )
+    assert isinstance(made, PDInstance)
+    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45, message=message)
+    return made.model_copy(update={"status": status})
+
+
+def state(*tiers: TierState) -> RouterState:
+    return router_state(tiers=tiers)
+
+
+def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> TierState:
+    failed = offered - met - in_flight - cancelled
+    return TierState(
+        name="t", offered=offered, ok=met, failed=failed, broken=0, cancelled=cancelled, slo_met=met
+    )
+
+
+def test_status_prints_a_service_with_the_columns_of_kubectl_get_pds() -> None:
+    snapshot = ServiceSnapshot(service=service(), instances=(), assignment=None)
+    head, line = printed(service_table(snapshot, now_s=0.0))
+    assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
+    assert line == ["chat", "m", "–", "0", "0", "–", "–", "–", "0", "–"]
+
+
+def test_in_a_cluster_attainment_comes_from_the_status() -> None:
+    status = PDServiceStatus(attainment="98.7")
+    snapshot = ServiceSnapshot(service=service().replace(status=status), instances=(), assignment=None)
+    _, line = printed(service_table(snapshot, now_s=0.0))
+    assert (line[7], snapshot.dump()["attainment"]) == ("98.7", 98.7)
+
+
+@pytest.mark.parametrize(
+    ("router", "expected"),
+    [
+        pytest.param(None, None, id="no router"),
+        pytest.param(state(), None, id="no tier"),
+        pytest.param(state(tier(0, 0)), None, id="no request yet"),
+        pytest.param(state(tier(30, 30), tier(10, 9)), 97.5, id="over all tiers"),
+        pytest.param(state(tier(5, 0, in_flight=5)), None, id="none has ended"),
+        pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), 90.0, id="some are in flight"),
+    ],
+)
+def test_attainment_counts_ended_requests_only(router: RouterState | None, expected: float | None) -> None:
+    assert attainment_percent(router) == expected
+
+
+def test_instances_without_a_router_are_still_listed() -> None:
+    lines = instance_table([instance(phase="Serving")], None, None, now_s=NOW_S)
+    assert [line.split() for line in lines] == [
+        ["INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY"],
+        ["chat-0", "Serving", *["–"] * 6, "0", "–"],
+    ]
+
+
+STARTING = "its engine starts: "
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        pytest.param({"profile": "l70-h100-tp4"}, "Starting 45 of 180 s", id="against its profile"),
+        pytest.param({"profile": "elsewhere/e.yaml"}, "Starting 45 s", id="a profile in another folder"),
+        pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine, which has no profile"),
+        pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile of no time"),
+        pytest.param(
+            {"message": f"{STARTING}ErrImagePull: dial tcp"}, "Starting 45 s: ErrImagePull", id="hindered"
+        ),
+        pytest.param(
+            {"message": f"{STARTING}Unschedulable"}, "Starting 45 s: Unschedulable", id="without a node"
+        ),
+    ],
+)
+def test_a_starting_instance_shows_elapsed_time_or_start_failure(given: dict[str, str], shown: str) -> None:
+    line = instance_table([instance(phase="Starting", **given)], None, None, now_s=NOW_S)[1]
+    assert re.split(r" {3,}", line)[1] == shown
+
+
+@pytest.mark.parametrize(
+    ("generation", "observed", "expected"),
+    [
+        pytest.param(1, 0, ["no operator has looked at this yet: fulcrum doctor says why"], id="never"),
+        pytest.param(3, 2, ["status speaks of generation 2, the spec is 3"], id="not since it changed"),
+        pytest.param(3, 3, [], id="seen as it is"),
+    ],
+)
+def test_an_outdated_status_is_pointed_out(generation: int, observed: int, expected: list[str]) -> None:
+    made = service()
+    meta = made.metadata.model_copy(update={"generation": generation})
+    status = made.status.model_copy(update={"observed_generation": observed})
+    snapshot = ServiceSnapshot(
+        service=made.replace(metadata=meta, status=status), instances=(), assignment=None
+    )
+    assert detail_lines(snapshot, now_s=NOW_S) == expected
+
+
+@pytest.mark.parametrize(
+    ("until_s", "by"),
+    [
+        pytest.param(NOW_S + 90, "Person, pinned for 1m30s", id="still pinned"),
+        pytest.param(NOW_S - 1, "Person", id="pinned until a moment ago"),
+        pytest.param(None, "Person", id="never pinned"),
+    ],
+)
+def test_an_expired_pin_is_not_shown(until_s: float | None, by: str) -> None:
+    entry = RoleAssignment(role=Role.PREFILL, since=NOW_S - 60, by=Actor.PERSON, pinned_until=until_s)
+    meta = ObjectMeta(name="chat")
+    assignment = PDAssignment(metadata=meta, spec=PDAssignmentSpec(service="chat", roles={"chat-0": entry}))
+    line = instance_table([instance(phase="Serving")], assignment, None, now_s=NOW_S)[1]
+    assert re.split(r" {3,}", line)[-1] == by
+
+
+LAPTOP = load_profile("laptop")
+
+
+def prefill_instances(phase: WorkloadPhase) -> float:
+    """Instances busy with the phase's prompts: rate · mean T(n), by the profile's own model."""
+    requests = make_load("moving", duration_s=3600.0, seed=1)
+    lengths = [
+        r.input_tokens for r in requests if (p := requests.phase_at(r.arrival_s)) and p.name == phase.name
+    ]
+    model = LAPTOP.step_model.prefill_model(LAPTOP.token_budget)
+    return phase.rate_rps * sum(map(model.ttft_s, lengths)) / len(lengths)
+
+
+def test_the_moving_load_needs_more_prefill_than_half_and_then_much_less() -> None:
+    heavy, light = (
+        prefill_instances(phase) for phase in make_load("moving", duration_s=60.0, seed=1).phases[:2]
+    )
+    assert 4.2 < heavy < 6.0
+    assert light < 2.0
+
+
+@pytest.mark.parametrize("shape", list(LOAD_SHAPES))
+def test_every_load_shape_fits_the_laptop_profile(shape: str) -> None:
+    requests = list(make_load(shape, duration_s=300.0, seed=3))
+    assert requests
+    assert max(r.input_tokens + r.output_tokens for r in requests) <= LAPTOP.kv_capacity_tokens
+    assert list(make_load(shape, duration_s=300.0, seed=3)) == requests

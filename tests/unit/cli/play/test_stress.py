@@ -1,0 +1,52 @@
+"""Flips that are forced: as many as asked for, or a plain word why not."""
+
+import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import cast
+
+import pytest
+
+from fulcrum_cli.play.observer import Observer
+from fulcrum_cli.play.stress import NO_FLIP_TIMEOUT_S, ForcedFlips, NoFlipPossible
+from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdservice import PDService
+from tests.unit.cli.assignment.test_writes import store
+
+__all__ = ["store"]
+
+pytestmark = pytest.mark.looptime(start=0.0)
+
+
+class FakeObserver:
+    """An observer of a service whose router acknowledges at once."""
+
+    def __init__(self, instances: Mapping[str, PDInstance]) -> None:
+        self.instances = instances
+
+    async def wait_acknowledged(self, _generation: int, *, timeout_s: float) -> None:
+        pass
+
+
+async def make_forced_flips(store: MemoryStore) -> ForcedFlips:
+    listed = (await store.list(PDInstance, namespace="default")).items
+    observer = FakeObserver(MappingProxyType({i.metadata.name: i for i in listed}))
+    return ForcedFlips(store, cast(Observer, observer), "chat", "default")
+
+
+async def test_forced_flips_take_the_other_role_while_one_is_at_its_floor(store: MemoryStore) -> None:
+    """One prefills and two decode with floors of one: the first flip can only go to Prefill."""
+    flips = await make_forced_flips(store)
+    await flips.run(5)
+    spec = (await store.get(PDAssignment, "chat", namespace="default")).spec
+    assert (flips.flips_made, spec.flips) == (5, 5)
+
+
+async def test_forced_flips_stop_with_the_reason_once_no_instance_may_flip(store: MemoryStore) -> None:
+    await store.patch(PDService, "chat", {"spec": {"roles": {"decode": {"min": 2}}}}, namespace="default")
+    flips, began_s = await make_forced_flips(store), asyncio.get_running_loop().time()
+    with pytest.raises(NoFlipPossible, match=r"no instance may flip: instance .* the floor is"):
+        await flips.run(1)
+    assert asyncio.get_running_loop().time() - began_s == pytest.approx(NO_FLIP_TIMEOUT_S, abs=0.1)

@@ -1,0 +1,167 @@
+"""What a command speaks to is decided by one rule, and what cannot be spoken to is said in one line."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fulcrum_cli.local import RunInfo
+from fulcrum_cli.local.run_folder import open_run_folder, write_info
+from fulcrum_cli.program_name import program_name
+from fulcrum_cli.target.connection import find_run
+from fulcrum_cli.target.kubeconfig import read_context
+from fulcrum_cli.target.selection import ClusterTarget, LocalTarget, TargetOptions, choose_target
+from fulcrum_core.errors import InvalidInput
+
+
+def run_info(
+    service: str, *, folder: Path = Path("/run"), started_at_s: float = 0.0, pid: int = 1
+) -> RunInfo:
+    return RunInfo(
+        pid=pid, started_at_s=started_at_s, service=service, namespace="default", run_dir=str(folder),
+        store_address="unix:/s", token_file="/t", router_url="http://r", router_state_url="http://s",
+        autoscaler_url="http://a",
+    )  # fmt: skip
+
+
+def write_kubeconfig(path: Path, *names: str, current: str | None = None) -> Path:
+    """A kubeconfig with one context and one cluster a name; `NAME-ns` is the context's namespace."""
+    document = {
+        "current-context": current,
+        "contexts": [{"name": n, "context": {"cluster": n, "namespace": f"{n}-ns"}} for n in names],
+        "clusters": [{"name": n, "cluster": {"server": f"https://{n}.example"}} for n in names],
+    }
+    path.write_text(json.dumps(document))
+    return path
+
+
+def cluster_target(name: str, *, store_address: str, namespace: str = "") -> ClusterTarget:
+    return ClusterTarget(
+        store_address=store_address, namespace=namespace or f"{name}-ns", context=f"context {name}",
+        server=f"https://{name}.example",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["a local run is up", "no local run is up"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"kubeconfig": True}, id="kubeconfig"),
+        pytest.param({"context": "b"}, id="context"),
+        pytest.param({"namespace": "n"}, id="namespace"),
+        pytest.param({"program": "kubectl fulcrum"}, id="as kubectl's plugin"),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_cluster_options_win_over_a_local_run_which_wins_over_the_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Mapping[str, str], runs: bool
+) -> None:
+    file = write_kubeconfig(tmp_path / "config", "a", "b", current="a")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    options = dataclasses.replace(
+        TargetOptions(),
+        **{**given, **({"kubeconfig": file} if "kubeconfig" in given else {})},  # type: ignore[arg-type]
+    )
+    environment = {"KUBECONFIG": str(file)}
+    expected = {
+        "kubeconfig": cluster_target("a", store_address=f"kubeconfig:{file}"),
+        "context": cluster_target("b", store_address="kubeconfig:#b"),
+        "namespace": cluster_target("a", store_address="kubeconfig:", namespace="n"),
+        "program": cluster_target("a", store_address="kubeconfig:"),
+    }
+    with open_run_folder(None, service="chat") as folder:
+        info = run_info("chat", folder=folder, pid=os.getpid())
+        if runs:
+            write_info(info)
+        target = choose_target(options, environment)
+    by_default = LocalTarget((info,)) if runs else cluster_target("a", store_address="kubeconfig:")
+    assert target == (expected[next(iter(given))] if given else by_default)
+
+
+def test_inside_a_pod_the_target_is_its_own_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    environment = {"KUBECONFIG": "/nowhere", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    target = choose_target(TargetOptions(), environment)
+    assert isinstance(target, ClusterTarget)
+    assert (target.store_address, target.namespace) == ("in-cluster", "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "expected"),
+    [
+        pytest.param("[", None, "is not YAML", id="no YAML"),
+        pytest.param("[]", None, "is no kubeconfig", id="no mapping"),
+        pytest.param("{}", None, "has no current context: choose one with --context", id="empty"),
+        pytest.param("{}", "x", "--context (x) is not a context of", id="no such context"),
+        pytest.param("current-context: x", None, "current-context (x) is not a context of", id="dangling"),
+        pytest.param(
+            "contexts: [{name: x, context: {cluster: y}}]", "x", "context x (y) names no cluster of it",
+            id="a context without its cluster",
+        ),
+    ],
+)  # fmt: skip
+def test_a_kubeconfig_without_a_usable_context_is_refused_by_name(
+    tmp_path: Path, text: str, context: str | None, expected: str
+) -> None:
+    path = tmp_path / "config"
+    path.write_text(text)
+    with pytest.raises(InvalidInput) as caught:
+        read_context([path], context)
+    assert expected in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_the_first_of_several_kubeconfig_files_wins(tmp_path: Path) -> None:
+    one = write_kubeconfig(tmp_path / "one", "a")
+    two = write_kubeconfig(tmp_path / "two", "b", current="b")
+    assert read_context([one, two], None).name == "b"
+    assert read_context([one, two], "a").server == "https://a.example"
+
+
+RUNS = LocalTarget((run_info("chat", started_at_s=2.0), run_info("code-gen"), run_info("chat", pid=7)))
+
+
+@pytest.mark.parametrize(
+    ("name", "instance", "found"),
+    [
+        pytest.param("chat", None, RUNS.runs[0], id="the latest of that name"),
+        pytest.param(None, "code-gen-3", RUNS.runs[1], id="by the name of an instance"),
+    ],
+)
+def test_a_local_run_is_found_by_service_or_instance_name(
+    name: str | None, instance: str | None, found: RunInfo
+) -> None:
+    assert find_run(RUNS, name, instance=instance) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        pytest.param(None, "SERVICE (chat, code-gen) are running: name one", id="several, none named"),
+        pytest.param(
+            "api",
+            "SERVICE (api) does not run on this machine; running: chat, code-gen; "
+            "--context or -n means a cluster",
+            id="none of that name",
+        ),
+    ],
+)
+def test_an_ambiguous_or_unknown_service_is_refused(name: str | None, expected: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        find_run(RUNS, name)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv0", "expected"),
+    [
+        ("/usr/bin/fulcrum", "fulcrum"),
+        ("/x/__main__.py", "fulcrum"),
+        ("/usr/bin/kubectl-fulcrum", "kubectl fulcrum"),
+    ],
+)
+def test_the_program_name_follows_argv0(argv0: str, expected: str) -> None:
+    assert program_name(argv0) == expected

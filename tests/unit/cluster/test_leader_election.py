@@ -1,0 +1,250 @@
+"""Election by a Lease: who leads, how soon another one does, and what an absent store changes."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from fulcrum_cluster.leader_election import LeaderElector, LeaseRecord, LeaseTiming, StepDown
+from fulcrum_core.errors import AlreadyExists, Conflict, NotFound, StoreUnavailable
+
+pytestmark = pytest.mark.looptime(start=0.0)
+
+TIMING = LeaseTiming(lease_duration_s=3.0, renew_interval_s=1.0, retry_interval_s=0.5, renew_deadline_s=2.0)
+SHORT_S = 0.01
+
+
+class LoopClock:
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def monotonic_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@dataclass
+class FakeLeaseStore:
+    """A Lease in memory that can be away, or hang."""
+
+    record: LeaseRecord | None = None
+    version: int = 0
+    unavailable: bool = False
+    hangs: bool = False
+    writes: list[str | None] = field(default_factory=list)
+
+    async def read(self) -> tuple[LeaseRecord, str]:
+        await self._answer()
+        if self.record is None:
+            raise NotFound("no lease")
+        return self.record, str(self.version)
+
+    async def write(self, record: LeaseRecord, *, version: str | None) -> str:
+        await self._answer()
+        if version is None and self.record is not None:
+            raise AlreadyExists("there is one")
+        if version is not None and version != str(self.version):
+            raise Conflict("another version")
+        self.writes.append(record.holder)
+        self.record, self.version = record, self.version + 1
+        return str(self.version)
+
+    async def _answer(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.unavailable:
+            raise StoreUnavailable("away")
+
+
+class Candidates:
+    """Candidates for one lease, and who led when."""
+
+    def __init__(self, lease_store: FakeLeaseStore, seed: int, step_down: StepDown) -> None:
+        self.lease_store, self.step_down = lease_store, step_down
+        self.rng = random.Random(seed)
+        self.by_name: dict[str, LeaderElector] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.history: list[tuple[str, bool]] = []
+
+    def start(self, name: str) -> LeaderElector:
+        elector = self.by_name[name] = LeaderElector(
+            self.lease_store,
+            identity=name,
+            timing=TIMING,
+            step_down=self.step_down,
+            clock=LoopClock(),
+            rng=self.rng,
+            on_change=lambda leads: self.history.append((name, leads)),
+        )
+        self.tasks[name] = asyncio.ensure_future(elector.run())
+        return elector
+
+    def kill(self, name: str) -> None:
+        self.tasks.pop(name).cancel()
+        del self.by_name[name]
+
+    @property
+    def leading(self) -> list[str]:
+        return [name for name, elector in sorted(self.by_name.items()) if elector.leading]
+
+    async def advance(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+@contextmanager
+def candidates(
+    seed: int, step_down: StepDown, lease_store: FakeLeaseStore | None = None
+) -> Iterator[Candidates]:
+    made = Candidates(lease_store or FakeLeaseStore(), seed, step_down)
+    try:
+        yield made
+    finally:
+        for task in made.tasks.values():
+            task.cancel()
+
+
+EACH_STEP_DOWN = pytest.mark.parametrize("step_down", list(StepDown))
+
+
+@EACH_STEP_DOWN
+async def test_first_candidate_keeps_the_lead(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        world.start("b")
+        await world.advance(60)
+        assert (world.leading, world.history) == (["a"], [("a", True)])
+        assert world.lease_store.record is not None
+        assert (world.lease_store.record.holder, world.lease_store.record.transitions) == ("a", 0)
+
+
+@EACH_STEP_DOWN
+async def test_dead_leader_is_replaced_within_lease_duration_plus_retry(
+    seed: int, step_down: StepDown
+) -> None:
+    with candidates(seed, step_down) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        world.start("b")
+        await world.advance(7.3)
+        world.kill("a")
+        await world.advance(TIMING.lease_duration_s - TIMING.renew_interval_s - SHORT_S)
+        assert world.leading == []
+        await world.advance(TIMING.renew_interval_s + TIMING.retry_interval_s + 2 * SHORT_S)
+        assert world.leading == ["b"]
+        assert world.lease_store.record is not None
+        assert world.lease_store.record.transitions == 1
+
+
+@EACH_STEP_DOWN
+async def test_released_lease_is_taken_within_one_retry(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        a = world.start("a")
+        await world.advance(SHORT_S)
+        world.start("b")
+        await world.advance(5)
+        world.tasks["a"].cancel()
+        await a.release()
+        await world.advance(TIMING.retry_interval_s + SHORT_S)
+        assert (world.leading, world.history) == (["b"], [("a", True), ("a", False), ("b", True)])
+
+
+@EACH_STEP_DOWN
+async def test_restarted_leader_with_the_same_identity_leads_at_once(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        world.start("b")
+        await world.advance(2)
+        world.kill("a")
+        world.start("a")
+        await world.advance(SHORT_S)
+        assert world.leading == ["a"]
+
+
+async def test_when_replaced_leader_keeps_leading_while_the_store_is_unavailable(seed: int) -> None:
+    with candidates(seed, StepDown.WHEN_REPLACED) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        world.start("b")
+        await world.advance(5)
+        world.lease_store.unavailable = True
+        await world.advance(30)
+        assert world.leading == ["a"]
+        world.lease_store.unavailable = False
+        await world.advance(30)
+        assert (world.leading, world.history) == (["a"], [("a", True)])
+
+
+@pytest.mark.parametrize("how", ["unavailable", "hangs"])
+async def test_at_deadline_leader_steps_down_before_another_can_take_over(seed: int, how: str) -> None:
+    with candidates(seed, StepDown.AT_DEADLINE) as world:
+        world.start("a")
+        await world.advance(5)
+        setattr(world.lease_store, how, True)
+        await world.advance(TIMING.renew_deadline_s + SHORT_S)
+        assert (world.leading, world.history) == ([], [("a", True), ("a", False)])
+        setattr(world.lease_store, how, False)
+        await world.advance(TIMING.lease_duration_s + TIMING.retry_interval_s)
+        assert world.leading == ["a"]
+
+
+async def test_suspended_leader_stops_leading_by_its_own_clock(seed: int) -> None:
+    with candidates(seed, StepDown.AT_DEADLINE) as world:
+        a = world.start("a")
+        await world.advance(SHORT_S)
+        world.tasks["a"].cancel()  # as if it were not scheduled
+        await world.advance(TIMING.renew_deadline_s)
+        assert not a.leading
+
+
+@EACH_STEP_DOWN
+async def test_leader_steps_down_when_another_holds_the_lease(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        assert world.lease_store.record is not None
+        world.lease_store.record = replace(world.lease_store.record, holder="b", renewed="now")
+        world.lease_store.version += 1
+        await world.advance(TIMING.renew_interval_s + SHORT_S)
+        assert (world.leading, world.by_name["a"].holder) == ([], "b")
+
+
+@EACH_STEP_DOWN
+async def test_deleted_lease_is_created_again(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        world.start("a")
+        await world.advance(SHORT_S)
+        world.lease_store.record = None
+        await world.advance(TIMING.renew_interval_s + SHORT_S)
+        assert world.lease_store.record is not None
+        assert (world.leading, world.history) == (["a"], [("a", True)])
+
+
+@EACH_STEP_DOWN
+async def test_exactly_one_of_many_candidates_leads_after_each_death(seed: int, step_down: StepDown) -> None:
+    with candidates(seed, step_down) as world:
+        names = [f"c{n}" for n in range(6)]
+        for name in names:
+            world.start(name)
+        led = set()
+        for _ in names[:-1]:
+            await world.advance(TIMING.lease_duration_s + TIMING.retry_interval_s + SHORT_S)
+            [leader] = world.leading
+            led.add(leader)
+            world.kill(leader)
+        assert len(led) == len(names) - 1
+
+
+async def test_release_leaves_a_lease_of_another_holder(seed: int) -> None:
+    with candidates(seed, StepDown.WHEN_REPLACED) as world:
+        a = world.start("a")
+        await world.advance(SHORT_S)
+        world.tasks["a"].cancel()
+        assert world.lease_store.record is not None
+        world.lease_store.record = held = replace(world.lease_store.record, holder="b")
+        world.lease_store.version += 1
+        await a.release()
+        assert (world.lease_store.record, a.leading) == (held, False)

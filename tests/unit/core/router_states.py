@@ -1,0 +1,37 @@
+"""What a router says of itself and of its instances, idle but for what a test is about."""
+
+from typing import Any
+
+from fulcrum_core.router_state import InstanceState, RouterState
+from fulcrum_core.values import Role
+
+
+def instance_state(name: str, role: Role = Role.DECODE, **numbers: Any) -> InstanceState:
+    """An idle, serving instance, but for `numbers`."""
+    defaults: dict[str, Any] = {
+        "serving": True,
+        "prefill_queued_s": 0.0,
+        "prefill_tokens": 0,
+        "decode_tokens": 0,
+        "decode_legs": 0,
+        "legs": 0,
+        "pending_transfers": 0,
+        "itl_s": None,
+    }
+    return InstanceState(name=name, role=role, **{**defaults, **numbers})
+
+
+def router_state(*instances: InstanceState, **fields: Any) -> RouterState:
+    """The router of the service `chat` at generation 1, with nothing to tell but `fields`."""
+    defaults: dict[str, Any] = {
+        "service": "chat",
+        "generation": 1,
+        "acknowledged_at_s": 0.0,
+        "at_s": 0.0,
+        "flip_request_role": None,
+        "flip_request_seq": 0,
+        "prediction_error": None,
+        "local_prefills": 0,
+        "tiers": (),
+    }
+    return RouterState(instances=instances, **{**defaults, **fields})

@@ -1,0 +1,118 @@
+"""Who may hand KV blocks to whom."""
+
+from dataclasses import replace
+
+import pytest
+
+from fulcrum_core.decisions import Verdict
+from fulcrum_core.kv_compatibility import can_transfer
+from fulcrum_core.values import EngineIdentity
+
+ONE = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, tensor_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"model": "M"}, "model differs: prefill has m, decode has M", id="model by spelling"),
+        pytest.param(
+            {"engine": "vllm 0.13"},
+            "engine differs: prefill has vllm 0.12, decode has vllm 0.13",
+            id="engine version",
+        ),
+        pytest.param(
+            {"kv_dtype": "fp8"}, "kv dtype differs: prefill has bf16, decode has fp8", id="KV data type"
+        ),
+        pytest.param(
+            {"block_size": 32}, "block size differs: prefill has 16, decode has 32", id="block size"
+        ),
+        pytest.param(
+            {"tensor_parallel": 3},
+            "prefill has 2 tensor-parallel ranks, decode has 3: neither divides the other",
+            id="splits that do not meet",
+        ),
+    ],
+)
+def test_engines_that_differ_cannot_transfer(changes: dict[str, object], reason: str) -> None:
+    assert can_transfer(ONE, replace(ONE, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "tensor_parallel",
+    [
+        pytest.param(2, id="the same split"),
+        pytest.param(4, id="decode split over more"),
+        pytest.param(1, id="decode split over fewer"),
+    ],
+)
+def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) -> None:
+    verdict = can_transfer(ONE, replace(ONE, tensor_parallel=tensor_parallel))
+    assert verdict == Verdict(True, "same model, engine, KV data type and block size")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param(
+            {"revision": "abc"},
+            "model revision differs: prefill has none, decode has abc",
+            id="weights of two revisions",
+        ),
+        pytest.param(
+            {"connector": "LMCache"},
+            "connector differs: prefill has NIXL, decode has LMCache",
+            id="connector",
+        ),
+        pytest.param(
+            {"dtype": "float16"},
+            "data type differs: prefill has bfloat16, decode has float16",
+            id="data type",
+        ),
+        pytest.param(
+            {"attention": "FLASHINFER"},
+            "attention back end differs: prefill has FLASH_ATTN, decode has FLASHINFER",
+            id="attention back end",
+        ),
+        pytest.param(
+            {"pipeline_parallel": 2},
+            "decode has 2 pipeline stages and reads KV into one only",
+            id="stages of decode",
+        ),
+        pytest.param(
+            {"latent": True},
+            "latent attention differs: prefill has False, decode has True",
+            id="one latent vector and heads",
+        ),
+    ],
+)
+def test_real_engines_that_differ_cannot_transfer(changes: dict[str, object], reason: str) -> None:
+    real = replace(ONE, connector="NIXL", dtype="bfloat16", attention="FLASH_ATTN")
+    assert can_transfer(real, replace(real, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+
+
+def test_prefill_may_have_pipeline_stages() -> None:
+    assert can_transfer(replace(ONE, pipeline_parallel=4), ONE).allowed
+
+
+def test_fewer_decode_ranks_cannot_read_copied_kv_heads() -> None:
+    """Eight KV heads over 8 ranks are put together on 2, over 16 they are not; a latent vector always is."""
+    eight = replace(ONE, tensor_parallel=8, kv_heads=8)
+    assert can_transfer(eight, replace(eight, tensor_parallel=2)).allowed
+    sixteen = replace(eight, tensor_parallel=16)
+    assert can_transfer(sixteen, eight) == Verdict(
+        False,
+        "prefill has 16 tensor-parallel ranks, decode has 8: of 8 KV heads prefill holds copies, which fewer "
+        "ranks cannot read",
+    )
+    assert can_transfer(eight, sixteen).allowed
+    latent = replace(sixteen, latent=True, kv_heads=1)
+    assert can_transfer(latent, replace(latent, tensor_parallel=1)).allowed
+
+
+def test_lmcache_needs_equal_tensor_parallel_sizes() -> None:
+    one = replace(ONE, connector="LMCache")
+    assert can_transfer(one, one).allowed
+    assert can_transfer(one, replace(one, tensor_parallel=4)) == Verdict(
+        False,
+        "prefill has 2 tensor-parallel ranks, decode has 4: LMCache hands over from rank to rank",
+    )

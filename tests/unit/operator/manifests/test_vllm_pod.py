@@ -1,0 +1,104 @@
+"""A real engine in a pod: the same pod as any other but for what its type decides."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from fulcrum_core.api import ObjectMeta, PDInstance, PDService, PDServiceSpec
+from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.engines.vllm import POD_PLACEMENT, expected_identity_and_startup_s, plan_engine
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.engine_container import vllm_launch_request
+from fulcrum_operator.manifests.engine_pod import engine_pod
+from fulcrum_operator.plan.pools import desired_pools
+from tests.unit.operator.builders import SETTINGS
+
+
+def service(pool: dict[str, Any] | None = None, **spec: Any) -> PDService:
+    """A service of vLLM engines with one flexible pool."""
+    pools = [{"name": "flex", "instances": {"min": 2}, **(pool or {})}]
+    made = {"model": "acme/model", "engine": {"type": "vLLM", "image": "acme/vllm:1"}, "pools": pools, **spec}
+    return PDService(metadata=ObjectMeta(name="chat", uid="u"), spec=PDServiceSpec.model_validate(made))
+
+
+def instance(owner: PDService, role: str | None = None) -> PDInstance:
+    """The first instance of its pool, as the plan makes it."""
+    pool = desired_pools(owner, ())[0]
+    start = pool.spec.launch_spec.model_dump(by_alias=True)
+    spec = {**start, "service": "chat", "pool": pool.metadata.name, "role": role}
+    return PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u0"}, "spec": spec})
+
+
+def container(owner: PDService, role: str | None = None) -> dict[str, Any]:
+    """The engine's container."""
+    pod = engine_pod(instance(owner, role), owner, SETTINGS, startup_s=1.0)
+    found: dict[str, Any] = pod["spec"]["containers"][0]
+    return found
+
+
+def test_vllm_pod_matches_its_golden_manifest(golden: Callable[[str, str], None]) -> None:
+    owner = service(
+        {"hardware": {"resource": "nvidia.com/gpu", "count": 4, "type": "H100-SXM", "fabric": "InfiniBand"}},
+        modelSource={"pvc": "models", "path": "llama", "maxLength": 32768},
+        kvTransfer={"connector": "NIXLWithLMCache"},
+        kvCache={"cpu": "64Gi", "disk": "500Gi"},
+    )
+    made = engine_pod(instance(owner), owner, SETTINGS, startup_s=1.0)
+    golden("manifests/vllm-pod.yaml", yaml.safe_dump(made, sort_keys=False, width=110))
+
+
+def test_vllm_engine_gets_one_gpu_by_default() -> None:
+    assert container(service())["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    cpu = {"hardware": {"resource": "cpu", "count": 2}}
+    assert container(service(cpu))["resources"] == {"requests": {"cpu": "2"}}
+
+
+def test_lmcache_engine_is_started_for_the_role_of_its_instance() -> None:
+    owner = service(
+        {"hardware": {"resource": "nvidia.com/gpu", "type": "H100-SXM"}},
+        kvTransfer={"connector": "LMCache", "bufferSize": "2Gi"},
+    )
+    assert desired_pools(owner, ())[0].spec.role_fixed_at_start
+    roles = {role: container(owner, role)["args"][-1] for role in ("Prefill", "Decode")}
+    assert '"lmcache.pd_role":"sender"' in roles["Prefill"]
+    assert '"lmcache.pd_proxy_host":"chat.default.svc"' in roles["Prefill"]
+    assert '"lmcache.pd_role":"receiver"' in roles["Decode"]
+    assert '"lmcache.pd_peer_host":"$(POD_IP)"' in roles["Decode"]
+
+
+def test_pod_of_an_unsupported_engine_is_refused_with_a_reason() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        container(service({"settings": {"sleepMode": True}}))
+    assert str(refused.value) == (
+        "spec.engine (vLLM) cannot be started: "
+        "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again"
+    )
+
+
+def test_image_defaults_to_vllms_own_on_nvidia_and_is_required_elsewhere() -> None:
+    plain = {"engine": {"type": "vLLM"}}
+    assert container(service(**plain))["image"] == "vllm/vllm-openai:v0.32.0"
+    with pytest.raises(InvalidInput) as refused:
+        container(service({"hardware": {"resource": "cpu", "count": 2}}, **plain))
+    assert str(refused.value) == "spec.engine.image (missing) is needed: there is no default for CPU"
+
+
+def test_expected_identity_and_startup_equal_those_of_the_launch() -> None:
+    owner = service()
+    request = vllm_launch_request(instance(owner), owner)
+    launch = plan_engine(request, POD_PLACEMENT).launch
+    assert launch is not None
+    assert expected_identity_and_startup_s(request, POD_PLACEMENT) == (launch.identity, launch.startup_s)
+
+
+def test_only_engines_of_the_service_reach_the_transfer_ports_of_a_vllm_engine() -> None:
+    policies = [
+        child for child in service_children(service(), SETTINGS, wanted=2) if child["kind"] == "NetworkPolicy"
+    ]
+    engines = next(policy for policy in policies if policy["metadata"]["name"] == "chat-engines")
+    selector = engines["spec"]["podSelector"]
+    http, peers = engines["spec"]["ingress"]
+    assert http["ports"] == [{"port": 8000, "protocol": "TCP"}]
+    assert peers == {"from": [{"podSelector": selector}]}

@@ -1,0 +1,79 @@
+"""What the two ways to make the image promise alike."""
+
+import re
+
+import pytest
+
+from tests.paths import ROOT
+from tools.image.build import EXCLUDED_PATHS, EXTRA_FILES, USER, parse_image_name
+
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def instructions(word: str) -> list[str]:
+    """The arguments of every such instruction, in order."""
+    joined = DOCKERFILE.replace("\\\n", " ")
+    return [line.removeprefix(word).strip() for line in joined.splitlines() if line.startswith(f"{word} ")]
+
+
+def test_base_image_is_pinned_and_overridable() -> None:
+    base, *_ = instructions("ARG")
+    assert re.fullmatch(r"BASE=[a-z0-9./:-]+@sha256:[0-9a-f]{64}", base)
+    assert {stage.split()[0] for stage in instructions("FROM")} == {"${BASE}"}
+
+
+def test_image_runs_as_an_unprivileged_user() -> None:
+    assert instructions("USER") == [USER]
+    assert USER.split(":") == ["65532", "65532"]
+    assert USER.split(":")[0] in EXTRA_FILES["etc/passwd"]
+
+
+def test_copied_paths_exist_and_pass_dockerignore() -> None:
+    here = [word for copy in instructions("COPY") if "--from" not in copy for word in copy.split()[:-1]]
+    assert [name for name in here if not (ROOT / name).exists()] == []
+    let_through = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    }
+    assert {name.rstrip("/") for name in here} == let_through
+
+
+def test_every_package_is_installed_by_hash() -> None:
+    installs = re.findall(r"install (.*?)(?: &&|$)", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
+    assert installs
+    assert [one for one in installs if "--require-hashes" not in one and "--no-index" not in one] == [], (
+        "only our own wheel has no hash"
+    )
+
+
+def test_dockerfile_and_builder_remove_the_same_files() -> None:
+    removed = re.findall(r"site-packages/(kubernetes\S*)", DOCKERFILE)
+    assert sorted(removed) == sorted(name.rstrip("/") for name in EXCLUDED_PATHS)
+
+
+def test_no_module_imports_a_removed_kubernetes_api() -> None:
+    """`kubernetes.client` loads its APIs when they are asked for: only in a container would that fail."""
+    rooms = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+    asks = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
+    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
+    assert [str(file) for file in files if asks.search(file.read_text(encoding="utf-8"))] == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"),
+    [
+        pytest.param("1", "localhost/fulcrum:1", id="a tag"),
+        pytest.param(
+            "registry.example:5000/team/fulcrum:v1.2", "registry.example:5000/team/fulcrum:v1.2", id="all"
+        ),
+    ],
+)
+def test_image_name_is_parsed_from_a_tag_or_a_full_name(tag: str, name: str) -> None:
+    assert parse_image_name(tag) == name
+
+
+@pytest.mark.parametrize("tag", ["", "fulcrum:1", "localhost/fulcrum", "localhost/fulcrum:", "a b"])
+def test_invalid_image_tag_is_refused_in_one_line(tag: str) -> None:
+    with pytest.raises(SystemExit, match=r"^error: TAG \(.*\) is a tag as 1, or a whole name as [^\n]*$"):
+        parse_image_name(tag)

@@ -1,0 +1,214 @@
+"""Each import contract is broken on purpose here, so that a contract that forbids nothing is noticed.
+
+The rooms are copied to a scratch folder, one forbidden import is written into the copy, and the linter must
+name the contract that it breaks. One process lints every case: starting the linter costs more than a run.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+
+import pytest
+
+from tests.paths import ROOT
+
+ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportCase:
+    """A forbidden import, or an allowed one that looks like it (`breaks` is None)."""
+
+    sentence: str
+    breaks: str | None
+    files: dict[str, str]
+
+
+UNCHANGED = "the rooms as they are"
+
+CASES = [
+    ImportCase(UNCHANGED, None, {}),
+    ImportCase(
+        "core may not import the store", "layers", {"core/fulcrum_core/x.py": "import fulcrum_cluster"}
+    ),
+    ImportCase(
+        "core may not import the simulator", "layers", {"core/fulcrum_core/x.py": "import fulcrum_simulator"}
+    ),
+    ImportCase(
+        "the store may not import a shell",
+        "layers",
+        {"cluster/fulcrum_cluster/x.py": "import fulcrum_router"},
+    ),
+    ImportCase(
+        "the router may not import the autoscaler",
+        "layers",
+        {"router/fulcrum_router/x.py": "import fulcrum_autoscaler"},
+    ),
+    ImportCase(
+        "the autoscaler may not import the operator",
+        "layers",
+        {"autoscaler/fulcrum_autoscaler/x.py": "import fulcrum_operator"},
+    ),
+    ImportCase(
+        "the operator may not import the router",
+        "layers",
+        {"operator/fulcrum_operator/x.py": "import fulcrum_router"},
+    ),
+    ImportCase(
+        "no shell may import the simulator",
+        "layers",
+        {"operator/fulcrum_operator/x.py": "import fulcrum_simulator"},
+    ),
+    ImportCase(
+        "nothing may import the command line",
+        "layers",
+        {"simulator/fulcrum_simulator/x.py": "import fulcrum_cli"},
+    ),
+    ImportCase(
+        "the simulator may not import the store",
+        "simulator-sees-pure-halves",
+        {"simulator/fulcrum_simulator/x.py": "import fulcrum_cluster"},
+    ),
+    ImportCase(
+        "the simulator may not import the operator's plan",
+        "simulator-sees-pure-halves",
+        {"simulator/fulcrum_simulator/x.py": "import fulcrum_operator.plan"},
+    ),
+    ImportCase(
+        "the simulator may not import a shell module that is new",
+        "simulator-sees-pure-halves",
+        {"router/fulcrum_router/y.py": "", "simulator/fulcrum_simulator/x.py": "import fulcrum_router.y"},
+    ),
+    ImportCase(
+        "the simulator may not reach a shell through a policy",
+        None,
+        {
+            "autoscaler/fulcrum_autoscaler/y.py": "",
+            "autoscaler/fulcrum_autoscaler/policy/x.py": "import fulcrum_autoscaler.y",
+            "simulator/fulcrum_simulator/x.py": "import fulcrum_autoscaler.policy.x",
+        },
+    ),
+    ImportCase(
+        "the simulator may import the router's policy",
+        None,
+        {"simulator/fulcrum_simulator/x.py": "import fulcrum_router.policy"},
+    ),
+    ImportCase("core may not read the clock", "pure", {"core/fulcrum_core/x.py": "import time"}),
+    ImportCase(
+        "core may name a generator of random numbers in an annotation",
+        None,
+        {"core/fulcrum_core/x.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import random"},
+    ),
+    ImportCase(
+        "the router's policy may not draw random numbers",
+        "pure",
+        {"router/fulcrum_router/policy/x.py": "import random"},
+    ),
+    ImportCase(
+        "the autoscaler's policy may not await",
+        "pure",
+        {"autoscaler/fulcrum_autoscaler/policy/x.py": "import asyncio"},
+    ),
+    ImportCase(
+        "the operator's plan may not touch files",
+        "pure",
+        {"operator/fulcrum_operator/plan/x.py": "import os"},
+    ),
+    ImportCase(
+        "the making of engine commands may not start processes",
+        "pure",
+        {"operator/fulcrum_operator/engines/x.py": "import subprocess"},
+    ),
+    ImportCase(
+        "the engine model may not read the clock",
+        "pure",
+        {"simulator/fulcrum_simulator/engine/x.py": "from time import monotonic"},
+    ),
+    ImportCase(
+        "a policy may not read the clock through a module beside it",
+        "pure",
+        {
+            "router/fulcrum_router/y.py": "import time",
+            "router/fulcrum_router/policy/x.py": "import fulcrum_router.y",
+        },
+    ),
+    ImportCase(
+        "a policy may not import the store",
+        "pure-halves-see-core",
+        {"cluster/fulcrum_cluster/y.py": "", "router/fulcrum_router/policy/x.py": "import fulcrum_cluster.y"},
+    ),
+    ImportCase(
+        "the operator may not draw", "only-cli-draws", {"operator/fulcrum_operator/x.py": "import rich.table"}
+    ),
+    ImportCase(
+        "the autoscaler may not parse HTTP by hand",
+        "only-router-parses-http",
+        {"autoscaler/fulcrum_autoscaler/x.py": "import httptools"},
+    ),
+]
+
+# Runs inside the copy: for each case write its files, lint, take them away again; print what broke, as ids.
+LINT_PROGRAM = r"""
+import contextlib, io, json, pathlib, re, sys
+from importlinter import configuration
+from importlinter.application.use_cases import lint_imports
+configuration.configure()
+names = {c["name"]: c["id"] for c in json.loads(sys.argv[1])}
+broken = []
+for files in json.load(sys.stdin):
+    for name, source in files.items():
+        pathlib.Path(name).write_text(source)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        lint_imports(config_filename="pyproject.toml", cache_dir=".lint-cache", no_logo=True)
+    verdicts = re.findall(r"^(.+) (KEPT|BROKEN)", said.getvalue(), re.MULTILINE)
+    if {name for name, _ in verdicts} != set(names):
+        sys.exit(said.getvalue())
+    broken.append([names[name] for name, verdict in verdicts if verdict == "BROKEN"])
+    for name in files:
+        pathlib.Path(name).unlink()
+print(json.dumps(broken))
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The contracts that each case breaks, by the case's sentence."""
+    copy = tmp_path_factory.mktemp("rooms")
+    skip = shutil.ignore_patterns("__pycache__")
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, copy / room, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    linted = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            LINT_PROGRAM,
+            json.dumps([{"id": c["id"], "name": c["name"]} for c in contracts]),
+        ],
+        input=json.dumps([case.files for case in CASES]),
+        env=os.environ | {"PYTHONPATH": ":".join(str(copy / room) for room in ROOMS), "COLUMNS": "200"},
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    return {case.sentence: ids for case, ids in zip(CASES, json.loads(linted.stdout), strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.sentence)
+def test_a_forbidden_import_breaks_its_contract(case: ImportCase, broken: dict[str, list[str]]) -> None:
+    untouched = broken[UNCHANGED] if case.sentence != UNCHANGED else []
+    new = sorted(set(broken[case.sentence]) - set(untouched))
+    assert (new == []) if case.breaks is None else (case.breaks in broken[case.sentence])
+
+
+def test_every_import_contract_has_a_breaking_case() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert {case.breaks for case in CASES} - {None} == {contract["id"] for contract in contracts}

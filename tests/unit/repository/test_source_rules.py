@@ -1,0 +1,207 @@
+"""Rules over the source that no linter has: where files lie, how large they grow, what each must carry."""
+
+import ast
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.paths import ROOT
+
+ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
+PACKAGES = [ROOT / room / f"fulcrum_{room}" for room in ROOMS]
+MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".lock", ".in", ".json", ".svg", ""}
+
+MODULE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+
+# Each says nothing about what the thing is for.
+MEANINGLESS_NAMES = re.compile(r"(^|_)(manager|helpers?|utils?|misc|common|worker)(_|$)")
+
+
+def module_params(*, but: tuple[str, ...] = ()) -> list[object]:
+    """Every module as a test parameter, named by its path."""
+    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in MODULES if path.name not in but]
+
+
+def import_name(path: Path) -> str:
+    """The module's import name: its path below the room folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def iter_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def count_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def committed_files() -> list[Path]:
+    """The files git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_room_folders_have_no_init_file(folder: str) -> None:
+    """`operator/__init__.py` would hide Python's own operator module from the whole interpreter."""
+    inside = (
+        ROOT.joinpath(folder).rglob("__init__.py") if folder == "tests" else [ROOT / folder / "__init__.py"]
+    )
+    assert [path for path in inside if path.exists()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_package_is_typed(package: Path) -> None:
+    assert (package / "py.typed").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_every_folder_of_a_package_is_a_package(package: Path) -> None:
+    """One without `__init__.py` is invisible to the import contracts."""
+    folders = {path.parent for path in package.rglob("*.py")}
+    assert sorted(folder for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+@pytest.mark.parametrize("path", module_params(but=("__main__.py",)))
+def test_every_module_can_be_imported_alone(path: Path) -> None:
+    """Some mistakes pass the type checker and fail only here."""
+    assert importlib.import_module(import_name(path)).__name__ == import_name(path)
+
+
+@pytest.mark.parametrize("path", module_params())
+def test_every_module_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree) or not tree.body
+
+
+@pytest.mark.parametrize("path", module_params())
+def test_modules_and_functions_stay_below_the_size_limits(path: Path) -> None:
+    too_long = {
+        node.name: count_lines(node)
+        for node in iter_functions(path)
+        if count_lines(node) > FUNCTION_LINES_MAX
+    }
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert (too_long, lines <= MODULE_LINES_MAX) == ({}, True), f"{lines} lines"
+
+
+@pytest.mark.parametrize("path", module_params())
+def test_no_name_contains_manager_helper_or_utils(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, defined))]
+    snake = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names}
+    assert [name for name, spelled in snake.items() if MEANINGLESS_NAMES.search(spelled)] == []
+
+
+def test_half_of_all_functions_are_short() -> None:
+    sizes = sorted(count_lines(node) for path in MODULES for node in iter_functions(path))
+    assert sizes[len(sizes) // 2] <= 8
+
+
+def test_every_module_is_imported_or_started() -> None:
+    """A module that nothing imported_names and nobody starts is dead."""
+    sources = {path: path.read_text(encoding="utf-8") for path in MODULES}
+    imported = {name for source in sources.values() for name in imported_names(ast.parse(source))}
+    started = {path for path, source in sources.items() if 'if __name__ == "__main__":' in source}
+    dead = [
+        import_name(path)
+        for path in MODULES
+        if path.name not in ("__init__.py", "__main__.py")
+        and path not in started
+        and import_name(path) not in imported
+    ]
+    assert dead == []
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Every name that may be a module: `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
+    """What happens to be there because something else needs it is gone one day, or in another environment."""
+    by_module = importlib.metadata.packages_distributions()
+    imported = {
+        distribution.lower().replace("_", "-")
+        for path in sorted((ROOT / room / f"fulcrum_{room}").rglob("*.py"))
+        for name in imported_names(ast.parse(path.read_text(encoding="utf-8")))
+        for distribution in by_module.get(name.split(".")[0], [])
+        if not name.startswith("fulcrum_")
+    }
+    assert imported - allowed_distributions(room) == set()
+
+
+def test_local_run_imports_no_kubernetes_library() -> None:
+    """`make play` installs nothing for Kubernetes; so nothing that a local run starts may import that."""
+    started = (
+        "fulcrum_cli.__main__",
+        "fulcrum_cli.commands.up",
+        "fulcrum_cli.local",
+        "fulcrum_router.__main__",
+    )
+    loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
+    assert {"kopf", "kubernetes", "jwt", "cryptography"} & set(done.stdout.split()) == set()
+
+
+def allowed_distributions(room: str) -> set[str]:
+    """The distributions that the room may count on: the project's own and its extra's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: distributions(texts) for name, texts in project["optional-dependencies"].items()}
+    extras["core"] = set()
+    # What only a cluster needs; a local run never imported_names it
+    # (`test_local_run_imports_no_kubernetes_library`).
+    for shell in ("operator", "router"):
+        extras[shell] |= extras["kubernetes"]
+    shared = extras["router"] & extras["autoscaler"] & extras["operator"]  # each of them stands on it
+    extras["cluster"] = shared | extras["kubernetes"]
+    extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
+    return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # pydantic's other half
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {Requirement(text).name.lower().replace("_", "-") for text in requirements}
+
+
+def test_no_test_sleeps() -> None:
+    sleeps = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
+    ]
+    assert sleeps == []
+
+
+def test_no_committed_file_names_a_home_folder_or_private_address() -> None:
+    """A home folder or a private address in the tree works on one machine and misleads on the others."""
+    private = re.compile(r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/|\b(?:10|192\.168)(?:\.\d+){2,3}:\d+")
+    named = {
+        str(path.relative_to(ROOT)): found.group()
+        for path in committed_files()
+        if path.suffix in TEXTS and path != Path(__file__)
+        if (found := private.search(path.read_text(encoding="utf-8", errors="replace")))
+    }
+    assert named == {}
