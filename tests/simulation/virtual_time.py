@@ -34,7 +34,10 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """asyncio on virtual time, starting at 0."""
+    """An asyncio event loop on virtual time, which starts at 0."""
+
+    virtual_time = True
+    """Lets `tests.waiting.advance` accept this loop."""
 
     def __init__(self) -> None:
         self._jumping_selector = _JumpingSelector()
