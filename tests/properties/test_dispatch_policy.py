@@ -1,4 +1,4 @@
-"""What holds for every fleet and load that dispatch may see."""
+"""Invariants of dispatch and of the ledger, for any fleet and load."""
 
 import math
 import random
@@ -42,7 +42,7 @@ TOKENS = st.integers(1, 100_000)
 
 @st.composite
 def fleets(draw: st.DrawFn) -> list[FakeInstance]:
-    """Up to six instances with distinct names and any work; some measurements are nonsense."""
+    """Up to six instances with distinct names and any work; some measurements are NaN or infinite."""
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6))
     return [
         instance(
@@ -60,7 +60,7 @@ def fleets(draw: st.DrawFn) -> list[FakeInstance]:
 
 
 def chosen(decision: DispatchDecision) -> str | None:
-    """Whose turn it would be."""
+    """Name of the instance that takes the request if no flip follows."""
     if isinstance(decision, FlipProposal):
         return decision.fallback.instance
     return decision.instance if isinstance(decision, Dispatch) else None
@@ -97,7 +97,7 @@ def test_more_load_on_the_others_never_changes_the_choice(
     before = chosen(choose(fleet, tokens))
     for view in fleet:
         if view.name != before:
-            view.ledger.add_prefill(tokens=more_tokens, seconds=more_s)
+            view.ledger.add_prefill(tokens=more_tokens, predicted_s=more_s)
             view.ledger.add_decode(tokens=more_tokens)
     after = chosen(choose(fleet, tokens))
     assert after == before
@@ -124,9 +124,9 @@ def test_kv_is_only_sent_where_it_can_be_read(fleet: list[FakeInstance], tokens:
 def add_entry(ledger: Ledger, kind: str, tokens: int) -> PrefillEntry | DecodeEntry | PendingTransferEntry:
     match kind:
         case "prefill":
-            return ledger.add_prefill(tokens=tokens, seconds=tokens / 1000)
+            return ledger.add_prefill(tokens=tokens, predicted_s=tokens / 1000)
         case "local":
-            return ledger.add_local_prefill(tokens=tokens, seconds=tokens / 1000)
+            return ledger.add_local_prefill(tokens=tokens, predicted_s=tokens / 1000)
         case "decode":
             return ledger.add_decode(tokens=tokens)
         case _:
@@ -170,8 +170,8 @@ def test_equal_delays_do_not_change_the_choice(
     fleet: list[FakeInstance], tokens: int, delay: TransferDelay
 ) -> None:
     delays = {view.name: delay for view in fleet}
-    alike = choose_decode(fleet, tokens, SLO, delays=delays)
-    assert chosen(alike) == chosen(choose_decode(fleet, tokens, SLO))
+    delayed = choose_decode(fleet, tokens, SLO, delays=delays)
+    assert chosen(delayed) == chosen(choose_decode(fleet, tokens, SLO))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), TOKENS, DELAYS, st.booleans())

@@ -330,7 +330,7 @@ class SimulatedRouter:
     ) -> Finished | None:
         seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
         unloaded, sent_s = not instance.ledger.legs, self._clock.monotonic_s()
-        entry = instance.ledger.add_prefill(tokens=request.prompt_tokens, seconds=seconds)
+        entry = instance.ledger.add_prefill(tokens=request.prompt_tokens, predicted_s=seconds)
         try:
             end = await self._run_leg(
                 self._engine_request(leg_id, request, KvExportRequest(), max_tokens=1),
@@ -341,7 +341,7 @@ class SimulatedRouter:
             entry.release()
         if unloaded and end is not None:
             took_s = self._clock.monotonic_s() - sent_s
-            instance.prefill.learn(tokens=request.prompt_tokens, seconds=took_s)
+            instance.prefill.learn(tokens=request.prompt_tokens, duration_s=took_s)
         return end
 
     async def _decode(
@@ -356,7 +356,7 @@ class SimulatedRouter:
         local = None
         if isinstance(kv_transfer, NoKvTransfer):
             seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
-            local = instance.ledger.add_local_prefill(tokens=request.prompt_tokens, seconds=seconds)
+            local = instance.ledger.add_local_prefill(tokens=request.prompt_tokens, predicted_s=seconds)
 
         def count(token: OutputToken) -> None:
             if local is not None:

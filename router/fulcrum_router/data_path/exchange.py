@@ -282,7 +282,9 @@ class Exchange:
         leg = self._prefill_leg
         if leg.source is None or leg.local_prefill_reason is not None:
             seconds = instance.prefill_model.ttft_s(leg.tokens)
-            self._local_prefill_entry = instance.ledger.add_local_prefill(tokens=leg.tokens, seconds=seconds)
+            self._local_prefill_entry = instance.ledger.add_local_prefill(
+                tokens=leg.tokens, predicted_s=seconds
+            )
 
     def _start_lease_check(self) -> None:
         """A response may come of KV that was fetched too late: ask the givers what they let expire."""

@@ -125,7 +125,7 @@ class PrefillLeg:
         pool, ledger, timeouts = get_connection_pool(instance), instance.ledger, self._timeouts
         was_idle = not ledger.prefill_legs and not ledger.decode_legs
         tokens = self.tokens
-        entry = ledger.add_prefill(tokens=tokens, seconds=instance.prefill_model.ttft_s(tokens))
+        entry = ledger.add_prefill(tokens=tokens, predicted_s=instance.prefill_model.ttft_s(tokens))
         predicted_s = ledger.prefill_queued_s
         body = build_prefill_body(self.request_body, cache_salt=instance.cache_salt)
         self._expired_before = instance.expired_transfers
@@ -147,7 +147,7 @@ class PrefillLeg:
         self._router.record_leg_success(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
         if was_idle:
-            instance.learn_prefill(tokens=self.tokens, seconds=now_s - sent_s)
+            instance.learn_prefill(tokens=self.tokens, duration_s=now_s - sent_s)
 
     def _build_failure(
         self, instance: Instance, status: int, content: bytes, head: ResponseHead

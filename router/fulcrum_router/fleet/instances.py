@@ -161,9 +161,9 @@ class Instance:
         idle = self.starting and not self.serving
         return idle and self.engine_requests is not None and not self.health.ejected
 
-    def learn_prefill(self, *, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
         """A prompt that had the instance to itself took this long."""
-        self._prefill_predictor.learn(tokens=tokens, seconds=seconds)
+        self._prefill_predictor.learn(tokens=tokens, duration_s=duration_s)
         self.prefill_model = self._prefill_predictor.model
 
     def learn_decode(self, *, tokens: int, itl_s: float) -> None:

@@ -33,7 +33,7 @@ from fulcrum_router.kv_transfer.verification import (
     verify_transfer,
 )
 from fulcrum_router.policy import PairKey, TransferPair
-from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
+from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()

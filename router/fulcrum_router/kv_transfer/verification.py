@@ -16,7 +16,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import PromptUsage, parse_usage
 from fulcrum_router.http1.framing import find_chunks, frame_chunk
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPairs, classify_transfer
-from fulcrum_router.policy.pairs import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
+from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
 
 log = structlog.get_logger()
 

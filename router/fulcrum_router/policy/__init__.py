@@ -1,4 +1,7 @@
-"""What the router decides: pure, so that the simulator runs the very lines that serve production."""
+"""The router's decisions: choice of instances, predictions, load ledgers and KV transfer pairs.
+
+Pure: no I/O and no clock, so that the simulator runs the code that production runs.
+"""
 
 from fulcrum_router.policy.dispatch import (
     Dispatch,
@@ -21,13 +24,8 @@ from fulcrum_router.policy.estimate import (
     measure_prompt,
 )
 from fulcrum_router.policy.ledger import DecodeEntry, Ledger, LedgerView, PendingTransferEntry, PrefillEntry
-from fulcrum_router.policy.pairs import (
-    PairKey,
-    TransferOutcome,
-    TransferPair,
-    TransferPairs,
-    classify_transfer,
-)
+from fulcrum_router.policy.pair_record import PairKey, TransferOutcome, TransferPair, classify_transfer
+from fulcrum_router.policy.pairs import TransferPairs
 
 __all__ = [
     "DecodeEntry",

@@ -1,15 +1,19 @@
-"""Arrow's Algorithm 1: which instance takes a request's prefill, which its decode.
+"""Choose the instance for the prefill and the instance for the decode of a request: Arrow's Algorithm 1.
 
     cost_prefill(r, i) = (Σ L(decoding on i), Σ T(queued on i) + T(r, i))            lexicographic
     cost_decode (r, i) = (Σ L(prefilling on i), Σ L(decoding on i) + L(r) − MT(i, S_D))
 
-An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first
-part, work of the other phase, prefers clean instances to half-flipped ones. Of those that pass, the
-cheapest takes the request; if none passes, a flip is wanted and the cheapest of all is the fall-back.
-What a hand-off takes longer than another one counts, too: a prefill instance whose KV every decode instance
-gets late is late by that, and of a decode instance the tokens that it could compute meanwhile count in
-the first part, as if it had a prefill of its own.
-Equal costs go to the instance with fewer requests, then to the first by name.
+T is the predicted prefill time of a prompt, L the number of KV tokens of a request, MT(i, S_D) the largest
+batch, in tokens, that instance i decodes within the TPOT objective S_D. S_T is the TTFT objective.
+
+An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first part,
+the work of the other phase, prefers an instance that serves one phase only to one that has just flipped. Of
+the instances that pass, the cheapest takes the request. If none passes, a flip is proposed and the cheapest
+of all is the fallback.
+
+Slow KV transfers count, too: the extra transfer time of a prefill instance is added to its TTFT; for a decode
+instance, the tokens that it could compute in that time are added to the first part.
+Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 """
 
 import math
@@ -26,64 +30,73 @@ from fulcrum_router.policy.ledger import LedgerView
 
 
 class InstanceView(Protocol):
-    """What dispatch reads of an instance."""
+    """The state of one instance that dispatch reads."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the PDInstance."""
 
     @property
     def role(self) -> Role:
-        """The role that it plays now."""
+        """Current role."""
 
     @property
     def serving(self) -> bool:
-        """Whether it may be given new work."""
+        """Whether new work may be sent to the instance."""
 
     @property
     def identity(self) -> EngineIdentity | None:
-        """What must agree for a KV transfer; None: not known, and not held against it."""
+        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
 
     @property
     def ledger(self) -> LedgerView:
-        """Its books."""
+        """Work that this router has in flight on the instance."""
 
     @property
     def prefill_model(self) -> PrefillModel:
-        """T(n) of this instance."""
+        """T(n): predicted prefill time of n tokens."""
 
     @property
     def decode_model(self) -> DecodeModel:
-        """I(tokens) of this instance, and so MT."""
+        """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
 
     @property
     def itl_s(self) -> float | None:
-        """Its mean inter-token latency over the last completed second; None: no tokens, or not read."""
+        """Mean inter-token latency over the last completed second.
+
+        None: no tokens in that second, or /metrics was not read.
+        """
 
 
 V = TypeVar("V", bound=InstanceView)
 
 
 class TransferDelay(NamedTuple):
-    """What the hand-offs of a pair take longer than those of others: each, and for each prompt token."""
+    """Extra time of a pair's KV transfers over a fast pair's, in seconds or in tokens computed meanwhile."""
 
     fixed: float = 0.0
+    """Delay of each transfer."""
     per_token: float = 0.0
+    """Additional delay for each prompt token."""
 
 
 class DispatchReason(StrEnum):
-    """Why an instance was chosen."""
+    """The rule by which an instance was chosen."""
 
     WITHIN_SLO = "within_slo"
+    """The cheapest instance that meets the SLO."""
     PREFILLED_HERE = "prefilled_here"
+    """The instance computed the prompt and now has a decode role: no KV transfer is needed."""
     LEAST_COST = "least_cost"
+    """No instance meets the SLO: the cheapest of all."""
     OTHER_ROLE = "other_role"
+    """No decode instance serves: a prefill instance decodes."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
 class Dispatch(NamedTuple):
-    """The instance that takes the request, and its cost pair."""
+    """The chosen instance, the rule that chose it, and its cost pair."""
 
     instance: str
     reason: DispatchReason
@@ -91,7 +104,10 @@ class Dispatch(NamedTuple):
 
 
 class FlipProposal(NamedTuple):
-    """No instance of `role` meets the SLO and one of the other may flip; `fallback` if none does."""
+    """A proposal to flip one instance to `role`, because no instance of that role meets the SLO.
+
+    `fallback` takes the request if no flip follows.
+    """
 
     role: Role
     fallback: Dispatch
@@ -99,7 +115,7 @@ class FlipProposal(NamedTuple):
 
 
 class NoInstance(NamedTuple):
-    """Nobody can take it."""
+    """No instance can take the request."""
 
     reason: str
 
@@ -107,25 +123,25 @@ class NoInstance(NamedTuple):
 DispatchDecision = Dispatch | FlipProposal | NoInstance
 
 Cost = tuple[float, float, int, str]
-"""A cost pair, and what decides between equal ones."""
+"""A cost pair, followed by the tie-breakers: decode legs in flight, and the instance's name."""
 
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
 _WITHIN_SLO, _PREFILLED_HERE = DispatchReason.WITHIN_SLO, DispatchReason.PREFILLED_HERE
 
 
 _UNKNOWN_COST = math.inf
-"""NaN (the one value that differs from itself) compares with nothing: such a cost counts as the worst."""
+"""Replaces a NaN cost (the only value that differs from itself): NaN cannot be ordered, so it ranks last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipProposalRules:
-    """When a flip may be asked for."""
+    """The conditions under which dispatch may propose a flip."""
 
     enabled: bool = False
     max_decode_load: float = 0.5
-    """D→P is wanted only while the decode load LD is below this (L_SHRINK)."""
+    """Decode load LD below which a decode instance may flip to prefill (Arrow's L_SHRINK)."""
     to_decode_cooldown_until_s: float = -math.inf
-    """P→D is wanted only from this Unix time on: the end of the cooldown."""
+    """End of the cooldown of flips from prefill to decode, in Unix seconds."""
 
 
 NO_FLIP_PROPOSALS = FlipProposalRules()
@@ -140,11 +156,18 @@ def choose_prefill(
     exclude: Collection[str] = (),
     delays: Mapping[str, TransferDelay] | None = None,
 ) -> DispatchDecision:
-    """Who computes a prompt of `tokens` tokens that the router does not believe to be cached.
+    """Choose the prefill instance for a prompt of `tokens` uncached tokens.
 
-    Only serving instances whose KV some serving decode instance can read, and none of `exclude`. With
-    no such instance the answer is `NoInstance`: the decode instance then computes the prompt itself.
-    `delays` are seconds by prefill instance.
+    Candidates are serving instances that are not in `exclude` and whose KV some serving decode instance can
+    read. Without a candidate the result is `NoInstance`: the decode instance then computes the prompt itself.
+
+    Args:
+        instances: All instances of the service.
+        tokens: Predicted tokens of the prompt.
+        slo: Objectives of the request's tier.
+        rules: When a flip may be proposed.
+        exclude: Names of instances that have failed this request.
+        delays: Extra transfer time by prefill instance, in seconds.
     """
     decode_instances = [i for i in instances if i.serving and i.role is not _PREFILL]
     costs = [
@@ -155,8 +178,8 @@ def choose_prefill(
         and candidate.name not in exclude
         and (
             not decode_instances
-            or decode_instances[0].identity is candidate.identity
-            or _any_can_read(decode_instances, candidate.identity)
+            or decode_instances[0].identity is candidate.identity  # the usual case, without a call
+            or any(can_read(candidate.identity, reader.identity) for reader in decode_instances)
         )
     ]
     if not costs:
@@ -185,10 +208,19 @@ def choose_decode(
     exclude: Collection[str] = (),
     delays: Mapping[str, TransferDelay] | None = None,
 ) -> DispatchDecision:
-    """Who answers a prompt of `tokens` tokens whose KV lies on `prefilled_on` (None: nowhere).
+    """Choose the decode instance for a prompt of `tokens` tokens whose KV is on `prefilled_on`.
 
-    `delays` are those of instances that get it late, in prompt tokens that each could compute meanwhile. If
-    no decode instance serves, a prefill instance takes it (`OTHER_ROLE`): every engine does both.
+    If no decode instance serves, a prefill instance decodes (`OTHER_ROLE`): every engine can do both.
+
+    Args:
+        instances: All instances of the service.
+        tokens: Tokens of the prompt.
+        slo: Objectives of the request's tier.
+        prefilled_on: Instance that computed the prompt; None: no KV was computed.
+        rules: When a flip may be proposed.
+        now_s: Unix time, for the cooldown of `rules`.
+        exclude: Names of instances that have failed this request.
+        delays: Extra transfer time by decode instance, in prompt tokens that it could compute meanwhile.
     """
     if (
         prefilled_on is not None
@@ -215,14 +247,17 @@ def choose_decode(
         return least
     considered = format_count(len(costs), "decode instance")
     return FlipProposal(
-        Role.DECODE, least, f"{considered}, least over by {least.cost[1]:.0f} tokens; {reason}"
+        Role.DECODE,
+        least,
+        f"{considered}, best exceeds the SLO batch by {least.cost[1]:.0f} tokens; {reason}",
     )
 
 
 def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
-    """LD: mean inter-token latency of the decode instances over S_D. One without requests counts as 0.
+    """Compute LD: the mean inter-token latency of the decode instances, divided by S_D.
 
-    None where one has requests and its latency is not known: an unknown load is not a low one.
+    An instance without requests counts as 0. The result is None if there is no decode instance, or if one has
+    requests and its latency is unknown: an unknown load must not pass for a low one.
     """
     total, count = 0.0, 0
     for instance in decode_instances:
@@ -239,10 +274,10 @@ def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> f
 def _explain_flip_to_prefill(
     decode_instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules
 ) -> str | None:
-    """Why a decode instance should flip, or None if it should not.
+    """Explain why a decode instance should flip to prefill; None: no flip.
 
-    A prompt that is too long for the SLO even on an instance without a queue is no reason: it would be
-    late there, too, and the next long one would have yet another instance flipped.
+    A prompt that is too long for the SLO even without a queue causes no flip: it would miss the SLO on any
+    instance, and each such prompt would flip another one.
     """
     candidates = [d for d in decode_instances if not d.role.serves(Role.PREFILL)] if rules.enabled else []
     if len(candidates) <= 1 or all(d.prefill_model.ttft_s(tokens) > slo.ttft_s for d in candidates):
@@ -256,13 +291,13 @@ def _explain_flip_to_prefill(
 def _explain_flip_to_decode(
     instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules, now_s: float
 ) -> str | None:
-    """Why a prefill instance should flip, or None if it should not; it must be of use to this request."""
+    """Explain why a prefill instance should flip to decode; None: no flip, or no use to this request."""
     if not rules.enabled or now_s < rules.to_decode_cooldown_until_s:
         return None
     candidates = [p for p in instances if p.serving and p.role is Role.PREFILL]
     if len(candidates) <= 1 or all(tokens > p.decode_model.max_tokens(slo.tpot_s) for p in candidates):
         return None
-    return f"{len(candidates)} prefill instances, cooldown over"
+    return f"{len(candidates)} prefill instances, cooldown has ended"
 
 
 def _is_available(instance: InstanceView, exclude: Collection[str]) -> bool:
@@ -290,15 +325,14 @@ def _list_decode_costs(
     source: EngineIdentity | None,
     exclude: Collection[str],
 ) -> list[Cost]:
-    """The costs of those that serve, do not play the `excluded_role` role, and can read the KV of
-    `source`."""
+    """List the costs of the serving instances without `excluded_role` that can read the KV of `source`."""
     return [
         _compute_decode_cost(instance, tokens, slo)
         for instance in instances
         if instance.serving
         and instance.role is not excluded_role
         and instance.name not in exclude
-        and (source is None or source is instance.identity or _can_read(source, instance.identity))
+        and (source is None or source is instance.identity or can_read(source, instance.identity))
     ]
 
 
@@ -319,14 +353,14 @@ def _compute_decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
 
 
 def _compute_delay(delays: Mapping[str, TransferDelay], name: str, tokens: int) -> float:
-    """What a hand-off of so many tokens takes longer, in the unit of `delays`."""
+    """Compute the extra transfer time of this instance for a prompt of `tokens`, in the unit of `delays`."""
     delay = delays.get(name)
     return 0.0 if delay is None else delay[0] + delay[1] * tokens
 
 
 def _choose_within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
     best = min(costs)
-    if best[1] > bound:  # the least of all need not be the least of those that pass
+    if best[1] > bound:  # the first part ranks first, so a dearer instance may still be within the bound
         best = min((cost for cost in costs if cost[1] <= bound), default=best)
     first, second, _, name = best
     return Dispatch(name, _WITHIN_SLO, (first, second)) if second <= bound else None
@@ -337,11 +371,8 @@ def _choose_cheapest(costs: Sequence[Cost]) -> Dispatch:
     return Dispatch(name, DispatchReason.LEAST_COST, (first, second))
 
 
-def _can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
+def can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
+    """Whether an engine `reader` can use the KV of an engine `source`; unknown identities are compatible."""
     if source is None or reader is None or source is reader:
         return True
     return can_transfer(source, reader).allowed
-
-
-def _any_can_read(decode_instances: Sequence[InstanceView], source: EngineIdentity | None) -> bool:
-    return any(_can_read(source, reader.identity) for reader in decode_instances)

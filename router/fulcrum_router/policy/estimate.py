@@ -1,9 +1,9 @@
-"""What a request will cost, learned from what requests did cost.
+"""Predict token counts and durations from past requests.
 
-No tokeniser: tokens are the prompt's bytes times a ratio that the engines' `usage` corrects. Times are
-Arrow's two models, fitted by least squares of the *relative* error to what legs took, with a prior
-that never fades quite, so that a single prompt length cannot bend the curve elsewhere. Everything here
-ignores NaN, infinite and negative samples.
+There is no tokeniser: the token count is the prompt's bytes times a ratio that the engines' `usage` corrects.
+Durations follow Arrow's two models, fitted to measured legs by least squares of the *relative* error. A prior
+keeps a small constant weight, so that samples of one prompt length cannot bend the curve elsewhere. NaN,
+infinite and negative samples are ignored.
 """
 
 import itertools
@@ -15,13 +15,13 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 
 DEFAULT_TOKENS_PER_BYTE = 0.25
 DEFAULT_PREFILL = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
-"""Before anything is known: 10,000 tokens a second, on the slow side for any accelerator."""
+"""Prior without a profile: 10,000 tokens a second, slow for any accelerator."""
 DEFAULT_DECODE = DecodeModel(intercept=0.01, slope=5e-7)
-"""Before anything is known: 10 ms a step and 20 ms more at 40,000 tokens."""
+"""Prior without a profile: 10 ms a step, and 20 ms more with 40,000 tokens in the batch."""
 
 
 def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of text in the prompt, and the tokens that are given as ids."""
+    """Measure the prompt of a parsed request: UTF-8 bytes of its texts, and number of its token ids."""
     prompt = request.get("prompt")
     if prompt is None:
         return _measure_messages(request.get("messages")), 0
@@ -63,7 +63,7 @@ def _count_utf8_bytes(text: str) -> int:
 
 
 class TokensPerByte:
-    """Tokens per byte of prompt, as one service's engines count them."""
+    """Learned tokens per byte of prompt, by the token counts of one service's engines."""
 
     __slots__ = ("_weight", "value")
 
@@ -72,11 +72,11 @@ class TokensPerByte:
         self._weight = weight
 
     def predict_tokens(self, prompt_bytes: int) -> int:
-        """Predicted tokens of `prompt_bytes` bytes, at least 1."""
+        """Predict the tokens of `prompt_bytes` bytes; at least 1."""
         return math.ceil(prompt_bytes * self.value) or 1
 
     def learn(self, *, prompt_bytes: int, tokens: float) -> None:
-        """What an engine counted. Short prompts, of which most is template, say little and count less."""
+        """Learn from an engine's token count. Prompts below 256 bytes count less: they are mostly template."""
         if prompt_bytes <= 0 or not 0 < tokens < math.inf:
             return
         ratio = tokens / prompt_bytes
@@ -87,14 +87,14 @@ class TokensPerByte:
 
 
 _PRIOR_WEIGHT = 0.05
-"""What a sample of the prior counts, for ever; a measured one counts 1 and fades."""
+"""Constant weight of a prior's sample; a measured sample starts with weight 1 and decays."""
 
 
 class NonNegativeLeastSquares:
-    """Coefficients ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)², old samples fading.
+    """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)²; w decays with a sample's age.
 
-    The normal equations are kept as sums; a fit tries every subset of coefficients (at most seven of
-    three) and keeps the best that has no negative one. That is exact, and needs no library.
+    The normal equations are stored as sums. `solve` tries every subset of coefficients (seven for three
+    coefficients) and returns the best solution without a negative one: exact, and without a library.
     """
 
     __slots__ = ("_decay", "_prior_xtx", "_prior_xty", "_xtx", "_xty", "count")
@@ -112,7 +112,7 @@ class NonNegativeLeastSquares:
         self.count = 0
 
     def learn(self, features: Sequence[float], value: float) -> bool:
-        """One sample; False if it was not a usable one."""
+        """Add one sample; returns False, and changes nothing, if the sample is unusable."""
         if not 0 < value < math.inf or not all(0 <= x < math.inf for x in features):
             return False
         for row in self._xtx:
@@ -123,7 +123,7 @@ class NonNegativeLeastSquares:
         return True
 
     def solve(self) -> tuple[float, ...]:
-        """The coefficients that fit best now."""
+        """Compute the best coefficients for the samples so far."""
         size = len(self._xty)
         xtx = [
             [a + b for a, b in zip(r, p, strict=True)]
@@ -136,7 +136,7 @@ class NonNegativeLeastSquares:
                 theta = _solve([[xtx[i][j] for j in chosen] for i in chosen], [xty[i] for i in chosen])
                 if theta is None or min(theta) < 0:
                     continue
-                # At the minimum of a subset the loss has fallen by θ·(Xᵀy).
+                # At the minimum over a subset of coefficients, the loss is lower than with θ = 0 by θ·(Xᵀy).
                 gain = sum(t * xty[i] for t, i in zip(theta, chosen, strict=True))
                 if gain > best_gain:
                     by_index = dict(zip(chosen, theta, strict=True))
@@ -153,7 +153,7 @@ class NonNegativeLeastSquares:
 
 
 def _solve(xtx: list[list[float]], xty: list[float]) -> list[float] | None:
-    """Gauss with partial pivoting; None if the system is singular."""
+    """Solve a linear system by Gaussian elimination with partial pivoting; None if it is singular."""
     rows = [[*row, value] for row, value in zip(xtx, xty, strict=True)]
     size = len(rows)
     for column in range(size):
@@ -179,7 +179,7 @@ _BATCH_UNIT = 10_000.0
 
 
 class PrefillPredictor:
-    """T(n) of one instance."""
+    """Learned T(n) of one instance: `model` predicts the prefill time of n tokens."""
 
     __slots__ = ("_fit", "model")
 
@@ -189,9 +189,9 @@ class PrefillPredictor:
             [(self._features(n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
         )
 
-    def learn(self, *, tokens: int, seconds: float) -> None:
-        """How long a prompt took that had the instance to itself."""
-        if self._fit.learn(self._features(tokens), seconds) and _is_refit_due(self._fit.count):
+    def learn(self, *, tokens: int, duration_s: float) -> None:
+        """Learn from a prompt that was the only one on the instance; `model` changes when a refit is due."""
+        if self._fit.learn(self._features(tokens), duration_s) and _is_refit_due(self._fit.count):
             c0, c1, c2 = self._fit.solve()
             self.model = PrefillModel(c0=c0, c1=c1 / _PROMPT_UNIT, c2=c2 / _PROMPT_UNIT**2)
 
@@ -202,7 +202,7 @@ class PrefillPredictor:
 
 
 class DecodePredictor:
-    """I(tokens) of one instance."""
+    """Learned I(n) of one instance: `model` predicts the inter-token latency with n tokens in the batch."""
 
     __slots__ = ("_fit", "model")
 
@@ -213,10 +213,10 @@ class DecodePredictor:
         )
 
     def learn(self, *, tokens: int, itl_s: float) -> None:
-        """The mean step of a second in which the batch held `tokens` tokens of KV.
+        """Learn from the mean inter-token latency of one second, with `tokens` KV tokens in the batch.
 
-        Each is heeded at once: there is one a second, and an instance whose model is too hopeful is given all
-        requests until it has learned.
+        Every sample refits the model: there is one a second, and an instance whose model is too optimistic
+        gets all requests until the model is corrected.
         """
         if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s):
             intercept, slope = self._fit.solve()
@@ -224,7 +224,7 @@ class DecodePredictor:
 
 
 def _is_refit_due(count: int) -> bool:
-    """Often at first, then every so many samples."""
+    """Whether to refit after `count` samples: at 1, 2, 4, 8, 16, then after every 32."""
     return count % _REFIT_EVERY == 0 or (count < _REFIT_EVERY and count & (count - 1) == 0)
 
 
@@ -238,10 +238,10 @@ class PredictionErrorMean:
         self._weight = weight
 
     def learn(self, *, predicted_s: float, measured_s: float) -> None:
-        """One prefill leg, from its dispatch to its answer."""
+        """Learn from one prefill leg: predicted and measured time from dispatch to response."""
         if not 0 < measured_s < math.inf or not 0 <= predicted_s < math.inf:
             return
         error = predicted_s / measured_s - 1.0
         if error > 10.0:
-            error = 10.0
+            error = 10.0  # one stalled engine must not dominate the mean
         self.value = error if self.value is None else self.value + self._weight * (error - self.value)

@@ -1,23 +1,22 @@
-"""What one instance is doing for this router: the books that dispatch reads.
+"""Ledger of the work that this router has in flight on one instance; dispatch reads its sums.
 
-Every line in the books is opened by exactly one call and taken out by exactly one `release()` of the
-entry that the call returned; a second release changes nothing. So the sums are right whatever way a
-request ends.
+Every `add_…` returns an entry. Its `release()` takes the work out again, once; a second call changes nothing,
+so that the sums are right whatever way a request ends.
 """
 
 from typing import Protocol
 
 
 class LedgerView(Protocol):
-    """The books, to be read only."""
+    """The sums of a ledger, read-only."""
 
     @property
     def prefill_queued_s(self) -> float:
-        """Predicted seconds of prefill work in flight, local prefills included."""
+        """Predicted duration of the prefill work in flight in seconds, local prefills included."""
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens of that work."""
+        """Prompt tokens of the prefill work in flight, local prefills included."""
 
     @property
     def decode_tokens(self) -> int:
@@ -29,7 +28,7 @@ class LedgerView(Protocol):
 
 
 class Ledger:
-    """The books of one instance."""
+    """Work in flight on one instance: see `LedgerView`."""
 
     __slots__ = (
         "decode_legs",
@@ -52,43 +51,43 @@ class Ledger:
 
     @property
     def legs(self) -> int:
-        """All legs in flight; a local prefill is part of its decode leg."""
+        """All legs in flight. A local prefill is part of its decode leg and not counted again."""
         return self.prefill_legs + self.decode_legs
 
-    def add_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
-        """A prefill leg that is predicted to take `seconds`."""
+    def add_prefill(self, *, tokens: int, predicted_s: float) -> "PrefillEntry":
+        """Add a prefill leg that is predicted to take `predicted_s`."""
         self.prefill_legs += 1
-        return PrefillEntry(self, tokens, seconds, local=False)
+        return PrefillEntry(self, tokens, predicted_s, local=False)
 
-    def add_local_prefill(self, *, tokens: int, seconds: float) -> "PrefillEntry":
-        """The prefill that a decode leg without a hand-off does first."""
+    def add_local_prefill(self, *, tokens: int, predicted_s: float) -> "PrefillEntry":
+        """Add the prefill that the engine of a decode leg does itself, without a KV transfer."""
         self.local_prefills += 1
-        return PrefillEntry(self, tokens, seconds, local=True)
+        return PrefillEntry(self, tokens, predicted_s, local=True)
 
     def add_decode(self, *, tokens: int) -> "DecodeEntry":
-        """A decode leg over a prompt of `tokens`."""
+        """Add a decode leg for a prompt of `tokens`."""
         return DecodeEntry(self, tokens)
 
     def add_pending_transfer(self) -> "PendingTransferEntry":
-        """A prompt whose KV blocks wait here to be fetched."""
+        """Add a prompt whose KV no decode instance has fetched yet."""
         return PendingTransferEntry(self)
 
 
 class PrefillEntry:
-    """Prefill work in flight."""
+    """One prompt to be computed on the instance."""
 
-    __slots__ = ("_ledger", "_local", "_seconds", "_tokens")
+    __slots__ = ("_ledger", "_local", "_predicted_s", "_tokens")
 
-    def __init__(self, ledger: Ledger, tokens: int, seconds: float, *, local: bool) -> None:
+    def __init__(self, ledger: Ledger, tokens: int, predicted_s: float, *, local: bool) -> None:
         self._ledger: Ledger | None = ledger
         self._tokens = tokens
-        self._seconds = seconds
+        self._predicted_s = predicted_s
         self._local = local
-        ledger.prefill_queued_s += seconds
+        ledger.prefill_queued_s += predicted_s
         ledger.prefill_tokens += tokens
 
     def release(self) -> None:
-        """Take it out of the books."""
+        """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
             return
@@ -99,13 +98,12 @@ class PrefillEntry:
             ledger.prefill_legs -= 1
         ledger.prefill_tokens -= self._tokens
         idle = not ledger.prefill_legs and not ledger.local_prefills
-        ledger.prefill_queued_s = (
-            0.0 if idle else max(0.0, ledger.prefill_queued_s - self._seconds)
-        )  # no float dust
+        # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
+        ledger.prefill_queued_s = 0.0 if idle else max(0.0, ledger.prefill_queued_s - self._predicted_s)
 
 
 class DecodeEntry:
-    """A decode leg in flight."""
+    """One decode leg, with the tokens of its prompt and its output so far."""
 
     __slots__ = ("_ledger", "_tokens")
 
@@ -116,14 +114,14 @@ class DecodeEntry:
         ledger.decode_tokens += tokens
 
     def add_tokens(self, tokens: int) -> None:
-        """Count output tokens; nothing once released."""
+        """Add output tokens; no effect after the release."""
         ledger = self._ledger
         if ledger is not None:
             self._tokens += tokens
             ledger.decode_tokens += tokens
 
     def release(self) -> None:
-        """Take it out of the books."""
+        """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
             return
@@ -133,7 +131,7 @@ class DecodeEntry:
 
 
 class PendingTransferEntry:
-    """KV blocks that wait to be fetched."""
+    """One prompt whose KV no decode instance has fetched yet."""
 
     __slots__ = ("_ledger",)
 
@@ -142,7 +140,7 @@ class PendingTransferEntry:
         ledger.pending_transfers += 1
 
     def release(self) -> None:
-        """Take it out of the books."""
+        """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is not None:
             self._ledger = None

@@ -114,7 +114,7 @@ async def _is_standby(world: RunningRouter) -> None:
 
 async def _is_busy(world: RunningRouter) -> None:
     for instance in world.router.fleet.instances:
-        instance.ledger.add_prefill(tokens=1, seconds=0.1)
+        instance.ledger.add_prefill(tokens=1, predicted_s=0.1)
 
 
 async def _has_one_instance(world: RunningRouter) -> None:
@@ -227,7 +227,7 @@ async def test_pairs_of_a_starting_instance_are_warmed_while_the_others_are_busy
         instance = world.router.fleet["d2"]
         instance.assign(None)
         for other in ("p1", "d1"):
-            world.router.fleet[other].ledger.add_prefill(tokens=1, seconds=0.1)
+            world.router.fleet[other].ledger.add_prefill(tokens=1, predicted_s=0.1)
         async with canaries_running(world):
             instance.starting = True
             await wait_until(

@@ -1,4 +1,4 @@
-"""Instances as dispatch sees them."""
+"""Builder for the instances that dispatch chooses from."""
 
 from dataclasses import dataclass, field
 
@@ -8,16 +8,16 @@ from fulcrum_router.policy import Ledger
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PREFILL = PrefillModel(c0=0.0, c1=1e-3, c2=0.0)
-"""A thousand tokens a second: 100 tokens take 0.1 s."""
+"""1,000 tokens per second: 100 tokens take 0.1 s."""
 DECODE = DecodeModel(intercept=0.01, slope=1e-5)
-"""MT = 4,000 tokens at 50 ms."""
+"""Largest batch at 50 ms: MT = 4,000 tokens."""
 IDENTITY = EngineIdentity("m", "v 1", "bf16", 16, 1)
 OTHER_MODEL = EngineIdentity("other", "v 1", "bf16", 16, 1)
 
 
 @dataclass
 class FakeInstance:
-    """`policy.InstanceView`."""
+    """An instance by `policy.InstanceView`."""
 
     name: str
     role: Role
@@ -40,13 +40,13 @@ def instance(
     identity: EngineIdentity | None = IDENTITY,
     itl_s: float | None = None,
 ) -> FakeInstance:
-    """An instance with this much work; `p…` plays prefill, any other name decode, unless a role is given."""
+    """Make an instance with work in flight; without `role`, names with `p…` prefill and others decode."""
     view = FakeInstance(
         name, role or (Role.PREFILL if name.startswith("p") else Role.DECODE), serving, identity
     )
     view.itl_s = itl_s
     if queued_s or prefilling:
-        view.ledger.add_prefill(tokens=prefilling, seconds=queued_s)
+        view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s)
     if decoding:
         view.ledger.add_decode(tokens=decoding)
     return view

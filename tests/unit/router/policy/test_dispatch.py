@@ -1,10 +1,11 @@
 """Every branch of Arrow's Algorithm 1."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from fulcrum_core.latency import DecodeModel
+from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
     Dispatch,
@@ -21,7 +22,7 @@ from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
 
 FLIPS = FlipProposalRules(enabled=True, max_decode_load=0.5, to_decode_cooldown_until_s=100.0)
 LATE = 3.0
-"""Seconds of queue that no prefill SLO bears."""
+"""Seconds of queued prefill with which the TTFT objective cannot be met."""
 
 
 def within(name: str, cost: tuple[float, float]) -> Dispatch:
@@ -33,7 +34,7 @@ def least(name: str, cost: tuple[float, float]) -> Dispatch:
 
 
 def rounded(decision: DispatchDecision) -> DispatchDecision:
-    """Without the float dust in its costs."""
+    """The decision with its costs rounded."""
     if isinstance(decision, FlipProposal):
         fallback = rounded(decision.fallback)
         assert isinstance(fallback, Dispatch)
@@ -48,52 +49,52 @@ PREFILL_CASES = [
     pytest.param(
         [instance("p1", queued_s=0.5), instance("p2", queued_s=0.2), instance("d1")],
         within("p2", (0, 0.3)),
-        id="the shortest queue of those within the SLO takes it",
+        id="of the instances within the SLO, the one with the shortest queue",
     ),
     pytest.param(
         [instance("p1", decoding=10), instance("p2", queued_s=0.8), instance("d1")],
         within("p2", (0, 0.9)),
-        id="an instance clean of decode work goes before a shorter queue",
+        id="an instance without decode work before one with a shorter queue",
     ),
     pytest.param(
         [instance("p1", decoding=10), instance("p2", queued_s=0.95), instance("d1")],
         within("p1", (10, 0.1)),
-        id="but not where it would miss the SLO",
+        id="an instance with decode work if the others miss the SLO",
     ),
     pytest.param(
         [instance("p2"), instance("p1"), instance("d1")],
         within("p1", (0, 0.1)),
-        id="equal costs go to the first by name",
+        id="of equal costs, the first by name",
     ),
     pytest.param(
         [instance("p1", serving=False), instance("p2", queued_s=0.5), instance("d1")],
         within("p2", (0, 0.6)),
-        id="an instance that does not serve gets nothing",
+        id="never an instance that does not serve",
     ),
     pytest.param(
         [instance("x", role=Role.BOTH)],
         within("x", (0, 0.1)),
-        id="a single instance serves both",
+        id="a single instance that serves both roles",
     ),
     pytest.param(
         [instance("d1"), instance("d2")],
         NoInstance("no serving prefill instance whose KV a decode instance can read"),
-        id="without a prefill instance nobody prefills",
+        id="no instance if none has the prefill role",
     ),
     pytest.param(
         [instance("p1", identity=OTHER_MODEL), instance("p2", queued_s=0.5), instance("d1")],
         within("p2", (0, 0.6)),
-        id="KV that no decode instance can read is of no use",
+        id="only instances whose KV a decode instance can read",
     ),
     pytest.param(
         [instance("p1", identity=None), instance("d1")],
         within("p1", (0, 0.1)),
-        id="an identity that is not known is not held against anybody",
+        id="an instance of unknown identity, which counts as compatible",
     ),
     pytest.param(
         [instance("p1", identity=OTHER_MODEL)],
         within("p1", (0, 0.1)),
-        id="with no decode instance at all the prefill instance decodes, too",
+        id="an instance of any identity if there is no decode instance",
     ),
     pytest.param(
         [instance("p1", queued_s=LATE), instance("p2", queued_s=LATE + 1), instance("d1"), instance("d2")],
@@ -102,7 +103,7 @@ PREFILL_CASES = [
             least("p1", (0, LATE + 0.1)),
             "2 prefill instances, best TTFT 3.100 s; decode load 0.00 is below 0.5",
         ),
-        id="when nobody meets the SLO and decode is idle a flip is wanted",
+        id="a flip is proposed if no instance meets the SLO and decode is idle",
     ),
     pytest.param(
         [instance("p1", queued_s=LATE), instance("d1"), instance("d2", decoding=5, itl_s=0.06)],
@@ -112,12 +113,12 @@ PREFILL_CASES = [
     pytest.param(
         [instance("p1", queued_s=LATE), instance("d1"), instance("d2", decoding=5)],
         least("p1", (0, LATE + 0.1)),
-        id="no flip while the decode load cannot be told",
+        id="no flip while the decode load is unknown",
     ),
     pytest.param(
         [instance("p1", queued_s=LATE), instance("d1")],
         least("p1", (0, LATE + 0.1)),
-        id="the last decode instance is not asked for",
+        id="no flip of the last decode instance",
     ),
 ]
 
@@ -139,6 +140,24 @@ def test_a_prompt_too_long_for_the_slo_on_any_instance_proposes_no_flip() -> Non
     assert rounded(choose_prefill(late, 1500, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.5))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [
+        pytest.param(1000, FlipProposal, id="1.0 s of prefill meets 1 s on an idle instance"),
+        pytest.param(1001, Dispatch, id="a longer prefill would miss the SLO there, too"),
+    ],
+)
+def test_prefill_proposes_a_flip_only_if_an_idle_instance_meets_the_slo(tokens: int, kind: type) -> None:
+    fleet = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
+    assert isinstance(choose_prefill(fleet, tokens, SLO, rules=FLIPS), kind)
+
+
+def test_one_instance_that_is_fast_enough_suffices_to_propose_a_flip() -> None:
+    fast = replace(instance("d2"), prefill_model=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
+    fleet = [instance("p1", queued_s=LATE), instance("d1"), fast]
+    assert isinstance(choose_prefill(fleet, 5000, SLO, rules=FLIPS), FlipProposal)
+
+
 def test_an_excluded_prefill_instance_is_not_chosen() -> None:
     fleet = [instance("p1"), instance("p2", queued_s=0.5), instance("d1")]
     assert rounded(choose_prefill(fleet, 100, SLO, exclude=("p1",))) == within("p2", (0, 0.6))
@@ -148,37 +167,38 @@ DECODE_CASES = [
     pytest.param(
         [instance("p1"), instance("d1", decoding=500), instance("d2", decoding=200)],
         within("d2", (0, -3700)),
-        id="the emptiest batch within the SLO takes it",
+        id="of the instances within the SLO, the one with the smallest batch",
     ),
     pytest.param(
         [instance("d1", prefilling=50, queued_s=0.1), instance("d2", decoding=3000)],
         within("d2", (0, -900)),
-        id="an instance clean of prefill work goes before an emptier batch",
+        id="an instance without prefill work before one with a smaller batch",
     ),
     pytest.param(
         [instance("d1", prefilling=50, queued_s=0.1), instance("d2", decoding=3950)],
         within("d1", (50, -3900)),
-        id="but not where it would miss the SLO",
+        id="an instance with prefill work if the others miss the SLO",
     ),
     pytest.param(
         [instance("p1"), instance("p2", decoding=5)],
         Dispatch("p1", DispatchReason.OTHER_ROLE, (0, -3900)),
-        id="if only prefill instances are left the emptiest of them decodes",
+        id="the prefill instance with the smallest batch if no decode instance serves",
     ),
-    pytest.param([], NoInstance("no serving instance"), id="nobody is nobody"),
+    pytest.param([], NoInstance("no serving instance"), id="no instance if none serves"),
     pytest.param(
         [instance("p1"), instance("p2"), instance("d1", decoding=9000), instance("d2", decoding=8000)],
         FlipProposal(
             Role.DECODE,
             least("d2", (0, 4100)),
-            "2 decode instances, least over by 4100 tokens; 2 prefill instances, cooldown over",
+            "2 decode instances, best exceeds the SLO batch by 4100 tokens; "
+            "2 prefill instances, cooldown has ended",
         ),
-        id="when every batch is too large a flip is wanted",
+        id="a flip is proposed if every batch is too large",
     ),
     pytest.param(
         [instance("p1"), instance("d1", decoding=9000)],
         least("d1", (0, 5100)),
-        id="the last prefill instance is not asked for",
+        id="no flip of the last prefill instance",
     ),
 ]
 
@@ -188,6 +208,18 @@ def test_decode_goes_to_the_cheapest_instance_within_the_slo(
     instances: list[FakeInstance], expected: DispatchDecision
 ) -> None:
     assert rounded(choose_decode(instances, 100, SLO, rules=FLIPS, now_s=100.0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [
+        pytest.param(3999, FlipProposal, id="the context fits an idle instance within 50 ms"),
+        pytest.param(4001, Dispatch, id="the context is too long for any batch"),
+    ],
+)
+def test_decode_proposes_a_flip_only_if_an_idle_instance_fits_the_context(tokens: int, kind: type) -> None:
+    fleet = [instance("p1"), instance("p2"), instance("d1", decoding=3999)]
+    assert isinstance(choose_decode(fleet, tokens, SLO, rules=FLIPS, now_s=100.0), kind)
 
 
 def test_no_flip_to_decode_is_proposed_during_the_cooldown() -> None:
@@ -204,9 +236,9 @@ def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() 
 @pytest.mark.parametrize(
     ("flipped", "exclude"),
     [
-        pytest.param(instance("p1", role=Role.DECODE, serving=False), (), id="it serves no more"),
-        pytest.param(instance("p1", role=Role.DECODE), ("p1",), id="it has failed already"),
-        pytest.param(instance("p1"), (), id="it still plays prefill"),
+        pytest.param(instance("p1", role=Role.DECODE, serving=False), (), id="that no longer serves"),
+        pytest.param(instance("p1", role=Role.DECODE), ("p1",), id="that has failed the request"),
+        pytest.param(instance("p1"), (), id="that still has the prefill role"),
     ],
 )
 def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
@@ -217,8 +249,8 @@ def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
 
 
 def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
-    source, stranger = instance("p1"), instance("d1", identity=OTHER_MODEL)
-    fleet = [source, stranger, instance("d2", decoding=3000)]
+    source, incompatible = instance("p1"), instance("d1", identity=OTHER_MODEL)
+    fleet = [source, incompatible, instance("d2", decoding=3000)]
     assert rounded(choose_decode(fleet, 100, SLO, prefilled_on=source)) == within("d2", (0, -900))
 
 
@@ -240,11 +272,11 @@ def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
 @pytest.mark.parametrize(
     ("decode_instances", "load"),
     [
-        pytest.param([], None, id="no decode instance: cannot tell"),
-        pytest.param([instance("d1")], 0.0, id="idle is no load"),
-        pytest.param([instance("d1", decoding=5)], None, id="busy without a measurement: cannot tell"),
-        pytest.param([instance("d1", decoding=5, itl_s=math.nan)], None, id="NaN is no measurement"),
-        pytest.param([instance("d1", itl_s=0.05), instance("d2")], 0.5, id="the mean over all, to the SLO"),
+        pytest.param([], None, id="unknown without a decode instance"),
+        pytest.param([instance("d1")], 0.0, id="0 if idle"),
+        pytest.param([instance("d1", decoding=5)], None, id="unknown if a busy instance was not measured"),
+        pytest.param([instance("d1", decoding=5, itl_s=math.nan)], None, id="unknown if measured as NaN"),
+        pytest.param([instance("d1", itl_s=0.05), instance("d2")], 0.5, id="the mean, divided by the SLO"),
     ],
 )
 def test_decode_load_is_the_mean_itl_over_the_slo(

@@ -1,4 +1,4 @@
-"""Estimates start cautious, converge to what is measured, and are not thrown by nonsense."""
+"""Predictions start cautious, converge to the measurements and ignore unusable samples."""
 
 import math
 from typing import Any
@@ -21,20 +21,20 @@ UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
 @pytest.mark.parametrize(
     ("request_fields", "size"),
     [
-        pytest.param({"prompt": "abcd"}, (4, 0), id="a text counts its bytes"),
-        pytest.param({"prompt": "äöü"}, (6, 0), id="in UTF-8"),
-        pytest.param({"prompt": [1, 2, 3]}, (0, 3), id="ids count themselves"),
-        pytest.param({"prompt": ["ab", "c"]}, (3, 0), id="several prompts add up"),
-        pytest.param({"prompt": [[1, 2], [3]]}, (0, 3), id="also as ids"),
-        pytest.param({"messages": [{"content": "ab"}, {"content": "c"}]}, (3, 0), id="messages add up"),
+        pytest.param({"prompt": "abcd"}, (4, 0), id="bytes of a text"),
+        pytest.param({"prompt": "äöü"}, (6, 0), id="bytes of a text in UTF-8"),
+        pytest.param({"prompt": [1, 2, 3]}, (0, 3), id="number of token ids"),
+        pytest.param({"prompt": ["ab", "c"]}, (3, 0), id="sum over several prompts"),
+        pytest.param({"prompt": [[1, 2], [3]]}, (0, 3), id="sum over several prompts of token ids"),
+        pytest.param({"messages": [{"content": "ab"}, {"content": "c"}]}, (3, 0), id="sum over messages"),
         pytest.param(
             {"messages": [{"content": [{"type": "text", "text": "ab"}, {"type": "image_url"}]}]},
             (2, 0),
-            id="of parts the text counts",
+            id="only the text of content parts",
         ),
-        pytest.param({"messages": [{"content": None}, "x"]}, (0, 0), id="a message without content is empty"),
-        pytest.param({}, (0, 0), id="nothing is nothing"),
-        pytest.param({"prompt": 5}, (0, 0), id="a prompt that is none is for the engine to refuse"),
+        pytest.param({"messages": [{"content": None}, "x"]}, (0, 0), id="0 for a message without content"),
+        pytest.param({}, (0, 0), id="0 for a request without a prompt"),
+        pytest.param({"prompt": 5}, (0, 0), id="0 for an invalid prompt, which the engine refuses"),
     ],
 )
 def test_a_prompt_is_measured_in_text_bytes_and_token_ids(
@@ -69,7 +69,7 @@ def test_the_prefill_model_converges_to_measured_times() -> None:
     predictor = PrefillPredictor()
     for step in range(400):
         tokens = 50 + (step * 797) % 8000
-        predictor.learn(tokens=tokens, seconds=truth.ttft_s(tokens))
+        predictor.learn(tokens=tokens, duration_s=truth.ttft_s(tokens))
     predicted = [predictor.model.ttft_s(n) for n in (100, 1000, 8000)]
     assert predicted == pytest.approx([truth.ttft_s(n) for n in (100, 1000, 8000)], rel=0.05)
 
@@ -77,7 +77,7 @@ def test_the_prefill_model_converges_to_measured_times() -> None:
 def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> None:
     predictor = PrefillPredictor(PrefillModel(c0=0.01, c1=1e-4, c2=0.0))
     for _ in range(256):
-        predictor.learn(tokens=1000, seconds=0.2)
+        predictor.learn(tokens=1000, duration_s=0.2)
     assert predictor.model.ttft_s(1000) == pytest.approx(0.2, rel=0.1)
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
@@ -103,7 +103,7 @@ def test_the_decode_model_is_refitted_with_every_sample() -> None:
 @pytest.mark.parametrize("seconds", UNUSABLE, ids=str)
 def test_unusable_samples_do_not_change_a_model(seconds: float) -> None:
     prefill, decode = PrefillPredictor(), DecodePredictor()
-    prefill.learn(tokens=100, seconds=seconds)
+    prefill.learn(tokens=100, duration_s=seconds)
     decode.learn(tokens=100, itl_s=seconds)
     assert (prefill.model, decode.model) == (DEFAULT_PREFILL, DEFAULT_DECODE)
 

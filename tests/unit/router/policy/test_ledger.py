@@ -1,4 +1,4 @@
-"""The books balance whatever way a request ends."""
+"""The ledger's sums are right whatever way a request ends."""
 
 from fulcrum_router.policy import Ledger
 
@@ -20,8 +20,8 @@ EMPTY = totals(Ledger())
 
 def test_every_kind_of_work_is_counted_until_it_is_released() -> None:
     ledger = Ledger()
-    prefill = ledger.add_prefill(tokens=100, seconds=0.5)
-    local = ledger.add_local_prefill(tokens=10, seconds=0.1)
+    prefill = ledger.add_prefill(tokens=100, predicted_s=0.5)
+    local = ledger.add_local_prefill(tokens=10, predicted_s=0.1)
     decode = ledger.add_decode(tokens=100)
     transfer = ledger.add_pending_transfer()
     decode.add_tokens(7)
@@ -33,7 +33,7 @@ def test_every_kind_of_work_is_counted_until_it_is_released() -> None:
 
 def test_a_second_release_changes_nothing() -> None:
     ledger = Ledger()
-    for entry in (ledger.add_prefill(tokens=5, seconds=1.0), ledger.add_pending_transfer()):
+    for entry in (ledger.add_prefill(tokens=5, predicted_s=1.0), ledger.add_pending_transfer()):
         entry.release()
         entry.release()
     decode = ledger.add_decode(tokens=5)
@@ -52,7 +52,7 @@ def test_output_after_the_release_is_not_counted() -> None:
 
 def test_an_idle_ledger_has_no_rounding_error() -> None:
     ledger = Ledger()
-    entries = [ledger.add_prefill(tokens=1, seconds=0.1) for _ in range(10)]
+    entries = [ledger.add_prefill(tokens=1, predicted_s=0.1) for _ in range(10)]
     for entry in entries:
         entry.release()
     assert ledger.prefill_queued_s == 0.0

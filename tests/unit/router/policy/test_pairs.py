@@ -1,4 +1,4 @@
-"""What the router concludes about pairs: outcomes, warmth, badness, and whom a canary should try."""
+"""Transfer pairs: outcomes, handshakes, slow and broken pairs, and which pairs are due for a canary."""
 
 from collections.abc import Mapping
 
@@ -16,14 +16,12 @@ from fulcrum_router.policy import (
     choose_prefill,
     classify_transfer,
 )
+from fulcrum_router.policy.pair_record import BAD_AFTER_MISSES, WARM_FOR_S, TransferPair
 from fulcrum_router.policy.pairs import (
-    BAD_AFTER_MISSES,
     BAD_PAIR_RETRY_S,
     MAX_FULL_MESH_INSTANCES,
     MAX_PAIRS,
     MAX_REPORTED_PAIRS,
-    WARM_FOR_S,
-    TransferPair,
 )
 from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
 
@@ -33,18 +31,16 @@ KEY = PairKey("p1", "d1")
 @pytest.mark.parametrize(
     ("prompt", "cached", "block", "expected"),
     [
-        pytest.param(300, 300, 32, TransferOutcome.VERIFIED, id="all of it"),
-        pytest.param(300, 288, 32, TransferOutcome.VERIFIED, id="whole blocks"),
-        pytest.param(
-            300, 256, 32, TransferOutcome.RECOMPUTED, id="all whole blocks but one: its own cache may do that"
-        ),
-        pytest.param(288, 256, 32, TransferOutcome.VERIFIED, id="all, and the last token's block anew"),
-        pytest.param(288, 255, 32, TransferOutcome.RECOMPUTED, id="less than that"),
-        pytest.param(1, 1, 32, TransferOutcome.VERIFIED, id="a single token"),
-        pytest.param(300, 0, 32, TransferOutcome.RECOMPUTED, id="nothing"),
+        pytest.param(300, 300, 32, TransferOutcome.VERIFIED, id="the whole prompt was cached"),
+        pytest.param(300, 288, 32, TransferOutcome.VERIFIED, id="all whole blocks were cached"),
+        pytest.param(300, 256, 32, TransferOutcome.RECOMPUTED, id="one whole block is missing"),
+        pytest.param(288, 256, 32, TransferOutcome.VERIFIED, id="only the last token's block was computed"),
+        pytest.param(288, 255, 32, TransferOutcome.RECOMPUTED, id="more than the last block was computed"),
+        pytest.param(1, 1, 32, TransferOutcome.VERIFIED, id="a prompt of one token"),
+        pytest.param(300, 0, 32, TransferOutcome.RECOMPUTED, id="no token was cached"),
         pytest.param(20, 19, 32, TransferOutcome.VERIFIED, id="a prompt shorter than a block"),
-        pytest.param(20, 0, 32, TransferOutcome.RECOMPUTED, id="nothing of a short prompt"),
-        pytest.param(300, None, 32, TransferOutcome.UNKNOWN, id="not reported"),
+        pytest.param(20, 0, 32, TransferOutcome.RECOMPUTED, id="no token of a short prompt was cached"),
+        pytest.param(300, None, 32, TransferOutcome.UNKNOWN, id="the engine reports no count"),
     ],
 )
 def test_a_transfer_is_verified_when_every_whole_block_was_cached(
@@ -54,11 +50,12 @@ def test_a_transfer_is_verified_when_every_whole_block_was_cached(
 
 
 def reasons(*outcomes: TransferOutcome, reason: str = "") -> list[str]:
-    pair, seen = TransferPair(), []
+    """The reason of a pair after each outcome."""
+    pair, found = TransferPair(), []
     for number, outcome in enumerate(outcomes):
         pair.record(outcome, now_s=float(number), reason=reason)
-        seen.append(pair.reason)
-    return seen
+        found.append(pair.reason)
+    return found
 
 
 VERIFIED, RECOMPUTED, UNKNOWN = TransferOutcome.VERIFIED, TransferOutcome.RECOMPUTED, TransferOutcome.UNKNOWN
@@ -88,58 +85,62 @@ def test_a_pair_stays_warm_for_the_engine_ttl_and_turns_cold_on_a_miss() -> None
 
 
 def test_three_slow_transfers_in_a_row_mark_the_pair_slow() -> None:
-    pair, seen = TransferPair(), []
-    for seconds in (1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 0.1):
-        pair.record_duration(seconds, tokens=1000, recompute_s=0.2, cold=False)
+    pair, found = TransferPair(), []
+    for duration_s in (1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 0.1):
+        pair.record_duration(duration_s, tokens=1000, recompute_s=0.2, cold=False)
         pair.record(VERIFIED, now_s=0.0)
-        seen.append(pair.reason)
-    assert seen == [*["Verified"] * 5, "SlowTransport", "Verified"]
+        found.append(pair.reason)
+    assert found == [*["Verified"] * 5, "SlowTransport", "Verified"]
     assert pair.handshake_s is None
 
 
 @pytest.mark.parametrize(
-    ("prompt", "took_s", "expected"),
+    ("prompt", "duration_s", "expected"),
     [
         pytest.param(8_000, 0.11, "Verified", id="InfiniBand"),
-        pytest.param(8_000, 0.3, "Verified", id="InfiniBand that others use, too"),
+        pytest.param(8_000, 0.3, "Verified", id="InfiniBand shared with other traffic"),
         pytest.param(8_000, 1.05, "SlowTransport", id="TCP"),
-        pytest.param(2_000, 0.29, "SlowTransport", id="TCP, a shorter prompt"),
-        pytest.param(300, 0.09, "Verified", id="a prompt too short to tell"),
+        pytest.param(2_000, 0.29, "SlowTransport", id="TCP with a shorter prompt"),
+        pytest.param(300, 0.09, "Verified", id="a prompt too short to show the difference"),
     ],
 )
 def test_transfers_slower_than_the_declared_fabric_mark_the_pair_slow(
-    prompt: int, took_s: float, expected: str
+    prompt: int, duration_s: float, expected: str
 ) -> None:
     """70 billion parameters: 328 kB a token, 33 ms for 1,000 tokens at 10 GB/s, 131 ms over TCP."""
     pair = TransferPair()
     for _ in range(3):
         pair.record_duration(
-            took_s, tokens=prompt, recompute_s=0.08 * prompt / 1000, cold=False, wire_s=0.033 * prompt / 1000
+            duration_s,
+            tokens=prompt,
+            recompute_s=0.08 * prompt / 1000,
+            cold=False,
+            wire_s=0.033 * prompt / 1000,
         )
         pair.record(VERIFIED, now_s=0.0)
     assert pair.reason == expected
 
 
 def test_long_engine_steps_do_not_mark_the_pair_slow() -> None:
-    def seen(step_s: float) -> str:
+    def reason_with(step_s: float) -> str:
         pair = TransferPair()
         for _ in range(3):
             pair.record_duration(0.5, tokens=1000, recompute_s=0.1, cold=False, step_s=step_s, wire_s=0.03)
         pair.record(VERIFIED, now_s=0.0)
         return pair.reason
 
-    assert [seen(0.0), seen(0.2)] == ["SlowTransport", "Verified"]
+    assert [reason_with(0.0), reason_with(0.2)] == ["SlowTransport", "Verified"]
 
 
 def test_only_a_long_prompt_clears_a_slow_pair() -> None:
-    pair, seen = TransferPair(), []
-    for tokens, seconds in ((4000, 0.6), (4000, 0.6), (300, 0.05), (4000, 0.6), (300, 0.05), (4000, 0.1)):
+    pair, found = TransferPair(), []
+    for tokens, duration_s in ((4000, 0.6), (4000, 0.6), (300, 0.05), (4000, 0.6), (300, 0.05), (4000, 0.1)):
         pair.record_duration(
-            seconds, tokens=tokens, recompute_s=0.3, cold=False, wire_s=0.033 * tokens / 1000
+            duration_s, tokens=tokens, recompute_s=0.3, cold=False, wire_s=0.033 * tokens / 1000
         )
         pair.record(VERIFIED, now_s=0.0)
-        seen.append(pair.reason)
-    assert seen == [*["Verified"] * 3, *["SlowTransport"] * 2, "Verified"]
+        found.append(pair.reason)
+    assert found == [*["Verified"] * 3, *["SlowTransport"] * 2, "Verified"]
     assert pair.slow_prompt_tokens == 4000
 
 
@@ -172,7 +173,7 @@ def record(
 
 
 def test_a_cold_pair_costs_one_handshake_more_than_a_warm_one() -> None:
-    """200 ms are 200 tokens of this prefill model."""
+    """The prefill model computes 200 tokens in the 200 ms of a handshake."""
     pairs, views = TransferPairs(), fleet()
     record(pairs, PairKey("p1", "d2"))
     pairs.refresh(views, now_s=1.0)
@@ -185,9 +186,9 @@ def test_a_cold_pair_costs_one_handshake_more_than_a_warm_one() -> None:
         return decision
 
     assert (chosen().instance, chosen().reason) == ("d2", DispatchReason.WITHIN_SLO)
-    views[1].ledger.add_local_prefill(tokens=199, seconds=0.1)
+    views[1].ledger.add_local_prefill(tokens=199, predicted_s=0.1)
     assert chosen().instance == "d2"
-    views[1].ledger.add_local_prefill(tokens=2, seconds=0.1)
+    views[1].ledger.add_local_prefill(tokens=2, predicted_s=0.1)
     assert chosen().instance == "d1"
 
 
@@ -195,14 +196,14 @@ def rounded(delays: Mapping[str, TransferDelay]) -> dict[str, tuple[float, ...]]
     return {name: tuple(round(part, 9) for part in delay) for name, delay in delays.items()}
 
 
-def record_duration(pairs: TransferPairs, key: PairKey, seconds: float, *, tokens: int = 1000) -> None:
-    """A warm pair that took so long."""
+def record_duration(pairs: TransferPairs, key: PairKey, duration_s: float, *, tokens: int = 1000) -> None:
+    """Record a verified transfer of a warm pair that took `duration_s`."""
     record(pairs, key)
-    pairs[key].record_duration(seconds, tokens=tokens, recompute_s=10.0, cold=False)
+    pairs[key].record_duration(duration_s, tokens=tokens, recompute_s=10.0, cold=False)
 
 
 def test_the_delay_of_a_slow_pair_grows_with_the_prompt() -> None:
-    """100 ms are the engines' own; the quick pair takes 100 more, the slow one 500: 300 over twice that."""
+    """Beyond 100 ms of engine overhead, d2's lag is 100 ms and d1's 500 ms: 300 ms above twice d2's."""
     pairs, views = TransferPairs(), fleet()
     record_duration(pairs, PairKey("p1", "d1"), 0.6)
     record_duration(pairs, PairKey("p1", "d2"), 0.2)
@@ -211,7 +212,7 @@ def test_the_delay_of_a_slow_pair_grows_with_the_prompt() -> None:
         "p1": {"d1": (0.0, 0.3)}
     }
     source, delays = views[-1], pairs.decode_delay_tokens["p1"]
-    views[1].ledger.add_local_prefill(tokens=200, seconds=0.2)
+    views[1].ledger.add_local_prefill(tokens=200, predicted_s=0.2)
 
     def chosen(tokens: int) -> Dispatch:
         decision = choose_decode(views, tokens, SLO, prefilled_on=source, delays=delays)
@@ -223,17 +224,17 @@ def test_the_delay_of_a_slow_pair_grows_with_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "took_s",
+    "durations_s",
     [
-        pytest.param((0.02, 0.09), id="nobody notices the wire"),
-        pytest.param((0.2, 0.3), id="up to twice the quickest"),
-        pytest.param((5.0, 5.0), id="all slow"),
+        pytest.param((0.02, 0.09), id="both within the engine overhead"),
+        pytest.param((0.2, 0.3), id="the lag is at most twice the fastest pair's"),
+        pytest.param((5.0, 5.0), id="both are slow"),
     ],
 )
-def test_pairs_of_similar_speed_get_no_delay(took_s: tuple[float, float]) -> None:
+def test_pairs_of_similar_speed_get_no_delay(durations_s: tuple[float, float]) -> None:
     pairs, views = TransferPairs(), fleet()
-    for decode, seconds in zip(("d1", "d2"), took_s, strict=True):
-        record_duration(pairs, PairKey("p1", decode), seconds)
+    for decode, duration_s in zip(("d1", "d2"), durations_s, strict=True):
+        record_duration(pairs, PairKey("p1", decode), duration_s)
     pairs.refresh(views, now_s=1.0)
     assert (pairs.decode_delay_tokens, pairs.prefill_delays_s) == ({}, {})
 
@@ -247,7 +248,7 @@ def test_a_prefill_instance_slow_to_every_decode_instance_is_delayed_itself() ->
         record_duration(pairs, PairKey("p2", decode), 0.15)
         record_duration(pairs, PairKey("p3", decode), 0.6)
     pairs.refresh(views, now_s=1.0)
-    assert (cold, all_cold) == ({}, {}), "where all are late, nobody is"
+    assert (cold, all_cold) == ({}, {}), "equal delays penalise no instance"
     assert rounded(pairs.prefill_delays_s) == {"p1": (0.2, 0.0), "p3": (0.0, 0.0004)}
 
     def chosen(tokens: int) -> str:
@@ -255,7 +256,7 @@ def test_a_prefill_instance_slow_to_every_decode_instance_is_delayed_itself() ->
         assert isinstance(decision, Dispatch)
         return decision.instance
 
-    views[3].ledger.add_prefill(tokens=150, seconds=0.15)
+    views[3].ledger.add_prefill(tokens=150, predicted_s=0.15)
     assert [chosen(100), chosen(400)] == ["p3", "p2"]
 
 
@@ -311,21 +312,21 @@ def test_pairs_of_removed_instances_are_forgotten() -> None:
 
 def test_due_pairs_are_the_unused_then_the_suspect_then_the_idle() -> None:
     pairs, views = TransferPairs(), fleet(decodes=1)
-    back = PairKey("d1", "p1")
+    reverse = PairKey("d1", "p1")
 
     def due(now_s: float) -> list[PairKey]:
         return pairs.list_due(views, now_s=now_s, interval_s=300.0)
 
-    assert due(0.0) == [KEY, back]
+    assert due(0.0) == [KEY, reverse]
     record(pairs, KEY)
-    assert due(0.0) == [back]
-    record(pairs, back)
+    assert due(0.0) == [reverse]
+    record(pairs, reverse)
     assert due(299.0) == []
-    assert due(300.0) == [KEY, back]
-    record(pairs, back, RECOMPUTED, now_s=100.0)
-    assert due(100.0) == [back], "suspect: at once"
-    record(pairs, back, RECOMPUTED, now_s=100.0)
-    assert (due(100.0 + BAD_PAIR_RETRY_S - 1), due(100.0 + BAD_PAIR_RETRY_S)) == ([], [back])
+    assert due(300.0) == [KEY, reverse]
+    record(pairs, reverse, RECOMPUTED, now_s=100.0)
+    assert due(100.0) == [reverse], "a suspect pair is due at once"
+    record(pairs, reverse, RECOMPUTED, now_s=100.0)
+    assert (due(100.0 + BAD_PAIR_RETRY_S - 1), due(100.0 + BAD_PAIR_RETRY_S)) == ([], [reverse])
 
 
 def test_a_slow_pair_is_not_due_before_its_interval() -> None:
@@ -347,12 +348,12 @@ def test_no_pair_is_due_for_a_single_instance_or_incompatible_engines() -> None:
 
 
 def test_few_instances_are_fully_meshed_and_many_are_sampled() -> None:
-    def tried(count: int) -> set[PairKey]:
+    def due_pairs(count: int) -> set[PairKey]:
         views = [instance(f"d{i:03}", role=Role.DECODE) for i in range(count)]
         return set(TransferPairs().list_due(views, now_s=0.0, interval_s=0.0))
 
-    assert len(tried(MAX_FULL_MESH_INSTANCES)) == MAX_FULL_MESH_INSTANCES * (MAX_FULL_MESH_INSTANCES - 1)
-    many = tried(100)
+    assert len(due_pairs(MAX_FULL_MESH_INSTANCES)) == MAX_FULL_MESH_INSTANCES * (MAX_FULL_MESH_INSTANCES - 1)
+    many = due_pairs(100)
     assert len(many) == 700
     assert {len({k for k in many if k.prefill == f"d{i:03}"}) for i in range(100)} == {7}
     assert {len({k for k in many if k.decode == f"d{i:03}"}) for i in range(100)} == {7}

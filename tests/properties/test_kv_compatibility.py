@@ -1,4 +1,4 @@
-"""Pairing holds for all identities: with itself always, both ways only between equals."""
+"""Invariants of `can_transfer`, for any two or three engine identities."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def test_an_identity_can_always_transfer_to_itself(one: EngineIdentity) -> None:
 def test_transfer_in_both_directions_needs_identities_equal_up_to_the_head_split(
     one: EngineIdentity, other: EngineIdentity
 ) -> None:
-    """So what a pool that flips, and needs it both ways, may differ in is how KV heads are split."""
+    """A pool that flips needs both directions: its engines may differ only in how KV heads are split."""
     both = can_transfer(one, other).allowed and can_transfer(other, one).allowed
     split = max(one.tensor_parallel, other.tensor_parallel) <= one.kv_heads
     assert both == (one == other or (split and one == replace(other, tensor_parallel=one.tensor_parallel)))
