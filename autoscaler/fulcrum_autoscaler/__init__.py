@@ -1,1 +1,1 @@
-"""The autoscaler: who shall play which role, decided from the router's live state."""
+"""The autoscaler: decides from the router's live state which instance serves prefill and which decode."""

@@ -1,4 +1,8 @@
-"""`python -m fulcrum_autoscaler`: the fast loop of one service, or of all in a cluster, until SIGTERM."""
+"""`python -m fulcrum_autoscaler`: the autoscaler process, for one service or for all services of a cluster.
+
+Starts the supervisor and the HTTP server, and stops both on SIGTERM or SIGINT. The decisions are made in
+`loop`.
+"""
 
 import asyncio
 import contextlib
@@ -25,7 +29,7 @@ from fulcrum_core.errors import InvalidInput
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT; bad arguments end it with one line and exit code 2."""
+    """Run until SIGTERM or SIGINT. Invalid arguments print one line on stderr and exit with code 2."""
     die_with_parent()
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -64,7 +68,7 @@ async def _serve(options: Options) -> None:
 
 
 async def _run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Run this until `stopped`; what fails before that is raised."""
+    """Run `work` until `stopped` is set. An exception of `work` before that is raised."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)
         await stopped.wait()
@@ -73,7 +77,7 @@ async def _run_until(stopped: asyncio.Event, work: Coroutine[Any, Any, None]) ->
 
 @contextlib.asynccontextmanager
 async def _serve_http(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serve `app`, and give the port it is bound to."""
+    """Serve `app`; yields the port that it is bound to."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     try:

@@ -1,6 +1,7 @@
-"""The last decisions, held ones too, for `/decisions` and `fulcrum explain`.
+"""The most recent decisions of each service, for `/decisions` and `fulcrum explain`; lost on restart.
 
-Flips are rare and holding is not, so they are kept apart: an hour of holding does not push the last flip out.
+Flips are rare and all other decisions frequent. Each kind has its own ring, so that an hour of "hold"
+decisions does not displace the last flip.
 """
 
 from collections import deque
@@ -9,11 +10,13 @@ from typing import Any
 from fulcrum_autoscaler.policy import Action, FlipDecision
 
 _FLIPS_MAX = 200
+"""Flips (made or advised) kept for each service."""
 _OTHERS_MAX = 400
+"""Other decisions kept for each service."""
 
 
 class DecisionHistory:
-    """Of one service: a ring of flips (made or advised) and one of all other decisions."""
+    """The recent decisions of one service, in two rings: flips (made or advised), and all others."""
 
     def __init__(self) -> None:
         self._recorded = 0
@@ -21,40 +24,43 @@ class DecisionHistory:
         self._others: deque[tuple[int, FlipDecision]] = deque(maxlen=_OTHERS_MAX)
 
     def record(self, decision: FlipDecision) -> None:
-        """Keep one more."""
+        """Append a decision; the oldest one of its ring is dropped when the ring is full."""
         self._recorded += 1
-        kept = self._flips if decision.action in (Action.FLIP, Action.ADVISE) else self._others
-        kept.append((self._recorded, decision))
+        ring = self._flips if decision.action in (Action.FLIP, Action.ADVISE) else self._others
+        ring.append((self._recorded, decision))
 
     def recent(self, limit: int) -> tuple[FlipDecision, ...]:
-        """The last `limit` decisions, newest last."""
+        """Return the last `limit` decisions, newest last."""
         ordered = sorted((*self._flips, *self._others), key=lambda numbered: numbered[0])
         return tuple(decision for _, decision in ordered[max(0, len(ordered) - limit) :])
 
 
 class DecisionHistories:
-    """One journal for each service that there is."""
+    """The decision history of every service that the autoscaler manages."""
 
     def __init__(self) -> None:
         self._by_service: dict[tuple[str, str], DecisionHistory] = {}
 
     def get_or_create(self, namespace: str, service: str) -> DecisionHistory:
-        """The journal of a service, a new one at its first mention."""
+        """Return the history of a service; an empty one is created at the first call."""
         return self._by_service.setdefault((namespace, service), DecisionHistory())
 
     def remove(self, namespace: str, service: str) -> None:
-        """The service is gone."""
+        """Delete the history of a service that was deleted."""
         self._by_service.pop((namespace, service), None)
 
     def recent(
         self, limit: int, *, namespace: str | None = None, service: str | None = None
     ) -> list[dict[str, Any]]:
-        """The last `limit` decisions on services so named (None: any), newest last, with whose they are."""
-        found = [
-            {"namespace": of, "service": name, **decision.dump()}
-            for (of, name), history in sorted(self._by_service.items())
-            if namespace in (None, of) and service in (None, name)
+        """Return the last `limit` decisions, newest last, each with its `namespace` and `service`.
+
+        A `namespace` or `service` of None matches all.
+        """
+        entries = [
+            {"namespace": owner, "service": name, **decision.dump()}
+            for (owner, name), history in sorted(self._by_service.items())
+            if namespace in (None, owner) and service in (None, name)
             for decision in history.recent(limit)
         ]
-        found.sort(key=lambda entry: entry["at_s"])
-        return found[max(0, len(found) - limit) :]
+        entries.sort(key=lambda entry: entry["at_s"])
+        return entries[max(0, len(entries) - limit) :]

@@ -1,8 +1,9 @@
-"""The fast loop: observe, ask the policy, write the flip.
+"""The control loop of one service: observe, let the policy decide, write the flip.
 
-One decision at a time, woken by its interval or by the router's "flip wanted". A flip is one conditional
-write of the PDAssignment; where somebody else wrote first, all is read and decided again. What outlives this
-process stands in the objects, so it may be restarted at any point.
+A decision is triggered by the tick interval or by a flip request of the router; decisions never overlap. A
+flip is one conditional write of the PDAssignment: after a conflicting write, the loop reads everything and
+decides again. All state that must survive a restart is in the API objects. `supervisor` starts one such loop
+for each service.
 """
 
 import asyncio
@@ -40,39 +41,39 @@ from fulcrum_core.values import Phase
 log = structlog.get_logger()
 
 WRITE_ATTEMPTS_MAX = 4
-"""How often a flip is decided anew after somebody else's write before it is given up."""
+"""Times that a flip is decided and written, if other writers keep changing the assignment."""
 ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
-"""How long the router is given to apply the generation that a decision starts from."""
+"""Longest wait for the router to apply the generation on which a decision is based."""
 FLIP_REQUEST_POLL_S = 5.0
-""""Flip wanted" is waited for so long at a time: a router whose node is gone says nothing at all."""
+"""Longest wait of one poll for a flip request. Bounded, because a router on a lost node never responds."""
 REFUSAL_PAUSE_S = 0.1
-"""Pause after a refused "flip wanted": an overloaded router asks with every request."""
+"""Pause after a refused flip request: an overloaded router sends one with every client request."""
 
 DecisionFunction = Callable[[Observation, AutoscalingRules, float], tuple[MonitorState, FlipDecision]]
 
 
 class ServiceObjects(Protocol):
-    """The objects of one service as last seen. None or empty where there are none yet."""
+    """The latest known API objects of one service. None or empty where the objects do not exist yet."""
 
     def service(self) -> PDService | None:
-        """What the user wrote."""
+        """The service's PDService."""
         ...
 
     def assignment(self) -> PDAssignment | None:
-        """Who shall play which role."""
+        """The service's PDAssignment: the desired role of each instance."""
         ...
 
     def instances(self) -> Iterable[PDInstance]:
-        """The service's instances."""
+        """The service's PDInstances."""
         ...
 
     def pools(self) -> Iterable[PDPool]:
-        """The service's pools."""
+        """The service's PDPools."""
         ...
 
 
 class ServiceAutoscaler:
-    """The loop of one service."""
+    """The control loop of one service."""
 
     def __init__(
         self,
@@ -90,13 +91,13 @@ class ServiceAutoscaler:
         self._decision_lock = asyncio.Lock()
 
     async def run(self) -> None:
-        """Tick and answer until cancelled."""
+        """Run ticks and handle flip requests until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._run_ticks())
             tasks.create_task(self._handle_flip_requests())
 
     async def tick(self) -> FlipDecision:
-        """One pass of the monitor."""
+        """Run the monitor (Algorithm 2) once and write the flip that it decides on."""
         return await self._decide_and_record(
             Trigger.TICK,
             lambda observation, rules, now_s: decide_on_tick(
@@ -105,7 +106,10 @@ class ServiceAutoscaler:
         )
 
     async def handle_flip_request(self, request: FlipRequest) -> FlipDecision:
-        """Answer one "flip wanted". A flip starts the monitor's count again: its passes saw the old split."""
+        """Decide on one flip request of the router and write the flip.
+
+        A flip resets the monitor: its consecutive ticks were counted under the old split.
+        """
 
         def decide(
             observation: Observation, rules: AutoscalingRules, now_s: float
@@ -116,13 +120,13 @@ class ServiceAutoscaler:
         return await self._decide_and_record(Trigger.FLIP_REQUEST, decide)
 
     async def handle_next_flip_request(self, after: int) -> int:
-        """Wait for one "flip wanted" after number `after`, answer it, and say from which number to go on.
+        """Wait for a flip request with a sequence number above `after`, handle it, return the next `after`.
 
-        What the router wanted before it had applied a flip, that flip has answered: one burst of requests
-        shall not flip an instance for each of them.
+        Flip requests that the router sent before it had applied a flip are skipped: one burst of client
+        requests must not flip one instance for each of them.
         """
         request = await self._router.wait_for_flip_request(after=after, timeout_s=FLIP_REQUEST_POLL_S)
-        if request is None:  # a router that was restarted meanwhile counts from 0 again
+        if request is None:  # a restarted router numbers its flip requests from 0 again
             return min(after, (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq)
         decision = await self.handle_flip_request(request)
         if decision.action is Action.FLIP:
@@ -144,7 +148,7 @@ class ServiceAutoscaler:
     async def _handle_flip_requests(self) -> None:
         while True:
             try:
-                # A restarted router counts from 0 again, and what it wanted before we came is no news.
+                # Skip flip requests from before this loop started. A restarted router numbers from 0 again.
                 after = (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq
                 while True:
                     after = await self.handle_next_flip_request(after)
@@ -168,7 +172,7 @@ class ServiceAutoscaler:
         service, assignment = self._objects.service(), self._objects.assignment()
         if service is None or assignment is None:
             missing = "PDService" if service is None else "PDAssignment"
-            return self._hold_decision(trigger, f"cannot tell: the store shows no {missing}")
+            return self._hold_decision(trigger, f"cannot decide: the store has no {missing}")
         assignment_rules = build_assignment_rules(
             service.spec, self._objects.pools(), self._objects.instances()
         )
@@ -181,7 +185,7 @@ class ServiceAutoscaler:
                     proposed = propose_assignment(assignment.spec, decision)
                     refusal = await self._recheck_flip(service, assignment, proposed)
                     if refusal:
-                        return _refuse_unwritten(decision, f"what serves has changed: {refusal}")
+                        return _refuse_unwritten(decision, f"the serving instances have changed: {refusal}")
                     if not await self._write_flip(assignment, proposed):
                         name, namespace = assignment.metadata.name, assignment.metadata.namespace
                         assignment = await self._store.get(PDAssignment, name, namespace=namespace)
@@ -189,8 +193,10 @@ class ServiceAutoscaler:
                 self._monitor_state = monitor_state
                 return decision
         except FulcrumError as error:
-            return _refuse_unwritten(decision, f"the store refused: {error}")
-        return _refuse_unwritten(decision, f"others wrote the assignment first, {WRITE_ATTEMPTS_MAX} times")
+            return _refuse_unwritten(decision, f"the store did not accept the write: {error}")
+        return _refuse_unwritten(
+            decision, f"other writers changed the assignment first, {WRITE_ATTEMPTS_MAX} times"
+        )
 
     async def _observe(self, assignment: PDAssignment) -> Observation:
         generation = assignment.metadata.generation
@@ -260,5 +266,5 @@ def _serving_names(instances: Iterable[PDInstance]) -> frozenset[str]:
 
 
 def _refuse_unwritten(decision: FlipDecision, reason: str) -> FlipDecision:
-    """A decision to flip that could not be written. The next tick decides anew."""
+    """Turn a decision to flip that was not written into a refusal. The next tick decides again."""
     return replace(decision, action=Action.REFUSE, reason=f"{decision.reason}; not written: {reason}")

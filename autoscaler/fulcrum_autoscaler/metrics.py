@@ -1,4 +1,4 @@
-"""What Prometheus reads of the autoscaler."""
+"""The Prometheus metrics of the autoscaler. `server` exposes them, `loop` records them."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -6,19 +6,17 @@ from fulcrum_autoscaler.policy import Action, FlipDecision, Loads, Observation
 from fulcrum_core.values import Role
 
 _UNKNOWN = float("nan")
-
-
 _SERVICE_LABELS = ["namespace", "service"]
 
 
 class AutoscalerMetrics:
-    """The metrics of one process, in a registry of their own."""
+    """The metric families of one autoscaler process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.load = Gauge(
             "fulcrum_autoscaler_load_ratio",
-            "Load of a role as a ratio to its objective, at least; NaN: unknown.",
+            "Load of a role as a ratio to its objective (lower bound); NaN if unknown.",
             [*_SERVICE_LABELS, "role"],
             registry=self.registry,
         )
@@ -30,31 +28,31 @@ class AutoscalerMetrics:
         )
         self.router_state_age = Gauge(
             "fulcrum_autoscaler_router_state_age_seconds",
-            "Age of the router's state when last read; NaN: no answer.",
+            "Age of the router's state when last read; NaN if the router did not respond.",
             _SERVICE_LABELS,
             registry=self.registry,
         )
         self.decisions = Counter(
             "fulcrum_autoscaler_decisions",
-            "Decisions by what was done and what woke them.",
+            "Decisions, by action and trigger.",
             [*_SERVICE_LABELS, "action", "trigger"],
             registry=self.registry,
         )
         self.flips = Counter(
             "fulcrum_autoscaler_flips",
-            "Flips written, by the role taken and what woke them.",
+            "Flips written, by new role and trigger.",
             [*_SERVICE_LABELS, "to", "trigger"],
             registry=self.registry,
         )
         self.write_conflicts = Counter(
             "fulcrum_autoscaler_write_conflicts",
-            "Writes that found the assignment changed and were decided anew.",
+            "Writes rejected because the assignment had changed; each was decided again.",
             _SERVICE_LABELS,
             registry=self.registry,
         )
 
     def remove_series(self, labels: dict[str, str]) -> None:
-        """Drop all series with these labels."""
+        """Remove all series with these label values."""
         for family in (
             self.load,
             self.assigned_instances,
@@ -67,7 +65,7 @@ class AutoscalerMetrics:
 
 
 class ServiceMetrics:
-    """The metrics of one service."""
+    """The series of one service."""
 
     def __init__(
         self, autoscaler_metrics: AutoscalerMetrics | None = None, *, namespace: str = "", service: str = ""
@@ -77,7 +75,7 @@ class ServiceMetrics:
         self.write_conflicts = self._families.write_conflicts.labels(**self._labels)
 
     def record_observation(self, observation: Observation, *, now_s: float) -> None:
-        """Show what a decision starts from."""
+        """Set the gauges that describe an observation. `now_s` is unix time."""
         age_s = now_s - observation.router.at_s if observation.router else _UNKNOWN
         self._families.router_state_age.labels(**self._labels).set(age_s)
         for role in (Role.PREFILL, Role.DECODE):
@@ -85,7 +83,7 @@ class ServiceMetrics:
             self._families.assigned_instances.labels(**self._labels, role=role).set(count)
 
     def record_decision(self, decision: FlipDecision) -> None:
-        """Count one decision and show its loads."""
+        """Count a decision and set the load gauges to its loads."""
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is Action.FLIP and decision.to is not None:
@@ -95,5 +93,5 @@ class ServiceMetrics:
             self._families.load.labels(**self._labels, role=role).set(load.low if load else _UNKNOWN)
 
     def remove(self) -> None:
-        """The service is gone, and its series with it."""
+        """Remove the service's series, after the service was deleted."""
         self._families.remove_series(self._labels)

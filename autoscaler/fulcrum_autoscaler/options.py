@@ -1,4 +1,4 @@
-"""What an autoscaler is started with."""
+"""The command-line options of the autoscaler process, parsed and validated."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,37 +10,39 @@ from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 
 IN_CLUSTER_ROUTER_STATE_URL = "http://{service}.{namespace}.svc:9091"
+"""State port of a service's router in a cluster, through the router's Service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One autoscaler. A port of 0 lets the system choose."""
+    """Validated options. A `port` of 0 lets the system choose a free one."""
 
     service: str | None
-    """The one service it acts on; None: every one that it sees."""
+    """Name of the one service to manage; None manages every service of `namespace`."""
     namespace: str
-    """Where; "" is every namespace."""
+    """Namespace of the managed services; "" is every namespace."""
     store: str
+    """Address of the API objects: `unix:PATH`, `kubeconfig:[PATH]` or `in-cluster`."""
     router_state: str
-    """A URL, in which `{service}` and `{namespace}` stand for those of each service."""
+    """URL of a router's state port; `{service}` and `{namespace}` are replaced for each service."""
     token_file: Path
     host: str
     port: int
 
     def router_url(self, namespace: str, service: str) -> str:
-        """The URL of a service's state port."""
+        """Return the URL of the state port of a service's router."""
         return self.router_state.format(namespace=namespace, service=service)
 
 
 def parse_options(arguments: Sequence[str] | None) -> Options:
-    """The options in `arguments` (None: the command line's).
+    """Parse and validate `arguments`; None parses the arguments of this process.
 
     Raises:
-        InvalidInput: for a value that breaks a rule.
-        SystemExit: code 2 and one line on stderr for arguments that cannot be parsed.
+        InvalidInput: if a value breaks a rule.
+        SystemExit: with code 2 and one line on stderr, if the arguments cannot be parsed.
     """
     parsed = _parser().parse_args(arguments)
-    if not 0 <= parsed.port <= 65535:  # uvloop would bind what is left of it in 16 bits
+    if not 0 <= parsed.port <= 65535:  # uvloop would bind the port modulo 2**16
         raise InvalidInput("--port", parsed.port, "is not between 0 and 65535")
     local = parsed.store.startswith("unix:")
     if parsed.router_state is None and local:
@@ -63,22 +65,22 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
 
 
 def _check_url(options: Options) -> None:
-    """A URL that leads somewhere, for every service."""
+    """Raise InvalidInput unless `router_state` gives a usable URL for every managed service."""
     try:
         parts = urlsplit(options.router_url("namespace", "service"))
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except (ValueError, KeyError, IndexError, AttributeError):
         is_valid = False
     if not is_valid:
-        rule = "is not http://HOST:PORT, with {service} and {namespace} for those of each service"
+        rule = "is not http://HOST:PORT; {service} and {namespace} are replaced for each service"
         raise InvalidInput("--router-state", options.router_state, rule)
     if options.service is None and "{service}" not in options.router_state:
-        rule = "names one router, but --service names no service: put {service} into it"
+        rule = "names one router for all services: pass --service, or use {service} in the URL"
         raise InvalidInput("--router-state", options.router_state, rule)
 
 
 def _check_token(path: Path) -> None:
-    """Readable now; it is read again at each use."""
+    """Raise InvalidInput unless the token file is readable now. The file is read again for every request."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -90,19 +92,28 @@ def _check_token(path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        prog="fulcrum_autoscaler", description="Decides who plays which role.", allow_abbrev=False
+        prog="fulcrum_autoscaler",
+        description="Decides which instance serves prefill and which decode, and flips roles.",
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--service", help="name of the PDService; without it all that there are")
-    add("--namespace", help="their namespace (default with --service, else all)")
-    add("--store", required=True, help="where the objects are: unix:PATH, kubeconfig:[PATH] or in-cluster")
+    add("--service", help="name of the one PDService to manage (default: all)")
+    add("--namespace", help="namespace of the managed services (with --service: default, else all)")
+    add(
+        "--store",
+        required=True,
+        help="address of the API objects: unix:PATH, kubeconfig:[PATH] or in-cluster",
+    )
     add(
         "--router-state",
         help=f"URL of a router's state port ({IN_CLUSTER_ROUTER_STATE_URL.replace('%', '%%')})",
     )
     add(
-        "--token-file", required=True, type=Path, help="file with the token for state ports; read at each use"
+        "--token-file",
+        required=True,
+        type=Path,
+        help="file with the bearer token for state ports; read for every request",
     )
     add("--host", default="127.0.0.1", help="address to serve /decisions and /metrics on (%(default)s)")
-    add("--port", default=0, type=int, help="port for them; 0: any free one (%(default)s)")
+    add("--port", default=0, type=int, help="port to serve them on; 0: any free port (%(default)s)")
     return parser

@@ -1,4 +1,4 @@
-"""The autoscaler's own port: its decisions, its metrics, its pulse; carries no secret, takes no order."""
+"""The autoscaler's HTTP port: recent decisions, metrics, health. Read-only; exposes no secrets."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,15 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from fulcrum_autoscaler.decision_history import DecisionHistories
 
 _DEFAULT_LIMIT = 100
+"""Decisions in a response of `/decisions` without `limit`."""
 
 
 def make_app(
     histories: DecisionHistories, registry: CollectorRegistry, is_ready: Callable[[], bool]
 ) -> web.Application:
-    """`/decisions?namespace=&service=&limit=` (JSON list, newest last), `/metrics`, `/healthz`, `/readyz`."""
+    """Build the application: `/decisions?namespace=&service=&limit=` (JSON, newest last), `/metrics`,
+    `/healthz`, `/readyz`.
+    """
 
     async def decisions(request: web.Request) -> web.Response:
         limit = request.query.get("limit", str(_DEFAULT_LIMIT))
@@ -32,7 +35,7 @@ def make_app(
     async def readyz(_request: web.Request) -> web.Response:
         if is_ready():
             return web.json_response({"status": "ok"})
-        return web.json_response({"status": "the objects are not read yet"}, status=503)
+        return web.json_response({"status": "the API objects have not been listed yet"}, status=503)
 
     app = web.Application()
     app.add_routes(

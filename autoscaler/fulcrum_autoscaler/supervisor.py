@@ -1,7 +1,7 @@
-"""One loop for each service that there is, begun and ended as services come and go.
+"""Starts one control loop for each service, and stops it when the service is deleted.
 
-Two autoscalers may run at once (a roll-out, a partition): each flip is a conditional write, so what both
-decide is written once, and the other one decides anew.
+Two autoscalers may run at the same time (a roll-out, a network partition): each flip is a conditional write,
+so of two equal flips one is written and the other autoscaler decides again.
 """
 
 import asyncio
@@ -20,22 +20,22 @@ from fulcrum_core.ports import Clock, Store
 log = structlog.get_logger()
 
 RESTART_PAUSE_S = 1.0
-"""Pause before a loop that failed by a fault of its own is begun anew."""
+"""Pause before a loop that failed with an exception is started again."""
 
 _ServiceKey = tuple[str, str]
 
 
 class AutoscalerSupervisor:
-    """The loops of all services of a namespace, or of all.
+    """The control loops of all services of one namespace, or of all namespaces.
 
     Args:
-        store: Where the objects are.
-        namespace: Where; "" is every namespace.
-        only_service: The one service to act on, whether it is there yet or not; None: each that there is.
-        router_client_for: The state port of a service's router, by namespace and name.
-        clock: For all loops.
-        histories: Where they keep what they decide.
-        metrics: Where they count it.
+        store: The store of the API objects.
+        namespace: Namespace of the services; "" is every namespace.
+        only_service: Name of the one service to manage, even before it exists; None manages every service.
+        router_client_for: Returns the client of a router, by namespace and name of the service.
+        clock: Clock of all loops.
+        histories: Receives the decisions of all loops.
+        metrics: Receives the metrics of all loops.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class AutoscalerSupervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether all objects were read once."""
+        """Whether all API objects have been listed once."""
         return self._watched.synced
 
     async def run(self) -> None:
-        """Follow the store and act, until cancelled."""
+        """Watch the store and run the loops until cancelled."""
         if self._only_service is not None:
             self._start_loop((self._namespace, self._only_service))
         try:
@@ -85,19 +85,21 @@ class AutoscalerSupervisor:
             self._start_loop(key)
 
     def _start_loop(self, key: _ServiceKey) -> None:
-        log.info("service found", namespace=key[0], service=key[1])
+        log.info("autoscaling started", namespace=key[0], service=key[1])
         previous = self._stopping.pop(key, None)
         self._running[key] = asyncio.get_running_loop().create_task(self._run_loop(key, previous))
 
     def _stop_loop(self, key: _ServiceKey) -> None:
         task = self._running.pop(key, None)
         if task is not None:
-            log.info("service gone", namespace=key[0], service=key[1])
+            log.info("autoscaling stopped, service deleted", namespace=key[0], service=key[1])
             task.cancel()
             self._stopping[key] = task
 
     async def _run_loop(self, key: _ServiceKey, previous: asyncio.Task[None] | None) -> None:
-        """Act on one service until cancelled; a fault in it costs the others nothing."""
+        """Run the loop of one service until cancelled. A failing loop is started again; other loops are not
+        affected.
+        """
         namespace, service = key
         if previous is not None:
             await asyncio.wait([previous])
@@ -115,7 +117,9 @@ class AutoscalerSupervisor:
                 try:
                     await autoscaler.run()
                 except Exception:
-                    log.exception("loop failed by a fault of its own", namespace=namespace, service=service)
+                    log.exception(
+                        "autoscaling loop failed, restarting it", namespace=namespace, service=service
+                    )
                 await asyncio.sleep(RESTART_PAUSE_S)
         finally:
             self._histories.remove(namespace, service)

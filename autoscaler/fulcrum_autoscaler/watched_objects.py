@@ -1,4 +1,6 @@
-"""The objects of services as the watches last told them; they stand while the store is away."""
+"""The API objects of all services, kept current by watches. While the store is unavailable, the last known
+objects stay.
+"""
 
 import asyncio
 import random
@@ -13,13 +15,13 @@ from fulcrum_core.ports import Store
 
 
 class WatchedObjects:
-    """All services of a namespace, or of all: four watches, however many services there are.
+    """The objects of all services of one namespace, or of all: four watches for any number of services.
 
     Args:
-        store: Where the objects are.
-        namespace: Where; "" is every namespace.
+        store: The store of the API objects.
+        namespace: Namespace to watch; "" is every namespace.
         rng: Spreads the retries of the watches.
-        on_service_change: Called with a service before and after each change; None where there is none.
+        on_service_change: Called with a PDService before and after each change; None if absent.
     """
 
     def __init__(
@@ -43,40 +45,40 @@ class WatchedObjects:
 
     @property
     def synced(self) -> bool:
-        """Whether all was listed once."""
+        """Whether all four kinds have been listed once."""
         return all(informer.synced.is_set() for informer in self._informers)
 
     def for_service(self, namespace: str, name: str) -> "WatchedService":
-        """One service of them."""
+        """Return the objects of one service."""
         return WatchedService(self, namespace, name)
 
     async def run(self) -> None:
-        """Follow the store until cancelled."""
+        """Watch the store until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for informer in self._informers:
                 tasks.create_task(informer.run())
 
 
 class WatchedService:
-    """`loop.ServiceObjects`: what belongs to one service."""
+    """The watched objects of one service; implements `loop.ServiceObjects`."""
 
     def __init__(self, watched: WatchedObjects, namespace: str, name: str) -> None:
         self._watched, self._namespace, self._name = watched, namespace, name
 
     def service(self) -> PDService | None:
-        """What the user wrote."""
+        """Return the service's PDService; None if unknown."""
         return self._watched.services.find(self._namespace, self._name)
 
     def assignment(self) -> PDAssignment | None:
-        """Who shall play which role."""
+        """Return the service's PDAssignment; None if unknown."""
         return self._watched.assignments.find(self._namespace, self._name)
 
     def instances(self) -> Iterable[PDInstance]:
-        """The service's instances."""
+        """Return the service's PDInstances."""
         known = self._watched.instances.objects.values()
         return (i for i in known if (i.metadata.namespace, i.spec.service) == (self._namespace, self._name))
 
     def pools(self) -> Iterable[PDPool]:
-        """The service's pools."""
+        """Return the service's PDPools."""
         known = self._watched.pools.objects.values()
         return (p for p in known if (p.metadata.namespace, p.spec.service) == (self._namespace, self._name))

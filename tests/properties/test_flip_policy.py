@@ -1,4 +1,4 @@
-"""What holds for every observation: order, repetition, monotony, floors, and silence on missing numbers."""
+"""Properties of the flip policy: order of instances, repetition, monotony, floors, missing numbers."""
 
 import math
 from dataclasses import replace
@@ -211,14 +211,13 @@ def test_more_decode_load_never_turns_a_refusal_of_prefill_into_a_flip(
 def test_with_shrink_at_half_of_expand_or_less_decode_load_is_judged_by_shrink_alone(
     observation: Observation, rules: AutoscalingRules
 ) -> None:
-    """So at Arrow's own thresholds, 1.0 and 0.5, the policy is Arrow's."""
-    arrows = replace(auto(rules), expand=max(rules.expand, 2 * rules.shrink))
-    decision = decide_on_flip_request(make_flip_request(Role.PREFILL), observation, arrows, now_s=NOW_S)
+    """So with Arrow's own thresholds, 1.0 and 0.5, the policy equals Arrow's."""
+    arrow_rules = replace(auto(rules), expand=max(rules.expand, 2 * rules.shrink))
+    decision = decide_on_flip_request(make_flip_request(Role.PREFILL), observation, arrow_rules, now_s=NOW_S)
     load = decision.loads.decode if decision.loads else None
-    if load is not None and load.instances > 1 and load.high < arrows.shrink:
-        assert not decision.reason.startswith(
-            "the router wants Prefill: no instance within the SLO; decode can"
-        )
+    if load is not None and load.instances > 1 and load.high < arrow_rules.shrink:
+        cause = "the router requests an instance for Prefill: no instance within the SLO"
+        assert not decision.reason.startswith(f"{cause}; decode gives up no instance")
 
 
 @given(observations(), autoscaling_rules())
@@ -242,15 +241,15 @@ def test_advise_reports_the_decision_of_auto(
 def test_a_second_tick_right_after_a_flip_to_decode_does_not_flip(
     observation: Observation, rules: AutoscalingRules, consecutive_ticks: int
 ) -> None:
-    """With a cooldown, and however hot it is: one flip per cooldown."""
-    cooled = replace(auto(rules), consecutive_ticks=1, assignment_rules=AssignmentRules(10.0))
+    """However high the load is, there is one flip to Decode per cooldown."""
+    cooling_rules = replace(auto(rules), consecutive_ticks=1, assignment_rules=AssignmentRules(10.0))
     monitor_state, decision = decide_on_tick(
-        MonitorState(consecutive_ticks), observation, cooled, now_s=NOW_S
+        MonitorState(consecutive_ticks), observation, cooling_rules, now_s=NOW_S
     )
     if decision.action is not Action.FLIP:
         return
     after = replace(observation, assignment=propose_assignment(observation.assignment, decision))
-    assert decide_on_tick(monitor_state, after, cooled, now_s=NOW_S)[1].action is not Action.FLIP
+    assert decide_on_tick(monitor_state, after, cooling_rules, now_s=NOW_S)[1].action is not Action.FLIP
 
 
 @given(observations())

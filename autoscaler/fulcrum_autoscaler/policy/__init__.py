@@ -1,4 +1,7 @@
-"""Arrow's Algorithms 2 and 3 as pure functions: what the fast loop and the simulator both run."""
+"""The flip policy: Arrow's Algorithms 2 and 3 as pure functions.
+
+Used by the autoscaler's loop in production and by the tests of the whole control loop. No I/O, no clock.
+"""
 
 from fulcrum_autoscaler.policy.arrow import (
     MonitorState,

@@ -1,13 +1,14 @@
-"""When roles change: Algorithm 2 (the monitor), and the answer to "flip wanted" (Algorithm 1, step 3).
+"""When an instance flips: the monitor (Algorithm 2) and the handling of flip requests (Algorithm 1, step 3).
 
-Decode overload is seen by the periodic monitor, which flips from prefill to decode when, for some ticks
-in a row,
+The monitor detects decode overload. It flips an instance from prefill to decode if, for some consecutive
+ticks,
 
     LD >= expand   or   LP <= shrink <= LD
 
-Prefill overload is seen per request by the router's dispatch, which asks for a flip at once: to prefill
-only while decode load is low (LD < shrink), because otherwise requests would hold memory without going
-on; to decode subject to the cooldown alone. A flip back to prefill never waits.
+with the prefill load LP and the decode load LD of `loads`. The router detects prefill overload for each
+request and sends a flip request at once. A flip to prefill is granted only while decode load is low (LD <
+shrink): otherwise the decode instances left could not take up the prefilled requests, which would hold KV
+cache without progress. A flip to decode is subject to the cooldown, a flip to prefill is not.
 """
 
 from dataclasses import dataclass, replace
@@ -22,21 +23,24 @@ from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import AutoscalingMode, Role
 
 REASON_MAX = 1024
-"""Longest reason that a PDAssignment takes."""
+"""Longest `reason` that a PDAssignment entry accepts, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorState:
-    """What the monitor carries from tick to tick. All else is in the objects: a restart loses a few ticks."""
+    """The state that the monitor passes from tick to tick. A restart loses it, which costs a few ticks."""
 
     consecutive_ticks: int = 0
-    """Ticks in a row at which the loads asked for another decode instance."""
+    """Consecutive ticks, up to the last one, whose loads called for another decode instance."""
 
 
 def decide_on_tick(
     monitor_state: MonitorState, observation: Observation, rules: AutoscalingRules, *, now_s: float
 ) -> tuple[MonitorState, FlipDecision]:
-    """One tick of Algorithm 2. A tick that cannot tell starts the count of ticks again."""
+    """Run one tick of Algorithm 2; returns the next monitor state and the decision.
+
+    A tick without usable router state resets the count of consecutive ticks.
+    """
     blocked = _hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
     if blocked:
         return MonitorState(), blocked
@@ -61,12 +65,14 @@ def decide_on_tick(
 def decide_on_flip_request(
     request: FlipRequest, observation: Observation, rules: AutoscalingRules, *, now_s: float
 ) -> FlipDecision:
-    """The answer to a router that found no instance of `request.role` within the SLO."""
+    """Decide on the request of a router that found no instance able to serve `request.role` within the
+    SLO.
+    """
     blocked = _hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
     if blocked:
         return blocked
     loads = measure_loads(observation, rules.slo)
-    cause = f"the router wants {request.role}: {request.reason}"  # which says that decode load is low
+    cause = f"the router requests an instance for {request.role}: {request.reason}"  # with the decode load
     if request.role is Role.PREFILL:
         refusal = _why_decode_cannot_spare(loads, rules)
         if refusal:
@@ -78,13 +84,13 @@ def decide_on_flip_request(
 
 
 def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDAssignmentSpec:
-    """`current` as a decision to flip wants it.
+    """Return `current` with the flip of `decision` applied.
 
     Raises:
-        ValueError: for a decision that flips nothing.
+        ValueError: if the decision flips no instance.
     """
     if decision.instance is None or decision.to is None:
-        raise ValueError(f"a decision to {decision.action} proposes nothing")
+        raise ValueError(f"a decision to {decision.action} proposes no flip")
     reason = decision.reason[:REASON_MAX]
     return with_autoscaler_flip(current, decision.instance, decision.to, reason=reason, now_s=decision.at_s)
 
@@ -97,48 +103,50 @@ def _hold_if_blocked(
     if rules.paused:
         return _hold(observation, trigger, "flips are paused", now_s=now_s)
     unusable = why_unusable(observation, rules, now_s=now_s)
-    return _hold(observation, trigger, f"cannot tell: {unusable}", now_s=now_s) if unusable else None
+    return _hold(observation, trigger, f"cannot decide: {unusable}", now_s=now_s) if unusable else None
 
 
 def _why_decode_needs_instance(loads: Loads, rules: AutoscalingRules) -> str | None:
-    """Algorithm 2's condition in words, or None where it does not hold for sure."""
+    """Describe the part of Algorithm 2's condition that holds for certain; None if neither does."""
     lp, ld = loads.prefill, loads.decode
     if ld is None:
         return None
     if ld.low >= rules.expand:
         return f"decode load {ld} is at least {rules.expand:.2f}"
     if lp is not None and lp.high <= rules.shrink <= ld.low:
-        return f"prefill load {lp} is at most {rules.shrink:.2f}, decode load {ld} at least that"
+        shrink = f"{rules.shrink:.2f}"
+        return f"prefill load {lp} is at most {shrink} and decode load {ld} is at least {shrink}"
     return None
 
 
 def _why_no_flip(loads: Loads, rules: AutoscalingRules) -> str:
     if loads.prefill is None or loads.decode is None:
-        return f"cannot tell: {loads}"
+        return f"cannot decide: {loads}"
     if not loads.prefill.high and not loads.decode.high:
         return "neither prefill nor decode has any load"
     return (
-        f"{loads}: decode gets an instance at a load of {rules.expand:.2f}, or of {rules.shrink:.2f} while "
-        "prefill has at most that"
+        f"{loads}: decode gets an instance at a decode load of {rules.expand:.2f}, or of {rules.shrink:.2f} "
+        f"while prefill load is at most {rules.shrink:.2f}"
     )
 
 
 def _why_decode_cannot_spare(loads: Loads, rules: AutoscalingRules) -> str | None:
-    """Why decode can spare no instance; None if it can.
+    """Return why decode can give up no instance; None if it can.
 
-    Low is LD < shrink. Where shrink is above half of expand, as an engine with a high floor under its
-    latency needs it, that alone would let decode give away what it asks back at once; so its load must also
-    stay below expand on one instance fewer, LD·n/(n − 1). With Arrow's own thresholds that always holds.
+    Decode load is low if LD < shrink. With a shrink above expand/2, which an engine with a high minimum
+    latency needs, that rule alone would let decode give up an instance and request it back at once. So the
+    load on one instance fewer, LD·n/(n − 1), must also stay below expand. With Arrow's thresholds (1.0 and
+    0.5) it always does.
     """
     load = loads.decode
     if load is None:
-        return "cannot tell whether decode can spare an instance: decode load unknown"
+        return "decode load unknown, so decode gives up no instance"
     if load.high >= rules.shrink:
-        return f"decode can spare none: decode load {load} is not below {rules.shrink:.2f}"
+        return f"decode gives up no instance: decode load {load} is not below {rules.shrink:.2f}"
     fewer = load.instances - 1
     if fewer and load.high * load.instances / fewer >= rules.expand:
         left = format_count(fewer, "instance")
-        return f"decode can spare none: load {load} on {left} would reach {rules.expand:.2f}"
+        return f"decode gives up no instance: its load {load} would reach {rules.expand:.2f} on {left}"
     return None
 
 

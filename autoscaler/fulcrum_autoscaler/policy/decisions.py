@@ -1,4 +1,4 @@
-"""What the autoscaler decides, also to do nothing: a frozen value with its reason and numbers."""
+"""The decisions of the policy. Every decision, including "hold", has its reason and the numbers behind it."""
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -9,20 +9,20 @@ from fulcrum_core.values import Role
 
 
 class Action(StrEnum):
-    """What is done."""
+    """The outcome of a decision."""
 
     FLIP = "flip"
     """One instance gets the other role."""
     HOLD = "hold"
-    """Nothing asks for a flip, or nothing can be told."""
+    """No flip is called for, or the observation is not usable."""
     ADVISE = "advise"
-    """The flip that mode Auto would make."""
+    """The flip that mode Auto would make; nothing is written."""
     REFUSE = "refuse"
-    """A flip was asked for, by the loads or by the router, and a rule forbids it."""
+    """The loads or the router call for a flip, and a rule forbids it."""
 
 
 class Trigger(StrEnum):
-    """What woke the decision."""
+    """The cause of a decision."""
 
     TICK = "tick"
     FLIP_REQUEST = "flip request"
@@ -30,7 +30,7 @@ class Trigger(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedInstance:
-    """An instance that was not chosen, and why."""
+    """An instance that was not chosen to flip, and the reason."""
 
     instance: str
     reason: str
@@ -38,9 +38,10 @@ class RejectedInstance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipDecision:
-    """One answer of the policy. `instance` and `to` are there for flip and advise."""
+    """One decision. `instance` and `to` (the new role) are set if the action is flip or advise."""
 
     at_s: float
+    """Time of the decision, unix seconds."""
     action: Action
     trigger: Trigger
     reason: str
@@ -48,10 +49,13 @@ class FlipDecision:
     to: Role | None = None
     loads: Loads | None = None
     consecutive_ticks: int = 0
+    """The monitor's consecutive ticks, including this decision's tick."""
     split: str = ""
+    """Assigned prefill to assigned decode instances, as "5:3"."""
     generation: int = 0
+    """metadata.generation of the PDAssignment on which the decision is based."""
     rejected: tuple[RejectedInstance, ...] = ()
 
     def dump(self) -> dict[str, Any]:
-        """As `/decisions` shows it."""
+        """Return the decision as `/decisions` serves it."""
         return asdict(self)

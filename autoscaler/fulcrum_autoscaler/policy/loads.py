@@ -1,10 +1,11 @@
-"""How near each side is to its objective: LP and LD of Arrow's Algorithm 2.
+"""The load of each role relative to its objective: LP and LD of Arrow's Algorithm 2.
 
-LP = mean over prefill instances of queued prefill seconds / S_T, LD = mean over decode instances of
-inter-token latency / S_D. "Idle" and "cannot tell" are two answers: an instance without decode work has no
-inter-token latency and load 0; one that decodes and shows none, or a NaN, is unknown. The mean is then known
-only between two bounds, in which an unknown instance counts as 0 or as exactly at its objective (as the
-horizontal pod autoscaler counts missing pods); a flip must be right at the bound that speaks against it.
+LP = mean over prefill instances of queued prefill seconds / TTFT objective, LD = mean over decode instances
+of inter-token latency / TPOT objective.
+
+An idle instance has load 0. An instance that decodes but reports no latency, or NaN, has an unknown load. The
+mean is then known only between two bounds, in which an unknown instance counts as 0 and as 1 (as the
+horizontal pod autoscaler treats missing pods). A flip must be right at the bound that argues against it.
 """
 
 import math
@@ -19,12 +20,16 @@ from fulcrum_core.values import Role, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Mean load of one side as a ratio to its objective: from `low` to `high`, equal where all is known."""
+    """Mean load of one role as a ratio to its objective, between `low` and `high`; equal if all loads are
+    known.
+    """
 
     low: float
     high: float
     instances: int
+    """Serving instances of the role."""
     unknown: int
+    """Instances among them whose load is unknown."""
 
     def __str__(self) -> str:
         if self.unknown:
@@ -35,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """Both sides; None where nothing can be told: no instance serves the role, or none shows a number."""
+    """The load of both roles; None if no instance serves the role or none has a known load."""
 
     prefill: Load | None
     decode: Load | None
@@ -45,7 +50,7 @@ class Loads:
 
 
 def measure_loads(observation: Observation, slo: Slo) -> Loads:
-    """LP and LD of the instances that serve."""
+    """Compute LP and LD over the serving instances."""
     return Loads(
         prefill=_mean(_prefill_load(state, slo) for state in observation.serving_states(Role.PREFILL)),
         decode=_mean(_decode_load(state, slo) for state in observation.serving_states(Role.DECODE)),
@@ -72,10 +77,8 @@ def _mean(ratios: Iterable[float | None]) -> Load | None:
     known = [ratio for ratio in all_ratios if ratio is not None]
     if not known:
         return None
-    unknown, total = (
-        len(all_ratios) - len(known),
-        math.fsum(known),
-    )  # fsum: the order of instances must not matter
+    unknown = len(all_ratios) - len(known)
+    total = math.fsum(known)  # exact, so that the order of instances does not matter
     return Load(
         low=total / len(all_ratios),
         high=(total + unknown) / len(all_ratios),

@@ -1,4 +1,6 @@
-"""What a decision is made from: the wish, who can serve it, and what the router says."""
+"""The input of a decision: the desired assignment, the ready instances and the state that the router
+reports.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +12,12 @@ from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 
 STALE_AFTER_INTERVALS = 3
-"""A picture of the router older than this many ticks is no ground for a flip."""
+"""No flip is decided on router state older than this many tick intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingRules:
-    """What a PDService says about its flips, in the policy's words."""
+    """The autoscaling settings of a PDService, in the units of the policy."""
 
     mode: AutoscalingMode
     paused: bool
@@ -28,7 +30,9 @@ class AutoscalingRules:
 
     @classmethod
     def from_spec(cls, spec: PDServiceSpec, *, assignment_rules: AssignmentRules) -> "AutoscalingRules":
-        """The rules of one service; `assignment_rules` is what judges its PDAssignment."""
+        """Build the rules of one service. `assignment_rules` are the rules by which `may_apply` judges its
+        flips.
+        """
         scaling = spec.autoscaling
         return cls(
             mode=scaling.mode,
@@ -44,13 +48,13 @@ class AutoscalingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One consistent reading of the world. `router` is None where the router did not answer."""
+    """One consistent snapshot of a service. `router` is None if the router did not respond."""
 
     assignment: PDAssignmentSpec
     generation: int
-    """metadata.generation of the assignment; loads speak of it once the router has applied it."""
+    """metadata.generation of the assignment. Router state is usable once the router has applied it."""
     ready: frozenset[str]
-    """Instances whose phase is Serving."""
+    """Names of the instances whose phase is Serving."""
     router: RouterState | None
     _by_name: Mapping[str, InstanceState] = field(init=False, repr=False, compare=False)
 
@@ -60,32 +64,38 @@ class Observation:
 
     @property
     def confirmed_serving(self) -> frozenset[str]:
-        """Instances that both the operator and the router hold to be serving."""
+        """Names of the instances that both the operator and the router report as serving."""
         return frozenset(name for name in self.ready if name in self._by_name and self._by_name[name].serving)
 
     def serving_states(self, role: Role) -> tuple[InstanceState, ...]:
-        """The router's ledger of every serving, not cordoned instance of `role`, by name."""
+        """Return the router's state of each serving instance of `role` that is not cordoned, sorted by
+        name.
+        """
         return tuple(
             self._by_name[name] for name in list_serving(self.assignment.roles, self.confirmed_serving, role)
         )
 
     def format_split(self) -> str:
-        """Assigned prefill to assigned decode instances, as 5:3."""
+        """Format the assigned prefill and decode instances, as "5:3"."""
         roles = [entry.role for entry in self.assignment.roles.values()]
         return f"{roles.count(Role.PREFILL)}:{roles.count(Role.DECODE)}"
 
 
 def why_unusable(observation: Observation, rules: AutoscalingRules, *, now_s: float) -> str | None:
-    """Why nothing may be decided from this observation; None if it may. Missing or stale never means idle."""
+    """Return why no decision may be based on this observation; None if one may.
+
+    Missing or stale state is never taken for an idle service.
+    """
     state = observation.router
     if state is None:
-        return "the router did not answer"
+        return "the router did not respond"
     age_s = now_s - state.at_s
     if not abs(age_s) <= STALE_AFTER_INTERVALS * rules.interval_s:
         age = f"{age_s:.1f} s old" if age_s > 0 else f"dated {-age_s:.1f} s ahead"
         return f"the router's state is {age}; the limit is {STALE_AFTER_INTERVALS * rules.interval_s:.1f} s"
     if state.generation < observation.generation:
         return (
-            f"the router has applied generation {state.generation}, the wish is at {observation.generation}"
+            f"the router has applied generation {state.generation} of the assignment, "
+            f"not yet {observation.generation}"
         )
     return None

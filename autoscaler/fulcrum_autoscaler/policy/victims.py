@@ -1,11 +1,12 @@
 """Which instance flips: Algorithm 3 (try_flip).
 
-The source set must have more than one member before, and its floor after. Victim cost of a prefill
-instance: (has no decode work, queued prefill seconds); of a decode instance: (has no prefill work,
-resident tokens). So an instance that still works for the other role, half flipped, goes first, then the
-one with the least work.
-Instances that are cordoned or do not serve are no candidates; what `may_apply` refuses (pins, past refusals,
-fixed pools, cooldown, floors) is passed over with its reason.
+The source role must have more than one serving instance before the flip and keep its floor after it. The
+victim is the instance of least cost: for a prefill instance (has no decode work, queued prefill seconds), for
+a decode instance (has no prefill work, resident tokens). So an instance that still works for the other role
+goes first, then the one with the least work.
+
+Cordoned instances and instances that do not serve are no candidates. Candidates that `may_apply` refuses
+(pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.
 """
 
 import math
@@ -21,7 +22,7 @@ from fulcrum_core.values import Actor, Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """The instance to flip. `reason` says what made it the cheapest."""
+    """The instance to flip; `reason` describes the work that makes it the cheapest."""
 
     instance: str
     reason: str
@@ -30,7 +31,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoVictim:
-    """No instance may flip."""
+    """No instance may flip; `reason` is that of the cheapest candidate."""
 
     reason: str
     rejected: tuple[RejectedInstance, ...] = ()
@@ -39,7 +40,7 @@ class NoVictim:
 def choose_victim(
     observation: Observation, to: Role, rules: AutoscalingRules, *, now_s: float
 ) -> Victim | NoVictim:
-    """The cheapest instance that may take the role `to`; ties go to the first name."""
+    """Choose the cheapest instance that may flip to the role `to`. Ties go to the first name."""
     source = to.other
     candidates = sorted(
         observation.serving_states(source), key=lambda state: (*_cost(state, source), state.name)
@@ -70,12 +71,12 @@ def choose_victim(
 def with_autoscaler_flip(
     current: PDAssignmentSpec, instance: str, to: Role, *, reason: str, now_s: float
 ) -> PDAssignmentSpec:
-    """`current` with the autoscaler's flip of one instance."""
+    """Return `current` with one instance flipped by the autoscaler."""
     return apply_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
 
 
 def _cost(state: InstanceState, source: Role) -> tuple[bool, float]:
-    """Algorithm 3's victim cost; a queue that is no number sorts last."""
+    """Return Algorithm 3's victim cost. A queue length that is not finite sorts last."""
     if source is Role.PREFILL:
         queued_s = state.prefill_queued_s
         return not _has_decode_work(state), queued_s if math.isfinite(queued_s) else math.inf

@@ -1,4 +1,4 @@
-"""The autoscaler as a process: its one line, its port, its end, and its refusals."""
+"""The autoscaler as a process: its ready line, its HTTP port, its exit, and its refusal of bad arguments."""
 
 import asyncio
 import json
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
 
@@ -56,17 +58,20 @@ async def ready_port(process: asyncio.subprocess.Process) -> int:
     return port
 
 
-async def test_without_store_and_router_it_serves_its_port_and_holds(
+async def test_without_store_and_router_the_autoscaler_serves_http_and_holds(
     process: asyncio.subprocess.Process,
 ) -> None:
     port = await ready_port(process)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-        async with asyncio.timeout(DEADLINE_S):
-            while not (decisions := (await client.get("/decisions", params={"limit": 1})).json()):
-                await asyncio.sleep(0.01)
+
+        async def read_last_decision() -> list[dict[str, str]]:
+            return list((await client.get("/decisions", params={"limit": 1})).json())
+
+        await wait_until(read_last_decision, "the first decision")
+        decisions = await read_last_decision()
         assert (decisions[0]["action"], decisions[0]["reason"]) == (
             "hold",
-            "cannot tell: the store shows no PDService",
+            "cannot decide: the store has no PDService",
         )
         assert (decisions[0]["namespace"], decisions[0]["service"]) == ("default", "chat")
         assert [(await client.get(f"/{name}")).status_code for name in ("healthz", "readyz")] == [200, 503]
@@ -87,16 +92,20 @@ async def test_sigterm_stops_the_process_within_two_seconds_with_code_0(
     [
         pytest.param({"token-file": "/nowhere/token"}, "/nowhere/token", id="no token file"),
         pytest.param(
-            {"store": "chat.sock"}, "--store (chat.sock) is not unix: and a path", id="no unix store"
+            {"store": "chat.sock"},
+            "--store (chat.sock) is not unix: and a path",
+            id="a store without a scheme",
         ),
         pytest.param({"router-state": "chat:9091"}, "--router-state (chat:9091) is not http://", id="no URL"),
         pytest.param({"router-state": "http://"}, "--router-state (http://) is not http://", id="no host"),
         pytest.param(
-            {"router-state": "http://{pod}:1"}, "--router-state (http://{pod}:1) is not", id="no such field"
+            {"router-state": "http://{pod}:1"},
+            "--router-state (http://{pod}:1) is not",
+            id="an unknown placeholder",
         ),
-        pytest.param({"port": "http"}, "--port", id="port that is no number"),
+        pytest.param({"port": "http"}, "--port", id="a port that is not a number"),
         pytest.param(
-            {"port": "99999"}, "--port (99999) is not between 0 and 65535", id="port that there is not"
+            {"port": "99999"}, "--port (99999) is not between 0 and 65535", id="a port out of range"
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_the_autoscaler_decides_from_the_state_of_a_router_that_accepts_its_toke
     try:
         autoscaler.wait_ready()
         wait_for(
-            lambda: any("cannot tell" not in decision["reason"] for decision in decisions(autoscaler)),
+            lambda: any("cannot decide" not in decision["reason"] for decision in decisions(autoscaler)),
             "a decision from the router's state",
             timeout_s=20,
         )

@@ -1,4 +1,4 @@
-"""Builders of what the policy reads, so that a test shows only the numbers it is about."""
+"""Builders of the policy's input, so that a test spells out only the numbers it is about."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,34 +15,34 @@ LONG_AGO_S = NOW_S - 1000
 
 
 def prefill(name: str, queued_s: float = 0.0, **numbers: Any) -> InstanceState:
-    """A prefill instance with so much queued."""
+    """Build a prefill instance with this much prefill work queued."""
     return instance_state(name, Role.PREFILL, prefill_queued_s=queued_s, **numbers)
 
 
 def decode(name: str, itl_s: float | None = None, tokens: int = 1000, **numbers: Any) -> InstanceState:
-    """A decode instance with one request of so many tokens."""
+    """Build a decode instance with one request of this many resident tokens."""
     return instance_state(
         name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_legs": 1, **numbers}
     )
 
 
 def make_router_state(*instances: InstanceState, **fields: Any) -> RouterState:
-    """What the router says of these, at generation 1, now."""
+    """Build the router's state of these instances, at generation 1 and time NOW_S."""
     return router_state(*instances, **{"acknowledged_at_s": LONG_AGO_S, "at_s": NOW_S, **fields})
 
 
 def entry(role: Role, **fields: Any) -> RoleAssignment:
-    """A role given by the operator long ago."""
+    """Build an assignment entry that the operator wrote long ago."""
     return RoleAssignment(role=role, **{"since": LONG_AGO_S, "by": Actor.OPERATOR, **fields})
 
 
 def assignment(roles: Mapping[str, RoleAssignment], **fields: Any) -> PDAssignmentSpec:
-    """A wish with floors of one."""
+    """Build an assignment with floors of 1."""
     return PDAssignmentSpec(service="chat", roles=dict(roles), **fields)
 
 
 def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
-    """An observation in which all that the router lists is assigned as it plays, and ready."""
+    """Build an observation in which every instance of the router is assigned its role and ready."""
     roles = {i.name: entry(i.role) for i in instances}
     default: dict[str, Any] = {
         "assignment": assignment(roles),
@@ -54,7 +54,7 @@ def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
 
 
 def make_rules(**fields: Any) -> AutoscalingRules:
-    """Objectives of 1 s and 100 ms, Arrow's defaults, no pass but one."""
+    """Build rules with objectives of 1 s and 100 ms, Arrow's thresholds, and one tick to flip."""
     default: dict[str, Any] = {
         "mode": AutoscalingMode.AUTO,
         "paused": False,
@@ -69,7 +69,7 @@ def make_rules(**fields: Any) -> AutoscalingRules:
 
 
 def make_flip_request(role: Role, reason: str = "predicted TTFT 1.4 s") -> FlipRequest:
-    """The router's word."""
+    """Build a flip request of the router."""
     return FlipRequest(seq=1, role=role, reason=reason)
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 2 and the answer to "flip wanted": every branch, by what it does and says."""
+"""Algorithm 2 and the handling of flip requests: every branch, with its action and its reason."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,50 +42,52 @@ def tick(observation: Observation, autoscaling_rules: AutoscalingRules | None = 
     ("instances", "expected"),
     [
         pytest.param(
-            (*BUSY_PREFILL, decode("d-0", 0.1)), Action.FLIP, id="decode at its objective takes an instance"
+            (*BUSY_PREFILL, decode("d-0", 0.1)),
+            Action.FLIP,
+            id="decode load at the objective flips an instance",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.099)),
             Action.HOLD,
-            id="decode just below it leaves busy prefill alone",
+            id="decode load just below the objective does not, while prefill is busy",
         ),
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", 0.05)),
             Action.FLIP,
-            id="quiet prefill gives when decode is not low",
+            id="low prefill load flips unless decode load is low too",
         ),
         pytest.param(
-            (*QUIET_PREFILL, decode("d-0", 0.049)), Action.HOLD, id="quiet prefill keeps when decode is low"
+            (*QUIET_PREFILL, decode("d-0", 0.049)), Action.HOLD, id="low prefill and decode load flip nothing"
         ),
         pytest.param(
             (prefill("p-0", 0.5), prefill("p-1", 0.5), decode("d-0", 0.06)),
             Action.FLIP,
-            id="prefill at shrink is quiet",
+            id="prefill load at shrink is low",
         ),
         pytest.param(
             (prefill("p-0", 0.5), prefill("p-1", 0.51), decode("d-0", 0.06)),
             Action.HOLD,
-            id="prefill above shrink is not",
+            id="prefill load above shrink is not low",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.3), decode("d-1", 0.0, 0, decode_legs=0)),
             Action.FLIP,
-            id="the mean counts, 3.0 and idle make 1.5",
+            id="the mean counts: 3.0 and 0.0 give 1.5",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.18), IDLE_DECODE.model_copy(update={"name": "d-1"})),
             Action.HOLD,
             id="an idle instance halves the mean",
         ),
-        pytest.param((*QUIET_PREFILL, IDLE_DECODE), Action.HOLD, id="idle decode wants nothing"),
+        pytest.param((*QUIET_PREFILL, IDLE_DECODE), Action.HOLD, id="idle decode needs no instance"),
         pytest.param(
             (prefill("p-0"), decode("d-0", 0.5)), Action.REFUSE, id="the last prefill instance stays"
         ),
         pytest.param(
-            (decode("d-0", 0.5), decode("d-1", 0.5)), Action.REFUSE, id="no prefill instance, nothing to give"
+            (decode("d-0", 0.5), decode("d-1", 0.5)), Action.REFUSE, id="no prefill instance could flip"
         ),
-        pytest.param(BUSY_PREFILL, Action.HOLD, id="no decode instance serves, load unknown"),
-        pytest.param((), Action.HOLD, id="nobody serves"),
+        pytest.param(BUSY_PREFILL, Action.HOLD, id="no decode instance serves, so its load is unknown"),
+        pytest.param((), Action.HOLD, id="no instance serves"),
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", None)), Action.HOLD, id="decoding without a latency is unknown"
         ),
@@ -100,17 +102,17 @@ def tick(observation: Observation, autoscaling_rules: AutoscalingRules | None = 
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", 0.2), decode("d-1", None)),
             Action.FLIP,
-            id="half unknown cannot undo 2.0 / 2",
+            id="half unknown: the known half alone gives 1.0",
         ),
         pytest.param(
             (prefill("p-0"), prefill("p-1", float("nan")), decode("d-0", 0.06)),
             Action.FLIP,
-            id="unknown prefill of two counts as 1, 0.5 is quiet",
+            id="one unknown prefill instance of two counts as 1: mean 0.5",
         ),
         pytest.param(
             (prefill("p-0", 0.1), prefill("p-1", float("nan")), decode("d-0", 0.06)),
             Action.HOLD,
-            id="unknown prefill speaks against giving",
+            id="an unknown prefill load argues against the flip",
         ),
     ],
 )
@@ -128,9 +130,9 @@ def test_monitor_flips_to_decode_exactly_at_its_thresholds(
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.05)),
-            "prefill load 0.85, decode load 0.50: decode gets an instance at a load of 1.00, or of 0.50 "
-            "while prefill has at most that",
-            id="loads and what they are held against",
+            "prefill load 0.85, decode load 0.50: decode gets an instance at a decode load of 1.00, "
+            "or of 0.50 while prefill load is at most 0.50",
+            id="loads and thresholds",
         ),
     ],
 )
@@ -172,31 +174,34 @@ def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
         pytest.param({}, make_rules(mode=AutoscalingMode.OFF), "autoscaling is off", id="mode off"),
         pytest.param({}, make_rules(paused=True), "flips are paused", id="flips paused"),
         pytest.param(
-            {"router": None}, make_rules(), "cannot tell: the router did not answer", id="router silent"
+            {"router": None},
+            make_rules(),
+            "cannot decide: the router did not respond",
+            id="router does not respond",
         ),
         pytest.param(
             {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=NOW_S - 3.1)},
             make_rules(),
-            "cannot tell: the router's state is 3.1 s old; the limit is 3.0 s",
+            "cannot decide: the router's state is 3.1 s old; the limit is 3.0 s",
             id="state older than three ticks",
         ),
         pytest.param(
             {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=NOW_S + 4)},
             make_rules(),
-            "cannot tell: the router's state is dated 4.0 s ahead; the limit is 3.0 s",
+            "cannot decide: the router's state is dated 4.0 s ahead; the limit is 3.0 s",
             id="state from the future",
         ),
         pytest.param(
             {"router": make_router_state(*BUSY_PREFILL, decode("d-0", 0.5), at_s=float("nan"))},
             make_rules(),
-            "cannot tell: the router's state is dated nan s ahead; the limit is 3.0 s",
+            "cannot decide: the router's state is dated nan s ahead; the limit is 3.0 s",
             id="state without a time",
         ),
         pytest.param(
             {"generation": 2},
             make_rules(),
-            "cannot tell: the router has applied generation 1, the wish is at 2",
-            id="router behind the wish",
+            "cannot decide: the router has applied generation 1 of the assignment, not yet 2",
+            id="router behind the assignment",
         ),
     ],
 )
@@ -212,13 +217,13 @@ def test_nothing_flips_while_off_paused_or_without_current_router_state(
     assert (requested.action, requested.reason) == (Action.HOLD, reason)
 
 
-def test_a_flip_needs_the_condition_for_consecutive_ticks() -> None:
-    hot, cool = (
+def test_a_flip_needs_its_condition_on_consecutive_ticks() -> None:
+    overloaded, idle = (
         make_observation(*BUSY_PREFILL, decode("d-0", 0.2)),
         make_observation(*BUSY_PREFILL, decode("d-0", 0.01)),
     )
     monitor_state, actions = MonitorState(), []
-    for observation in (hot, hot, cool, hot, hot, hot, hot):
+    for observation in (overloaded, overloaded, idle, overloaded, overloaded, overloaded, overloaded):
         monitor_state, decision = decide_on_tick(
             monitor_state, observation, make_rules(consecutive_ticks=3), now_s=NOW_S
         )
@@ -234,20 +239,20 @@ def test_a_flip_needs_the_condition_for_consecutive_ticks() -> None:
     ]
 
 
-def test_a_tick_that_cannot_tell_starts_the_count_again() -> None:
-    hot = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
+def test_a_tick_without_router_state_resets_the_count_of_ticks() -> None:
+    overloaded = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
     monitor_state, _ = decide_on_tick(
-        MonitorState(2), replace(hot, router=None), make_rules(consecutive_ticks=3), now_s=NOW_S
+        MonitorState(2), replace(overloaded, router=None), make_rules(consecutive_ticks=3), now_s=NOW_S
     )
     assert (
-        decide_on_tick(monitor_state, hot, make_rules(consecutive_ticks=3), now_s=NOW_S)[1].action
+        decide_on_tick(monitor_state, overloaded, make_rules(consecutive_ticks=3), now_s=NOW_S)[1].action
         is Action.HOLD
     )
 
 
 def test_a_flip_refused_by_the_cooldown_is_made_on_the_first_tick_after_it() -> None:
-    hot = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
-    cooling = replace(hot, assignment=with_last_flip_at(hot, NOW_S - 9))
+    overloaded = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
+    cooling = replace(overloaded, assignment=with_last_flip_at(overloaded, NOW_S - 9))
     monitor_state, decision = decide_on_tick(
         MonitorState(2), cooling, make_rules(consecutive_ticks=3), now_s=NOW_S
     )
@@ -278,13 +283,13 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
             (decode("d-0", 0.049), decode("d-1", 0.049)),
             Action.FLIP,
             "decode load 0.49",
-            id="low decode gives one",
+            id="low decode load",
         ),
         pytest.param(
             (decode("d-0", 0.05), decode("d-1", 0.05)),
             Action.REFUSE,
             "decode load 0.50 is not below 0.50",
-            id="decode at shrink is not low",
+            id="decode load at shrink is not low",
         ),
         pytest.param(
             (IDLE_DECODE, decode("d-1", 0.09)),
@@ -332,7 +337,7 @@ def test_a_flip_request_for_prefill_is_granted_only_while_decode_load_is_low(
         now_s=NOW_S,
     )
     assert decision.action is expected
-    assert decision.reason.startswith("the router wants Prefill: predicted TTFT 1.4 s; ")
+    assert decision.reason.startswith("the router requests an instance for Prefill: predicted TTFT 1.4 s; ")
     assert phrase in f"{decision.reason}; {decision.loads}"
 
 
@@ -345,7 +350,10 @@ def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
         make_rules(),
         now_s=NOW_S,
     )
-    assert decision.reason == f"the router wants Prefill: {why}; d-0 costs least: 700 tokens resident"
+    assert (
+        decision.reason
+        == f"the router requests an instance for Prefill: {why}; d-0 costs least: 700 tokens resident"
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +363,7 @@ def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
         pytest.param(3, Action.FLIP, id="0.55 on two of three would be 0.83"),
     ],
 )
-def test_decode_gives_no_instance_that_it_would_ask_back_at_once(count: int, expected: Action) -> None:
+def test_decode_gives_up_no_instance_that_it_would_request_back_at_once(count: int, expected: Action) -> None:
     decodes = [decode(f"d-{n}", 0.055) for n in range(count)]
     decision = decide_on_flip_request(
         make_flip_request(Role.PREFILL),
@@ -366,7 +374,7 @@ def test_decode_gives_no_instance_that_it_would_ask_back_at_once(count: int, exp
     assert decision.action is expected
 
 
-def test_a_flip_back_to_prefill_never_waits() -> None:
+def test_a_flip_to_prefill_is_not_subject_to_the_cooldown() -> None:
     observation = make_observation(prefill("p-0", 2.0), decode("d-0", 0.01), decode("d-1", 0.01))
     just_flipped = replace(observation, assignment=with_last_flip_at(observation, NOW_S))
     assert (
@@ -380,18 +388,18 @@ def test_a_flip_back_to_prefill_never_waits() -> None:
 @pytest.mark.parametrize(
     ("last_s", "expected"),
     [
-        pytest.param(None, Action.FLIP, id="the first flip need not wait"),
+        pytest.param(None, Action.FLIP, id="the first flip"),
         pytest.param(NOW_S - 10, Action.FLIP, id="after the cooldown"),
         pytest.param(NOW_S - 9.9, Action.REFUSE, id="within the cooldown"),
     ],
 )
-def test_a_flip_request_for_decode_waits_for_the_cooldown_alone(
+def test_a_flip_request_for_decode_is_refused_only_during_the_cooldown(
     last_s: float | None, expected: Action
 ) -> None:
     observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.001))
-    cooled = replace(observation, assignment=with_last_flip_at(observation, last_s))  # type: ignore[arg-type]
+    cooling = replace(observation, assignment=with_last_flip_at(observation, last_s))  # type: ignore[arg-type]
     assert (
-        decide_on_flip_request(make_flip_request(Role.DECODE), cooled, make_rules(), now_s=NOW_S).action
+        decide_on_flip_request(make_flip_request(Role.DECODE), cooling, make_rules(), now_s=NOW_S).action
         is expected
     )
 
@@ -413,7 +421,7 @@ def test_a_proposed_assignment_records_actor_time_and_reason() -> None:
 
 def test_a_decision_to_hold_proposes_nothing() -> None:
     observation = make_observation(*QUIET_PREFILL, IDLE_DECODE)
-    with pytest.raises(ValueError, match="hold proposes nothing"):
+    with pytest.raises(ValueError, match="hold proposes no flip"):
         propose_assignment(observation.assignment, tick(observation))
 
 

@@ -1,4 +1,4 @@
-"""The fast loop against the memory store: what it writes, when, and what it does when others answer badly."""
+"""The control loop against the memory store: what it writes, when, and how it handles failures of others."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -22,10 +22,11 @@ from fulcrum_core.ports import Clock, R
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import Actor, Role
 from tests.unit.autoscaler.builders import NOW_S, decode, make_flip_request, make_router_state, prefill
+from tests.waiting import advance
 
 
 class ManualClock:
-    """A clock that a test moves."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.time_s = NOW_S
@@ -38,7 +39,7 @@ class ManualClock:
 
 
 class LoopClock:
-    """The event loop's own time, which a test moves by sleeping."""
+    """The event loop's virtual time, moved by `advance`."""
 
     def now_s(self) -> float:
         return NOW_S + asyncio.get_running_loop().time()
@@ -48,20 +49,23 @@ class LoopClock:
 
 
 class ScriptedRouter:
-    """Says what a test wants; None: it does not answer. It acknowledges every generation at once."""
+    """A `RouterClient` with scripted state that acknowledges every generation at once.
+
+    `instances` of None: the router does not respond.
+    """
 
     def __init__(self, clock: Clock, *instances: InstanceState) -> None:
         self.clock = clock
         self.instances: tuple[InstanceState, ...] | None = instances
-        self.wanted: asyncio.Queue[FlipRequest] = asyncio.Queue()
+        self.flip_requests: asyncio.Queue[FlipRequest] = asyncio.Queue()
         self.seq = 0
         self.seq_at_acknowledgement = 0
-        self.asked_after: list[int] = []
+        self.polled_after: list[int] = []
         self.poll_times_out = False
 
     async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:
         if self.instances is None:
-            raise RouterUnavailable("gone")
+            raise RouterUnavailable("no response")
         del timeout_s
         seq = self.seq_at_acknowledgement or self.seq
         return make_router_state(
@@ -70,20 +74,19 @@ class ScriptedRouter:
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
         del timeout_s
-        self.asked_after.append(after)
-        return None if self.poll_times_out else await self.wanted.get()
+        self.polled_after.append(after)
+        return None if self.poll_times_out else await self.flip_requests.get()
 
 
 class ConflictingStore(MemoryStore):
-    """A store in which somebody else writes just before the first `conflicts_left` writes of the
-    assignment."""
+    """A memory store in which another writer wins the first `conflicts_left` writes of the assignment."""
 
     conflicts_left = 0
     unavailable = False
 
     async def patch(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
         if self.unavailable:
-            raise StoreUnavailable("no answer")
+            raise StoreUnavailable("no response")
         if self.conflicts_left and kind is PDAssignment:
             self.conflicts_left -= 1
             flips = 40 + self.conflicts_left
@@ -92,7 +95,7 @@ class ConflictingStore(MemoryStore):
 
 
 class FakeServiceObjects:
-    """`ServiceObjects` read from the store's own entries by the test."""
+    """`ServiceObjects` whose objects the test sets, like a watch that may lag behind the store."""
 
     def __init__(self) -> None:
         self.the_service: PDService | None = None
@@ -114,7 +117,7 @@ class FakeServiceObjects:
 
 
 class AutoscalerSetup:
-    """One service of two prefill and one decode instance, decode over its objective."""
+    """One service of two prefill and one decode instance; decode is at its objective."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -168,17 +171,17 @@ class AutoscalerSetup:
         return self
 
     async def add_instance(self, name: str) -> None:
-        """One more instance serves, and the autoscaler knows."""
+        """Add a serving instance to the store and to the objects that the autoscaler watches."""
         await self.store.create(_instance(name, "Pending"))
         await self.set_phase(name, "Serving")
         self.objects.the_instances.append(_instance(name, "Serving"))
 
     async def set_phase(self, name: str, phase: str) -> None:
-        """The instance's phase changes; the autoscaler has not heard of it yet."""
+        """Change an instance's phase in the store; the autoscaler's watch lags behind."""
         await self.store.patch_status(PDInstance, name, {"phase": phase}, namespace="default")
 
     async def refresh_assignment(self) -> None:
-        """Let the autoscaler see the assignment as it is now, as its watch would."""
+        """Bring the assignment that the autoscaler watches up to date."""
         self.objects.the_assignment = await self.read_assignment()
 
     async def read_assignment(self) -> PDAssignment:
@@ -233,8 +236,8 @@ async def test_a_flip_is_one_write_of_the_assignment_with_actor_and_reason(setup
 @pytest.mark.parametrize(
     ("autoscaling", "action"),
     [
-        pytest.param({"mode": "Advise"}, Action.ADVISE, id="Advise explains and does not write"),
-        pytest.param({"mode": "Off"}, Action.HOLD, id="Off decides nothing and says so"),
+        pytest.param({"mode": "Advise"}, Action.ADVISE, id="Advise explains the flip"),
+        pytest.param({"mode": "Off"}, Action.HOLD, id="Off holds"),
         pytest.param({"flip": {"paused": True}}, Action.HOLD, id="paused holds"),
     ],
 )
@@ -252,7 +255,7 @@ async def test_a_write_conflict_makes_the_autoscaler_decide_again(setup: Autosca
     setup.store.conflicts_left = 2
     decision = await setup.autoscaler.tick()
     assert (decision.action, await setup.role_letters()) == (Action.FLIP, "PDD")
-    assert (await setup.read_assignment()).spec.flips == 41  # the rival's last word, and ours on top of it
+    assert (await setup.read_assignment()).spec.flips == 41  # 40 by the last conflicting write, 1 by the flip
     assert read_metric(setup, "write_conflicts_total") == 2
 
 
@@ -264,7 +267,7 @@ async def test_a_flip_is_given_up_after_the_last_write_attempt_until_the_next_ti
     decision = await setup.autoscaler.tick()
     assert (decision.action, await setup.role_letters()) == (Action.REFUSE, "PPD")
     assert decision.reason.endswith(
-        f"not written: others wrote the assignment first, {WRITE_ATTEMPTS_MAX} times"
+        f"not written: other writers changed the assignment first, {WRITE_ATTEMPTS_MAX} times"
     )
     await setup.refresh_assignment()
     assert (await setup.autoscaler.tick()).action is Action.FLIP
@@ -285,7 +288,7 @@ async def test_an_unavailable_store_refuses_the_flip_and_does_not_crash(setup: A
     setup.store.unavailable = True
     decision = await setup.autoscaler.tick()
     assert decision.action is Action.REFUSE
-    assert decision.reason.endswith("not written: the store refused: no answer")
+    assert decision.reason.endswith("not written: the store did not accept the write: no response")
 
 
 async def test_an_unavailable_router_holds_every_decision(setup: AutoscalerSetup) -> None:
@@ -295,14 +298,14 @@ async def test_an_unavailable_router_holds_every_decision(setup: AutoscalerSetup
         await setup.autoscaler.tick(),
         await setup.autoscaler.handle_flip_request(make_flip_request(Role.DECODE)),
     )
-    assert [d.reason for d in (ticked, requested)] == ["cannot tell: the router did not answer"] * 2
+    assert [d.reason for d in (ticked, requested)] == ["cannot decide: the router did not respond"] * 2
 
 
 async def test_missing_objects_hold_and_are_named(setup: AutoscalerSetup) -> None:
-    assert (await setup.autoscaler.tick()).reason == "cannot tell: the store shows no PDService"
+    assert (await setup.autoscaler.tick()).reason == "cannot decide: the store has no PDService"
     await setup.create_objects()
     setup.objects.the_assignment = None
-    assert (await setup.autoscaler.tick()).reason == "cannot tell: the store shows no PDAssignment"
+    assert (await setup.autoscaler.tick()).reason == "cannot decide: the store has no PDAssignment"
 
 
 async def test_a_restart_keeps_the_cooldown(setup: AutoscalerSetup, clock: ManualClock) -> None:
@@ -332,11 +335,13 @@ async def test_a_restart_keeps_the_cooldown(setup: AutoscalerSetup, clock: Manua
 async def test_an_instance_that_is_not_serving_is_not_flipped(setup: AutoscalerSetup) -> None:
     await setup.create_objects()
     setup.objects.the_instances[1] = _instance("chat-1", "Draining")
-    assert (await setup.autoscaler.tick()).action is Action.REFUSE  # chat-0 would be the last
+    assert (
+        await setup.autoscaler.tick()
+    ).action is Action.REFUSE  # chat-0 is the last serving prefill instance
 
 
 async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: AutoscalerSetup) -> None:
-    """Replaced under its name, and the watch of instances is behind the watch of the assignment."""
+    """An instance was replaced under its name; the watch of instances lags behind that of the assignment."""
     await setup.create_objects()
     await setup.set_phase("chat-0", "Starting")
     decision = await setup.autoscaler.tick()
@@ -345,7 +350,7 @@ async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: Aut
         "chat-1",
         "PPD",
     )
-    assert "not written: what serves has changed: " in decision.reason
+    assert "not written: the serving instances have changed: " in decision.reason
 
 
 async def test_instances_of_a_fixed_pool_are_not_flipped_by_the_loop(setup: AutoscalerSetup) -> None:
@@ -373,23 +378,23 @@ async def test_a_flip_answers_all_requests_made_before_it_was_acknowledged(setup
     await setup.store.patch(PDAssignment, "chat", roles, namespace="default")
     await setup.refresh_assignment()
     setup.router.seq_at_acknowledgement = 9
-    setup.router.wanted.put_nowait(FlipRequest(seq=5, role=Role.PREFILL, reason="late"))
+    setup.router.flip_requests.put_nowait(FlipRequest(seq=5, role=Role.PREFILL, reason="TTFT 2 s"))
     assert await setup.autoscaler.handle_next_flip_request(4) == 9
     assert (await setup.read_assignment()).spec.roles["chat-1"].role is Role.PREFILL
 
 
 @pytest.mark.parametrize(
-    ("seq", "goes_on_after"),
+    ("seq", "next_after"),
     [
-        pytest.param(2, 2, id="a router restarted between two polls is followed"),
-        pytest.param(58, 57, id="what was wanted since the poll ended is not passed over"),
+        pytest.param(2, 2, id="the router was restarted between two polls"),
+        pytest.param(58, 57, id="a flip request sent since the poll ended is not skipped"),
     ],
 )
 async def test_after_an_empty_poll_the_next_starts_at_the_lower_sequence_number(
-    setup: AutoscalerSetup, seq: int, goes_on_after: int
+    setup: AutoscalerSetup, seq: int, next_after: int
 ) -> None:
     setup.router.poll_times_out, setup.router.seq = True, seq
-    assert await setup.autoscaler.handle_next_flip_request(57) == goes_on_after
+    assert await setup.autoscaler.handle_next_flip_request(57) == next_after
 
 
 async def test_hold_decisions_never_push_the_last_flip_out_of_the_history() -> None:
@@ -397,7 +402,7 @@ async def test_hold_decisions_never_push_the_last_flip_out_of_the_history() -> N
     flip = FlipDecision(at_s=0.0, action=Action.FLIP, trigger=Trigger.TICK, reason="first")
     history.record(flip)
     for at_s in range(1000):
-        history.record(FlipDecision(at_s=at_s, action=Action.HOLD, trigger=Trigger.TICK, reason="calm"))
+        history.record(FlipDecision(at_s=at_s, action=Action.HOLD, trigger=Trigger.TICK, reason="low load"))
     assert history.recent(10_000)[0] == flip
     assert [d.at_s for d in history.recent(2)] == [998, 999]
     assert history.recent(0) == ()
@@ -408,14 +413,16 @@ async def test_ticks_follow_the_interval_and_flip_requests_are_handled_at_once()
     setup = AutoscalerSetup(LoopClock())
     await setup.create_objects(arrow={"consecutiveTicks": 3, "interval": "1s"})
     running = asyncio.create_task(setup.autoscaler.run())
-    await asyncio.sleep(1.99)
+    await advance(1.99)
     assert await setup.role_letters() == "PPD"
-    await asyncio.sleep(0.02)  # the third tick
+    await advance(0.02)  # the third tick
     assert await setup.role_letters() == "PDD"
     await setup.refresh_assignment()
     setup.router.instances = (prefill("chat-0", 2.0), decode("chat-1", 0.01), decode("chat-2", 0.02))
-    setup.router.wanted.put_nowait(FlipRequest(seq=1, role=Role.PREFILL, reason="predicted TTFT 2.1 s"))
-    await asyncio.sleep(0.001)
+    setup.router.flip_requests.put_nowait(
+        FlipRequest(seq=1, role=Role.PREFILL, reason="predicted TTFT 2.1 s")
+    )
+    await advance(0.001)
     assert await setup.role_letters() == "PPD"
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -428,10 +435,10 @@ async def test_polling_resumes_at_the_sequence_number_of_a_recovered_router() ->
     await setup.create_objects()
     instances, setup.router.instances = setup.router.instances, None
     running = asyncio.create_task(setup.autoscaler.run())
-    await asyncio.sleep(2.5)
+    await advance(2.5)
     setup.router.instances, setup.router.seq = instances, 3
-    await asyncio.sleep(1.5)
-    assert setup.router.asked_after == [3]
+    await advance(1.5)
+    assert setup.router.polled_after == [3]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

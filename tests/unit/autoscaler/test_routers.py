@@ -1,11 +1,17 @@
 """The router's state port as the autoscaler reads it, over a transport without sockets."""
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
-from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable, open_http_client
+from fulcrum_autoscaler.router_client import (
+    HttpRouterClient,
+    RouterUnavailable,
+    TokenFileAuth,
+    open_http_client,
+)
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
 from tests.unit.autoscaler.builders import make_router_state, prefill
@@ -83,3 +89,22 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_every_request_carries_the_token(client: httpx.AsyncClient) -> None:
     assert client.headers["authorization"] == "Bearer s3cret"
+
+
+async def test_the_token_file_is_read_for_each_request(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    sent_headers: list[str] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        sent_headers.append(request.headers["authorization"])
+        return httpx.Response(204)
+
+    transport = httpx.MockTransport(respond)
+    async with httpx.AsyncClient(transport=transport, auth=TokenFileAuth(path)) as client:
+        router = HttpRouterClient(client, "http://chat.prod.svc:9091/")
+        with pytest.raises(RouterUnavailable):
+            await router.wait_for_flip_request(after=0, timeout_s=0)
+        for text in ("one\n", "two\n"):
+            path.write_text(text)
+            assert await router.wait_for_flip_request(after=0, timeout_s=0) is None
+    assert sent_headers == ["Bearer one", "Bearer two"]

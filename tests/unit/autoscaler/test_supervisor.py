@@ -1,30 +1,26 @@
-"""One loop per service: begun and ended as services come and go, each with its own router and journal."""
+"""The supervisor runs one loop per service, each with its own router client, history and metrics."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
-import httpx
 import pytest
 
 from fulcrum_autoscaler.decision_history import DecisionHistories
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
-from fulcrum_autoscaler.options import IN_CLUSTER_ROUTER_STATE_URL, Options, parse_options
-from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable, TokenFileAuth
+from fulcrum_autoscaler.router_client import RouterUnavailable
 from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.errors import InvalidInput
 from fulcrum_core.router_state import FlipRequest, RouterState
+from tests.waiting import wait_until
 
-DEADLINE_S = 20.0
 Key = tuple[str, str]
 
 
 class UnavailableRouter:
-    """A router that is away, and remembers that it was polled."""
+    """A `RouterClient` that never responds and records that it was called."""
 
     def __init__(self, polled: set[Key], key: Key, *, fault: bool) -> None:
         self._polled, self._key, self._fault = polled, key, fault
@@ -32,11 +28,11 @@ class UnavailableRouter:
     async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:  # noqa: ARG002
         self._polled.add(self._key)
         if self._fault:
-            raise ValueError("a fault of ours")
-        raise RouterUnavailable("away")
+            raise ValueError("a bug in the loop")
+        raise RouterUnavailable("no response")
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:  # noqa: ARG002
-        raise RouterUnavailable("away")
+        raise RouterUnavailable("no response")
 
 
 class SupervisorSetup:
@@ -62,19 +58,13 @@ class SupervisorSetup:
         await self.store.create(parse_as(PDService, manifest))
 
     def services_with_decisions(self) -> set[Key]:
-        """Services on which something was decided."""
+        """Services with a decision in their history."""
         return {(entry["namespace"], entry["service"]) for entry in self.histories.recent(1000)}
 
     def services_with_metrics(self) -> set[Key]:
-        """Services of which there are series."""
+        """Services with series in the metrics."""
         series = [s.labels for family in self.metrics.registry.collect() for s in family.samples]
         return {(labels["namespace"], labels["service"]) for labels in series if "service" in labels}
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -137,7 +127,7 @@ async def test_a_named_service_has_a_loop_before_it_exists(start: Callable[[Supe
     start(setup)
     await wait_until(lambda: bool(setup.services_with_decisions()))
     [entry] = setup.histories.recent(1, service="chat")
-    assert entry["reason"] == "cannot tell: the store shows no PDService"
+    assert entry["reason"] == "cannot decide: the store has no PDService"
     assert setup.services_with_decisions() == {("default", "chat")}
 
 
@@ -148,74 +138,3 @@ async def test_a_failing_loop_does_not_stop_the_others(start: Callable[[Supervis
     await wait_until(lambda: ("prod", "bad") in setup.polled)
     await setup.create("prod", "chat")
     await wait_until(lambda: ("prod", "chat") in setup.services_with_decisions())
-
-
-async def test_the_token_file_is_read_for_each_request(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    sent_headers: list[str] = []
-
-    def respond(request: httpx.Request) -> httpx.Response:
-        sent_headers.append(request.headers["authorization"])
-        return httpx.Response(204)
-
-    transport = httpx.MockTransport(respond)
-    async with httpx.AsyncClient(transport=transport, auth=TokenFileAuth(path)) as client:
-        router = HttpRouterClient(client, "http://chat.prod.svc:9091/")
-        with pytest.raises(RouterUnavailable):
-            await router.wait_for_flip_request(after=0, timeout_s=0)
-        for text in ("one\n", "two\n"):
-            path.write_text(text)
-            assert await router.wait_for_flip_request(after=0, timeout_s=0) is None
-    assert sent_headers == ["Bearer one", "Bearer two"]
-
-
-@pytest.fixture
-def token(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_text("secret")
-    return str(path)
-
-
-def test_in_a_cluster_only_store_and_token_file_are_required(token: str) -> None:
-    options = parse_options(["--store", "in-cluster", "--token-file", token])
-    assert options == Options(
-        service=None,
-        namespace="",
-        store="in-cluster",
-        router_state=IN_CLUSTER_ROUTER_STATE_URL,
-        token_file=Path(token),
-        host="127.0.0.1",
-        port=0,
-    )
-    assert options.router_url("prod", "chat") == "http://chat.prod.svc:9091"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        pytest.param(
-            ["--store", "unix:/s"], "--router-state (nothing) is required in a local run", id="local"
-        ),
-        pytest.param(
-            ["--store", "in-cluster", "--router-state", "http://chat:9091"],
-            "--router-state (http://chat:9091) names one router, but --service names no service",
-            id="one router for all",
-        ),
-        pytest.param(
-            ["--store", "in-cluster", "--router-state", "ftp://{service}"],
-            "--router-state (ftp://{service}) is not http://HOST:PORT",
-            id="another scheme",
-        ),
-        pytest.param(
-            ["--store", "in-cluster", "--router-state", "http://{service}:port"],
-            "--router-state (http://{service}:port) is not http://HOST:PORT",
-            id="a port that is none",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused_with_option_value_and_rule(
-    token: str, arguments: list[str], line: str
-) -> None:
-    with pytest.raises(InvalidInput) as caught:
-        parse_options([*arguments, "--token-file", token])
-    assert str(caught.value).startswith(line)
