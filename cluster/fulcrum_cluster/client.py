@@ -8,11 +8,12 @@ import json
 import random
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError
 
-from fulcrum_cluster.client_config import ClientConfig, resolve_client_config
+from fulcrum_cluster.client_config import ClientConfig, in_cluster_config
 from fulcrum_cluster.error_status import error_from_status
 from fulcrum_cluster.memory_store import build_applied_document
 from fulcrum_cluster.objects import Object, ObjectApi, ObjectKind, ObjectList, kind_of_body, kind_of_resource
@@ -283,21 +284,47 @@ class ClusterClient:
 
 
 def open_cluster(address: str, *, program: str = "fulcrum") -> ClusterClient:
-    """The cluster at a `--store` address (see `resolve_client_config`). `program` is the name under which
-    it sees us."""
+    """Open a client of the cluster at a `--store` address (see `resolve_client_config`).
+
+    `program` is the client's name in the API server's logs (User-Agent).
+    """
     return ClusterClient(resolve_client_config(address), program=program)
 
 
 def open_store(address: str, *, program: str = "fulcrum", idle_timeout_s: float | None = None) -> RestStore:
-    """The store at a `--store` address (see `resolve_client_config`), as processes are told it on their
-    command line.
+    """Open the store at the `--store` address of a program's command line.
 
     Args:
-        address: `unix:PATH`, `kubeconfig:[PATH][#CONTEXT]` or `in-cluster`; anything else is `InvalidInput`.
-        program: The name under which an API server sees us.
-        idle_timeout_s: A watch without even a bookmark for so long raises `StoreUnavailable`.
+        address: See `resolve_client_config`.
+        program: The client's name in the API server's logs (User-Agent).
+        idle_timeout_s: A watch without a change or bookmark for this long raises `StoreUnavailable`.
     """
     return ClusterClient(resolve_client_config(address), program=program, idle_timeout_s=idle_timeout_s).store
+
+
+def resolve_client_config(address: str) -> ClientConfig:
+    """Translate a `--store` address into a client configuration.
+
+    unix:PATH                    the socket of a local run
+    kubeconfig:[PATH][#CONTEXT]  an API server as kubectl reaches it; without a path, kubectl's own default
+    in-cluster                   the API server of the cluster that this pod runs in
+
+    Raises:
+        InvalidInput: if the address has another form, or the files behind it cannot be used.
+    """
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        return ClientConfig(url="http://fulcrum", socket=Path(rest))
+    if scheme == "kubeconfig" and address != scheme:
+        from fulcrum_cluster.kubeconfig import read_kubeconfig  # loads 60 MB that a pod never needs
+
+        path, _, context = rest.partition("#")
+        return read_kubeconfig(path or None, context or None, address=address)
+    if address == "in-cluster":
+        return in_cluster_config()
+    raise InvalidInput(
+        "--store", address, "is not unix: and a path, nor kubeconfig:[PATH][#CONTEXT], nor in-cluster"
+    )
 
 
 def _selectors(labels: str, fields: str) -> dict[str, str]:

@@ -1,8 +1,6 @@
-"""How to reach a store and as whom: from `--store` to an address, a TLS context and a bearer token.
+"""Address, TLS context and bearer token of a store, and where a pod finds those of its own API server.
 
-unix:PATH                    the socket of a local run
-kubeconfig:[PATH][#CONTEXT]  an API server as kubectl reaches it; without a path, kubectl's own default
-in-cluster                   the API server of the cluster that this pod runs in
+`client.resolve_client_config` chooses by the value of `--store`; `kubeconfig` reads kubectl's files.
 """
 
 import os
@@ -16,33 +14,33 @@ from typing import Protocol
 from fulcrum_core.errors import InvalidInput
 
 SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_TOKEN_AGE_S = 60.0  # the kubelet writes a new one long before the old one ends
+_TOKEN_AGE_S = 60.0  # the kubelet replaces the token long before it expires
 
 
 class TokenSource(Protocol):
-    """Where the bearer token comes from."""
+    """Source of a bearer token."""
 
     async def authorization_header(self) -> str | None:
         """The Authorization header of the next request, or None."""
         ...
 
     def invalidate(self) -> None:
-        """The server did not take it (401): look again before the next request."""
+        """Fetch a new token before the next request: the server refused the last one with 401."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """One way to a store.
+    """Everything that a client needs to connect to a store.
 
     Attributes:
-        url: Base of all addresses.
-        socket: The unix socket to connect to, if any.
-        tls: How the server proves itself, and this client if by certificate.
-        token: Who asks, if by token.
-        server_name: The name in the server's certificate, where it is not the host's.
-        proxy: An HTTP proxy on the way.
-        namespace: The namespace meant where a user names none.
+        url: Base URL of all requests.
+        socket: Unix socket to connect to instead of the URL's host.
+        tls: TLS context: the trusted authorities, and the client certificate if there is one.
+        token: Source of the bearer token; None: no Authorization header.
+        server_name: Name expected in the server's certificate, if it differs from the URL's host.
+        proxy: URL of an HTTP proxy.
+        namespace: Namespace used when a user names none.
     """
 
     url: str
@@ -55,40 +53,27 @@ class ClientConfig:
 
     @property
     def display_name(self) -> str:
-        """What to call it in a message."""
+        """Address of the store for messages: the socket's path or the URL."""
         return self.url if self.socket is None else str(self.socket)
-
-
-def resolve_client_config(address: str) -> ClientConfig:
-    """The way that a `--store` address says, or `InvalidInput`."""
-    scheme, _, rest = address.partition(":")
-    if scheme == "unix" and rest:
-        return ClientConfig(url="http://fulcrum", socket=Path(rest))
-    if scheme == "kubeconfig" and address != scheme:
-        from fulcrum_cluster.kubeconfig import read_kubeconfig  # 60 MB that a pod never needs
-
-        path, _, context = rest.partition("#")
-        return read_kubeconfig(path or None, context or None, address=address)
-    if address == "in-cluster":
-        return in_cluster_config()
-    raise InvalidInput(
-        "--store", address, "is not unix: and a path, nor kubeconfig:[PATH][#CONTEXT], nor in-cluster"
-    )
 
 
 def in_cluster_config(
     *, folder: Path = SERVICE_ACCOUNT_FOLDER, environment: Mapping[str, str] = os.environ
 ) -> ClientConfig:
-    """The way from a pod, by its ServiceAccount's mounted files; `InvalidInput` outside of one."""
+    """Read the ServiceAccount's files that the kubelet mounts into a pod.
+
+    Raises:
+        InvalidInput: outside a pod, or if the pod mounts no ServiceAccount.
+    """
     host, port = (environment.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
     if not host or not port:
-        raise InvalidInput("--store", "in-cluster", "is for pods: KUBERNETES_SERVICE_HOST is not set")
+        raise InvalidInput("--store", "in-cluster", "works only in a pod: KUBERNETES_SERVICE_HOST is not set")
     token = ServiceAccountToken(folder / "token")
     try:
         token.read()
         namespace = (folder / "namespace").read_text(encoding="utf-8").strip()
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-    except OSError as error:  # an SSLError is one, too
+    except OSError as error:  # includes ssl.SSLError
         rule = f"needs a mounted ServiceAccount: {error.filename or folder / 'ca.crt'}: {error.strerror}"
         raise InvalidInput("--store", "in-cluster", rule) from error
     host = f"[{host}]" if ":" in host else host
@@ -96,19 +81,23 @@ def in_cluster_config(
 
 
 class ServiceAccountToken:
-    """A ServiceAccount's token in a file, which is written anew while the pod runs."""
+    """A ServiceAccount's token in a file that the kubelet replaces while the pod runs."""
 
     def __init__(self, path: Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._path, self._monotonic_s = path, monotonic_s
         self._header, self._read_at_s = "", -_TOKEN_AGE_S
 
     def read(self) -> None:
-        """Read the file now, or `OSError`."""
+        """Read the file now.
+
+        Raises:
+            OSError: if the file cannot be read.
+        """
         self._header = f"Bearer {self._path.read_text(encoding='utf-8').strip()}"
         self._read_at_s = self._monotonic_s()
 
     async def authorization_header(self) -> str:
-        """The header, from the file at least once a minute."""
+        """The Authorization header; the file is read again when its last reading is a minute old."""
         if self._monotonic_s() - self._read_at_s >= _TOKEN_AGE_S:
             self.read()
         return self._header

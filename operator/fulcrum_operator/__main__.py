@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from aiohttp import web
 
-from fulcrum_cluster.client import ClusterClient, open_cluster
-from fulcrum_cluster.client_config import resolve_client_config
+from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_config
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.objects import ObjectApi

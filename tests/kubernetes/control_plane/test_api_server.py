@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.client import ClusterClient, open_cluster
-from fulcrum_cluster.client_config import in_cluster_config, resolve_client_config
+from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_config
+from fulcrum_cluster.client_config import in_cluster_config
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import CONFIG_MAP, CRD, SERVICE_ACCOUNT, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDInstance, PDPool, QoSTier, QoSTierSpec, Resource

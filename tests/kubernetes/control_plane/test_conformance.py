@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from fulcrum_cluster.client import ClusterClient, RestStore, open_cluster
-from fulcrum_cluster.client_config import resolve_client_config
+from fulcrum_cluster.client import ClusterClient, RestStore, open_cluster, resolve_client_config
 from fulcrum_cluster.objects import CRD, NAMESPACE, kind_of_resource
 from fulcrum_cluster.transport import HttpClient
 from fulcrum_core.api import QoSTier

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fulcrum_cluster.client_config import ServiceAccountToken, in_cluster_config, resolve_client_config
+from fulcrum_cluster.client import resolve_client_config
+from fulcrum_cluster.client_config import ServiceAccountToken, in_cluster_config
 from fulcrum_core.errors import InvalidInput
 from tools.kubernetes import pki
 
