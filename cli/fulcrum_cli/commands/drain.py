@@ -83,7 +83,7 @@ async def _observe_drained(
         return True, observation
     check_not_overruled(observation, write)
     status = observation.instance.status
-    reported = status.phase is Phase.DRAINING and status.message.endswith(DRAINED)
+    reported = status.phase is Phase.DRAINING and status.reason == DRAINED
     return reported or await _is_at_rest(connection, write), observation
 
 

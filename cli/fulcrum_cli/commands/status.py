@@ -14,7 +14,7 @@ from fulcrum_cli.terminal.output import OutputFormat, render_document
 from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
 from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
-from fulcrum_core.api.pdinstance import STARTS, PDInstance
+from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
@@ -217,9 +217,8 @@ def _format_phase(instance: PDInstance, *, now_s: float) -> str:
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
     since_s = f"{max(0.0, now_s - status.phase_since):.0f}"
-    start_failure = status.message.removeprefix(f"{STARTS}: ").partition(":")[0]
-    if start_failure and " " not in start_failure:
-        return f"{status.phase} {since_s} s: {start_failure}"
+    if status.reason:
+        return f"{status.phase} {since_s} s: {status.reason}"
     startup_s = _simulated_startup_s(instance)
     expected = f" of {startup_s:.0f}" if startup_s and round(startup_s) else ""
     return f"{status.phase} {since_s}{expected} s"

@@ -9,10 +9,8 @@ from fulcrum_core.api.pdassignment import AssignedRole
 from fulcrum_core.api.pdpool import LaunchSpec
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, FlipStrategy, Phase, Role
 
-DRAINED = "drained"
-"""How the message of a cordoned instance ends, once nothing is on it any more."""
-STARTS = "its engine starts"
-"""The message of an instance that starts; behind a colon comes what hinders it."""
+DRAINED = "Drained"
+"""Reason of an instance that is cordoned, or about to stop, and has no request left."""
 
 
 ConfigExcerpt = Annotated[
@@ -88,7 +86,13 @@ class PDInstanceStatus(ApiModel):
     kv_verified_at: Time | None = Field(
         default=None, description="When it was first seen to exchange KV, in this life of its engine."
     )
-    message: str = Field(default="", description="Why it is in this phase, in words.")
+    reason: str = Field(
+        default="",
+        max_length=64,
+        description="Why it is in this phase, for programs: Drained, or why its engine cannot start "
+        "(ImagePullFailed, Unschedulable, EngineStartFailed); empty otherwise.",
+    )
+    message: str = Field(default="", description="Why it is in this phase, for people.")
 
 
 class PDInstance(Resource):

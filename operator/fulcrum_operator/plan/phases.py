@@ -12,10 +12,10 @@ what does not get there by its deadline is rolled back. Each step is safe to rep
 is ended before the phase says that it switches, so a running engine in Switching is always the new one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fulcrum_core.api.pdinstance import DRAINED, STARTS
+from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.formatting import format_count
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase, Role
@@ -88,7 +88,7 @@ class InstanceFacts:
     @property
     def ending_message(self) -> str:
         """What is said while its engine ends for a flip."""
-        return f"{DRAINED}; its engine ends to serve {self.assigned_role}"
+        return f"drained; its engine ends to serve {self.assigned_role}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class PhaseTransition:
     """When to look again even if nothing happens."""
     rollback_reason: str | None = None
     """Why the wished role is rolled back."""
+    reason: str = ""
+    """Constant for programs: `DRAINED`, or empty."""
     deletable: bool = False
     """Nothing of the instance is left: its object may be deleted."""
 
@@ -173,7 +175,7 @@ def _starting(engine: EngineObservation) -> PhaseTransition:
     reason = f": {engine.message}" if engine.message else ""
     restarting = f"its engine starts again after: {engine.exit_reason}{reason and f'; {engine.message}'}"
     return PhaseTransition(
-        Phase.STARTING, EngineAction.START, restarting if engine.exit_reason else f"{STARTS}{reason}"
+        Phase.STARTING, EngineAction.START, restarting if engine.exit_reason else f"its engine starts{reason}"
     )
 
 
@@ -196,7 +198,7 @@ def _draining(facts: InstanceFacts) -> PhaseTransition:
 def _cordoned(facts: InstanceFacts) -> PhaseTransition:
     """It stays until the cordon is lifted; whoever cordoned it reads here when nothing is left on it."""
     if facts.phase is Phase.DRAINING and facts.drained:
-        return PhaseTransition(Phase.DRAINING, EngineAction.START, f"cordoned, {DRAINED}")
+        return PhaseTransition(Phase.DRAINING, EngineAction.START, "cordoned, drained", reason=DRAINED)
     return PhaseTransition(
         Phase.DRAINING, EngineAction.START, "cordoned", deadline_s=facts.now_s + CORDON_RECHECK_S
     )
@@ -204,8 +206,8 @@ def _cordoned(facts: InstanceFacts) -> PhaseTransition:
 
 def _drained(facts: InstanceFacts) -> PhaseTransition:
     if facts.leaving:
-        return _terminating(facts, DRAINED, EngineAction.STOP_DRAINED)
-    return PhaseTransition(Phase.DRAINING, EngineAction.STOP_DRAINED, facts.ending_message)
+        return replace(_terminating(facts, "drained", EngineAction.STOP_DRAINED), reason=DRAINED)
+    return PhaseTransition(Phase.DRAINING, EngineAction.STOP_DRAINED, facts.ending_message, reason=DRAINED)
 
 
 def _drain_overdue(facts: InstanceFacts) -> PhaseTransition:

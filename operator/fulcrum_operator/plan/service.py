@@ -42,6 +42,7 @@ from fulcrum_operator.plan.rollout import (
     revision_of,
     view_pool,
 )
+from fulcrum_operator.plan.status.degraded import start_failure_reason
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.service import report_pool, service_status
 
@@ -321,9 +322,17 @@ def _observed_status(
             "flip_strategy": observed.flip_strategy(instance) if probed and runs else before.flip_strategy,
             "restarts": engine.restarts if engine else before.restarts,
             "kv_verified_at": verified_at(observed, instance, same_engine=same),
+            "reason": _phase_reason(transition, engine),
             "message": transition.message,
         }
     )
+
+
+def _phase_reason(transition: PhaseTransition, engine: EngineObservation | None) -> str:
+    """Constant for programs that says why the instance is in its phase; empty if nothing is unusual."""
+    if transition.phase is Phase.STARTING and engine is not None:
+        return start_failure_reason(engine) or ""
+    return transition.reason
 
 
 def _with_effective_role(

@@ -194,7 +194,7 @@ def test_drain_wait_returns_when_drained_and_undo_lifts_it(fulcrum: CommandLine,
     process = fulcrum.start("drain", "chat-2", "--wait")
     try:
         wait_for(lambda: chat.entry("chat-2")["cordoned"], "the cordon", timeout_s=20)
-        chat.set_instance_status("chat-2", role="Decode", phase="Draining", message="cordoned, drained")
+        chat.set_instance_status("chat-2", role="Decode", phase="Draining", reason="Drained")
         out, err = process.communicate(timeout=20)
     finally:
         process.kill()

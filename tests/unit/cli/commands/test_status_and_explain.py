@@ -118,7 +118,7 @@ NOW_S = 1_700_000_045.0
 
 
 def instance(
-    *, phase: str, profile: str = "laptop", engine: str = "Simulated", message: str = ""
+    *, phase: str, profile: str = "laptop", engine: str = "Simulated", message: str = "", reason: str = ""
 ) -> PDInstance:
     """An instance that entered its phase 45 s before `NOW_S`."""
     made = parse_object(
@@ -135,7 +135,7 @@ def instance(
         }
     )
     assert isinstance(made, PDInstance)
-    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45, message=message)
+    status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45, message=message, reason=reason)
     return made.model_copy(update={"status": status})
 
 
@@ -187,9 +187,6 @@ def test_instances_without_a_router_are_still_listed() -> None:
     ]
 
 
-STARTING = "its engine starts: "
-
-
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
@@ -198,11 +195,9 @@ STARTING = "its engine starts: "
         pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine, which has no profile"),
         pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile of no time"),
         pytest.param(
-            {"message": f"{STARTING}ErrImagePull: dial tcp"}, "Starting 45 s: ErrImagePull", id="hindered"
+            {"reason": "ImagePullFailed"}, "Starting 45 s: ImagePullFailed", id="the image cannot be pulled"
         ),
-        pytest.param(
-            {"message": f"{STARTING}Unschedulable"}, "Starting 45 s: Unschedulable", id="without a node"
-        ),
+        pytest.param({"reason": "Unschedulable"}, "Starting 45 s: Unschedulable", id="no node fits"),
     ],
 )
 def test_a_starting_instance_shows_elapsed_time_or_start_failure(given: dict[str, str], shown: str) -> None:

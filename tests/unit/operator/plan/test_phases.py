@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.values import FlipStrategy, Phase
 from fulcrum_operator.plan.phases import (
     CORDON_RECHECK_S,
@@ -94,7 +95,7 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, drained=True),
-            PhaseTransition(Phase.TERMINATING, STOP_DRAINED, "drained"),
+            PhaseTransition(Phase.TERMINATING, STOP_DRAINED, "drained", reason=DRAINED),
             id="drained, its engine ends",
         ),
         pytest.param(
@@ -114,7 +115,7 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         ),
         pytest.param(
             facts(Phase.DRAINING, cordoned=True, drained=True),
-            PhaseTransition(Phase.DRAINING, START, "cordoned, drained"),
+            PhaseTransition(Phase.DRAINING, START, "cordoned, drained", reason=DRAINED),
             id="cordoned and empty: stays, and says so",
         ),
         pytest.param(
@@ -164,7 +165,12 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         ),
         pytest.param(
             restart_flip(Phase.DRAINING, drained=True),
-            PhaseTransition(Phase.DRAINING, STOP_DRAINED, "drained; its engine ends to serve Decode"),
+            PhaseTransition(
+                Phase.DRAINING,
+                STOP_DRAINED,
+                "drained; its engine ends to serve Decode",
+                reason=DRAINED,
+            ),
             id="drained, its engine ends",
         ),
         pytest.param(

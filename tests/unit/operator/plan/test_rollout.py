@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.assignment import apply_flip
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase, Role
@@ -302,7 +303,10 @@ def with_start_failure(message: str) -> Observed:
     ],
 )
 def test_start_failure_is_reported_and_the_other_instances_serve(message: str, reason: str) -> None:
-    status = plan_service(with_start_failure(message)).objects[-1].status  # type: ignore[attr-defined]
+    plan = plan_service(with_start_failure(message))
+    status = plan.objects[-1].status  # type: ignore[attr-defined]
+    (starting,) = (o for o in plan.objects if isinstance(o, PDInstance) and o.metadata.name == "chat-3")
+    assert starting.status.reason == reason
     found = {c.type: (c.status, c.reason, c.message) for c in status.conditions}
     assert (found["Degraded"], found["Ready"][0]) == (
         ("True", reason, f"chat-3: its engine starts: {message}"),
