@@ -9,7 +9,6 @@ its instances by a roll-out.
 from typing import Any
 
 from fulcrum_core.api import (
-    Condition,
     LaunchSpec,
     ObjectMeta,
     PDInstance,
@@ -18,12 +17,9 @@ from fulcrum_core.api import (
     PDService,
     PoolRole,
     PoolSpec,
-    conditions,
 )
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_core.formatting import format_count
-from fulcrum_operator.plan.status.condition import make_condition
 
 
 def pool_name(service: str, pool: str) -> str:
@@ -89,21 +85,3 @@ def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:
 def wanted_replicas(pool: PDPool) -> int:
     """How many instances the pool shall have: what was asked, within its bounds."""
     return pool.spec.instances.clamp(pool.spec.replicas)
-
-
-def scaling_limited(pool: PDPool, blocked_by: str | None) -> Condition:
-    """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
-    requested, allowed = pool.spec.replicas, wanted_replicas(pool)
-    request_text = f"asked for {format_count(requested, 'instance')}"
-    if requested != allowed:
-        reason = conditions.TOO_MANY_REPLICAS if requested > allowed else conditions.TOO_FEW_REPLICAS
-        bounds = pool.spec.instances
-        message = f"{request_text}, the bounds {bounds.min} to {bounds.effective_max} allow {allowed}"
-    elif blocked_by:
-        reason, message = conditions.LIMITED_BY_FLOORS, f"{request_text}: {blocked_by}"
-    else:
-        message = f"{format_count(allowed, 'instance')}, as asked"
-        return make_condition(
-            pool, conditions.SCALING_LIMITED, "False", conditions.DESIRED_WITHIN_RANGE, message
-        )
-    return make_condition(pool, conditions.SCALING_LIMITED, "True", reason, message)

@@ -44,7 +44,8 @@ from fulcrum_operator.plan.rollout import (
 )
 from fulcrum_operator.plan.status.degraded import start_failure_reason
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
-from fulcrum_operator.plan.status.service import report_pool, service_status
+from fulcrum_operator.plan.status.pool import report_pool
+from fulcrum_operator.plan.status.service import service_status
 
 DRAIN_POLL_S = 0.2
 """How often the router is asked whether a drain is done."""

@@ -6,11 +6,12 @@ A runtime says why an engine does not run as `Reason: words`, with the cluster's
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fulcrum_core.api import PDInstance, conditions
+from fulcrum_core.api import Condition, PDInstance, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase
 from fulcrum_operator.plan.observed import Observed, ever_served
 from fulcrum_operator.plan.rollout import FAILED_STARTS_MAX, PoolView
+from fulcrum_operator.plan.status.condition import true_or_false
 
 PULL_FAILURES = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
@@ -33,6 +34,16 @@ class FailureCause(NamedTuple):
 
     reason: str
     message: str
+
+
+def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDInstance, ...]) -> Condition:
+    """The condition Degraded: something of the service does not work, the most severe cause first."""
+    causes = find_failure_causes(observed, views, desired)
+    reason = causes[0].reason if causes else conditions.AS_EXPECTED
+    message = describe_causes(causes) if causes else "no instance has failed"
+    return true_or_false(
+        observed.service, conditions.DEGRADED, holds=bool(causes), reason=reason, message=message
+    )
 
 
 def find_failure_causes(

@@ -1,0 +1,53 @@
+"""The condition Ready: every role has its floor of serving instances, and the router has an address."""
+
+from collections.abc import Mapping
+
+from fulcrum_core.api import Condition, Floors, PDAssignmentSpec, PDInstance, RoleStatus, conditions
+from fulcrum_core.assignment import list_serving
+from fulcrum_core.formatting import format_count
+from fulcrum_core.values import Phase, Role
+from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.status.condition import true_or_false
+
+_ROLES = (Role.PREFILL, Role.DECODE)
+
+
+def count_ready(
+    assignment: PDAssignmentSpec, desired: tuple[PDInstance, ...], prefill: RoleStatus, decode: RoleStatus
+) -> dict[Role, int]:
+    """How many serve each role. One that plays Both because it is left alone counts for its own role only."""
+    ready = [i.metadata.name for i in desired if i.status.phase is Phase.SERVING]
+    if len(ready) == 1:
+        return {role: len(list_serving(assignment.roles, ready, role)) for role in _ROLES}
+    return {Role.PREFILL: prefill.ready, Role.DECODE: decode.ready}
+
+
+def ready_condition(
+    observed: Observed, members: int, wanted: int, ready: int, counts: Mapping[Role, int]
+) -> Condition:
+    """The condition Ready of a service that wants so many instances, given how many serve each role."""
+    service, endpoint = observed.service, observed.endpoint
+    floors = service.spec.roles.to_floors()
+    missing = [role for role in _ROLES if counts[role] < floors.for_role(role)]
+    if missing and not (wanted == 1 and ready):
+        reason, message = _too_few(floors, missing, wanted, counts)
+    elif endpoint is None:
+        reason, message = conditions.ROUTER_STARTING, "waiting for the router"
+    else:
+        instances_serve = format_count(members, "instance serves", "instances serve")
+        reason, message = conditions.INSTANCES_SERVING, f"{ready} of {instances_serve} at {endpoint}"
+    return true_or_false(
+        service,
+        conditions.READY,
+        holds=reason == conditions.INSTANCES_SERVING,
+        reason=reason,
+        message=message,
+    )
+
+
+def _too_few(floors: Floors, missing: list[Role], wanted: int, counts: Mapping[Role, int]) -> tuple[str, str]:
+    if 1 < wanted < floors.prefill + floors.decode:
+        floor_text = f"{floors.prefill} Prefill and {floors.decode} Decode"
+        return conditions.FLOORS_TOO_HIGH, f"{wanted} instances cannot hold the floors of {floor_text}"
+    shortfalls = [f"{counts[role]} of at least {floors.for_role(role)} {role}" for role in missing]
+    return conditions.TOO_FEW_INSTANCES, f"{' and '.join(shortfalls)} serve; waiting for more"

@@ -1,0 +1,43 @@
+"""The condition ScalingLimited, of a pool and of its service: fewer or more instances than asked for."""
+
+from collections.abc import Mapping
+
+from fulcrum_core.api import Condition, PDPool, PDService, conditions
+from fulcrum_core.formatting import format_count
+from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.status.condition import make_condition, true_or_false
+
+
+def service_scaling_limited(service: PDService, pools: Mapping[str, Condition]) -> Condition:
+    """The condition of the service, given that of each of its pools by name."""
+    limited = {name: condition for name, condition in pools.items() if condition.status == "True"}
+    if not limited:
+        message = "all pools have as many instances as asked"
+        return true_or_false(
+            service,
+            conditions.SCALING_LIMITED,
+            holds=False,
+            reason=conditions.DESIRED_WITHIN_RANGE,
+            message=message,
+        )
+    message = "; ".join(f"pool {name}: {condition.message}" for name, condition in limited.items())
+    reason = next(iter(limited.values())).reason
+    return true_or_false(service, conditions.SCALING_LIMITED, holds=True, reason=reason, message=message)
+
+
+def scaling_limited(pool: PDPool, blocked_by: str | None) -> Condition:
+    """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
+    requested, allowed = pool.spec.replicas, wanted_replicas(pool)
+    request_text = f"asked for {format_count(requested, 'instance')}"
+    if requested != allowed:
+        reason = conditions.TOO_MANY_REPLICAS if requested > allowed else conditions.TOO_FEW_REPLICAS
+        bounds = pool.spec.instances
+        message = f"{request_text}, the bounds {bounds.min} to {bounds.effective_max} allow {allowed}"
+    elif blocked_by:
+        reason, message = conditions.LIMITED_BY_FLOORS, f"{request_text}: {blocked_by}"
+    else:
+        message = f"{format_count(allowed, 'instance')}, as asked"
+        return make_condition(
+            pool, conditions.SCALING_LIMITED, "False", conditions.DESIRED_WITHIN_RANGE, message
+        )
+    return make_condition(pool, conditions.SCALING_LIMITED, "True", reason, message)
