@@ -19,12 +19,12 @@ from aiohttp import web
 from fulcrum_autoscaler.decision_history import DecisionHistories
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
 from fulcrum_autoscaler.options import Options, parse_options
-from fulcrum_autoscaler.router_client import HttpRouterClient, open_http_client_for_all
 from fulcrum_autoscaler.server import make_app
 from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
+from fulcrum_cluster.router_client import HttpRouterClient, open_http_client_for_all
 from fulcrum_core.errors import InvalidInput
 
 

@@ -26,7 +26,7 @@ from fulcrum_autoscaler.policy import (
     decide_on_tick,
     propose_assignment,
 )
-from fulcrum_autoscaler.router_client import RouterClient, RouterUnavailable
+from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
@@ -69,6 +69,26 @@ class ServiceObjects(Protocol):
 
     def pools(self) -> Iterable[PDPool]:
         """The service's PDPools."""
+        ...
+
+
+class RouterClient(Protocol):
+    """The state port of the service's router."""
+
+    async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:
+        """Return the router's state as soon as it has applied the generation, or after `timeout_s` as it is.
+
+        Raises:
+            RouterUnavailable: if there is no usable response.
+        """
+        ...
+
+    async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
+        """Return the first flip request with a number above `after`; None if there is none in `timeout_s`.
+
+        Raises:
+            RouterUnavailable: if there is no usable response.
+        """
         ...
 
 

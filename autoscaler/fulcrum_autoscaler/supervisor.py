@@ -10,9 +10,8 @@ from collections.abc import Callable
 import structlog
 
 from fulcrum_autoscaler.decision_history import DecisionHistories
-from fulcrum_autoscaler.loop import ServiceAutoscaler
+from fulcrum_autoscaler.loop import RouterClient, ServiceAutoscaler
 from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
-from fulcrum_autoscaler.router_client import RouterClient
 from fulcrum_autoscaler.watched_objects import WatchedObjects
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.ports import Clock, Store

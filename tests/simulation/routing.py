@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fulcrum_autoscaler.router_client import RouterUnavailable
 from fulcrum_cluster.informer import Informer
+from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import uvloop
 
-from fulcrum_autoscaler.router_client import HttpRouterClient, open_http_client
 from fulcrum_cli.local import LocalRun, LocalRunOptions, run_local
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
@@ -23,6 +22,7 @@ from fulcrum_cli.play.session import ServiceHandle, Session
 from fulcrum_cli.terminal.interrupts import on_interrupt
 from fulcrum_cli.terminal.logs import log_to_file, log_warnings_to_stderr
 from fulcrum_cluster.client import open_store
+from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.client import LoadGenerator, LoadTarget

@@ -3,6 +3,7 @@
 import httpx
 
 from fulcrum_cli.local.supervised_process import Program
+from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable
 from fulcrum_core.ports import EngineState
 from fulcrum_core.router_state import RouterState
 from fulcrum_operator.controller.reconcile import ServiceKey
@@ -21,9 +22,7 @@ class LocalRouter:
 
     def __init__(self, program: Program, *, host: str, token: str) -> None:
         self._program, self._host = program, host
-        self._client = httpx.AsyncClient(
-            headers={"authorization": f"Bearer {token}"}, timeout=_RESPONSE_TIMEOUT_S, trust_env=False
-        )
+        self._client = httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, trust_env=False)
 
     def endpoint(self, key: ServiceKey) -> str | None:
         """Where clients reach it; None while it is down. A run has one service."""
@@ -41,9 +40,9 @@ class LocalRouter:
         if self._program.state is not EngineState.RUNNING:
             return None
         try:
-            response = await self._client.get(f"{self.url('state_port')}/state")
-            return RouterState.model_validate_json(response.raise_for_status().content)
-        except (httpx.HTTPError, ValueError):
+            client = HttpRouterClient(self._client, self.url("state_port"))
+            return await client.get_state(response_margin_s=_RESPONSE_TIMEOUT_S)
+        except RouterUnavailable:
             return None
 
     async def aclose(self) -> None:

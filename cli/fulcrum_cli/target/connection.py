@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from fulcrum_autoscaler.router_client import HttpRouterClient, RouterUnavailable, open_http_client
 from fulcrum_cli.target.autoscaler_client import fetch_decisions
 from fulcrum_cli.target.cluster_autoscaler import fetch_cluster_decisions
 from fulcrum_cli.target.selection import ClusterTarget, LocalTarget, Target
+from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable, open_http_client
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import Forbidden, FulcrumError, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import Store

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import httpx
-
 from fulcrum_cluster.objects import ENDPOINT_SLICE
+from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable, open_http_client_for_all
 from fulcrum_core.router_state import RouterState
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.reconcile import ServiceKey
@@ -24,10 +23,8 @@ class ClusterRouterView:
     """
 
     def __init__(self, cache: ObjectCache, *, token_file: Path, state_url: str = STATE_URL_TEMPLATE) -> None:
-        self._cache, self._token_file, self._state_url = cache, token_file, state_url
-        self._client = httpx.AsyncClient(
-            timeout=_RESPONSE_TIMEOUT_S, trust_env=False, verify=False
-        )  # plain HTTP
+        self._cache, self._state_url = cache, state_url
+        self._client = open_http_client_for_all(token_file)
 
     def endpoint(self, key: ServiceKey) -> str | None:
         """Where clients reach it; None while no router is active."""
@@ -40,12 +37,12 @@ class ClusterRouterView:
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
         """What it says of its instances; None if it does not answer."""
-        url = self._state_url.format(service=key.name, namespace=key.namespace)
+        client = HttpRouterClient(
+            self._client, self._state_url.format(service=key.name, namespace=key.namespace)
+        )
         try:
-            token = self._token_file.read_text(encoding="utf-8").strip()
-            response = await self._client.get(f"{url}/state", headers={"authorization": f"Bearer {token}"})
-            return RouterState.model_validate_json(response.raise_for_status().content)
-        except (OSError, httpx.HTTPError, ValueError):
+            return await client.get_state(response_margin_s=_RESPONSE_TIMEOUT_S)
+        except RouterUnavailable:
             return None
 
     async def aclose(self) -> None:

@@ -10,8 +10,8 @@ from fulcrum_autoscaler.decision_history import DecisionHistory
 from fulcrum_autoscaler.loop import WRITE_ATTEMPTS_MAX, ServiceAutoscaler
 from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
 from fulcrum_autoscaler.policy import Action, FlipDecision, Trigger
-from fulcrum_autoscaler.router_client import RouterUnavailable
 from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance

@@ -7,10 +7,10 @@ import pytest
 
 from fulcrum_autoscaler.decision_history import DecisionHistories
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
-from fulcrum_autoscaler.router_client import RouterUnavailable
 from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import FlipRequest, RouterState

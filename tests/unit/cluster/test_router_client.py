@@ -1,4 +1,4 @@
-"""The router's state port as the autoscaler reads it, over a transport without sockets."""
+"""The client of a router's state port, over a transport without sockets."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fulcrum_autoscaler.router_client import (
+from fulcrum_cluster.router_client import (
     HttpRouterClient,
     RouterUnavailable,
     TokenFileAuth,
@@ -41,9 +41,9 @@ async def test_a_router_state_survives_the_round_trip() -> None:
     ("response", "expected"),
     [
         pytest.param(
-            httpx.Response(200, content=FLIP_REQUEST.model_dump_json()), FLIP_REQUEST, id="a flip is wanted"
+            httpx.Response(200, content=FLIP_REQUEST.model_dump_json()), FLIP_REQUEST, id="flip request"
         ),
-        pytest.param(httpx.Response(204), None, id="none within the time"),
+        pytest.param(httpx.Response(204), None, id="no flip request in time"),
     ],
 )
 async def test_a_flip_request_is_read_from_the_response(
@@ -63,15 +63,13 @@ def stall(_request: httpx.Request) -> httpx.Response:
 @pytest.mark.parametrize(
     "handler",
     [
-        pytest.param(refuse, id="nobody listens"),
-        pytest.param(stall, id="it does not answer"),
-        pytest.param(lambda _: httpx.Response(401), id="it refuses the token"),
-        pytest.param(lambda _: httpx.Response(503), id="it is not ready"),
-        pytest.param(lambda _: httpx.Response(200, content=b"<html>"), id="it speaks nonsense"),
-        pytest.param(lambda _: httpx.Response(200, content=b"{}"), id="it leaves fields out"),
-        pytest.param(
-            lambda _: httpx.Response(302, headers={"location": "http://x/"}), id="it sends us elsewhere"
-        ),
+        pytest.param(refuse, id="connection refused"),
+        pytest.param(stall, id="no response in time"),
+        pytest.param(lambda _: httpx.Response(401), id="token refused"),
+        pytest.param(lambda _: httpx.Response(503), id="router not ready"),
+        pytest.param(lambda _: httpx.Response(200, content=b"<html>"), id="not JSON"),
+        pytest.param(lambda _: httpx.Response(200, content=b"{}"), id="fields missing"),
+        pytest.param(lambda _: httpx.Response(302, headers={"location": "http://x/"}), id="redirect"),
     ],
 )
 async def test_every_failed_response_raises_router_unavailable(handler: Handler) -> None:
@@ -108,3 +106,15 @@ async def test_the_token_file_is_read_for_each_request(tmp_path: Path) -> None:
             path.write_text(text)
             assert await router.wait_for_flip_request(after=0, timeout_s=0) is None
     assert sent_headers == ["Bearer one", "Bearer two"]
+
+
+async def test_a_caller_can_shorten_the_time_that_a_response_may_take() -> None:
+    timeouts: list[float] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        timeouts.append(request.extensions["timeout"]["read"])
+        raise httpx.ReadTimeout("too slow")
+
+    with pytest.raises(RouterUnavailable):
+        await client_with(handler).get_state(timeout_s=0.25, response_margin_s=0.5)
+    assert timeouts == [0.75]
