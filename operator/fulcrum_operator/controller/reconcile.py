@@ -1,7 +1,7 @@
-"""One pass over one service: read everything, plan, write the difference.
+"""Reconcile one service: read all of its state, plan, and write the difference.
 
-Whatever woke the key, a pass looks at all of the service's state; a pass that finds everything as planned
-writes nothing. The same code runs over memory and over Kubernetes: what differs stands in `ReconcileContext`.
+Whatever caused the reconcile, all of the service's state is read; a settled service is not written. A cluster
+and a local run share this code; `ReconcileContext` holds what differs. What to change is decided in `plan/`.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from fulcrum_operator.plan.observed import EngineFacts, ModelReadAttempt, mark_r
 from fulcrum_operator.plan.status.slo_met import SloWindow, update_window
 
 STATUS_INTERVAL_S = 10.0
-"""A service's status is written at most once in so long, unless a condition changes."""
+"""Shortest time between two writes of a service's status in which no condition changed, in seconds."""
 STATE_WAIT_S = 0.05
-"""How long a pass waits for what the router says of hand-offs."""
+"""Longest wait of one reconcile for the router's state, in seconds; the request itself goes on."""
 RECHECK_S = 1.0
-"""When the next pass asks for it."""
+"""Seconds until the next reconcile while a router request is open or the loss of a node is disputed."""
 
 R = TypeVar("R", bound=Resource)
 
@@ -42,7 +42,7 @@ _log = structlog.get_logger()
 
 
 class ServiceKey(NamedTuple):
-    """What a pass is about."""
+    """Namespace and name of a PDService: the key of the work queue."""
 
     namespace: str
     name: str
@@ -52,74 +52,78 @@ class ServiceKey(NamedTuple):
 
 
 class RouterView(Protocol):
-    """The routers of the services, as the operator sees them."""
+    """Port to the active router of each service."""
 
     def endpoint(self, key: ServiceKey) -> str | None:
-        """Where clients reach it; None until it serves."""
+        """URL for the service's clients; None while no router is active."""
         ...
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
-        """What it says of its instances; None if it does not answer."""
+        """Instances and counters as the router reports them; None if it does not respond."""
         ...
 
 
 class ModelReader(Protocol):
-    """Who reads the models of real engines, where the operator cannot."""
+    """Port to what reads a model's config.json where the operator has no access to the file."""
 
     def reading(self, key: ServiceKey) -> ModelReadAttempt | None:
-        """What came of it so far; None if nobody was told to."""
+        """The latest attempt to read the service's model; None if none was started."""
         ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ReconcileMemory:
-    """What a pass leaves for the next one. Lost with the process, and rebuilt from the objects."""
+    """What one reconcile leaves for the next. A restart loses it; the stored objects suffice."""
 
     accepted: PDAssignmentSpec | None = None
+    """Last accepted assignment."""
     status_written_s: float | None = None
+    """Time of the last write of the service's status, unix seconds."""
     router_polled_s: float = -math.inf
-    """When the router was last asked what it counts."""
+    """Time of the last poll of the router, unix seconds."""
     state_request: asyncio.Task[RouterState | None] | None = None
-    """Its answer, if that takes longer than a pass waits."""
+    """Open request to the router that took longer than `STATE_WAIT_S`."""
     window: SloWindow = field(default_factory=SloWindow)
-    """What the router has counted of late."""
+    """Recent counters of the router, for SLO attainment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReconcileContext:
-    """All that a pass reaches: objects, engines, the router, the clock, and its memory of each service."""
+    """The ports and the memory that a reconcile uses, in a cluster or in a local run."""
 
     store: Store
     runtime: EngineRuntime
     clock: Clock
     engine_facts: Callable[[PDInstance], EngineFacts]
-    """What the instance's engine is known to be."""
+    """Identity, start-up time and fit of an instance's engine."""
     router: RouterView | None = None
     models: ModelReader | None = None
     after_apply: Callable[[Observed, Plan], Awaitable[None]] | None = None
-    """Looks after what stands around the engines, once a plan is carried out."""
+    """Runs after a plan was applied: children, role labels, model reader pod, Events."""
     status_interval_s: float = STATUS_INTERVAL_S
     memory: MutableMapping[ServiceKey, ReconcileMemory] = field(default_factory=dict)
+    """Memory by service. The work queue runs a key at most once at a time, so no lock guards an entry."""
 
 
 async def reconcile(key: ServiceKey, context: ReconcileContext) -> float | None:
-    """Bring the service one step closer to what it asks for; returns when to look again, in seconds.
+    """Bring the service one step closer to its spec.
 
-    None is: not before something happens; infinity: never, for the service is gone.
+    Returns:
+        Seconds until the next reconcile; None: not before an event; infinity: never, the service was deleted.
 
     Raises:
-        Conflict: if an object changed meanwhile: look again.
-        StoreUnavailable: if the store does not answer.
+        Conflict: if an object changed meanwhile; reconcile again.
+        StoreUnavailable: if the store does not respond.
     """
-    memory = context.memory.setdefault(key, ReconcileMemory())
-    observed = await _observe(key, context, memory)
+    observed, memory = await _observe(key, context, context.memory.get(key, ReconcileMemory()))
+    context.memory[key] = memory  # before applying: an open router request must survive a failed write
     if observed is None:
         await _apply(plan_removal(key.name, _observe_engines(key, context)), {}, context, key)
         del context.memory[key]
         return math.inf
     plan = plan_service(observed)
     status_due_s = await _apply(plan, _stored_objects(observed), context, key)
-    memory.accepted = plan.accepted_assignment
+    context.memory[key] = replace(context.memory[key], accepted=plan.accepted_assignment)
     if context.after_apply:
         await context.after_apply(observed, plan)
     next_poll_s = _next_poll_s(observed, memory)
@@ -132,11 +136,13 @@ async def reconcile(key: ServiceKey, context: ReconcileContext) -> float | None:
     return min(delays_s, default=None)
 
 
-async def _observe(key: ServiceKey, context: ReconcileContext, memory: ReconcileMemory) -> Observed | None:
-    """The picture that the plan is made from; None if there is no such service, or not for long."""
+async def _observe(
+    key: ServiceKey, context: ReconcileContext, memory: ReconcileMemory
+) -> tuple[Observed | None, ReconcileMemory]:
+    """The state that the plan is made from, None if the service is deleted or terminating; and the memory."""
     service = await _find(context.store, PDService, key)
     if service is None or service.metadata.deletion_timestamp is not None:
-        return None
+        return None, memory
     pools = tuple(p for p in await _list(context.store, PDPool, key) if p.spec.service == key.name)
     instances = tuple(i for i in await _list(context.store, PDInstance, key) if i.spec.service == key.name)
     engines = _observe_engines(key, context)
@@ -155,38 +161,46 @@ async def _observe(key: ServiceKey, context: ReconcileContext, memory: Reconcile
         now_s=context.clock.now_s(),
     )
     if context.router is None:
-        return observed
-    observed = await _with_router_state(key, observed, context.router, memory)
-    memory.window = update_window(memory.window, observed.router, service, now_s=observed.now_s)
-    return replace(observed, slo_report=memory.window.report)
+        return observed, memory
+    observed, memory = await _with_router_state(key, observed, context.router, memory)
+    window = update_window(memory.window, observed.router, service, now_s=observed.now_s)
+    return replace(observed, slo_report=window.report), replace(memory, window=window)
 
 
 async def _with_router_state(
     key: ServiceKey, observed: Observed, router: RouterView, memory: ReconcileMemory
-) -> Observed:
-    """The picture with the router's word, where something waits for that or it is time to look."""
+) -> tuple[Observed, ReconcileMemory]:
+    """Add the router's state if a decision needs it now, or if the next poll is due."""
     if needs_router_state(observed):
-        return mark_reachable_engines_running(replace(observed, router=await router.read_state(key)))
+        return mark_reachable_engines_running(replace(observed, router=await router.read_state(key))), memory
     if _polls_router(observed) and (
         memory.state_request or observed.now_s >= memory.router_polled_s + router_poll_interval_s(observed)
     ):
-        memory.router_polled_s = observed.now_s
-        return replace(observed, router=await _poll_router(key, router, memory))
-    return observed
+        state, memory = await _poll_router(key, router, replace(memory, router_polled_s=observed.now_s))
+        return replace(observed, router=state), memory
+    return observed, memory
 
 
-async def _poll_router(key: ServiceKey, router: RouterView, memory: ReconcileMemory) -> RouterState | None:
-    """What the router says. Nothing hurries: one that takes its time is heard by a later pass."""
-    request = memory.state_request = memory.state_request or asyncio.ensure_future(router.read_state(key))
+async def _poll_router(
+    key: ServiceKey, router: RouterView, memory: ReconcileMemory
+) -> tuple[RouterState | None, ReconcileMemory]:
+    """Wait at most `STATE_WAIT_S` for the router; a later reconcile uses a slower response."""
+    request = memory.state_request
+    if request is None or _failed(request):
+        request = asyncio.ensure_future(router.read_state(key))
     await asyncio.wait((request,), timeout=STATE_WAIT_S)
     if not request.done():
-        return None
-    memory.state_request = None
-    return request.result()
+        return None, replace(memory, state_request=request)
+    return request.result(), replace(memory, state_request=None)
+
+
+def _failed(request: asyncio.Task[RouterState | None]) -> bool:
+    """Whether the request ended without a result. Its error was raised once; the next poll tries again."""
+    return request.done() and (request.cancelled() or request.exception() is not None)
 
 
 def _polls_router(observed: Observed) -> bool:
-    """Whether the router is asked now and then what it counts: hand-offs, and requests."""
+    """Whether the router's counters are read from time to time: KV transfers and requests."""
     return observed.endpoint is not None
 
 
@@ -228,13 +242,13 @@ def _stored_objects(observed: Observed) -> dict[tuple[str, str], Resource]:
 async def _apply(
     plan: Plan, stored: dict[tuple[str, str], Resource], context: ReconcileContext, key: ServiceKey
 ) -> float | None:
-    """Write what differs, then start and end engines. Returns in how many seconds a put-off status is due."""
+    """Write what differs, then start and stop engines; returns the seconds until a delayed status is due."""
     status_due_s: float | None = None
     created: dict[str, Resource] = {}
     for obj in plan.objects:
         before = stored.get((obj.kind, obj.metadata.name))
         if isinstance(obj, PDService) and isinstance(before, PDService):
-            status_due_s = await _write_service(obj, before, context, context.memory[key])
+            status_due_s = await _write_service(obj, before, context, key)
         elif before is None:
             created[obj.metadata.name] = await _create(obj, context.store)
         else:
@@ -256,7 +270,7 @@ async def _start(instance: PDInstance, context: ReconcileContext) -> None:
 
 
 async def _create(obj: Resource, store: Store) -> Resource:
-    """The object as it is stored now: with an identity, by which others can be owned by it."""
+    """Create the object; returns it with its uid, which owner references of other objects need."""
     created = await store.create(obj)
     _log.info("object created", kind=obj.kind, name=obj.metadata.name)
     await _write_status(obj, created, store)
@@ -290,13 +304,16 @@ def _log_phase_change(obj: Resource, before: Resource) -> None:
 
 
 async def _write_service(
-    service: PDService, before: PDService, context: ReconcileContext, memory: ReconcileMemory
+    service: PDService, before: PDService, context: ReconcileContext, key: ServiceKey
 ) -> float | None:
-    """Write the status, or say when that is due: counts alone may wait, a verdict may not."""
+    """Write the status now if a condition or the model changed, else at most every `status_interval_s`.
+
+    Returns the seconds until a delayed write is due, None if nothing is left to write.
+    """
     status = create_merge_patch(_dump_part(before, "status"), _dump_part(service, "status"))
     if not status:
         return None
-    now_s, last_s = context.clock.now_s(), memory.status_written_s
+    now_s, last_s = context.clock.now_s(), context.memory[key].status_written_s
     due_s = now_s if last_s is None else last_s + context.status_interval_s
     same = (
         _condition_states(service) == _condition_states(before)
@@ -304,9 +321,9 @@ async def _write_service(
     )
     if due_s > now_s and same:
         return due_s - now_s
-    name, namespace = service.metadata.name, service.metadata.namespace
-    await context.store.patch_status(PDService, name, status, namespace=namespace)
-    memory.status_written_s = now_s
+    await context.store.patch_status(PDService, key.name, status, namespace=key.namespace)
+    # At once: the interval also holds if one of the writes that follow fails.
+    context.memory[key] = replace(context.memory[key], status_written_s=now_s)
     return None
 
 
@@ -321,7 +338,7 @@ def _dump_part(obj: Resource, name: str) -> dict[str, Any]:
 
 async def _delete(obj: Resource, store: Store) -> None:
     try:
-        meta = obj.metadata  # what was made anew under its name is not what this pass has judged
+        meta = obj.metadata  # by uid: an object recreated under this name is not what was judged
         await store.delete(type(obj), meta.name, namespace=meta.namespace, uid=meta.uid or None)
     except NotFound:
         return

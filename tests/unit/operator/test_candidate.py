@@ -9,6 +9,7 @@ from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_operator.__main__ import Candidate, _parser
 from fulcrum_operator.controller.metrics import Metrics
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -36,7 +37,7 @@ async def test_a_candidate_without_an_api_server_waits_and_stays_healthy() -> No
     stop = asyncio.Event()
     process = candidate(FailingLeases(StoreUnavailable("away")), stop)
     work = asyncio.get_running_loop().create_task(process.run())
-    await asyncio.sleep(600)
+    await advance(600)
     assert (process.unhealthy_reason(), process.unready_reason(), work.done()) == (
         None,
         "has not read the Lease yet",

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from fulcrum_operator.controller.bounded_concurrency import CONCURRENCY_MAX, run_bounded
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -17,7 +18,7 @@ class Calls:
     async def call(self, number: int, *, fails: bool = False) -> None:
         self.running += 1
         self.running_max = max(self.running_max, self.running)
-        await asyncio.sleep(1)
+        await advance(1)
         self.running -= 1
         if fails:
             raise ValueError(number)

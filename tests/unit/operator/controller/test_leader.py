@@ -15,6 +15,7 @@ from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.model import ModelReadRequest
 from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import SETTINGS, service
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -81,15 +82,15 @@ class World:
 async def test_restarted_watches_cause_one_relist_soon_and_otherwise_relists_are_rare() -> None:
     world = World()
     work = world.start()
-    await asyncio.sleep(RELIST_S / 2)
+    await advance(RELIST_S / 2)
     once = world.lists
     for _ in WATCHED_KINDS:
         world.restart_watch()
-    await asyncio.sleep(2 * RELIST_AFTER_GAP_S)
+    await advance(2 * RELIST_AFTER_GAP_S)
     again = world.lists
-    await asyncio.sleep(RELIST_S * 0.9)
+    await advance(RELIST_S * 0.9)
     seldom = world.lists
-    await asyncio.sleep(RELIST_S * 0.2)
+    await advance(RELIST_S * 0.2)
     assert (once, again, seldom, world.lists) == (1, 2, 2, 3)
     await world.end(work)
 
@@ -98,9 +99,9 @@ async def test_a_failed_list_is_retried() -> None:
     world = World()
     world.failures = [StoreUnavailable("away")] * 3
     work = world.start()
-    await asyncio.sleep(2)
+    await advance(2)
     before = world.leader.synced
-    await asyncio.sleep(2)
+    await advance(2)
     assert (before, world.leader.synced) == (False, True)
     await world.end(work)
 

@@ -1,6 +1,5 @@
 """Engines as pods: made, refused, tried again, ended once, and running only once they were probed."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from fulcrum_operator.controller.pods.role_probe import RoleProbes
 from fulcrum_operator.controller.reconcile import ServiceKey
 from tests.unit.operator.builders import SETTINGS, instance, service
 from tests.unit.operator.fakes import FakePods
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -84,7 +84,7 @@ async def test_an_engine_counts_as_running_after_its_role_probe(world: World) ->
     world.ready()
     before = world.states()
     assert all(engine.endpoint for engine in world.runtime.observe("default")), "routers may look at it, too"
-    await asyncio.sleep(1)
+    await advance(1)
     assert (before, world.states()) == ([(EngineState.STARTING, PROBING)], [(EngineState.RUNNING, "")])
     assert (world.notified[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
 
@@ -145,13 +145,13 @@ async def test_a_refused_pod_is_observed_with_its_error_and_retried(world: World
     await world.start()
     refused = (EngineState.STARTING, "PodRefused: spec.containers[0].image (X) is no image")
     assert world.states() == [refused]
-    await asyncio.sleep(RETRY_S * 2.5)
+    await advance(RETRY_S * 2.5)
     assert (world.states(), world.notified.count(CHAT)) == (
         [refused],
         3,
     )  # service, instance, refusal: no more
     world.objects.refusal = None
-    await asyncio.sleep(RETRY_S)
+    await advance(RETRY_S)
     assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
 
 
@@ -160,7 +160,7 @@ async def test_a_refused_pod_that_was_stopped_is_not_retried(world: World) -> No
     await world.start()
     world.objects.refusal = None
     await world.runtime.stop(KEY)
-    await asyncio.sleep(RETRY_S * 2)
+    await advance(RETRY_S * 2)
     assert (world.objects.pods, world.states()) == ({}, [])
 
 

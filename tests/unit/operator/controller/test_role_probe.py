@@ -1,6 +1,5 @@
 """The canary: what an engine's answers say of how it flips, and that it is asked once in each life."""
 
-import asyncio
 import json
 
 import httpx
@@ -8,6 +7,7 @@ import pytest
 
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.pods.role_probe import ContainerRun, RoleProbes, probe_roles
+from tests.waiting import advance
 
 RELABEL, RESTART = FlipStrategy.RELABEL, FlipStrategy.RESTART
 
@@ -71,9 +71,9 @@ async def test_each_container_run_is_probed_once() -> None:
     counting = CountingProbes()
     for _ in range(3):
         counting.probe(FIRST)
-        await asyncio.sleep(1)
+        await advance(1)
     counting.probe(SECOND)
-    await asyncio.sleep(1)
+    await advance(1)
     known = [counting.probes.result(run) for run in (FIRST, SECOND)]
     assert (counting.count, counting.results, known) == (2, 2, [None, RELABEL])
 
@@ -82,7 +82,7 @@ async def test_each_container_run_is_probed_once() -> None:
 async def test_a_probe_without_a_result_is_repeated() -> None:
     counting = CountingProbes(None, None, RESTART)
     counting.probe(FIRST)
-    await asyncio.sleep(10)
+    await advance(10)
     assert (counting.count, counting.results, counting.probes.result(FIRST)) == (3, 1, RESTART)
 
 
@@ -90,10 +90,10 @@ async def test_a_probe_without_a_result_is_repeated() -> None:
 async def test_a_deleted_pod_is_no_longer_probed() -> None:
     counting = CountingProbes(*[None] * 1000)
     counting.probe(FIRST)
-    await asyncio.sleep(5)
+    await advance(5)
     counting.probes.forget("pod")
     before = counting.count
-    await asyncio.sleep(100)
+    await advance(100)
     assert counting.count == before
 
 
@@ -102,9 +102,9 @@ async def test_an_engine_that_crashes_at_every_probe_has_only_one_probe_running(
     counting = CountingProbes(*[None] * 1000)
     for restarts in range(20):
         counting.probe(ContainerRun("pod", restarts))
-        await asyncio.sleep(1)
+        await advance(1)
     before = counting.count
-    await asyncio.sleep(100)
+    await advance(100)
     assert counting.count - before <= 100 / 10 + 5
 
 
@@ -113,5 +113,5 @@ async def test_an_adopted_result_is_not_probed_again() -> None:
     counting = CountingProbes()
     counting.probes.adopt(FIRST, RESTART)
     counting.probe(FIRST)
-    await asyncio.sleep(1)
+    await advance(1)
     assert (counting.count, counting.probes.result(FIRST)) == (0, RESTART)

@@ -15,6 +15,7 @@ from fulcrum_operator.controller.work_queue import (
     WorkQueue,
     backoff_s,
 )
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -34,7 +35,7 @@ class RecordingHandler:
         self.started_at_s[key].append(round(asyncio.get_running_loop().time(), 6))
         self.running += 1
         self.running_max = max(self.running_max, self.running)
-        await asyncio.sleep(self.duration_s)
+        await advance(self.duration_s)
         self.running -= 1
         if self.errors:
             raise self.errors.pop()
@@ -59,7 +60,7 @@ async def test_a_key_added_while_it_runs_is_handled_once_more(
 ) -> None:
     for _ in range(3):
         queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     assert handler.started_at_s == {"a": [0.0, 0.0]}  # once, and once more since it was added while at work
 
 
@@ -68,10 +69,10 @@ async def test_a_key_is_never_handled_twice_at_the_same_time(
 ) -> None:
     handler.duration_s = 2.0
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     queue.add("a")
     queue.add("a")
-    await asyncio.sleep(10)
+    await advance(10)
     assert (handler.started_at_s, handler.running_max) == ({"a": [0.0, 2.0]}, 1)
 
 
@@ -81,7 +82,7 @@ async def test_different_keys_are_handled_concurrently(
     handler.duration_s = 2.0
     queue.add("a")
     queue.add("b")
-    await asyncio.sleep(1)
+    await advance(1)
     assert (handler.started_at_s, handler.running_max) == ({"a": [0.0], "b": [0.0]}, 2)
 
 
@@ -90,16 +91,16 @@ async def test_a_key_is_handled_again_after_its_requeue_time(
 ) -> None:
     handler.requeue_after_s = 5.0
     queue.add("a")
-    await asyncio.sleep(50)
+    await advance(50)
     assert handler.started_at_s == {"a": [0.0, 5.0]}
 
 
 async def test_an_event_replaces_a_later_requeue(queue: WorkQueue[str], handler: RecordingHandler) -> None:
     handler.requeue_after_s = 5.0
     queue.add("a")
-    await asyncio.sleep(2)
+    await advance(2)
     queue.add("a")
-    await asyncio.sleep(50)
+    await advance(50)
     assert handler.started_at_s == {"a": [0.0, 2.0]}
 
 
@@ -107,7 +108,7 @@ async def test_every_key_is_handled_again_after_the_resync_period(
     queue: WorkQueue[str], handler: RecordingHandler
 ) -> None:
     queue.add("a")
-    await asyncio.sleep(201)
+    await advance(201)
     assert handler.started_at_s == {"a": [0.0, 100.0, 200.0]}
 
 
@@ -115,7 +116,7 @@ async def test_the_earliest_requeue_time_wins(queue: WorkQueue[str], handler: Re
     queue.add_after("a", 5.0)
     queue.add_after("a", 3.0)
     queue.add_after("a", 9.0)
-    await asyncio.sleep(50)
+    await advance(50)
     assert handler.started_at_s == {"a": [3.0]}
 
 
@@ -124,17 +125,17 @@ async def test_a_failing_key_is_retried_with_doubling_delays(
 ) -> None:
     handler.errors = [ValueError("broken")] * 3
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     assert handler.started_at_s == {"a": [0.0, 0.05, 0.15, 0.35]}
 
 
 async def test_a_success_resets_the_retry_delay(queue: WorkQueue[str], handler: RecordingHandler) -> None:
     handler.errors = [ValueError("broken")] * 2
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     handler.errors = [ValueError("broken")]
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     assert handler.started_at_s == {"a": [0.0, 0.05, 0.15, 1.0, 1.05]}
 
 
@@ -143,7 +144,7 @@ async def test_a_conflict_is_retried_sooner_than_a_failure(
 ) -> None:
     handler.errors = [Conflict("changed")] * 3
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     assert handler.started_at_s == {"a": [0.0, *(round(CONFLICT_DELAY_MIN_S * n, 6) for n in (1, 3, 7))]}
 
 
@@ -152,7 +153,7 @@ async def test_repeated_conflicts_back_off_to_the_maximum_delay(
 ) -> None:
     handler.errors = [Conflict("changed")] * 1000
     queue.add("a")
-    await asyncio.sleep(20)
+    await advance(20)
     gaps = [b - a for a, b in pairwise(handler.started_at_s["a"])]
     assert max(gaps) == pytest.approx(CONFLICT_DELAY_MAX_S)
     assert len(handler.started_at_s["a"]) < 60
@@ -163,10 +164,10 @@ async def test_a_key_whose_handler_returns_infinity_is_not_requeued(
 ) -> None:
     handler.requeue_after_s = math.inf
     queue.add("a")
-    await asyncio.sleep(1000)
+    await advance(1000)
     before = list(handler.started_at_s["a"])
     queue.add("a")
-    await asyncio.sleep(1)
+    await advance(1)
     assert (before, handler.started_at_s["a"]) == ([0.0], [0.0, 1000.0])
 
 
@@ -175,7 +176,7 @@ async def test_the_retry_waits_as_long_as_the_store_asks(
 ) -> None:
     handler.errors = [StoreUnavailable("busy", retry_after_s=3.0)]
     queue.add("a")
-    await asyncio.sleep(10)
+    await advance(10)
     assert handler.started_at_s == {"a": [0.0, 3.0]}
 
 
@@ -185,11 +186,11 @@ async def test_a_closed_queue_cancels_running_keys_and_ignores_new_ones(
     handler.duration_s = 10.0
     queue.add("a")
     queue.add_after("b", 1.0)
-    await asyncio.sleep(0.5)
+    await advance(0.5)
     await queue.aclose()
     queue.add("c")
     queue.add_after("d", 1.0)
-    await asyncio.sleep(50)
+    await advance(50)
     assert handler.started_at_s == {"a": [0.0]}
 
 
