@@ -1,1 +1,3 @@
-"""Engines, workloads and load without GPUs: one engine model, in virtual time and behind vLLM's HTTP API."""
+"""The simulator: an engine model, an engine server with vLLM's HTTP API, workloads and a load generator,
+without GPUs.
+"""

@@ -1,4 +1,6 @@
-"""The load generator: offers a workload to a service, checks every byte of the answers, measures."""
+"""The load generator: sends a workload to a service, checks every byte of the responses, measures
+latencies.
+"""
 
 from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget
 from fulcrum_simulator.client.outcomes import (

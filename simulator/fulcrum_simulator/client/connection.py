@@ -1,7 +1,7 @@
-"""A kept-alive HTTP/1.1 connection that carries one exchange at a time.
+"""A kept-alive HTTP/1.1 connection that carries one exchange at a time. Used by `generator`.
 
-httptools parses heads and chunks; the body goes to the exchange as it comes, undecoded. An HTTP library
-would cost more a token than the engines under test.
+httptools parses response heads and chunks; the body is passed to the exchange undecoded. A general HTTP
+library would cost more CPU per token than the engines under test.
 """
 
 import asyncio
@@ -14,7 +14,9 @@ from fulcrum_simulator.client.exchange import HttpExchange
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection to the service. Calls `on_free` when free for the next, `on_closed` when it is gone."""
+    """One connection to the service. Calls `on_free` when it can take the next exchange, `on_closed` once it
+    is closed.
+    """
 
     def __init__(
         self, on_free: Callable[["HttpConnection"], None], on_closed: Callable[["HttpConnection"], None]
@@ -27,7 +29,7 @@ class HttpConnection(asyncio.Protocol):
         self._received_s = 0.0
 
     def send(self, exchange: HttpExchange, *, host: str) -> None:
-        """Writes the exchange's request; the connection must be free."""
+        """Write the exchange's request. The connection must be free."""
         if self._transport is None:
             exchange.on_lost("connection closed", self._now_s())
             return
@@ -42,7 +44,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.write(head.encode() + request.body)
 
     def abort(self, reason: str) -> None:
-        """Ends the exchange in flight, if any, and the connection."""
+        """End the exchange in flight, if any, with this reason, and close the connection."""
         self._end_exchange(reason)
         if self._transport is not None:
             self._transport.abort()

@@ -1,8 +1,7 @@
-"""One request on the wire: reads its answer as it comes and judges it once, at its end.
+"""One request and its response: collects the streamed events and judges the outcome once, at the end.
 
-The answer's text is compared whole, after the last token has come, with the text that this prompt
-must get; while tokens arrive nothing is done but to note them, since the generator shares its
-processors with what it measures.
+The text is compared with the expected text only after the last token. The generator shares its processors
+with the engines under test, so it does as little as possible while tokens arrive.
 """
 
 from collections.abc import Callable
@@ -20,11 +19,10 @@ _DONE = b"[DONE]"
 
 
 class HttpExchange:
-    """The state of one request from its sending to its one outcome.
+    """One request, from sending to its one outcome.
 
-    `intended_s` and all times passed in are of one monotonic clock. Exactly one of `on_complete` and
-    `on_lost` ends
-    it; what comes later is ignored.
+    All times are of one monotonic clock. The first call of `on_complete` or `on_lost` ends the exchange;
+    later calls are ignored.
     """
 
     def __init__(
@@ -50,15 +48,15 @@ class HttpExchange:
         self._error: str | None = None
 
     def on_sent(self, now_s: float) -> None:
-        """The request left."""
+        """Record that the request was written."""
         self._sent_s = now_s
 
     def on_status(self, status: int) -> None:
-        """The answer's status line came."""
+        """Record the status code of the response."""
         self._status = status
 
     def on_body(self, data: bytes, now_s: float) -> None:
-        """A piece of the answer's body came."""
+        """Read a piece of the response body, cut at any byte."""
         if self._status != 200:
             return
         buffered = self._buffer + data if self._buffer else data
@@ -90,7 +88,7 @@ class HttpExchange:
                 self._first_token_s = now_s if self._first_token_s is None else self._first_token_s
 
     def on_complete(self, now_s: float) -> None:
-        """The answer's last byte came, as HTTP counts it."""
+        """End the exchange: HTTP signalled the end of the response."""
         if self._status != 200:
             self._end(OutcomeKind.FAILED, f"status {self._status}", now_s)
             return
@@ -103,7 +101,7 @@ class HttpExchange:
         self._end(OutcomeKind.WRONG if difference else OutcomeKind.OK, difference, now_s)
 
     def on_lost(self, reason: str, now_s: float) -> None:
-        """The connection went away, or the run ended, before the answer's last byte."""
+        """End the exchange before the end of the response: the connection was lost or the run ended."""
         self._end_incomplete(self._error or reason, now_s, error_reported=self._error is not None)
 
     def _end_incomplete(self, reason: str, now_s: float, *, error_reported: bool) -> None:
@@ -118,7 +116,7 @@ class HttpExchange:
         return output_text(self.request.digest, self.request.output_tokens)
 
     def _find_difference(self) -> str:
-        """In words, how the finished answer differs from what it must be; empty if it does not."""
+        """Describe how the finished response differs from the expected one; empty if it does not."""
         text, expected = "".join(self._texts), self._expected_text()
         if len(text) != len(expected):
             return "token count differs"

@@ -1,7 +1,7 @@
-"""The open-loop load generator: sends at the intended times, whatever the service does.
+"""The open-loop load generator: sends each request at its intended time, however slow the service is.
 
-Latencies count from the intended time, so a generator that falls behind, or a service that makes it wait
-for a connection, shows as latency and not as a lower rate.
+Latencies count from the intended time. A generator that falls behind, or a wait for a connection, therefore
+shows as latency and not as a lower request rate.
 """
 
 import asyncio
@@ -18,27 +18,29 @@ from fulcrum_simulator.client.prompts import prepare_request
 from fulcrum_simulator.workload import WorkloadRequest
 
 UNFINISHED = "unfinished when the run ended"
+"""Reason of requests that had no outcome when the run ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """Where the load goes and in which form. All of it is streamed: an answer in one piece has no TTFT."""
+    """The service that receives the load, and the form of the requests. All requests stream, for the sake of
+    TTFT.
+    """
 
     host: str
     port: int
     model: str
     chat_share: float = 0.0
-    """Of requests, 0 to 1: those sent as a chat. The others are plain completions."""
+    """Share of the requests sent as chat, 0 to 1; the others are plain completions."""
     max_connections: int = 1024
-    """Beyond this many open connections requests wait, and the tally says how many did
-    (`connection_waits`)."""
+    """Limit of open connections; requests beyond it wait and are counted in `connection_waits`."""
 
 
 class LoadGenerator:
-    """Sends workloads to one service and tallies what becomes of each request.
+    """Sends workloads to one service and records the outcome of each request.
 
-    One `send` runs at a time; several in a row share the tally and the connections. The same seed writes the
-    same prompts.
+    One `send` runs at a time; consecutive ones share the results and the connections. The same seed writes
+    the same prompts.
     """
 
     def __init__(self, target: LoadTarget, *, slo: Slo, seed: int) -> None:
@@ -53,7 +55,10 @@ class LoadGenerator:
         self._all_ended = asyncio.Event()
 
     async def send(self, requests: Iterable[WorkloadRequest], *, start_s: float | None = None) -> None:
-        """Sends each request at `start_s` (the loop's clock; default now) plus its arrival, and returns."""
+        """Send each request at `start_s` plus its arrival time. Returns after the last request was sent.
+
+        `start_s` is a time of the event loop's clock; None is now.
+        """
         loop = asyncio.get_running_loop()
         load_start_s = loop.time() if start_s is None else start_s
         for request in requests:
@@ -63,7 +68,9 @@ class LoadGenerator:
             self._send_one(request, intended_s)
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Waits for all answers, at most `timeout_s`; then ends what is left as unfinished and closes all."""
+        """Wait up to `timeout_s` for all responses, then end the rest as unfinished and close all
+        connections.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while self.results.in_flight:
@@ -74,7 +81,7 @@ class LoadGenerator:
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is in flight as unfinished and closes every connection."""
+        """End all requests in flight as unfinished and close all connections."""
         now_s = asyncio.get_running_loop().time()
         while self._waiting:
             self._waiting.popleft().on_lost(UNFINISHED, now_s)
@@ -101,7 +108,7 @@ class LoadGenerator:
         )
 
     def _assign_connection(self, exchange: HttpExchange) -> None:
-        """On a free connection, else on a new one, else at the end of the queue for one."""
+        """Send the exchange on a free connection, else on a new one, else queue it for one."""
         if self._free:
             self._free.pop().send(exchange, host=self._target.host)
         elif len(self._open) + len(self._connecting) < self._target.max_connections:

@@ -1,7 +1,7 @@
-"""What became of each request, and the figures over all of them.
+"""The outcome of each request, and the figures over all requests of a run.
 
-Every request offered ends as exactly one of four: ok, failed (no byte of an answer came), broken (it
-started and did not finish) or wrong (it finished with another text or count than it should have).
+Every offered request has exactly one outcome: ok, failed (no byte of a response arrived), broken (the
+response started and did not finish) or wrong (it finished with another text or token count than expected).
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from fulcrum_core.values import Slo
 
 
 class OutcomeKind(StrEnum):
-    """How a request ended."""
+    """The kinds of outcome."""
 
     OK = "ok"
     FAILED = "failed"
@@ -23,10 +23,10 @@ class OutcomeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutcome:
-    """One request's end. Times count from the instant at which it was meant to be sent.
+    """The outcome of one request. Latencies count from its intended sending time.
 
-    `tpot_s` = (end − first) / (tokens − 1), None with a single token. `error_reported` says whether a
-    broken stream     announced itself by an error event. `reason` is empty where the request is ok.
+    `tpot_s` = (last − first token time) / (tokens − 1); None with a single token. `error_reported`: a broken
+    stream ended with an error event. `reason` is empty if the request is ok.
     """
 
     index: int
@@ -40,7 +40,7 @@ class RequestOutcome:
     reason: str = ""
 
     def meets(self, slo: Slo) -> bool:
-        """Whether it finished right and within both objectives."""
+        """Whether the request is ok and met both objectives."""
         if self.kind is not OutcomeKind.OK or self.ttft_s is None:
             return False
         return slo.is_met(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
@@ -48,7 +48,7 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Percentiles of the requests that ended right; None where there are none."""
+    """Percentiles over the ok requests; None if there are none."""
 
     ttft_p50_s: float | None
     ttft_p99_s: float | None
@@ -58,7 +58,9 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The figures of a run: offered = ok + failed + broken + wrong + in_flight, the last 0 at its end."""
+    """The figures of a run. offered = ok + failed + broken + wrong + in_flight; in_flight is 0 once the run
+    has ended.
+    """
 
     offered: int
     ok: int
@@ -77,7 +79,9 @@ class LoadReport:
 
 @dataclass(slots=True)
 class LoadResults:
-    """Counts requests as they are offered and as they end; the load generator writes it, a view reads it."""
+    """Counts of offered and ended requests. The load generator writes them, the live view and the report read
+    them.
+    """
 
     slo: Slo
     offered: int = 0
@@ -88,12 +92,12 @@ class LoadResults:
     outcomes: list[RequestOutcome] = field(default_factory=list)
 
     def record_offered(self) -> int:
-        """Counts one more request and gives its index."""
+        """Count one offered request; returns its index."""
         self.offered += 1
         return self.offered - 1
 
     def record_outcome(self, outcome: RequestOutcome) -> None:
-        """Counts the one end of a request."""
+        """Count the outcome of a request."""
         self.outcomes.append(outcome)
         self.by_kind[outcome.kind] += 1
         self.output_tokens += outcome.output_tokens
@@ -101,18 +105,20 @@ class LoadResults:
 
     @property
     def in_flight(self) -> int:
-        """Requests offered and not ended."""
+        """Requests offered without an outcome yet."""
         return self.offered - len(self.outcomes)
 
     def since(self, start_s: float) -> Sequence[RequestOutcome]:
-        """The outcomes that ended at `start_s` or later."""
+        """Return the outcomes of requests that ended at `start_s` or later."""
         first = len(self.outcomes)
         while first and self.outcomes[first - 1].end_s >= start_s:
             first -= 1
         return self.outcomes[first:]
 
     def report(self) -> LoadReport:
-        """The figures so far. Attainment is over all that was offered; what is unfinished has missed."""
+        """Compute the figures so far. Attainment is over all offered requests; one without an outcome has
+        missed.
+        """
         return LoadReport(
             offered=self.offered,
             ok=self.by_kind[OutcomeKind.OK],
@@ -131,7 +137,7 @@ class LoadResults:
 
 
 def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
-    """TTFT and TPOT at the median and at p99 of the requests that ended right."""
+    """Compute the median and the 99th percentile of TTFT and TPOT over the ok requests."""
     successful = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.OK]
     ttft = [outcome.ttft_s for outcome in successful if outcome.ttft_s is not None]
     tpot = [outcome.tpot_s for outcome in successful if outcome.tpot_s is not None]
@@ -139,7 +145,9 @@ def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The smallest value that at least `percent` % do not exceed (nearest rank); None of nothing."""
+    """Return the smallest value that at least `percent` % of the values do not exceed (nearest rank); None if
+    empty.
+    """
     if not values:
         return None
     rank = -(-len(values) * percent // 100)

@@ -1,7 +1,7 @@
-"""Writes the requests of a workload: prompts of exact length, unique to a seed and an index.
+"""Writes the HTTP requests of a workload: prompts of exact length, unique for each seed and index.
 
-Uniqueness from the first byte on keeps prefix caches from hiding work. Only letters and digits are used,
-so a prompt needs no escaping and its length in bytes is its length in the JSON body.
+Prompts differ from their first byte on, so that prefix caches save no work. They consist of letters and
+digits, so that they need no escaping and their length in bytes is their length in the JSON body.
 """
 
 import hashlib
@@ -12,11 +12,12 @@ from fulcrum_simulator.workload import WorkloadRequest
 
 _CHAT_FRAME_BYTES = len(render_chat([{"role": "user", "content": ""}]))
 CHAT_TOKENS_MIN = count_tokens(b"." * _CHAT_FRAME_BYTES) + 1
+"""Shortest prompt, in tokens, that can be sent as a chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request ready to be sent, and what its answer must be."""
+    """An HTTP request ready to be sent, and the response that it must get."""
 
     path: str
     body: bytes
@@ -28,9 +29,9 @@ class PreparedRequest:
 def prepare_request(
     request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False
 ) -> PreparedRequest:
-    """The `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
+    """Write the `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
 
-    A prompt too short for the chat template's own words is sent as a plain completion.
+    A prompt shorter than the chat template itself is sent as a plain completion.
     """
     chat = chat and request.input_tokens >= CHAT_TOKENS_MIN
     size = request.input_tokens * BYTES_PER_TOKEN - (_CHAT_FRAME_BYTES if chat else 0)

@@ -1,4 +1,7 @@
-"""The engine model: vLLM-like scheduling, KV blocks and hand-offs, pure and on the caller's clock."""
+"""The engine model: vLLM's scheduling, KV blocks and KV transfers, without I/O and on the caller's clock.
+
+Used by the engine server (`server`) in real time and by the tests in virtual time.
+"""
 
 from fulcrum_simulator.engine.engine import Engine
 from fulcrum_simulator.engine.events import (

@@ -1,7 +1,7 @@
-"""The KV cache as a pool of counted blocks, with a prefix cache over those that nobody holds.
+"""The KV cache: reference-counted blocks, and a prefix cache over the blocks without references.
 
-A block keeps what was written to it until it is written again, whoever owns it: a peer that reads a block
-after its lease ran out gets the right KV as long as nobody took the block, and another prompt's afterwards.
+A block keeps its contents until it is written again. A peer that reads a block after its lease expired gets
+the right KV until the block is reused, and another prompt's KV from then on.
 """
 
 from collections import OrderedDict, deque
@@ -12,13 +12,15 @@ from fulcrum_core.errors import InvalidInput
 
 
 class PromptKey(NamedTuple):
-    """What tells the KV cache of a prompt apart: the digest of it all, chained hashes of its full blocks."""
+    """Identifies the KV cache of a prompt: the digest of the whole prompt, and the chained hashes of its full
+    blocks.
+    """
 
     digest: bytes
     hashes: tuple[bytes, ...]
 
     def hash_at(self, index: int) -> bytes | None:
-        """The hash of the `index`-th block; None for a partial block and for blocks of output."""
+        """Return the hash of the `index`-th block; None for a partial block and for blocks of output."""
         return self.hashes[index] if 0 <= index < len(self.hashes) else None
 
 
@@ -26,30 +28,31 @@ _NO_PROMPT = PromptKey(bytes(16), ())
 
 
 class BlockPool:
-    """`size` blocks. Blocks outside the prefix cache are taken first, then those unused for longest."""
+    """A pool of `size` blocks. Free blocks outside the prefix cache are allocated first, then the least
+    recently used.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free_uncached = deque(range(size))  # free, and not in the prefix cache
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but in the prefix cache
         self._reference_counts = [0] * size
-        self._written_by = [_NO_PROMPT] * size  # whose KV a block holds, and which block of it
+        self._written_by = [_NO_PROMPT] * size  # prompt whose KV a block holds; its block index is below
         self._block_index = [0] * size
         self._cached: dict[bytes, int] = {}
         self._cache_key: list[bytes | None] = [None] * size
 
     @property
     def available(self) -> int:
-        """Blocks that nobody holds, cached or not."""
+        """Blocks without references, in the prefix cache or not."""
         return len(self._free_uncached) + len(self._free_cached)
 
     def reference_count(self, block: int) -> int:
-        """How many requests and leases hold this block."""
+        """Return the number of requests and leases that hold this block."""
         return self._reference_counts[block]
 
     def find_prefix(self, hashes: Sequence[bytes], blocks_max: int) -> list[int]:
-        """The cached blocks of the longest known prefix, at most `blocks_max` of them. Nothing is held
-        yet."""
+        """Return the cached blocks of the longest known prefix, at most `blocks_max`; takes no references."""
         found = []
         for key in hashes[:blocks_max]:
             block = self._cached.get(key)
@@ -59,18 +62,20 @@ class BlockPool:
         return found
 
     def can_allocate(self, prefix: Sequence[int], count: int) -> bool:
-        """Whether `count` blocks can be taken besides holding `prefix`."""
+        """Whether `count` blocks can be allocated in addition to references on the blocks of `prefix`."""
         return count <= self.available - sum(not self._reference_counts[block] for block in prefix)
 
     def add_reference(self, blocks: Sequence[int]) -> None:
-        """Count one more holder of each of these cached blocks."""
+        """Add one reference to each of these cached blocks."""
         for block in blocks:
             if not self._reference_counts[block]:
                 del self._free_cached[block]
             self._reference_counts[block] += 1
 
     def allocate(self, count: int, prompt: PromptKey, first_index: int) -> list[int]:
-        """`count` free blocks for the prompt's blocks from `first_index` on. Only where they fit."""
+        """Allocate `count` blocks for the prompt's blocks from `first_index` on. The caller checks
+        `can_allocate` first.
+        """
         uncached = min(count, len(self._free_uncached))
         allocated = [self._free_uncached.popleft() for _ in range(uncached)]
         allocated += [self._evict() for _ in range(count - uncached)]
@@ -80,7 +85,9 @@ class BlockPool:
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one holder less of each. A prompt's tail is reused before its head, which others share."""
+        """Drop one reference of each block. A prompt's last blocks are reused first; its first ones may be a
+        shared prefix.
+        """
         for block in reversed(blocks):
             self._reference_counts[block] -= 1
             if not self._reference_counts[block]:
@@ -90,28 +97,33 @@ class BlockPool:
                     self._free_cached[block] = None
 
     def add_to_cache(self, prompt: PromptKey, blocks: Sequence[int], first_index: int) -> None:
-        """Enter computed, full blocks into the prefix cache, as far as the prompt has hashes for them."""
+        """Add computed, full blocks to the prefix cache, as far as the prompt has hashes for them."""
         for key, block in zip(prompt.hashes[first_index:], blocks, strict=False):
             if key not in self._cached:
                 self._cached[key] = block
                 self._cache_key[block] = key
 
     def mark_written(self, blocks: Sequence[int], prompt: PromptKey, first_index: int) -> None:
-        """Note whose KV is written to these held blocks."""
+        """Record that the KV of this prompt is written to these blocks."""
         for index, block in enumerate(blocks, first_index):
             self._written_by[block] = prompt
             self._block_index[block] = index
 
     def find_foreign_digest(self, prompt: PromptKey, blocks: Sequence[int]) -> bytes | None:
-        """The digest of whose KV lies in a prompt's leading `blocks` in place of its own; else None."""
+        """Return the digest of the first other prompt whose KV lies in `blocks`; None if all hold this
+        prompt.
+        """
         held = (self._digest_at(block, prompt, index) for index, block in enumerate(blocks))
         return next((digest for digest in held if digest != prompt.digest), None)
 
     def read(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
-        """Per block the digest of the prompt that it holds; the last block tells whose tail is being read.
+        """Return for each block the digest of the prompt whose KV it holds; the last block determines the
+        prompt read.
 
-        A block that another prompt wrote, but with the same prefix, counts as the prompt's own. InvalidInput
-        for a block that does not exist.
+        A block written by another prompt with the same prefix counts as the prompt's own.
+
+        Raises:
+            InvalidInput: if a block does not exist.
         """
         if not blocks:
             return ()
@@ -125,7 +137,9 @@ class BlockPool:
         )
 
     def _digest_at(self, block: int, prompt: PromptKey, index: int) -> bytes:
-        """The prompt's digest if the block holds its `index`-th block, else that of what it holds."""
+        """Return the prompt's digest if the block holds its `index`-th block, else the digest of what the
+        block holds.
+        """
         held = self._written_by[block]
         if self._block_index[block] == index:
             if held is prompt or held.digest == prompt.digest:
@@ -134,11 +148,11 @@ class BlockPool:
             if key is not None and held.hash_at(index) == key:
                 return prompt.digest
         if held.digest == prompt.digest:
-            return prompt.digest[::-1]  # the right prompt in the wrong place reads as nobody's
+            return prompt.digest[::-1]  # right prompt at the wrong index: a digest of no prompt
         return held.digest
 
     def _evict(self) -> int:
-        """The block of the least recently used prefix, forgotten by the cache."""
+        """Remove the least recently used block from the prefix cache and return it."""
         block, _ = self._free_cached.popitem(last=False)
         key = self._cache_key[block]
         assert key is not None, "only cached blocks are idle"

@@ -1,10 +1,10 @@
-"""The engine model: vLLM-V1-like steps over a paged KV cache, on the caller's clock.
+"""The engine model: steps like those of vLLM V1 over a paged KV cache, on the caller's clock.
 
-A step decodes every running request first, then fills the token budget with prompt chunks: those begun
-earlier, then the waiting queue by (priority, arrival, sequence). A prompt's blocks are taken when it is
-admitted (vLLM's `scheduler-reserve-full-isl`), a decode's one by one; when none is free, the running
-request that is last in order loses its blocks and computes again later. What output tokens mean is left to
-the caller: a token names the prompt whose KV cache it follows from.
+A step decodes every running request, then fills the token budget with prompt chunks: prefills already begun
+first, then the waiting queue by (priority, arrival, sequence). All blocks of a prompt are allocated at its
+admission (vLLM's `scheduler-reserve-full-isl`), those of its output one by one. When no block is free, the
+running request that is last in order is preempted and computed again later. The text of tokens is left to the
+caller: a token names the prompt whose KV cache it continues.
 """
 
 import heapq
@@ -33,12 +33,12 @@ from fulcrum_simulator.engine.stats import EngineGauges, EngineStats
 
 
 class Engine:
-    """One engine instance on the caller's clock.
+    """One engine instance.
 
-    The caller's loop: `step = start_step(now)`, then `take_kv_fetches()`; wait `step.duration_s`;
-    `finish_step(now)` returns the events; again. With no step to run (None), wait for a submit, a fetch's
-    end or `next_lease_expiry_s`. Everything but `start_step` may be called while a step is under way. After
-    EngineDead nothing may be called but `dead`, `stats` and `gauges`.
+    The caller's loop: `step = start_step(now)`, `take_kv_fetches()`, wait `step.duration_s`,
+    `finish_step(now)` for the events, repeat. If `start_step` returns None, wait for a submit, the end of a
+    fetch or `next_lease_expiry_s`. All methods but `start_step` may be called while a step is under way.
+    After EngineDead only `dead`, `stats` and `gauges` may be used.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Engine:
         lease_s: float = 30.0,
         step_jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`engine_id` must be new at every start. `step_jitter` gives a factor on each step's duration."""
+        """`engine_id` must be new at every start. `step_jitter` returns a factor for each step's duration."""
         self.profile = profile
         self.engine_id = engine_id
         self.stats = EngineStats()
@@ -73,7 +73,11 @@ class Engine:
     # The caller's requests
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. InvalidInput for what cannot run: empty, too long for the cache, an id in use."""
+        """Queue a request.
+
+        Raises:
+            InvalidInput: if the request is empty, too long for the KV cache, or its id is in use.
+        """
         self._require_runnable(request)
         run = self._runs[request.id] = RequestRun(request, self._next_sequence)
         self._next_sequence += 1
@@ -94,9 +98,12 @@ class Engine:
             raise InvalidInput("request id", request.id, "is in use")
 
     def abort(self, request_id: str, now_s: float) -> Finished | None:
-        """End a request now and free what it holds; None if there is none of that id (it finished already).
+        """End a request now and free its blocks; None if there is no request of that id.
 
-        Its token of a step under way is lost. EngineDead if its import lacks the peer's request id.
+        A token of the step under way is lost.
+
+        Raises:
+            EngineDead: if the request hangs in an import without the peer's request id.
         """
         self.expire_leases(now_s)
         run = self._runs.get(request_id)
@@ -108,14 +115,18 @@ class Engine:
             and isinstance(kv_transfer, KvImportRequest)
             and kv_transfer.request_id is None
         ):
-            self._die("a hand-off without remote_request_id was given up")
+            self._die("a KV transfer without remote_request_id was aborted")
         self._remove_from_batch(run)
         return self._end_run(run, FinishReason.ABORT, None, now_s)
 
     # Steps
 
     def start_step(self, now_s: float) -> Step | None:
-        """Schedule the next step; None if there is nothing to compute. EngineDead on a malformed import."""
+        """Schedule the next step; None if there is nothing to compute.
+
+        Raises:
+            EngineDead: if an admitted import is malformed.
+        """
         if self.dead:
             raise EngineDead("the engine is dead")
         if self.busy:
@@ -124,7 +135,9 @@ class Engine:
         preempted = self._allocate_decode_blocks()
         self._chunks.clear()
         budget = self._continue_prefills(self.profile.token_budget - len(self._decoding))
-        if not preempted or not (self._decoding or self._chunks):  # as vLLM, admit nobody beside an eviction
+        if not preempted or not (
+            self._decoding or self._chunks
+        ):  # like vLLM, admit no request in a step with a preemption
             self._admit(budget, now_s)
         if not self._decoding and not self._chunks:
             return None
@@ -132,7 +145,7 @@ class Engine:
         return self._build_step()
 
     def finish_step(self, now_s: float) -> list[Event]:
-        """End the step under way: its preemptions first, then tokens, then the ends of requests."""
+        """End the step under way; returns its events: preemptions, then tokens, then ends of requests."""
         if not self.busy:
             raise RuntimeError("no step is under way: start one first")
         self.expire_leases(now_s)
@@ -146,22 +159,26 @@ class Engine:
         events.extend(self._complete(run, now_s) for run in ended)
         return events
 
-    # The taker's side of a hand-off
+    # KV transfer, on the decode instance
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """How often a taker tells the giver that it still wants the blocks: a sixth of the lease."""
+        """Interval at which a decode instance sends heartbeats for blocks that it still needs: a sixth of the
+        lease.
+        """
         return self._lease_s / HEARTBEATS_PER_LEASE
 
     def take_kv_fetches(self) -> list[KvFetch]:
-        """KV fetches accepted since last asked; ask after every start_step, also when it gave None."""
+        """Return the KV fetches to start since the last call. Call it after every `start_step`, also if that
+        returned None.
+        """
         fetches, self._fetches = self._fetches, []
         return fetches
 
     def complete_kv_fetch(self, request_id: str, digest: bytes, now_s: float) -> None:
-        """The blocks arrived and hold the prompt with this digest (`pulled_digest` of what was read).
+        """End a fetch: the blocks have arrived and hold the prompt with this digest (see `pulled_digest`).
 
-        Only the prompt's last token is computed here. A request that is gone or does not fetch is ignored.
+        The prompt's last token is computed here. Ignored if the request has ended or does not fetch.
         """
         self.expire_leases(now_s)
         run = self._find_fetching(request_id)
@@ -179,22 +196,26 @@ class Engine:
         self._make_ready(run)
 
     def fail_kv_fetch(self, request_id: str, now_s: float) -> None:
-        """The pull failed: count it and compute the prompt here (kv_load_failure_policy=recompute)."""
+        """End a failed fetch: count it and compute the prompt here (kv_load_failure_policy=recompute)."""
         self.expire_leases(now_s)
         run = self._find_fetching(request_id)
         if run is not None:
             self.stats.failed_transfers += 1
             self._make_ready(run)
 
-    # The giver's side of a hand-off
+    # KV transfer, on the prefill instance
 
     def extend_lease(self, request_id: str, now_s: float) -> bool:
-        """A taker still wants its blocks: at least 2/3 lease_s from now. False if the lease is gone."""
+        """Handle a heartbeat: extend the lease to at least 2/3 lease_s from now. False if there is no such
+        lease.
+        """
         self.expire_leases(now_s)
         return self._leases.extend(request_id, now_s)
 
     def release_lease(self, request_id: str, now_s: float) -> bool:
-        """The taker has read its blocks, or will not: free them. False, and counted, if the lease is gone."""
+        """Free the blocks of a lease, read by the decode instance or not. False if there is no lease, which
+        is counted.
+        """
         self.expire_leases(now_s)
         blocks = self._leases.end(request_id)
         if blocks is None:
@@ -204,27 +225,29 @@ class Engine:
         return True
 
     def expire_leases(self, now_s: float) -> None:
-        """Free the blocks of leases that ran out; every call that is given a time does this first."""
+        """Free the blocks of expired leases. Every method that takes `now_s` calls this first."""
         for blocks in self._leases.expire(now_s):
             self.stats.kv_expired += 1
             self._pool.release(blocks)
 
     def next_lease_expiry_s(self) -> float | None:
-        """When the next lease runs out; None without leases."""
+        """Return the time at which the next lease expires; None without leases."""
         return self._leases.next_lease_expiry_s()
 
     def read_blocks(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Per block the digest of the prompt whose KV it holds now, as a peer reads it; no lease is checked.
+        """Return for each block the digest of the prompt whose KV it holds now, as a peer reads it; leases
+        are not checked.
 
-        InvalidInput for a block that does not exist.
+        Raises:
+            InvalidInput: if a block does not exist.
         """
         return self._pool.read(block_ids)
 
-    # What is seen from outside
+    # Gauges
 
     @property
     def gauges(self) -> EngineGauges:
-        """What it holds now."""
+        """The current queue lengths and KV cache usage."""
         waiting = [run for _, run in self._waiting if run.state is RequestRunState.WAITING]
         ready = sum(run.state is RequestRunState.READY for run in self._ready)
         fetching = sum(run.state is RequestRunState.FETCHING for run in self._runs.values())
@@ -242,7 +265,9 @@ class Engine:
     # Scheduling
 
     def _allocate_decode_blocks(self) -> bool:
-        """A block for each decode that outgrows its own; True if others were evicted, last in order first."""
+        """Allocate a block for each decode whose blocks are full, preempting others if needed; True if any
+        was preempted.
+        """
         preemptions_before = self.stats.preemptions
         for run in [run for run in self._decoding if run.computed_tokens == run.room_tokens]:
             while run.state is RequestRunState.DECODING and not self._pool.available:
@@ -263,13 +288,15 @@ class Engine:
         heapq.heappush(self._waiting, (run.order, run))
 
     def _continue_prefills(self, budget: int) -> int:
-        """Chunks of prompts begun earlier; the budget that is left."""
+        """Plan the next chunks of prefills already begun; returns the remaining token budget."""
         for run in self._prefilling:
             budget -= self._plan_chunk(run, budget)
         return budget
 
     def _admit(self, budget: int, now_s: float) -> None:
-        """Fetched requests, which hold blocks already, then the queue until its head does not fit."""
+        """Admit fetched requests, which have their blocks already, then the queue until its head does not
+        fit.
+        """
         while budget > 0 and len(self._prefilling) + len(self._decoding) < self.profile.max_seqs:
             run = self._pop_admissible()
             if run is None:
@@ -278,7 +305,9 @@ class Engine:
                 budget -= self._schedule(run, budget, now_s)
 
     def _pop_admissible(self) -> RequestRun | None:
-        """The next request that has its blocks, to run or to fetch; None if none or the head does not fit."""
+        """Return the next request that has its blocks, to run or to fetch; None if there is none or the head
+        does not fit.
+        """
         while self._ready:
             run = self._ready.popleft()
             if run.state is RequestRunState.READY:
@@ -290,7 +319,7 @@ class Engine:
         return heapq.heappop(self._waiting)[1]
 
     def _allocate_blocks(self, run: RequestRun) -> bool:
-        """Blocks for all that the next token needs, cached ones first; False if too few are free."""
+        """Allocate all blocks that the next token needs, cached ones first; False if too few are free."""
         size = self.profile.block_size
         needed = -(-run.tokens_needed // size)
         if run.pending_import:
@@ -309,7 +338,9 @@ class Engine:
         return True
 
     def _count_prefix_hits(self, run: RequestRun) -> None:
-        """Count a first admission's cache hits; what is computed again after a preemption counts once."""
+        """Count the cache hits of a first admission. A request computed again after a preemption is not
+        counted again.
+        """
         if run.first_token_s is None:
             run.cached_tokens, run.external_tokens = run.computed_tokens, 0
         if not run.preemptions:
@@ -318,7 +349,9 @@ class Engine:
             self.stats.external_queries += run.request.prompt_tokens - run.computed_tokens
 
     def _schedule(self, run: RequestRun, budget: int, now_s: float) -> int:
-        """Enter the running set; the budget used. With one token left to compute it decodes at once."""
+        """Add the request to the running set; returns the budget used. With one token left to compute it
+        decodes at once.
+        """
         if run.scheduled_s is None:
             run.scheduled_s = now_s
         if run.tokens_needed - run.computed_tokens == 1:
@@ -336,7 +369,7 @@ class Engine:
         return chunk
 
     def _build_step(self) -> Step:
-        """The step that is now scheduled, with its duration."""
+        """Compute the duration of the scheduled step and record its samples."""
         prefill_tokens = attention = 0
         for run, chunk in self._chunks:
             prefill_tokens += chunk
@@ -355,19 +388,19 @@ class Engine:
             context_tokens=context_tokens,
         )
 
-    # Hand-offs
+    # KV transfers
 
     def _require_remote_blocks(self, fetch: KvImportRequest, needed: int) -> None:
-        """The real engine asserts this in its scheduler, and is gone when it does not hold."""
+        """Kill the engine if an assertion of the real engine's scheduler would fail."""
         if fetch.block_ids is None:
-            self._die("a hand-off came without remote_block_ids")
+            self._die("a KV transfer has no remote_block_ids")
         if needed > len(fetch.block_ids):
-            self._die(f"a prompt of {needed} KV blocks was handed over in {len(fetch.block_ids)}")
+            self._die(f"a KV transfer has {len(fetch.block_ids)} blocks, the prompt needs {needed}")
 
     def _start_fetch(self, run: RequestRun, fetch: KvImportRequest, prefix_blocks: int) -> None:
         run.state, run.pending_import = RequestRunState.FETCHING, None
         if fetch.request_id is None or fetch.block_ids is None:
-            return  # the real engine waits for ever
+            return  # like the real engine, never start the pull: the request hangs
         count = len(run.blocks) - prefix_blocks
         self._fetches.append(
             KvFetch(
@@ -388,16 +421,16 @@ class Engine:
         self._ready.append(run)
 
     def _export_kv(self, run: RequestRun, now_s: float) -> ExportedKv:
-        """Pin the run's blocks under a lease."""
+        """Pin the request's blocks under a lease."""
         expires_s = self._leases.grant(run.id, run.blocks, now_s)
         return ExportedKv(
             request_id=run.id, block_ids=tuple(run.blocks), tokens=run.computed_tokens, expires_s=expires_s
         )
 
-    # Ends of steps
+    # End of a step
 
     def _finish_decodes(self, events: list[Event], now_s: float) -> list[RequestRun]:
-        """One token of each decode; those at their limit. The model's hot loop."""
+        """Emit one token for each decode; returns those at their limit. The model's hot loop."""
         ended = []
         itl_s = self.stats.samples.itl_s
         for run in self._decoding:
@@ -416,7 +449,9 @@ class Engine:
         return ended
 
     def _finish_chunk(self, run: RequestRun, chunk: int, events: list[Event], now_s: float) -> bool:
-        """Move a prompt on, with a token if that was its last piece; True if it is at its limit."""
+        """Record a computed chunk, and a token if it completes the prompt; True if the request is at its
+        limit.
+        """
         size = self.profile.block_size
         first = run.computed_tokens // size
         run.computed_tokens += chunk
@@ -444,7 +479,7 @@ class Engine:
         self.stats.prompt_local_compute += run.request.prompt_tokens - run.cached_tokens - run.external_tokens
 
     def _complete(self, run: RequestRun, now_s: float) -> Finished:
-        """A run reached its limit: free its blocks, or pin them for its taker."""
+        """End a request at its limit: free its blocks, or pin them for a decode instance."""
         self._remove_from_batch(run)
         if not isinstance(run.request.kv_transfer, KvExportRequest):
             return self._end_run(run, run.end_reason, None, now_s)
@@ -453,7 +488,7 @@ class Engine:
         return self._end_run(run, run.end_reason, export, now_s)
 
     def _remove_from_batch(self, run: RequestRun) -> None:
-        """Leave the running set, where the run is in it; queues drop it when they meet it."""
+        """Remove the request from the running set. Queues skip requests that have ended."""
         if run.state is RequestRunState.DECODING:
             self._decoding.remove(run)
         elif run.state is RequestRunState.PREFILLING:

@@ -1,4 +1,4 @@
-"""What a simulated engine reports: steps, tokens, ends of requests, KV cache to fetch or to hand over."""
+"""The results of the engine model: steps, tokens, ends of requests, KV caches to fetch or to export."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,10 +8,12 @@ from fulcrum_simulator.engine.requests import KvImportRequest
 
 
 class EngineDead(Exception):
-    """The engine's process would be gone: an assertion of the real engine failed on what it was sent."""
+    """The engine's process would have ended: input violated an assertion of the real engine."""
 
 
 class FinishReason(StrEnum):
+    """Why a request ended; the values are those of vLLM's `finish_reason`."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -20,7 +22,9 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedKv:
-    """Blocks pinned for a peer until `expires_s`, unless extended: what a prefill leg hands over."""
+    """The result of a prefill leg: blocks pinned for a decode instance until `expires_s`, unless the lease is
+    extended.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -30,10 +34,11 @@ class ExportedKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvFetch:
-    """The scheduler took an import and holds blocks for it: pull `remote_block_ids` (`kv_bytes` in all) now.
+    """A KV transfer to start now: the scheduler admitted an import and allocated blocks for it.
 
-    Only blocks that the engine's own prefix cache lacks are listed. Answer with `complete_kv_fetch` or
-    `fail_kv_fetch`; until then send the peer a heartbeat every `Engine.heartbeat_interval_s`.
+    `remote_block_ids` lists only the blocks that the own prefix cache lacks, `kv_bytes` in all. The caller
+    pulls them and reports `complete_kv_fetch` or `fail_kv_fetch`; until then it sends the prefill instance a
+    heartbeat every `Engine.heartbeat_interval_s`.
     """
 
     request_id: str
@@ -45,7 +50,7 @@ class KvFetch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step under way: it ends `duration_s` after its start; call `finish_step` then."""
+    """A step that has started. Call `finish_step` when `duration_s` seconds have passed."""
 
     duration_s: float
     prefill_tokens: int
@@ -54,27 +59,29 @@ class Step:
 
 
 class OutputToken(NamedTuple):
-    """The `index`-th output token (from 0) of a request; `digest` is the prompt whose KV it follows from."""
+    """The `index`-th output token (from 0) of a request; `digest` is the prompt whose KV cache it
+    continues.
+    """
 
     request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a token
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used on tokens
     digest: bytes
 
 
 class Preempted(NamedTuple):
-    """The request lost its blocks and waits again; its output goes on later where it stopped."""
+    """The request lost its blocks and is queued again; its output continues where it stopped."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A request's end, once per request, with what its usage and the engine's histograms need.
+    """The end of a request, with the figures for its usage and the engine's histograms.
 
-    computed + cached + external tokens = prompt tokens, or all 0 if it ended before its prompt was done.
-    Times in seconds; 0 where the request did not get that far. `queue_s` runs from arrival to first
-    scheduling (a KV fetch counts as queueing), `prefill_s` on to the first token, `decode_s` on to the
-    last; `tpot_s` is decode_s per token after the first and 0 for a single token.
+    computed + cached + external tokens = prompt tokens, or all 0 if the request ended during its prefill.
+    Times are in seconds, and 0 for stages that were not reached. `queue_s` lasts from arrival to first
+    scheduling (a KV fetch counts as queueing), `prefill_s` from there to the first token, `decode_s` from
+    there to the last; `tpot_s` is decode_s per token after the first, and 0 for a single token.
     """
 
     request_id: str
@@ -95,7 +102,7 @@ class Finished:
 
     @property
     def inference_s(self) -> float:
-        """From first scheduling to the last token."""
+        """Seconds from first scheduling to the last token."""
         return self.prefill_s + self.decode_s
 
 

@@ -1,12 +1,13 @@
-"""The wire between two engines: queues at both ends, and the one-time handshake of a pair.
+"""The network between two engines: a queue at each end, and the handshake at the first contact of a pair.
 
-Pure bookkeeping of who is busy until when. The discrete-event simulator holds both ends and uses
-`reserve_transfer`; an engine server holds one end and reserves that alone.
+Computes times only. The simulation of the whole control loop holds both ends and uses `reserve_transfer`; an
+engine server holds one end and reserves that alone.
 """
 
 from dataclasses import dataclass
 
 HANDSHAKE_TIMEOUT_S = 5.0
+"""Time after which a handshake with an unreachable peer fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,26 +20,30 @@ class LinkReservation:
 
 @dataclass(slots=True)
 class LinkEnd:
-    """One direction of one engine's network: transfers run one after another, as they were reserved."""
+    """One direction of one engine's network link. Transfers run one after another, in order of
+    reservation.
+    """
 
     busy_until_s: float = 0.0
 
     def reserve(self, duration_s: float, *, now_s: float) -> LinkReservation:
-        """The first free span of `duration_s` from `now_s` on."""
+        """Reserve the first free span of `duration_s` from `now_s` on."""
         start_s = max(now_s, self.busy_until_s)
         self.busy_until_s = start_s + duration_s
         return LinkReservation(start_s=start_s, end_s=self.busy_until_s)
 
 
 def estimate_transfer_s(kv_bytes: int, *, link_bytes_per_s: float, link_setup_s: float) -> float:
-    """Time on the wire of one pull: setup + bytes / link."""
+    """Return the duration of one pull: link_setup_s + kv_bytes / link_bytes_per_s."""
     return link_setup_s + kv_bytes / link_bytes_per_s
 
 
 def reserve_transfer(
     egress: LinkEnd, ingress: LinkEnd, duration_s: float, *, now_s: float
 ) -> LinkReservation:
-    """The first span in which the giver's egress and the taker's ingress are both free; takes it on both."""
+    """Reserve the first span in which the prefill instance's egress and the decode instance's ingress are
+    both free.
+    """
     slot = egress.reserve(duration_s, now_s=max(now_s, ingress.busy_until_s))
     ingress.busy_until_s = slot.end_s
     return slot
@@ -46,16 +51,16 @@ def reserve_transfer(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandshakeResult:
-    """When a first contact ends, and whether the peer answered."""
+    """The end time of a handshake, and whether it succeeded."""
 
     end_s: float
     ok: bool
 
 
 class HandshakeQueue:
-    """A taker's first contacts: once per peer engine id, one after another.
+    """The handshakes of one decode instance: one per peer engine id, one after another.
 
-    An unreachable peer blocks all further first contacts for `HANDSHAKE_TIMEOUT_S`; known peers are not
+    An unreachable peer delays all later handshakes by `HANDSHAKE_TIMEOUT_S`; pulls from known peers are not
     delayed.
     """
 
@@ -64,12 +69,14 @@ class HandshakeQueue:
         self._known: dict[str, float] = {}
         self._queue = LinkEnd()
 
-    def knows(self, engine_id: str) -> bool:
+    def is_known(self, engine_id: str) -> bool:
         """Whether a handshake with this engine was started and did not fail."""
         return engine_id in self._known
 
     def reserve_handshake(self, engine_id: str, *, reachable: bool, now_s: float) -> HandshakeResult:
-        """When this peer's blocks can be read: at once if known, else after the handshakes before it."""
+        """Return when the peer's blocks can be read: now if it is known, else after the handshakes queued
+        before it.
+        """
         if engine_id in self._known:
             return HandshakeResult(end_s=max(now_s, self._known[engine_id]), ok=True)
         slot = self._queue.reserve(self._handshake_s if reachable else HANDSHAKE_TIMEOUT_S, now_s=now_s)
@@ -78,5 +85,5 @@ class HandshakeQueue:
         return HandshakeResult(end_s=slot.end_s, ok=reachable)
 
     def forget(self, engine_id: str) -> None:
-        """Drop a peer (its time to live ran out, or it died): the next pull shakes hands again."""
+        """Forget a peer that died or was idle for too long: the next pull starts with a handshake."""
         self._known.pop(engine_id, None)

@@ -1,4 +1,4 @@
-"""A request's life inside the engine, from its submission to its end."""
+"""The mutable state of one request inside the engine, from submission to its end. Used by `engine` only."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,11 +11,11 @@ QueueOrder = tuple[int, float, int]  # priority, arrival, sequence
 
 
 class RequestRunState(Enum):
-    """WAITING → (FETCHING → READY →) PREFILLING → DECODING → ENDED; preemption leads back."""
+    """WAITING → (FETCHING → READY →) PREFILLING → DECODING → ENDED; a preemption leads back to WAITING."""
 
     WAITING = auto()
-    FETCHING = auto()  # holds blocks, its KV is on the way
-    READY = auto()  # holds blocks, the fetch ended; runs at the next step with room
+    FETCHING = auto()  # has blocks; its KV transfer is under way
+    READY = auto()  # has blocks; the fetch ended; runs at the next step with room
     PREFILLING = auto()
     DECODING = auto()
     ENDED = auto()
@@ -23,10 +23,10 @@ class RequestRunState(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestRun:
-    """Mutable state of one request.
+    """One request inside the engine.
 
-    `computed_tokens` have their KV in `blocks`; the next token can come when that is prompt + output.
-    `digest` is the prompt whose KV is really held.
+    The KV of `computed_tokens` tokens is in `blocks`; the next output token needs that of all prompt and
+    output tokens. `digest` is the prompt whose KV the blocks actually hold.
     """
 
     request: EngineRequest
@@ -35,7 +35,7 @@ class RequestRun:
     prompt: PromptKey = field(init=False)
     digest: bytes = field(init=False)
     output_limit: int = field(init=False)
-    pending_import: KvImportRequest | None = field(init=False)  # still to be started
+    pending_import: KvImportRequest | None = field(init=False)  # None once its fetch has started
     state: RequestRunState = RequestRunState.WAITING
     computed_tokens: int = 0
     output_tokens: int = 0
@@ -59,7 +59,7 @@ class RequestRun:
 
     @property
     def order(self) -> QueueOrder:
-        """Earlier is served first, and preempted last."""
+        """Sort key of the queue; the lowest key is served first and preempted last."""
         return (self.request.priority, self.request.arrival_s, self.sequence)
 
     @property
@@ -69,11 +69,11 @@ class RequestRun:
 
     @property
     def end_reason(self) -> FinishReason:
-        """Why it ends at its limit."""
+        """Finish reason at the output limit."""
         return FinishReason.LENGTH if self.output_limit == self.request.max_tokens else FinishReason.STOP
 
     def build_finished(self, reason: FinishReason, export: ExportedKv | None, now_s: float) -> Finished:
-        """The report of its end."""
+        """Build the report of the end of this request."""
         started = self.first_token_s is not None
         scheduled_s = now_s if self.scheduled_s is None else self.scheduled_s
         first_s = self.first_token_s if self.first_token_s is not None else scheduled_s

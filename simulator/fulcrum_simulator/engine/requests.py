@@ -1,4 +1,6 @@
-"""What is asked of a simulated engine: a request, its part in a hand-off, the hashes of its blocks."""
+"""The input of the engine model: a request, its part in a KV transfer, and the hashes of its prompt
+blocks.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -6,21 +8,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class NoKvTransfer:
-    """Prefill and decode both happen here."""
+    """The request is prefilled and decoded on this engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvExportRequest:
-    """Only the prompt is computed here (`do_remote_decode`): its blocks stay pinned for a peer to pull."""
+    """A prefill leg (`do_remote_decode`): only the prompt is computed, and its blocks are pinned for a decode
+    instance.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvImportRequest:
-    """A peer computed the prompt (`do_remote_prefill`): pull its blocks, then decode.
+    """A decode leg (`do_remote_prefill`): the prompt's blocks are pulled from the prefill instance, then
+    decoded.
 
-    The fields are the peer's answer as it came. As on the real engine, an answer without `block_ids` (None)
-    or with fewer blocks than the prompt needs kills this engine, and one without `request_id` (None) hangs
-    until the client gives up, which then kills it.
+    The fields are the KV transfer parameters as received. As on the real engine, parameters without
+    `block_ids` (None) or with fewer blocks than the prompt needs kill the engine. Without `request_id` (None)
+    the request hangs, and the engine dies when the client disconnects.
     """
 
     engine_id: str
@@ -35,12 +40,12 @@ KvTransfer = NoKvTransfer | KvExportRequest | KvImportRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request as the scheduler sees it.
+    """A request as the scheduler receives it.
 
-    `arrival_s` is when it reached this engine; it orders the queue and starts the latencies. `digest`
-    stands for the whole prompt, `block_hashes` for each of its full blocks (see `block_hashes`); without
-    hashes nothing is cached. Lower `priority` runs earlier. Output ends with reason "length" after
-    `max_tokens`, or with "stop" after `stop_after` tokens where that comes first.
+    `arrival_s` is its arrival at this engine; it orders the queue, and latencies count from it. `digest`
+    identifies the whole prompt, `block_hashes` each of its full blocks; without hashes nothing is cached. A
+    lower `priority` runs earlier. Output ends with reason "length" after `max_tokens` tokens, or with "stop"
+    after `stop_after` if that is lower.
     """
 
     id: str
@@ -55,9 +60,10 @@ class EngineRequest:
 
 
 def block_hashes(prompt: bytes, *, block_bytes: int, salt: bytes = b"") -> tuple[bytes, ...]:
-    """Chained hashes of the full blocks of `prompt`: equal at i only if salt and all up to block i are equal.
+    """Return the chained hashes of the prompt's full blocks; equal at i only if salt and all blocks up to i
+    are equal.
 
-    `block_bytes` is the block size in bytes of prompt: tokens a block × bytes a token.
+    `block_bytes` is the block size in bytes of prompt: tokens per block × bytes per token.
     """
     hashes = []
     parent = hashlib.blake2b(salt, digest_size=16).digest()
@@ -68,9 +74,9 @@ def block_hashes(prompt: bytes, *, block_bytes: int, salt: bytes = b"") -> tuple
 
 
 def pulled_digest(blocks: tuple[bytes, ...], *, own_digest: bytes) -> bytes:
-    """The prompt that a taker with the prompt `own_digest` continues after reading blocks that hold these
-    digests.
+    """Return the digest of the prompt that the output continues after these blocks were pulled.
 
-    One block of another prompt is enough to make the text another's, as it would be on a real engine.
+    `blocks` are the digests read from the blocks. One block of another prompt is enough to change the text,
+    as on a real engine.
     """
     return next((digest for digest in blocks if digest != own_digest), own_digest)

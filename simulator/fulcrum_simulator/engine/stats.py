@@ -1,7 +1,6 @@
-"""The engine's counters and samples, enough to print vLLM's metrics; nothing here knows their names.
+"""The engine model's counters, gauges and samples, from which `server.metrics` renders vLLM's metrics.
 
-Gauges are read from the engine (`Engine.gauges`). Samples lie in lists until the caller takes them: the
-engine server observes them into histograms, the discrete-event simulator clears them.
+Samples are kept in lists until the caller takes them.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from fulcrum_simulator.engine.events import FinishReason
 
 @dataclass(slots=True)
 class Samples:
-    """Values since they were last taken, in order. Latencies in seconds, `iteration_tokens` per step."""
+    """Values since the last `take_samples`, in order. Latencies in seconds; `iteration_tokens` per step."""
 
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
@@ -24,11 +23,11 @@ def _no_finishes() -> dict[FinishReason, int]:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine's start; tokens unless the name says otherwise.
+    """Counters since the engine's start, in tokens unless the name says otherwise.
 
-    `prefix_*` is the engine's own cache, `external_*` what came through a hand-off. A prompt's tokens are
-    counted by source when its first token comes; a prompt that is computed again after a preemption is not
-    counted again.
+    `prefix_*` is the engine's own cache, `external_*` what KV transfers brought. A prompt's tokens are
+    counted by source at its first output token; a prompt computed again after a preemption is not counted
+    again.
     """
 
     prefix_queries: int = 0
@@ -49,21 +48,22 @@ class EngineStats:
 
     @property
     def prompt_tokens(self) -> int:
-        """All prompt tokens, pulled ones too."""
+        """All prompt tokens, pulled ones included."""
         return self.prompt_local_compute + self.prompt_local_cache_hit + self.prompt_external
 
     def take_samples(self) -> Samples:
-        """The samples so far; the next ones start a new list."""
+        """Return the samples so far and start new lists."""
         taken, self.samples = self.samples, Samples()
         return taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGauges:
-    """What the engine holds now: requests by state, and its KV cache.
+    """Current queue lengths and KV cache usage.
 
-    `waiting_deferred` requests wait for their fetch to end. The fetch stages split the imports.
-    `kv_usage` (0..1) includes blocks pinned by leases.
+    `waiting_capacity` requests wait for blocks or a place in the batch, `waiting_deferred` requests for their
+    KV fetch. The `fetch_*` gauges split the imports by stage. `kv_usage` (0 to 1) includes blocks pinned by
+    leases.
     """
 
     running: int
@@ -77,4 +77,5 @@ class EngineGauges:
 
     @property
     def waiting(self) -> int:
+        """All requests that do not run yet."""
         return self.waiting_capacity + self.waiting_deferred

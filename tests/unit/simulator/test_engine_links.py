@@ -78,9 +78,9 @@ def test_first_contacts_are_serial(
 def test_a_forgotten_peer_shakes_hands_again() -> None:
     handshakes = HandshakeQueue(0.25)
     handshakes.reserve_handshake("p", reachable=True, now_s=0.0)
-    known = handshakes.knows("p")
+    known = handshakes.is_known("p")
     handshakes.forget("p")
-    assert (known, handshakes.knows("p")) == (True, False)
+    assert (known, handshakes.is_known("p")) == (True, False)
     assert handshakes.reserve_handshake("p", reachable=True, now_s=1.0) == HandshakeResult(
         end_s=1.25, ok=True
     )
