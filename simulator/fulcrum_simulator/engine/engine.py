@@ -62,7 +62,7 @@ class Engine:
         self._leases = Leases(lease_s)
         self._runs: dict[str, RequestRun] = {}
         self._next_sequence = 0
-        self._waiting: list[tuple[QueueOrder, RequestRun]] = []  # a heap; aborted runs are skipped when met
+        self._waiting: list[tuple[QueueOrder, RequestRun]] = []  # a heap; aborted runs stay until popped
         self._ready: deque[RequestRun] = deque()
         self._prefilling: list[RequestRun] = []
         self._decoding: list[RequestRun] = []

@@ -1,6 +1,6 @@
-"""The engine server: vLLM's HTTP surface over the pure engine model, in real time.
+"""The engine server: vLLM's HTTP API over the engine model, in real time, one process per engine.
 
-It speaks what a router, an operator and a Prometheus expect of a real engine, down to its failures, so
-that the same control plane runs on a laptop. What a step costs and which blocks a request holds is the
-engine model's business; what this package adds is the clock, the sockets and the exposition.
+It behaves as a router, an operator and Prometheus expect of a real engine, failures included, so that the
+same control plane runs without GPUs. The engine model computes step times and KV blocks; this package adds
+the clock, the sockets and the metrics.
 """

@@ -1,8 +1,8 @@
-"""`python -m fulcrum_simulator.server`: one engine server, until SIGTERM or the end of its parent."""
+"""`python -m fulcrum_simulator.server`: one engine server, until SIGTERM or until its parent process ends."""
 
 import os
 
-_PARENT_PID = os.getppid()  # read before the slow imports: a parent that dies meanwhile must be noticed
+_PARENT_PID = os.getppid()  # read before the slow imports, during which the parent may end
 
 import asyncio  # noqa: E402  (after the parent's pid)
 import gc  # noqa: E402
@@ -24,13 +24,17 @@ from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
 from fulcrum_simulator.server.service import EngineService  # noqa: E402
 from fulcrum_simulator.server.side_channel_server import SideChannelServer, start_side_channel_server  # noqa: E402
 
-DEATH_GRACE_S = 0.3  # how long an engine that died of what it was sent still answers /health with 503
-KEEP_ALIVE_TIMEOUT_S = 5.0  # vLLM closes idle connections this soon; a router's pool must cope
-SHUTDOWN_TIMEOUT_S = 0.5  # how long open connections get at the end
+DEATH_GRACE_S = 0.3
+"""Time for which a dead engine still responds to /health, with 503."""
+KEEP_ALIVE_TIMEOUT_S = 5.0
+"""vLLM's limit for idle connections. The router's connection pool must cope with it."""
+SHUTDOWN_TIMEOUT_S = 0.5
+"""Time that open connections get to finish at shutdown."""
 
 
 def bind(host: str, port: int, *, option: str) -> socket.socket:
-    """A bound socket that does not listen yet, so that a port in use is known before the start-up time.
+    """Return a bound socket that does not listen yet, so that a port in use is reported before the start-up
+    time.
 
     Raises:
         InvalidInput: if the address cannot be bound.
@@ -50,7 +54,7 @@ def bind(host: str, port: int, *, option: str) -> socket.socket:
 async def serve(
     options: Options, http: socket.socket, side_channel: socket.socket, *, started_s: float
 ) -> None:
-    """Start up, print the ready line, and serve until a signal or the engine's death."""
+    """Wait for the start-up time, print the ready line, and serve until a signal or until the engine dies."""
     service = EngineService(options)
     service.side_channel_port = side_channel.getsockname()[1]
     stop, died = asyncio.Event(), asyncio.Event()
@@ -76,7 +80,7 @@ async def serve(
     ready = {"port": http.getsockname()[1], "side_channel_port": service.side_channel_port}
     print("ready", orjson.dumps(ready).decode(), flush=True)
     gc.collect()
-    gc.freeze()  # what start-up left is never garbage: keep collections short, they delay steps
+    gc.freeze()  # long collections delay steps; objects from start-up are never garbage
     await _wait_for_end(service, stop, died)
     listener.close()
     await runner.cleanup()
@@ -84,7 +88,7 @@ async def serve(
 
 
 async def _wait_for_startup(seconds: float, stop: asyncio.Event) -> bool:
-    """Load the model, so to speak; False if told to stop meanwhile."""
+    """Wait as long as a real engine loads its model; False if a signal arrived meanwhile."""
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             await stop.wait()
@@ -104,7 +108,7 @@ async def _wait_for_end(service: EngineService, stop: asyncio.Event, died: async
         return
     if not await service.drain(service.options.shutdown_timeout_s):
         fields = {"instance": service.options.name, "requests": service.runner.live_requests}
-        log("warning", "drain took too long", at_s=time.time(), **fields)
+        log("warning", "drain timed out", at_s=time.time(), **fields)
         await service.wait_for_clients()
 
 

@@ -1,4 +1,4 @@
-"""vLLM's HTTP surface, and the two routes of the simulator's own (`/simulator/stats`, `/simulator/fault`)."""
+"""The HTTP routes: those of vLLM, and the simulator's own `/simulator/stats` and `/simulator/fault`."""
 
 import time
 import uuid
@@ -38,6 +38,7 @@ from fulcrum_simulator.server.token_sinks import BufferedResponse, ResponseEnd, 
 from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest
 
 ENGINE_VERSION = "0.32.0"
+"""The vLLM version whose behaviour is simulated."""
 _BODY_BYTES_MAX = 64 * 1024 * 1024
 _SIMULATOR_PREFIX = "/simulator/"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,7 +46,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GenerateCall:
-    """One checked request with its ids and the fixed parts of its answer."""
+    """A validated generation request with its ids and the constant parts of its response."""
 
     parsed: GenerateRequest
     request: EngineRequest
@@ -53,14 +54,14 @@ class _GenerateCall:
 
 
 class EngineApp:
-    """The routes over one engine service."""
+    """The HTTP routes of one engine service."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
         self._created_s = int(time.time())
 
     def build(self) -> web.Application:
-        """The aiohttp application."""
+        """Build the aiohttp application."""
         app = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[self._handle_errors])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -77,7 +78,7 @@ class EngineApp:
 
     @web.middleware
     async def _handle_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Errors as vLLM's error object; a hanging engine answers nothing but the simulator's own routes."""
+        """Turn errors into vLLM's error object. A hung engine responds only on the simulator's own routes."""
         if not request.path.startswith(_SIMULATOR_PREFIX):
             await self._service.wait_while_hung()
         try:
@@ -158,7 +159,9 @@ class EngineApp:
         return web.Response(body=body, content_type="application/json")
 
     async def _respond_streamed(self, request: web.Request, call: _GenerateCall) -> web.StreamResponse:
-        """Headers go out at once and every token from the step loop; only the end is written here."""
+        """Stream a response. The step loop writes the tokens to the transport; this handler writes the
+        end.
+        """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -224,14 +227,14 @@ class EngineApp:
         return _json_response({"object": "list", "data": [card]})
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 while the engine lives: also when it drains, refuses or aborts."""
+        """200 while the engine lives, also while it drains, refuses or aborts requests."""
         return web.Response(status=503 if self._service.runner.dead else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json_response({"version": ENGINE_VERSION})
 
     async def _load(self, _: web.Request) -> web.Response:
-        """As with `--enable-server-load-tracking`."""
+        """Requests in flight, as under `--enable-server-load-tracking`."""
         return _json_response({"server_load": self._service.runner.live_requests})
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -249,7 +252,11 @@ class EngineApp:
 
 
 def _measure_usage(parsed: GenerateRequest, ending: ResponseEnd) -> TokenUsage:
-    """What was not computed here: proof of a hand-off, unless the parameters still say what P had cached."""
+    """Count the prompt tokens that this engine did not compute as cached, which verifies a KV transfer.
+
+    If the client leaves `remote_prefill_cached_tokens` in the parameters, the prefill instance's count is
+    reported instead, as by vLLM.
+    """
     end = ending.end
     cached = end.cached_tokens + end.external_tokens if end else 0
     params = parsed.kv_transfer_params or {}

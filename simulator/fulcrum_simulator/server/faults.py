@@ -1,4 +1,4 @@
-"""Faults switched on at run time: what `POST /simulator/fault` accepts."""
+"""Faults that tests inject at run time: the bodies that `POST /simulator/fault` accepts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fulcrum_core.errors import InvalidInput
 
 
 class FaultKind(StrEnum):
-    """What goes wrong. DIE and EXPIRE_LEASES happen once; the others last until NONE, or until used up."""
+    """The kinds of fault. DIE and EXPIRE_LEASES happen once; the others last until NONE or until used up."""
 
     DIE = "die"
     HANG = "hang"
@@ -23,7 +23,9 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: `factor` on step times for SLOW, `count` of pulls for FAIL_TRANSFERS."""
+    """One fault. `factor` multiplies step times (SLOW); `count` is the number of pulls that fail
+    (FAIL_TRANSFERS).
+    """
 
     kind: FaultKind
     factor: float = 1.0
@@ -31,7 +33,7 @@ class Fault:
 
 
 def parse_fault(body: Mapping[str, Any]) -> Fault:
-    """The fault that a request body describes.
+    """Parse the fault in a request body.
 
     Raises:
         InvalidInput: for an unknown kind, an unknown or missing field, or a value out of range.

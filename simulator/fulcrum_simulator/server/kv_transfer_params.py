@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: what a client may send, and what a prefill leg answers.
+"""Parses and builds `kv_transfer_params`, the JSON object that connects prefill leg and decode leg.
 
-Reading them is as trusting as the real engine's. It looks at few fields, and what it finds there decides
-between a hand-off, a plain request, a request that hangs and an engine that dies; a control plane under
-test must meet all four.
+Parsing is as lenient as in the real engine, which reads few fields. Depending on them, a request is a KV
+transfer, a plain request, a request that hangs, or one that kills the engine. A control plane under test must
+handle all four.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,12 @@ from typing import Any
 from fulcrum_simulator.engine import ExportedKv, KvExportRequest, KvImportRequest, KvTransfer, NoKvTransfer
 
 CACHED_TOKENS_KEY = "remote_prefill_cached_tokens"
+"""Prompt tokens that the prefill instance had in its prefix cache."""
 _SOURCE_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
 def parse_kv_transfer_params(params: Mapping[str, Any] | None) -> KvTransfer:
-    """A request's place in a hand-off by these parameters; unknown keys and `{}` mean none."""
+    """Return the part that a request plays in a KV transfer; unknown keys and `{}` mean none."""
     if params and params.get("do_remote_prefill"):
         return _parse_import(params)
     if params and params.get("do_remote_decode"):
@@ -24,7 +25,9 @@ def parse_kv_transfer_params(params: Mapping[str, Any] | None) -> KvTransfer:
 
 
 def _parse_import(params: Mapping[str, Any]) -> KvImportRequest:
-    """The real engine never starts a pull without all four source fields: the request hangs (no id)."""
+    """Parse the parameters of a decode leg. Without all four source fields the real engine never starts the
+    pull.
+    """
     complete = all(field in params for field in _SOURCE_FIELDS)
     return KvImportRequest(
         engine_id=str(params.get("remote_engine_id")),
@@ -36,7 +39,7 @@ def _parse_import(params: Mapping[str, Any]) -> KvImportRequest:
 
 
 def _parse_block_ids(groups: object) -> tuple[int, ...] | None:
-    """The blocks of the one KV cache group; None for what the real engine's assertions do not survive."""
+    """Return the blocks of the one KV cache group; None for input that fails the real engine's assertions."""
     if not isinstance(groups, list) or len(groups) != 1 or not isinstance(groups[0], list) or not groups[0]:
         return None
     ids = groups[0]
@@ -44,14 +47,16 @@ def _parse_block_ids(groups: object) -> tuple[int, ...] | None:
 
 
 def _parse_port(value: object) -> int:
-    """A port that can be dialled, or 0, which nobody answers."""
+    """Return a usable port, or 0, on which no engine listens."""
     return value if type(value) is int and 0 < value < 65536 else 0
 
 
 def build_kv_transfer_params(
     export: ExportedKv, *, engine_id: str, host: str, port: int, tensor_parallel: int, cached_tokens: int
 ) -> dict[str, Any]:
-    """What a prefill leg answers: everything that the decode leg's engine needs to pull the blocks."""
+    """Build the parameters that a prefill leg returns: all that the decode instance needs to pull the
+    blocks.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -1,9 +1,9 @@
-"""Prometheus text without a client library: prefixes are built once, a scrape formats numbers only.
+"""Prometheus metric families rendered without a client library: line prefixes are built once, a scrape
+formats numbers only.
 
-Eight engine servers share two cores and each is scraped every second. Rendering through per-sample objects
-costs several milliseconds a scrape, which shows up as late steps; this costs a fraction of one. The layout
-is prometheus_client's (sorted labels, `_created` as a gauge family of its own), because that is what vLLM
-answers with.
+Eight engine servers share two cores, and each is scraped every second. Rendering through objects per sample
+costs several milliseconds per scrape, which delays steps; this costs a fraction of one. The layout is that of
+prometheus_client (sorted labels, `_created` as a separate gauge family), because vLLM uses it.
 """
 
 from bisect import bisect_left
@@ -12,15 +12,15 @@ from typing import Protocol
 
 
 class MetricFamily(Protocol):
-    """A metric family that can write its lines."""
+    """A metric family that can render itself."""
 
     def render(self) -> str:
-        """HELP, TYPE and sample lines, each ending in a newline."""
+        """Return the HELP, TYPE and sample lines, each with its newline."""
         ...
 
 
 def format_number(value: float) -> str:
-    """A float as prometheus_client writes it: `0.1`, `20.0`, `1.795e+09`, `+Inf`."""
+    """Format a float like prometheus_client: `0.1`, `20.0`, `1.795e+09`, `+Inf`."""
     if value == float("inf"):
         return "+Inf"
     text = repr(float(value))
@@ -32,7 +32,7 @@ def format_number(value: float) -> str:
 
 
 def format_labels(labels: Mapping[str, str]) -> str:
-    """`{a="1",b="2"}`, sorted by name, values escaped; empty for no labels."""
+    """Format labels as `{a="1",b="2"}`, sorted by name, values escaped; empty without labels."""
     if not labels:
         return ""
     return "{" + ",".join(f'{name}="{_escape(labels[name])}"' for name in sorted(labels)) + "}"
@@ -54,7 +54,7 @@ def _format_created_lines(name: str, help_text: str, series: Iterable[str], crea
 
 
 class GaugeFamily:
-    """Values that go up and down, one for each value of `label_values` (or a single one, keyed by "")."""
+    """Gauges, one for each value of `label_values`, or a single one with the key ""."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class GaugeFamily:
         self._values = dict.fromkeys(label_values, 0.0)
 
     def set(self, value: float, label_value: str = "") -> None:
-        """Replace the value of one series."""
+        """Set the value of one series."""
         self._values[label_value] = value
 
     def render(self) -> str:
-        """HELP, TYPE and one line per series."""
+        """Return HELP, TYPE and one line per series."""
         values = self._values
         return self._header + "".join(f"{p}{format_number(values[v])}\n" for v, p in self._prefixes.items())
 
 
 class CounterFamily:
-    """Values that only grow, one for each value of `label_values`; `name` is given without `_total`."""
+    """Counters, one for each value of `label_values`; `name` comes without `_total`."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class CounterFamily:
         self._created = _format_created_lines(name, help_text, series.values(), created_s)
 
     def set(self, value: float, label_value: str = "") -> None:
-        """What one series counts by now; never less than before."""
+        """Set the count of one series; never below the previous one."""
         self._values[label_value] = value
 
     def render(self) -> str:
-        """HELP, TYPE, one line per series, then the `_created` family."""
+        """Return HELP, TYPE, one line per series, then the `_created` family."""
         values = self._values
         lines = "".join(f"{p}{format_number(values[v])}\n" for v, p in self._prefixes.items())
         return self._header + lines + self._created
@@ -181,5 +181,5 @@ class InfoFamily:
         self._text = f"{_format_header(name, 'gauge', help_text)}{name}{format_labels(labels)} 1.0\n"
 
     def render(self) -> str:
-        """HELP, TYPE and the one line."""
+        """Return HELP, TYPE and the sample line."""
         return self._text

@@ -1,8 +1,7 @@
-"""What the engine server counts, under vLLM's names.
+"""The engine server's metrics under vLLM's names: the values of the families that `vllm_metrics` lists.
 
-The catalogue says what exists; here is what moves. A family that a simulated engine has no cause to move
-(multi-modal cache, estimated FLOPs, sleep) stays at its initial value, as on a real engine that does not
-use the feature.
+Families without a cause in a simulated engine (multi-modal cache, estimated FLOPs, sleep) keep their initial
+value, as on a real engine that does not use the feature.
 """
 
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ STEP_LATENESS_BUCKETS_S = tuple(edge / 1000 for edge in _STEP_LATENESS_BUCKETS_M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The facts behind `vllm:cache_config_info`."""
+    """The values behind `vllm:cache_config_info`."""
 
     block_tokens: int
     num_blocks: int
@@ -61,7 +60,7 @@ class CacheConfig:
     max_model_tokens: int
 
     def labels(self) -> dict[str, str]:
-        """Every label of the family, those that follow from the profile among them."""
+        """Return all labels of the family."""
         tokens = self.block_tokens * self.num_blocks
         return CACHE_CONFIG_CONSTANTS | {
             "block_size": str(self.block_tokens),
@@ -75,7 +74,7 @@ class CacheConfig:
 
 
 class EngineMetrics:
-    """All families of one engine, and the ways in which they move."""
+    """All metric families of one engine."""
 
     def __init__(self, *, model: str, cache: CacheConfig, created_s: float) -> None:
         self._counters: dict[str, CounterFamily] = {}
@@ -88,7 +87,7 @@ class EngineMetrics:
         self._families.append(InfoFamily("vllm:cache_config_info", CACHE_CONFIG_HELP, cache.labels()))
         self.step_lateness = HistogramFamily(
             "fulcrum_engine_step_lateness_seconds",
-            "How late the end of a step was noticed: wake-up minus due time.",
+            "Delay from the due time of a step to the wake-up that ended it.",
             {"engine": ENGINE, "model_name": model},
             buckets=STEP_LATENESS_BUCKETS_S,
             created_s=created_s,
@@ -128,14 +127,16 @@ class EngineMetrics:
         return family
 
     def render(self, gauges: EngineGauges, stats: EngineStats) -> bytes:
-        """The whole exposition at one moment; takes the samples that lie in `stats`."""
+        """Render all families as Prometheus text; takes the samples of `stats`."""
         self._set_gauges(gauges)
         self._set_counters(stats)
         self.flush_samples(stats)
         return "".join([family.render() for family in self._families]).encode()
 
     def flush_samples(self, stats: EngineStats) -> None:
-        """Move the samples in `stats` into the histograms: now and then, so that they do not pile up."""
+        """Move the samples of `stats` into the histograms. Called regularly, so that the samples do not pile
+        up.
+        """
         samples = stats.take_samples()
         for name, values in (
             ("vllm:time_to_first_token_seconds", samples.ttft_s),
@@ -159,7 +160,7 @@ class EngineMetrics:
         gauges["vllm:kv_cache_usage_perc"].set(now.kv_usage)
 
     def _set_counters(self, stats: EngineStats) -> None:
-        """Pulled tokens count as prompt tokens and as cached ones, as vLLM counts them."""
+        """Set the counters. Pulled tokens count as prompt tokens and as cached tokens, as in vLLM."""
         local, pulled = stats.prompt_local_cache_hit, stats.prompt_external
         for name, value in {
             "vllm:prefix_cache_queries": stats.prefix_queries,
@@ -186,7 +187,9 @@ class EngineMetrics:
             self._counters["vllm:request_success"].set(count, reason)
 
     def record_transfer(self, *, bytes_moved: int, seconds: float, post_s: float) -> None:
-        """This engine pulled blocks: two descriptors, as a real pull of one run of blocks shows."""
+        """Count a pull by this engine, with two descriptors like a real pull of one contiguous run of
+        blocks.
+        """
         histograms = self._histograms
         histograms["vllm:nixl_bytes_transferred"].observe(bytes_moved)
         histograms["vllm:nixl_xfer_time_seconds"].observe(seconds)
@@ -194,11 +197,13 @@ class EngineMetrics:
         histograms["vllm:nixl_num_descriptors"].observe(2)
 
     def record_failed_notification(self) -> None:
-        """The giver could not be told that its blocks are free; counts as a failed transfer, too."""
+        """Count a release that did not reach the prefill instance; vLLM counts it as a failed transfer,
+        too.
+        """
         self._failed_notifications += 1
 
     def record_finished(self, end: Finished) -> None:
-        """A request left the engine."""
+        """Count a request that ended."""
         for name, value in {
             "vllm:request_prompt_tokens": end.prompt_tokens,
             "vllm:request_generation_tokens": end.output_tokens,
@@ -218,7 +223,7 @@ class EngineMetrics:
 
 
 def token_count_buckets(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, ... up to `largest`: vLLM's buckets for token counts."""
+    """Return vLLM's buckets for token counts: 1, 2, 5, 10, 20, … up to `largest`."""
     buckets: list[float] = []
     scale = 1
     while True:

@@ -1,4 +1,4 @@
-"""What an engine server is started with."""
+"""The command-line options of the engine server, parsed and validated."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from fulcrum_core.profiles import EngineProfile, load_profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One engine server. A port of 0 lets the system choose; `seed` 0 means steps without jitter."""
+    """Validated options. A port of 0 lets the system choose a free one; `seed` 0 means steps without
+    jitter.
+    """
 
     name: str
     model: str
@@ -20,25 +22,29 @@ class Options:
     port: int
     side_channel_port: int
     lease_s: float
+    """Lease on exported KV cache, in seconds."""
     shutdown_timeout_s: float
+    """Time that SIGTERM gives running requests, in seconds."""
     max_model_tokens: int
+    """Longest prompt plus output, in tokens."""
     seed: int
     role: str | None = None
-    """`prefill` or `decode`: it refuses what belongs to the other role. None: each request says its role."""
+    """The only role that the engine serves; requests of the other role are refused. None serves both."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2, as everywhere in the project."""
+        """Print one line and exit with code 2, like every program of the project."""
         self.exit(2, f"error: {message}\n")
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
-    """The options in `arguments`.
+    """Parse and validate `arguments`.
 
     Raises:
-        InvalidInput: for a value that breaks a rule.
-        SystemExit: code 2 and one line on stderr for arguments that cannot be parsed; code 0 after `--help`.
+        InvalidInput: if a value breaks a rule.
+        SystemExit: with code 2 and one line on stderr, if the arguments cannot be parsed; with code 0 after
+            `--help`.
     """
     parsed = _parser().parse_args(arguments)
     profile = load_profile(parsed.profile)
@@ -72,30 +78,39 @@ def parse_options(arguments: Sequence[str]) -> Options:
     )
 
 
-def _require(holds: bool, path: str, value: object, rule: str) -> None:
-    if not holds:
+def _require(valid: bool, path: str, value: object, rule: str) -> None:
+    if not valid:
         raise InvalidInput(path, value, rule)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m fulcrum_simulator.server", description=__doc__, allow_abbrev=False)
+    parser = _Parser(
+        prog="python -m fulcrum_simulator.server",
+        description="Runs one simulated engine behind vLLM's HTTP API.",
+        allow_abbrev=False,
+    )
     add = parser.add_argument
-    add("--name", required=True, help="name of the instance, for its log")
-    add("--model", required=True, help="model name that it serves, compared to the letter")
-    add("--profile", required=True, help="engine profile: a shipped name or a .yaml file")
+    add("--name", required=True, help="name of the instance, used in its log")
+    add("--model", required=True, help="name of the served model; requests must use exactly this name")
+    add("--profile", required=True, help="engine profile: the name of a shipped one or a .yaml file")
     add(
         "--host",
         default="127.0.0.1",
-        help="address of both ports, and the one that peers are told (%(default)s)",
+        help="address of both ports, also sent to peers (%(default)s)",
     )
-    add("--port", type=int, default=0, help="HTTP port; 0: any (%(default)s)")
+    add("--port", type=int, default=0, help="HTTP port; 0: any free port (%(default)s)")
     add(
         "--side-channel-port",
         type=int,
         default=0,
-        help="port where peers pull KV cache; 0: any (%(default)s)",
+        help="port on which peers pull KV cache; 0: any free port (%(default)s)",
     )
-    add("--lease-s", type=float, default=30.0, help="seconds that KV cache is held for a peer (%(default)s)")
+    add(
+        "--lease-s",
+        type=float,
+        default=30.0,
+        help="seconds for which exported KV cache is kept for a peer (%(default)s)",
+    )
     add(
         "--shutdown-timeout",
         type=float,
@@ -106,12 +121,17 @@ def _parser() -> argparse.ArgumentParser:
         "--max-model-len",
         type=int,
         default=0,
-        help="longest prompt plus output, tokens; 0: the KV cache (%(default)s)",
+        help="longest prompt plus output, in tokens; 0: the size of the KV cache (%(default)s)",
     )
     add(
         "--role",
         choices=("prefill", "decode"),
-        help="serve this role only, as engines do whose role is a start-up option (both)",
+        help="serve only this role, like engines whose role is a start-up option (default: both)",
     )
-    add("--seed", type=int, default=0, help="jitters steps by 5 %%; 0: no jitter (%(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the step jitter of up to 5 %%; 0: no jitter (%(default)s)",
+    )
     return parser

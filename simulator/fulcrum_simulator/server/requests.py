@@ -1,8 +1,7 @@
-"""What a client asks for: a completion or chat body, checked as vLLM checks it.
+"""Parses the bodies of completion and chat requests, with vLLM's checks and error messages.
 
-Bodies are read by hand. A validation library would cost more than the rest of the request, and what is
-accepted here is small: the fields that change what the engine does. Fields that do not are ignored, as
-vLLM ignores fields that it does not know.
+Parsed by hand: a validation library would cost more than the rest of the request. Fields that do not change
+what the engine does are ignored, as vLLM ignores unknown fields.
 """
 
 from collections.abc import Mapping
@@ -14,10 +13,11 @@ import orjson
 from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, render_chat
 
 COMPLETION_DEFAULT_TOKENS = 16
+"""vLLM's default of `max_tokens` for completions."""
 
 
 class RequestRejected(Exception):
-    """The request is answered with an error object of this status, type and parameter."""
+    """The request is invalid; the response is vLLM's error object with this status, type and parameter."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None
@@ -28,7 +28,7 @@ class RequestRejected(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One checked request. `kv_transfer_params` is passed on as the client sent it."""
+    """A validated request. `kv_transfer_params` is kept as the client sent it."""
 
     chat: bool
     model: str
@@ -43,10 +43,10 @@ class GenerateRequest:
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`.
+    """Parse a JSON object.
 
     Raises:
-        RequestRejected: 400 for anything else.
+        RequestRejected: with 400, if `raw` is anything else.
     """
     try:
         body = orjson.loads(raw)
@@ -60,11 +60,11 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 def parse_generate_request(
     body: Mapping[str, Any], *, chat: bool, model: str, max_model_tokens: int
 ) -> GenerateRequest:
-    """The request in `body`, for an engine that serves `model`.
+    """Parse and validate a request for an engine that serves `model`.
 
     Raises:
-        RequestRejected: 404 for another model, 400 for a bad field or a prompt that leaves no room for one
-        token.
+        RequestRejected: with 404 for another model; with 400 for an invalid field or a prompt that leaves no
+            room for one output token.
     """
     _check_model(body.get("model"), model)
     prompt = _render_chat_prompt(body) if chat else _encode_prompt(body.get("prompt"))
@@ -84,19 +84,22 @@ def parse_generate_request(
 
 
 def parse_prompt(body: Mapping[str, Any]) -> bytes:
-    """The prompt of a `/tokenize` body: `prompt`, or `messages` as in chat."""
+    """Return the prompt of a `/tokenize` body: `prompt`, or `messages` as in a chat."""
     return _render_chat_prompt(body) if "messages" in body else _encode_prompt(body.get("prompt"))
 
 
 def check_role(parsed: GenerateRequest, role: str | None) -> None:
-    """An engine of one role does what belongs to it: a prefill leg leaves the decoding to somebody else.
+    """Check that an engine started for one role serves the request. None serves both roles.
 
     Raises:
-        RequestRejected: 400 for what belongs to the other role.
+        RequestRejected: with 400, if the request belongs to the other role.
     """
     is_prefill = bool(parsed.kv_transfer_params and parsed.kv_transfer_params.get("do_remote_decode"))
     if role is not None and is_prefill != (role == "prefill"):
-        raise RequestRejected(f"This engine was started for {role} alone", param="kv_transfer_params")
+        raise RequestRejected(
+            f"This engine was started with --role {role} and serves no other requests.",
+            param="kv_transfer_params",
+        )
 
 
 def _check_model(requested: object, served: str) -> None:
@@ -114,7 +117,7 @@ def _render_chat_prompt(body: Mapping[str, Any]) -> bytes:
 
 
 def _read_content(message: Mapping[str, Any]) -> str:
-    """The text of one message; of a list of parts, the text parts joined."""
+    """Return the text of one message; of a list of parts, the text parts joined."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -124,7 +127,7 @@ def _read_content(message: Mapping[str, Any]) -> str:
 
 
 def _encode_prompt(prompt: object) -> bytes:
-    """Text as UTF-8; token ids as four bytes each, so that both count the same way."""
+    """Encode text as UTF-8 and token ids as four bytes each, so that both have the right token count."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:

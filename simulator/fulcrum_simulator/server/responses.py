@@ -1,7 +1,7 @@
-"""What a client reads: vLLM's JSON answers and server-sent events, byte for byte where a parser could care.
+"""Formats vLLM's JSON responses and server-sent events, byte for byte where a parser could depend on it.
 
-An event is a fixed head, one token and a fixed tail: the head is built once for a request and the tokens
-of `fulcrum_simulator.text` need no escaping.
+A token's event is a constant head, the token and a constant tail. The head is built once per request, and the
+tokens of `fulcrum_simulator.text` need no escaping.
 """
 
 from collections.abc import Mapping
@@ -11,19 +11,23 @@ from typing import Any
 import orjson
 
 DONE = b"data: [DONE]\n\n"
+"""The last event of every stream."""
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+"""vLLM's message of an EngineDeadError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """Token counts of an answer; `cached_tokens` are prompt tokens that this engine did not compute."""
+    """Token counts of a response. `cached_tokens` are prompt tokens that this engine did not compute."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The `usage` object, with `prompt_tokens_details` as under `--enable-prompt-tokens-details`."""
+        """Return the `usage` object, with `prompt_tokens_details` as under
+        `--enable-prompt-tokens-details`.
+        """
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -33,7 +37,7 @@ class TokenUsage:
 
 
 class ResponseTemplate:
-    """The parts of one request's answer that stay the same: id, model, time, completion or chat."""
+    """The constant parts of one request's response: id, model, time, completion or chat."""
 
     def __init__(self, *, response_id: str, model: str, created_s: int, chat: bool) -> None:
         self._common = {"id": response_id, "created": created_s, "model": model}
@@ -50,18 +54,18 @@ class ResponseTemplate:
         return b"data: " + head[:-1] + b',"choices":['
 
     def format_opening(self) -> bytes:
-        """The event that announces the assistant; nothing for a completion."""
+        """Format the chat event with the assistant's role; empty for a completion."""
         if not self._chat:
             return b""
         delta = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return self._chunk_head("chat.completion.chunk") + delta + b"]}\n\n"
 
     def format_token(self, text: str) -> bytes:
-        """The event of one token that is not the last."""
+        """Format the event of a token that is not the last."""
         return self._head + text.encode() + self._tail
 
     def format_last_token(self, text: str, finish_reason: str) -> bytes:
-        """The event that ends the choice, with its last token if it has one."""
+        """Format the event with the finish reason and the last token, which may be empty."""
         reason = finish_reason.encode()
         if self._chat:
             tail = b'"},"logprobs":null,"finish_reason":"' + reason + b'","stop_reason":null}]}\n\n'
@@ -72,7 +76,7 @@ class ResponseTemplate:
         return self._head + text.encode() + tail
 
     def format_usage(self, usage: TokenUsage) -> bytes:
-        """The event without choices that `stream_options.include_usage` asks for."""
+        """Format the event without choices that `stream_options.include_usage` adds."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return self._chunk_head(kind) + b'],"usage":' + orjson.dumps(usage.as_dict()) + b"}\n\n"
 
@@ -84,7 +88,7 @@ class ResponseTemplate:
         usage: TokenUsage,
         kv_transfer_params: Mapping[str, Any] | None,
     ) -> bytes:
-        """The JSON answer of a request that does not stream."""
+        """Format the JSON response of a request that does not stream."""
         choice: dict[str, Any] = {"index": 0}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
@@ -105,10 +109,10 @@ class ResponseTemplate:
 
 
 def error_object(message: str, *, kind: str, status: int, param: str | None = None) -> bytes:
-    """vLLM's error body."""
+    """Format vLLM's error body."""
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
 def error_event(message: str, *, kind: str, status: int) -> bytes:
-    """The event that reports an error after the stream began."""
+    """Format the event that reports an error after the stream has started."""
     return b"data: " + error_object(message, kind=kind, status=status) + b"\n\n"

@@ -1,11 +1,10 @@
-"""The step loop: the pure engine model in real time, on absolute deadlines.
+"""The step loop: runs the engine model in real time, with absolute deadlines.
 
-Model time runs along `time.monotonic`. A step that should have ended at 10.000 s and is noticed at 10.003 s
-ended at 10.000 s: its successor starts there and is due on time, so late wake-ups do not add up to a slower
-engine. What happens in between (an arrival, a fetched block) keeps its own time and takes part in the next
-step that starts after it, as it would have on a machine that is never late. How late the loop was is
-measured; past `LAG_MAX_S` the lost time is given up, since an engine that owes seconds of steps would answer
-in bursts that no engine shows.
+Model time follows `time.monotonic`. A step due at 10.000 s whose timer fires at 10.003 s has ended at 10.000
+s: the next step starts there, so late wake-ups do not accumulate and slow the engine down. Events in between
+(an arrival, a fetched block) keep their own time and take part in the next step that starts after them.
+Lateness is measured. Beyond `LAG_MAX_S` the lost time is skipped: an engine that caught up on seconds of
+steps would respond in bursts, unlike any real engine.
 """
 
 import asyncio
@@ -27,20 +26,26 @@ from fulcrum_simulator.engine import (
 from fulcrum_simulator.server.metrics import EngineMetrics
 
 LAG_MAX_S = 0.1
-# uvloop's timers count whole milliseconds and may fire that much early; ending a step so early does no harm.
+"""Lateness up to which the engine catches up; time beyond it is skipped."""
 TIMER_EARLY_S = 0.0005
+"""uvloop rounds timers to milliseconds and may fire this early; ending a step this early is harmless."""
 _STEPS_PER_FLUSH = 256
+"""Steps between two moves of samples into the histograms, without which the samples would pile up between
+scrapes.
+"""
 
 
 class TokenSink(Protocol):
-    """Where one request's tokens go. Called from the step loop: must not block."""
+    """Receives the tokens of one request. Called from the step loop, so the methods must not block."""
 
     def on_token(self, out: OutputToken) -> None:
-        """One more token."""
+        """Receive one token."""
         ...
 
     def on_finished(self, end: Finished | None) -> None:
-        """The request's end; nothing follows. None: aborted before the engine saw it."""
+        """Receive the end of the request; nothing follows. None: the request was aborted before it reached
+        the engine.
+        """
         ...
 
     def on_engine_death(self) -> None:
@@ -49,24 +54,26 @@ class TokenSink(Protocol):
 
 
 class KvPuller(Protocol):
-    """The taker's side of hand-offs: told what to fetch, and what is no longer wanted."""
+    """Pulls the blocks of imports from prefill instances."""
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
-        """Pull these blocks for the prompt with digest `own_digest`; report to the runner."""
+        """Start pulling these blocks for the prompt with digest `own_digest`; report the result to the
+        runner.
+        """
         ...
 
     def cancel(self, request_id: str, source: KvImportRequest) -> None:
-        """The request ended: stop pulling, and tell the giver that its blocks are free."""
+        """Stop pulling for a request that ended, and release the blocks of the prefill instance."""
         ...
 
 
 class EngineRunner:
-    """Owns the engine and its clock; every call comes from the event loop's thread."""
+    """Owns the engine and its clock. All methods are called on the event loop's thread."""
 
     def __init__(
         self, engine: Engine, metrics: EngineMetrics, *, now_s: Callable[[], float] = time.monotonic
     ) -> None:
-        """`now_s` is the clock of engine and runner; it must run as fast as the event loop's."""
+        """`now_s` is the clock of engine and runner; it must run at the same rate as the event loop's."""
         self.engine, self.metrics, self.now_s = engine, metrics, now_s
         self.puller: KvPuller | None = None
         self.on_death: Callable[[], None] = lambda: None
@@ -82,12 +89,12 @@ class EngineRunner:
 
     @property
     def live_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._sinks)
 
     @property
     def dead(self) -> bool:
-        """Whether the engine died of what it was sent."""
+        """Whether the engine died of an invalid request."""
         return self.engine.dead
 
     def submit(self, request: EngineRequest, sink: TokenSink) -> None:
@@ -102,7 +109,7 @@ class EngineRunner:
             self.engine.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request whose client left, at once; its sink hears nothing more."""
+        """End a request whose client disconnected; its sink is not called again."""
         if self._sinks.pop(request_id, None) is None:
             return
         try:
@@ -114,7 +121,7 @@ class EngineRunner:
         self._wake_if_idle()
 
     def abort_all(self) -> None:
-        """End every request with reason "abort"; their clients get what there is."""
+        """End every request with finish reason "abort"; clients get the tokens so far."""
         for request_id in list(self._sinks):
             try:
                 end = self.engine.abort(request_id, self.now_s())
@@ -137,12 +144,12 @@ class EngineRunner:
             self.puller.cancel(request_id, request.kv_transfer)
 
     def complete_fetch(self, request_id: str, digest: bytes) -> None:
-        """The blocks of a fetch arrived and hold the prompt with this digest."""
+        """Record that the blocks of a fetch arrived and hold the prompt with this digest."""
         self._imports.pop(request_id, None)
         self._schedule(self.now_s(), lambda now_s: self._end_fetch(request_id, digest, now_s))
 
     def fail_fetch(self, request_id: str) -> None:
-        """A fetch failed: the engine computes the prompt itself."""
+        """Record that a fetch failed; the engine computes the prompt itself."""
         self._imports.pop(request_id, None)
         self._schedule(self.now_s(), lambda now_s: self._end_fetch(request_id, None, now_s))
 
@@ -155,34 +162,38 @@ class EngineRunner:
             self.engine.complete_kv_fetch(request_id, digest, now_s)
 
     def release_lease(self, request_id: str) -> bool:
-        """A peer has read the blocks held for it, or will not; False if they were no longer held."""
+        """Free the blocks pinned for a peer that has read them or gave up; False if they are not pinned any
+        more.
+        """
         freed = self.engine.release_lease(request_id, self.now_s())
         self._wake_if_idle()
         return freed
 
     def expire_all_leases(self) -> None:
-        """Give up every block held for peers, however fresh its lease."""
+        """Free all blocks pinned for peers, whatever time their leases have left."""
         self.engine.expire_leases(math.inf)
         self._wake_if_idle()
 
     def pause(self) -> None:
-        """Stop stepping: what runs is never answered."""
+        """Stop stepping: requests get no more tokens."""
         self._paused = True
         self._cancel_timer()
 
     def resume(self) -> None:
-        """Step again after `pause`; the time in between did not pass for the engine."""
+        """Continue after `pause`. The pause does not count as time of the engine."""
         self._paused = False
         self._due_s = max(self._due_s, self.now_s())
         self._set_timer(0.0)
 
     def _schedule(self, at_s: float, action: Callable[[float], None]) -> None:
-        """Have something happen to the engine at `at_s`: at once if it idles, else before the next step."""
+        """Run `action` on the engine at model time `at_s`: now if the engine is idle, else before the next
+        step.
+        """
         self._scheduled.append((at_s, action))
         self._wake_if_idle()
 
     def _wake_if_idle(self) -> None:
-        """Have an idle engine look for work: something arrived, or blocks became free."""
+        """Let an idle engine check for work, after an arrival or after blocks were freed."""
         if not self._paused and not self.engine.busy:
             self._set_timer(0.0)
 
@@ -206,7 +217,7 @@ class EngineRunner:
             self._handle_death()
 
     def _advance(self, now_s: float) -> None:
-        """End the step that is due and start the next where it ended; an idle engine's, when work came."""
+        """End the step if it is due, and start the next one at that time; start one if the engine is idle."""
         if not self.engine.busy:
             started_s = self._scheduled[0][0] if self._scheduled else now_s
             self._start_step(max(started_s, self._due_s, now_s - LAG_MAX_S), now_s)
@@ -216,7 +227,7 @@ class EngineRunner:
             self._start_step(self._finish_step(now_s), now_s)
 
     def _finish_step(self, now_s: float) -> float:
-        """Hand out what the step made; returns the model time at which the next may start."""
+        """End the step and pass its tokens on; returns the model time at which the next step may start."""
         late_s = max(0.0, now_s - self._due_s)
         self.metrics.step_lateness.observe(late_s)
         self.lateness_max_s = max(self.lateness_max_s, late_s)
@@ -244,7 +255,9 @@ class EngineRunner:
             self.metrics.flush_samples(self.engine.stats)
 
     def _start_step(self, start_s: float, now_s: float) -> None:
-        """Start a step at `start_s`, or, if there is nothing to do then, when the inbox's next happened."""
+        """Start a step at `start_s`; if there is nothing to do then, at the time of the next scheduled
+        action.
+        """
         while True:
             self._run_scheduled(start_s)
             step = self.engine.start_step(start_s)
@@ -270,7 +283,7 @@ class EngineRunner:
                 self.puller.start_pull(fetch, own_digest=request.digest)
 
     def _set_lease_timer(self, now_s: float) -> None:
-        """Idle: wake when the next lease runs out, so that its blocks are free then."""
+        """Wake an idle engine when the next lease expires, to free its blocks."""
         self.engine.expire_leases(now_s)
         deadline_s = self.engine.next_lease_expiry_s()
         if deadline_s is not None:

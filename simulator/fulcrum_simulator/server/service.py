@@ -1,4 +1,4 @@
-"""One engine behind its sockets: what requests, peers, faults and signals do to it."""
+"""One engine with its runner and its KV puller: what requests, faults and shutdown do to it."""
 
 import asyncio
 import os
@@ -17,12 +17,14 @@ from fulcrum_simulator.server.runner import EngineRunner, TokenSink
 from fulcrum_simulator.server.side_channel_puller import SideChannelPuller
 
 STEP_JITTER = 0.05
+"""Largest relative deviation of a step's duration."""
 _DIE_DELAY_S = 0.02
+"""Time for the response to leave before the process exits."""
 _DRAIN_POLL_S = 0.02
 
 
 class EngineService:
-    """The engine, its runner, its puller and the faults that are on."""
+    """The engine, its runner, its puller, and the faults that are active."""
 
     def __init__(self, options: Options) -> None:
         profile = options.profile
@@ -51,20 +53,20 @@ class EngineService:
         self._not_hung.set()
 
     async def wait_while_hung(self) -> None:
-        """Returns once the engine does not hang."""
+        """Return once the engine is not hung."""
         await self._not_hung.wait()
 
     def submit(self, request: EngineRequest, sink: TokenSink) -> None:
-        """Run a request, or, while draining, answer it at once with reason "abort" and no tokens."""
+        """Run a request. While draining, end it at once with finish reason "abort" and no tokens."""
         if self._aborting:
             sink.on_finished(None)
         else:
             self.runner.submit(request, sink)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests, let running ones and pinned blocks finish; False if they took too long.
+        """Refuse new requests and wait for running requests and leases to end; False after `timeout_s`.
 
-        With a timeout of 0 what runs is aborted at once.
+        With a timeout of 0 all running requests are aborted at once.
         """
         self._aborting = True
         if timeout_s == 0:
@@ -79,12 +81,12 @@ class EngineService:
         return True
 
     async def wait_for_clients(self) -> None:
-        """Returns once nobody waits for an answer that will not come."""
+        """Return once all clients with unfinished requests have disconnected."""
         while self.runner.live_requests:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def inject_fault(self, fault: Fault) -> None:
-        """Switch a fault on; NONE switches all off."""
+        """Activate a fault; NONE deactivates all."""
         log("info", "fault injected", at_s=time.time(), instance=self.options.name, **_fault_fields(fault))
         match fault.kind:
             case FaultKind.DIE:
@@ -114,7 +116,7 @@ class EngineService:
             self.runner.resume()
 
     def read_stats(self) -> dict[str, Any]:
-        """What a test or a live view wants to know at a glance; lateness in milliseconds."""
+        """Return the figures for `/simulator/stats`; lateness in milliseconds."""
         gauges, lateness = self.runner.engine.gauges, self.runner.metrics.step_lateness
         return {
             "name": self.options.name,
@@ -137,7 +139,7 @@ def _fault_fields(fault: Fault) -> dict[str, Any]:
 
 
 def _make_step_jitter(seed: int) -> Callable[[], float] | None:
-    """A factor within ± 5 % for each step; none for seed 0."""
+    """Return a function that draws a factor within ± 5 % for each step; None for seed 0."""
     if seed == 0:
         return None
     rng = random.Random(seed)

@@ -1,13 +1,13 @@
-"""The side channel's wire format: one JSON object a line, each way, over TCP.
+"""The wire format of the side channel, over which KV blocks are pulled: one JSON object per line, over TCP.
 
-| taker to giver                                                           | giver to taker              |
-|--------------------------------------------------------------------------|-----------------------------|
-| {"handshake": model}                                                     | {"engine_id", "model"}      |
-| {"pull": request id, "engine_id", "blocks": [block ids], "bytes": n}     | {"digests": [...], in hex} |
-| {"heartbeat": request id}                                                | nothing                     |
-| {"release": request id}                                                  | {"freed": true or false}    |
+| from the decode instance                                             | reply of the prefill instance |
+|----------------------------------------------------------------------|-------------------------------|
+| {"handshake": model}                                                 | {"engine_id", "model"}        |
+| {"pull": request id, "engine_id", "blocks": [block ids], "bytes": n} | {"digests": [...], in hex}    |
+| {"heartbeat": request id}                                            | none                          |
+| {"release": request id}                                              | {"freed": true or false}      |
 
-A pull that cannot be served is answered with {"error": why}.
+The reply to a pull that fails is {"error": reason}.
 """
 
 import asyncio
@@ -16,22 +16,23 @@ from typing import Any
 import orjson
 
 MESSAGE_BYTES_MAX = 4 * 1024 * 1024
+"""Longest line."""
 
 
 class SideChannelError(Exception):
-    """The peer closed the connection, or sent something that is not one of the lines above."""
+    """The peer closed the connection or sent a line that is not in the format above."""
 
 
 def encode_message(message: dict[str, Any]) -> bytes:
-    """One message as it travels."""
+    """Encode one message as a line."""
     return orjson.dumps(message) + b"\n"
 
 
 async def read_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message, or None at the end of the stream.
+    """Read the next message; None at the end of the stream.
 
     Raises:
-        SideChannelError: for anything that is not a JSON object on a line.
+        SideChannelError: if the line is not a JSON object, or the connection failed.
     """
     try:
         raw = await reader.readline()

@@ -1,8 +1,9 @@
-"""The taker's end of a hand-off: dial the peer that the parameters name, and pull its blocks.
+"""The decode instance's end of the side channel: pulls blocks from the peer that the KV transfer parameters
+name.
 
-As on the real engine the first contact with a peer is a handshake, handshakes run one after another, and a
-peer that does not answer holds all further first contacts up for five seconds, while known peers are read
-meanwhile. A pull that fails is computed here instead (`kv_load_failure_policy: recompute`).
+As on the real engine, the first contact with a peer is a handshake, handshakes run one after another, and an
+unreachable peer delays all other first contacts by five seconds, while known peers are read meanwhile. If a
+pull fails, the engine computes the prompt itself (`kv_load_failure_policy: recompute`).
 """
 
 import asyncio
@@ -31,20 +32,20 @@ class PullFailed(Exception):
 
 
 class _Peer:
-    """One connection to a giver."""
+    """One connection to a prefill instance."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     def send(self, **message: Any) -> None:
-        """Send a message that has no answer."""
+        """Send a message that has no reply."""
         self._writer.write(encode_message(message))
 
     async def request(self, **message: Any) -> dict[str, Any]:
-        """Send a message and read its answer.
+        """Send a message and return the reply.
 
         Raises:
-            SideChannelError: if the peer closes, or answers nonsense.
+            SideChannelError: if the peer closes the connection or sends invalid data.
         """
         self.send(**message)
         reply = await read_message(self._reader)
@@ -62,7 +63,7 @@ async def _connect(source: KvImportRequest) -> _Peer:
 
 
 class SideChannelPuller:
-    """Runs the pulls of one engine, each in a task of its own."""
+    """Runs the pulls of one engine, each in its own task. Implements `runner.KvPuller`."""
 
     def __init__(self, runner: EngineRunner, *, model: str, lease_s: float) -> None:
         self._runner, self._model, self._lease_s = runner, model, lease_s
@@ -74,13 +75,15 @@ class SideChannelPuller:
         self.pulls_to_fail = 0
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
-        """Pull these blocks for the prompt with digest `own_digest`, and report to the runner."""
+        """Start pulling these blocks for the prompt with digest `own_digest`; report the result to the
+        runner.
+        """
         task = asyncio.get_running_loop().create_task(self._fetch(fetch, own_digest))
         self._pulls[fetch.request_id] = task
         task.add_done_callback(lambda _: self._pulls.pop(fetch.request_id, None))
 
     def cancel(self, request_id: str, source: KvImportRequest) -> None:
-        """The request ended before its blocks came: stop pulling, and let the giver free them."""
+        """Stop pulling for a request that ended, and release the blocks of the prefill instance."""
         pull = self._pulls.get(request_id)
         if pull is not None:
             pull.cancel()
@@ -90,7 +93,7 @@ class SideChannelPuller:
             notification.add_done_callback(self._notifications.discard)
 
     async def close(self) -> None:
-        """Cancel what is under way."""
+        """Cancel all pulls and notifications."""
         tasks = [*self._pulls.values(), *self._notifications]
         for task in tasks:
             task.cancel()
@@ -107,7 +110,7 @@ class SideChannelPuller:
     async def _pull(self, fetch: KvFetch) -> tuple[bytes, ...]:
         if self.pulls_to_fail > 0:
             self.pulls_to_fail -= 1
-            raise PullFailed("told to fail")
+            raise PullFailed("injected fault")
         await self._ensure_handshake(fetch.source)
         peer = await _connect(fetch.source)
         heartbeats = asyncio.get_running_loop().create_task(self._send_heartbeats(peer, fetch))
@@ -118,7 +121,7 @@ class SideChannelPuller:
             peer.close()
 
     async def _read_blocks(self, peer: _Peer, fetch: KvFetch) -> tuple[bytes, ...]:
-        """Read the blocks, wait for this end of the link, tell the giver that it may free them."""
+        """Pull the blocks, wait for this end's link, then release the blocks of the prefill instance."""
         runner, profile = self._runner, self._runner.engine.profile
         started_s = runner.now_s()
         reply = await peer.request(
@@ -143,7 +146,9 @@ class SideChannelPuller:
         return tuple(map(bytes.fromhex, digests))
 
     async def _notify_pulled(self, peer: _Peer, source: KvImportRequest) -> None:
-        """The blocks are here: a giver that cannot be told is counted, and harms nobody but itself."""
+        """Release the blocks of the prefill instance. A failure is counted and otherwise ignored: the lease
+        will expire.
+        """
         try:
             await peer.request(release=source.request_id)
         except (SideChannelError, OSError):
@@ -155,10 +160,10 @@ class SideChannelPuller:
             peer.send(heartbeat=fetch.source.request_id)
 
     async def _ensure_handshake(self, source: KvImportRequest) -> None:
-        """Make the peer known, one new peer at a time.
+        """Do the handshake with a new peer, one new peer at a time.
 
         Raises:
-            PullFailed: it does not answer (after five seconds), or is not the engine that was named.
+            PullFailed: if the peer does not respond (after five seconds) or is another engine.
         """
         if source.engine_id in self._known_peers:
             return
@@ -169,15 +174,15 @@ class SideChannelPuller:
             reply = await self._request_handshake(source)
             if reply is None:
                 await asyncio.sleep(max(0.0, started_s + HANDSHAKE_TIMEOUT_S - self._runner.now_s()))
-                raise PullFailed("no answer to the handshake")
+                raise PullFailed("no reply to the handshake")
             if reply.get("engine_id") != source.engine_id or reply.get("model") != self._model:
-                raise PullFailed("another engine than expected")
+                raise PullFailed("the peer is another engine than expected")
             due_s = started_s + self._runner.engine.profile.handshake_s
             await asyncio.sleep(max(0.0, due_s - self._runner.now_s()))
             self._known_peers.add(source.engine_id)
 
     async def _request_handshake(self, source: KvImportRequest) -> dict[str, Any] | None:
-        """The peer's answer to the first contact, or None."""
+        """Return the peer's reply to the handshake; None if it does not respond."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 peer = await _connect(source)
@@ -187,7 +192,7 @@ class SideChannelPuller:
             return None
 
     async def _release_remote_blocks(self, source: KvImportRequest) -> None:
-        """Tell a giver, known or not, that its blocks are not wanted."""
+        """Ask a prefill instance, known or not, to free the blocks of a request that ended."""
         with contextlib.suppress(SideChannelError, OSError, TimeoutError):
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 peer = await _connect(source)

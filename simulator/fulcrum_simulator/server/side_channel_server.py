@@ -1,8 +1,8 @@
-"""The giver's end of the side channel: peers pull KV cache from here.
+"""The prefill instance's end of the side channel: peers pull KV cache from here.
 
-What a peer gets is what the blocks hold when the transfer ends, whoever asks and whatever was promised, and
-no lease is checked: a real engine's memory is read past it, without asking. So parameters that are stale or
-wrong yield another prompt's text with status 200.
+A peer gets what the blocks hold when the transfer ends; no lease is checked, because a real engine's memory
+is read remotely without its involvement. Stale or wrong parameters therefore yield the text of another
+prompt, with status 200.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from fulcrum_simulator.server.side_channel_protocol import (
 
 
 class SideChannelServer:
-    """Answers peers on the side channel; transfers leave one after another."""
+    """Serves peers on the side channel; transfers leave one after another."""
 
     def __init__(self, runner: EngineRunner, *, model: str, wait_while_hung: Callable[[], Any]) -> None:
-        """`wait_while_hung()` returns an awaitable that ends when the engine does not hang (any more)."""
+        """`wait_while_hung()` returns an awaitable that completes once the engine is not hung."""
         self._runner, self._model, self._wait_while_hung = runner, model, wait_while_hung
         self._egress = LinkEnd()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a peer, until either end closes it."""
+        """Serve one connection of a peer until either side closes it."""
         with contextlib.suppress(SideChannelError, ConnectionError):
             while (message := await read_message(reader)) is not None:
                 await self._wait_while_hung()
@@ -53,7 +53,7 @@ class SideChannelServer:
                 if not all(type(block) is int for block in blocks):
                     raise SideChannelError("blocks are not numbers")
                 if engine_id != self._runner.engine.engine_id:
-                    return {"error": "another engine lives here now"}
+                    return {"error": "this is another engine than the one requested"}
                 return await self._send_blocks(tuple(blocks), size)
             case {"heartbeat": str() as request_id}:
                 self._runner.engine.extend_lease(request_id, self._runner.now_s())
@@ -64,7 +64,7 @@ class SideChannelServer:
                 raise SideChannelError("unknown message")
 
     async def _send_blocks(self, blocks: tuple[int, ...], size: int) -> dict[str, Any]:
-        """Send the blocks when the link is free; read them at the end, when they leave."""
+        """Wait for the transfer time on the link, then read the blocks."""
         profile = self._runner.engine.profile
         seconds = estimate_transfer_s(
             size, link_bytes_per_s=profile.link_bytes_per_s, link_setup_s=profile.link_setup_s

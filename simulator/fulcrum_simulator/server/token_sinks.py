@@ -1,7 +1,7 @@
-"""Where a request's tokens go: into one JSON answer, or event by event onto the connection.
+"""Receive a request's tokens: collected into one JSON response, or streamed as server-sent events.
 
-The step loop calls these directly. A token of a stream is formatted and handed to the transport in the
-step's own callback: waking one task a token would cost more than all the rest of the token's way.
+The step loop calls the sinks directly. A streamed token is formatted and written to the transport in the
+step's own callback: waking a task for each token would cost more than everything else per token.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from fulcrum_simulator.text import output_token
 
 @dataclass(frozen=True, slots=True)
 class ResponseEnd:
-    """How a request ended. `end` is None if the engine never saw it."""
+    """The end of a request. `end` is None if the request never reached the engine."""
 
     reason: str
     tokens: int
@@ -31,7 +31,7 @@ class _TokenSink:
             self.ending.set_result(ResponseEnd(end.reason if end else "abort", self._tokens, end))
 
     def on_engine_death(self) -> None:
-        """The engine died: whoever awaits the ending is told."""
+        """Raise EngineDead in the handler that awaits `ending`."""
         if not self.ending.done():
             self.ending.set_exception(EngineDead())
 
@@ -49,7 +49,7 @@ class BufferedResponse(_TokenSink):
         return "".join(self._texts)
 
     def on_token(self, out: OutputToken) -> None:
-        """Keep one token."""
+        """Append one token."""
         self._tokens += 1
         self._texts.append(output_token(out.digest, out.index))
 
@@ -59,10 +59,10 @@ class BufferedResponse(_TokenSink):
 
 
 class StreamedResponse(_TokenSink):
-    """Writes each token as one server-sent event in one HTTP chunk, straight to the transport.
+    """Writes each token as one server-sent event in one HTTP chunk, directly to the transport.
 
-    A token is held back until it is known whether it is the last, because the last event carries the finish
-    reason; both come from the same step, so nothing is delayed.
+    The last event carries the finish reason, so the last permitted token is kept until `on_finished`. Both
+    are from the same step, so nothing is delayed.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamedResponse(_TokenSink):
         self._last_text = ""
 
     def on_token(self, out: OutputToken) -> None:
-        """Send one token, or keep it if it is the last that the request may have."""
+        """Send one token, or keep it if it is the last permitted one."""
         self._tokens += 1
         text = output_token(out.digest, out.index)
         if self._tokens == self._max_tokens:
@@ -83,7 +83,7 @@ class StreamedResponse(_TokenSink):
             self._send(opening + self._template.format_token(text))
 
     def on_finished(self, end: Finished | None) -> None:
-        """Send the last event, then wake the handler, which ends the answer."""
+        """Send the last event, then wake the handler, which ends the response."""
         unopened = self._tokens == 0 or (self._tokens == 1 and bool(self._last_text))
         self._send(
             (self._template.format_opening() if unopened else b"")

@@ -1,7 +1,8 @@
-"""What vLLM 0.32 with the NIXL connector exposes: names, help texts, labels and bucket edges, in its order.
+"""The metric families of vLLM 0.32 with the NIXL connector: names, help texts, labels and bucket edges, in
+vLLM's order.
 
-Data only. Dashboards, scrapers and the autoscaler are written against these, so they are copied to the
-letter; a golden file made from a real pair's answer holds them in place.
+Data only, copied exactly, because dashboards, scrapers and the router depend on it. A golden file recorded
+from a real pair of engines verifies it.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from enum import Enum
 
 
 class MetricType(Enum):
-    """How a family is exposed."""
+    """The type of a metric family."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -18,8 +19,9 @@ class MetricType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricFamilySpec:
-    """One family. A counter's name comes without `_total`; `label` is the label that tells its series
-    apart."""
+    """One metric family. A counter's name comes without `_total`; `label` distinguishes the family's
+    series.
+    """
 
     type: MetricType
     name: str
@@ -119,8 +121,8 @@ REQUEST_SECONDS_BUCKETS = (
 )
 PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
-# Stands for 1, 2, 5, 10, ... up to the longest sequence that the engine takes.
 BUCKETS_UP_TO_MODEL_LENGTH: tuple[float, ...] = (-1.0,)
+"""Placeholder for the buckets 1, 2, 5, 10, … up to the longest sequence of the model."""
 
 METRIC_FAMILIES = (
     MetricFamilySpec(

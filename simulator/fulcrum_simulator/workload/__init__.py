@@ -1,4 +1,6 @@
-"""Workloads: recorded ones, generated ones, and changes of their times. Pure but for reading a recording."""
+"""Workloads: recorded and generated request arrivals, and transforms of arrival times. Sends nothing; see
+`client`.
+"""
 
 from fulcrum_simulator.workload.generated import (
     CHAT,

@@ -1,14 +1,14 @@
-"""Workloads that need no file: bursty code completion, steady chat, and a mix whose balance moves.
+"""Generated workloads: bursty code completion, steady chat, and traffic that alternates between two mixes.
 
-A load is a row of phases, each with a rate, a burstiness and laws for the two lengths; the same seed
-draws the same requests. The parameters come from published recordings:
+A workload is a sequence of phases, each with a rate, a burstiness and distributions of the two lengths. The
+same seed draws the same requests. The parameters are from published recordings:
 
 * code completion: Azure LLM inference trace 2023, code (Patel et al., "Splitwise", ISCA 2024);
 * chat: one day of a large general model (Xiang et al., "ServeGen", arXiv 2505.09999, `m-large`, day 4);
-* the moving mix: the two clients whose coming and going turns that same day from 15 input tokens for one
-  output token to 1.4: 2,400 tokens in and 112 out on average, then 281 in and 430 out.
+* alternating mixes: the two clients of that day whose activity moves its ratio from 15 input tokens per
+  output token to 1.4: on average 2,400 tokens in and 112 out, and 281 in and 430 out.
 
-Real arrivals fill a rack of accelerators; `TrafficMix.scaled` shortens lengths for engines that are slower.
+The recorded rates occupy a rack of accelerators; `TrafficMix.scaled` shortens the lengths for slower engines.
 """
 
 import math
@@ -21,7 +21,7 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Log-normal token counts: `median` · e^(`sigma` · z), drawn again beyond `max_tokens`."""
+    """Log-normal token counts: `median` · e^(`sigma` · z); a length above `max_tokens` is drawn again."""
 
     median: float
     sigma: float
@@ -29,19 +29,21 @@ class LengthDistribution:
 
     @classmethod
     def with_mean(cls, mean: float, *, sigma: float, max_tokens: int) -> "LengthDistribution":
-        """The law with this mean: median = mean / e^(sigma²/2), before anything is drawn again."""
+        """Return the distribution with this mean: median = mean / e^(sigma²/2), before the cut at
+        `max_tokens`.
+        """
         return cls(mean / math.exp(sigma**2 / 2), sigma, max_tokens)
 
     def scaled(self, factor: float) -> "LengthDistribution":
-        """The same shape, every length times `factor`."""
+        """Return the same shape with every length multiplied by `factor`."""
         return LengthDistribution(self.median * factor, self.sigma, max(1, round(self.max_tokens * factor)))
 
     def at_most(self, max_tokens: int) -> "LengthDistribution":
-        """The same shape without its longest: what is longer is drawn again."""
+        """Return the same shape with longer lengths drawn again."""
         return LengthDistribution(self.median, self.sigma, min(self.max_tokens, max_tokens))
 
     def draw(self, rng: random.Random) -> int:
-        """One length, at least 1."""
+        """Draw one length, at least 1."""
         while True:
             tokens = max(1, round(self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))))
             if tokens <= self.max_tokens:
@@ -50,14 +52,16 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class TrafficMix:
-    """A kind of traffic: prompts and answers, drawn independently (their recorded correlation is near 0)."""
+    """A kind of traffic. Input and output lengths are drawn independently (their recorded correlation is near
+    0).
+    """
 
     name: str
     input: LengthDistribution
     output: LengthDistribution
 
     def scaled(self, *, input: float = 1.0, output: float = 1.0) -> "TrafficMix":  # noqa: A002 - the field's own name
-        """The same kind of traffic with lengths multiplied."""
+        """Return the same kind of traffic with its lengths multiplied."""
         return TrafficMix(self.name, self.input.scaled(input), self.output.scaled(output))
 
 
@@ -67,7 +71,7 @@ CODE = TrafficMix(
 )
 # in 449/743, out 137/241.
 CHAT = TrafficMix("chat", LengthDistribution(449, 1.0, 24229), LengthDistribution(137, 1.06, 8192))
-# Only means are published of these two clients; the spread is ours.
+# Only the means of these two clients are published; sigma and the maxima are our choice.
 PREFILL_HEAVY = TrafficMix(
     "prefill-heavy",
     LengthDistribution.with_mean(2400, sigma=0.5, max_tokens=8192),
@@ -82,7 +86,9 @@ DECODE_HEAVY = TrafficMix(
 
 @dataclass(frozen=True, slots=True)
 class WorkloadPhase:
-    """A stretch of time with one mean rate and one mix; `gap_cv`: deviation over mean of its gaps."""
+    """A span of time with one mean rate and one mix. `gap_cv`: standard deviation over mean of the gaps
+    between arrivals.
+    """
 
     name: str
     start_s: float
@@ -92,7 +98,7 @@ class WorkloadPhase:
     gap_cv: float = 1.0
 
     def requests(self, rng: random.Random) -> Iterator[WorkloadRequest]:
-        """Arrivals of a renewal process with Gamma gaps (shape 1/cv²) within the phase."""
+        """Draw the arrivals of the phase: a renewal process with Gamma gaps (shape 1/cv²)."""
         if self.rate_rps <= 0:
             return
         shape = 1.0 / self.gap_cv**2
@@ -104,7 +110,7 @@ class WorkloadPhase:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedWorkload:
-    """A workload drawn from phases: iterate over it for its requests, the same ones each time."""
+    """A workload drawn from phases. Every iteration yields the same requests."""
 
     phases: tuple[WorkloadPhase, ...]
     seed: int
@@ -115,20 +121,20 @@ class GeneratedWorkload:
             yield from phase.requests(rng)
 
     def phase_at(self, at_s: float) -> WorkloadPhase | None:
-        """The phase that covers `at_s`; None after the end."""
+        """Return the phase at time `at_s`; None after the end."""
         return next((phase for phase in self.phases if phase.start_s <= at_s < phase.end_s), None)
 
 
 def generate_steady(
     *, rate_rps: float, duration_s: float, seed: int, mix: TrafficMix = CHAT
 ) -> GeneratedWorkload:
-    """Poisson arrivals of one mix: the balance between prefill and decode never moves."""
+    """Generate Poisson arrivals of one mix: the ratio of prefill to decode work is constant."""
     return GeneratedWorkload((WorkloadPhase(f"steady {mix.name}", 0.0, duration_s, rate_rps, mix),), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class MixPeriod:
-    """One side of a moving mix: its traffic, its rate, and how long it lasts."""
+    """One period of an alternating workload: its mix, rate and duration."""
 
     mix: TrafficMix
     rate_rps: float
@@ -136,7 +142,9 @@ class MixPeriod:
 
 
 def generate_moving(*, periods: tuple[MixPeriod, ...], duration_s: float, seed: int) -> GeneratedWorkload:
-    """Poisson arrivals whose mix changes turn by turn, over and over: the balance moves and moves back."""
+    """Generate Poisson arrivals whose mix cycles through `periods`, which moves the ratio of prefill to
+    decode work.
+    """
     phases: list[WorkloadPhase] = []
     start_s = 0.0
     while start_s < duration_s:
@@ -147,18 +155,18 @@ def generate_moving(*, periods: tuple[MixPeriod, ...], duration_s: float, seed: 
     return GeneratedWorkload(tuple(phases), seed)
 
 
-BURST_S = (60.0, 240.0)  # Azure code: "clumps of one to four minutes"
+BURST_S = (60.0, 240.0)  # Azure code: bursts of one to four minutes
 # 217 s is the longest silence of the recording; this mean leaves about a third of the time empty.
 SILENCE_MEAN_S, SILENCE_MAX_S = 80.0, 217.0
-BURST_GAP_CV = 2.0  # within a clump; 4.5 over the whole recording with gaps above 20 s left out
+BURST_GAP_CV = 2.0  # within a burst; 4.5 over the whole recording with gaps above 20 s left out
 
 
 def generate_bursty(
     *, rate_rps: float, duration_s: float, seed: int, mix: TrafficMix = CODE, compression: float = 1.0
 ) -> GeneratedWorkload:
-    """Clumps of uneven arrivals with silences between them; `rate_rps` is the mean over both.
+    """Generate bursts of uneven arrivals with silences between them; `rate_rps` is the mean over both.
 
-    `compression` shortens clumps and silences, so that a short run sees several.
+    `compression` shortens bursts and silences, so that a short run contains several.
     """
     rng = random.Random(seed)
     burst_rate_rps = rate_rps * (sum(BURST_S) / 2 + SILENCE_MEAN_S) / (sum(BURST_S) / 2)

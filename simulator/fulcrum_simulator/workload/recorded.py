@@ -1,8 +1,8 @@
-"""Reads recorded workloads: CSV files, plain or gzip-compressed, one request a row, sorted by arrival.
+"""Loads recorded workloads: CSV files, plain or gzip, one request per row, sorted by arrival.
 
-Columns: `arrival_s`, `input_tokens`, `output_tokens`, and where the recording has them
-`prefix_hash_ids` (space-separated block ids) and `tenant`. A file is taken whole or refused whole: a
-row that breaks a rule would otherwise bend every figure that is measured with it.
+Columns: `arrival_s`, `input_tokens`, `output_tokens`, and optionally `prefix_hash_ids` (space-separated block
+ids) and `tenant`. A file with one invalid row is rejected as a whole: leaving rows out would distort every
+measurement.
 """
 
 import csv
@@ -21,7 +21,7 @@ REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 
 
 class _Cell(NamedTuple):
-    """One value of the file and the words that name its place."""
+    """One value of the file and its position."""
 
     path: Path
     row: int
@@ -33,7 +33,7 @@ class _Cell(NamedTuple):
 
 
 def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
-    """All requests of the file, in its order.
+    """Load all requests of a file, in its order.
 
     Raises:
         InvalidInput: naming the file, the row (1 is the first after the header), the column and the rule.

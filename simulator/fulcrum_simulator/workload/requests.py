@@ -1,6 +1,5 @@
-"""What a workload is made of: when a request arrives and how long its prompt and its answer are.
-
-No text lives here: whoever sends a request writes a prompt of that length.
+"""The requests of a workload: arrival time and lengths. The sender writes a prompt of that length
+(`client.prompts`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ from fulcrum_core.formatting import format_count
 class WorkloadRequest:
     """One request of a workload, `arrival_s` seconds after the workload's start.
 
-    `prefix_hash_ids` name the prompt's blocks in order: equal leading ids mean an equal prefix.
+    `prefix_hash_ids` identify the prompt's blocks in order: equal leading ids mean an equal prefix.
     """
 
     arrival_s: float
@@ -25,7 +24,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class OverlongRequests:
-    """How many requests of a workload an engine cannot take whole, and the longest of them."""
+    """The number of requests that exceed the length limit of an engine, and the longest of them."""
 
     requests: int
     longest_tokens: int
@@ -40,7 +39,7 @@ class OverlongRequests:
 
 
 class LengthLimit:
-    """Passes on the requests that fit an engine and counts the others: a length is never cut."""
+    """Passes on the requests that fit an engine and counts the others; lengths are never cut."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -48,7 +47,7 @@ class LengthLimit:
         self._longest_tokens = 0
 
     def filter(self, requests: Iterable[WorkloadRequest]) -> Iterator[WorkloadRequest]:
-        """The requests whose prompt and answer together fit `max_tokens`, in order."""
+        """Yield the requests whose prompt and output together fit `max_tokens`, in order."""
         for request in requests:
             tokens = request.input_tokens + request.output_tokens
             if tokens <= self.max_tokens:
@@ -59,7 +58,7 @@ class LengthLimit:
 
     @property
     def overlong(self) -> OverlongRequests | None:
-        """What was left out so far; None if nothing was."""
+        """The requests left out so far; None if there are none."""
         if not self._left_out:
             return None
         return OverlongRequests(self._left_out, self._longest_tokens, self.max_tokens)

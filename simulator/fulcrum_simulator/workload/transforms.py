@@ -1,7 +1,6 @@
-"""Changes of a workload's times: rate, speed, jitter, alternation.
+"""Transforms of a workload's arrival times: rate, speed, jitter, alternation. Lengths never change.
 
-Lengths never change, so what a request costs stays what was recorded. Rate and speed are two
-things: a higher speed shortens the phases of the load too, a higher rate keeps them.
+A higher speed also shortens the phases of the load; a higher rate keeps them.
 """
 
 import random
@@ -13,20 +12,21 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
 def speed_up_arrivals(requests: Iterable[WorkloadRequest], speed: float) -> Iterator[WorkloadRequest]:
-    """The same requests, `speed` times as fast: every arrival time is divided by it."""
+    """Divide every arrival time by `speed`."""
     return (replace(request, arrival_s=request.arrival_s / speed) for request in requests)
 
 
 def shift_arrivals(requests: Iterable[WorkloadRequest], by_s: float) -> Iterator[WorkloadRequest]:
-    """The same requests, `by_s` seconds later."""
+    """Add `by_s` to every arrival time."""
     return (replace(request, arrival_s=request.arrival_s + by_s) for request in requests)
 
 
 def scale_rate(requests: Sequence[WorkloadRequest], factor: float, *, seed: int) -> list[WorkloadRequest]:
-    """The arrival rate multiplied by `factor`, at the same length of time, so that drifts keep their pace.
+    """Multiply the arrival rate by `factor` over the same duration, so that slow changes of the load keep
+    their pace.
 
-    Each request comes floor(factor) times and once more with the probability of the rest. Copies lie within
-    one mean gap of their original, evenly spread, so that they do not arrive as one.
+    Each request is repeated floor(factor) times, and once more with the probability of the remainder. The
+    copies are spread evenly over one mean gap after the original.
     """
     if not requests:
         return []
@@ -56,9 +56,9 @@ def _arrival_s(request: WorkloadRequest) -> float:
 
 
 def jitter_arrivals(requests: Sequence[WorkloadRequest], *, seed: int) -> list[WorkloadRequest]:
-    """Every arrival moved by up to half the gap to its neighbour on that side; seed 0: as recorded.
+    """Move every arrival by up to half the gap to its neighbour on that side; seed 0 moves none.
 
-    The order stays. The first request moves backwards only as far as the start, the last one never forwards.
+    The order stays. The first request is moved back at most to the start, the last one never forward.
     """
     if seed == 0:
         return list(requests)
@@ -80,9 +80,10 @@ def _displacement_s(share: float, before_s: float, after_s: float) -> float:
 def alternate_workloads(
     first: Iterable[WorkloadRequest], second: Iterable[WorkloadRequest], *, phase_s: float
 ) -> Iterator[WorkloadRequest]:
-    """Phases of `phase_s` taken in turn from two workloads, until one of them runs out at its turn.
+    """Alternate between two workloads in phases of `phase_s`, until one is exhausted at the start of its
+    phase.
 
-    Each workload's own time stands still while the other one plays, so no request is skipped.
+    A workload's own time is paused during the phases of the other, so no request is skipped.
     """
     slices = (_TimeSlices(first, phase_s), _TimeSlices(second, phase_s))
     phase = 0
@@ -93,7 +94,7 @@ def alternate_workloads(
 
 
 class _TimeSlices:
-    """A workload cut into slices of equal time."""
+    """A workload cut into slices of equal duration."""
 
     def __init__(self, requests: Iterable[WorkloadRequest], phase_s: float) -> None:
         self._requests = iter(requests)
@@ -104,7 +105,7 @@ class _TimeSlices:
         return self._next is not None
 
     def take_slice(self, index: int) -> Iterator[WorkloadRequest]:
-        """The requests that arrive before the end of slice `index`, counted from 0."""
+        """Yield the requests that arrive before the end of slice `index`, counted from 0."""
         end_s = (index + 1) * self._phase_s
         while self._next is not None and self._next.arrival_s < end_s:
             yield self._next
