@@ -26,17 +26,16 @@ from fulcrum_autoscaler.policy import (
     decide_on_tick,
     propose_assignment,
 )
+from fulcrum_cluster.assignment_write import update_assignment
 from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import build_assignment_rules, may_apply
+from fulcrum_core.assignment import build_assignment_rules, list_serving_instances
 from fulcrum_core.errors import Conflict, FulcrumError
-from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Clock, Store
 from fulcrum_core.router_state import FlipRequest, RouterState
-from fulcrum_core.values import Phase
 
 log = structlog.get_logger()
 
@@ -197,26 +196,38 @@ class ServiceAutoscaler:
             service.spec, self._objects.pools(), self._objects.instances()
         )
         rules = AutoscalingRules.from_spec(service.spec, assignment_rules=assignment_rules)
+        monitor_state, decision = self._monitor_state, self._hold_decision(trigger, "not decided yet")
+
+        async def propose(current: PDAssignment) -> PDAssignmentSpec | None:
+            nonlocal monitor_state, decision
+            observation = await self._observe(current)
+            monitor_state, decision = decide(observation, rules, self._clock.now_s())
+            if decision.action is not Action.FLIP:
+                return None
+            return propose_assignment(current.spec, decision)
+
         try:
-            for _ in range(WRITE_ATTEMPTS_MAX):
-                observation = await self._observe(assignment)
-                monitor_state, decision = decide(observation, rules, self._clock.now_s())
-                if decision.action is Action.FLIP:
-                    proposed = propose_assignment(assignment.spec, decision)
-                    refusal = await self._recheck_flip(service, assignment, proposed)
-                    if refusal:
-                        return _refuse_unwritten(decision, f"the serving instances have changed: {refusal}")
-                    if not await self._write_flip(assignment, proposed):
-                        name, namespace = assignment.metadata.name, assignment.metadata.namespace
-                        assignment = await self._store.get(PDAssignment, name, namespace=namespace)
-                        continue
-                self._monitor_state = monitor_state
-                return decision
+            update = await update_assignment(
+                self._store,
+                service.metadata.name,
+                propose,
+                namespace=assignment.metadata.namespace,
+                clock=self._clock,
+                attempts_max=WRITE_ATTEMPTS_MAX,
+                current=assignment,
+                configuration=(service, tuple(self._objects.pools())),
+                on_conflict=self._metrics.write_conflicts.inc,
+            )
+        except Conflict:
+            return _refuse_unwritten(
+                decision, f"other writers changed the assignment first, {WRITE_ATTEMPTS_MAX} times"
+            )
         except FulcrumError as error:
             return _refuse_unwritten(decision, f"the store did not accept the write: {error}")
-        return _refuse_unwritten(
-            decision, f"other writers changed the assignment first, {WRITE_ATTEMPTS_MAX} times"
-        )
+        if update.refusal:
+            return _refuse_unwritten(decision, f"the serving instances have changed: {update.refusal}")
+        self._monitor_state = monitor_state
+        return decision
 
     async def _observe(self, assignment: PDAssignment) -> Observation:
         generation = assignment.metadata.generation
@@ -224,7 +235,7 @@ class ServiceAutoscaler:
         observation = Observation(
             assignment=assignment.spec,
             generation=generation,
-            ready=_serving_names(self._objects.instances()),
+            ready=list_serving_instances(self._objects.instances()),
             router=state,
         )
         self._metrics.record_observation(observation, now_s=self._clock.now_s())
@@ -238,51 +249,8 @@ class ServiceAutoscaler:
         except RouterUnavailable:
             return None
 
-    async def _recheck_flip(
-        self, service: PDService, assignment: PDAssignment, proposed: PDAssignmentSpec
-    ) -> str:
-        """Why the flip may not be, judged by instances read after the assignment; empty if it may.
-
-        Watches tell of instances and of the assignment apart: an instance that was replaced under its name
-        can look as if it still served. Whatever leaves is cordoned first, so that the write of a flip that
-        later instances allowed fails if one of them has begun to leave.
-        """
-        listed = await self._store.list(PDInstance, namespace=assignment.metadata.namespace)
-        instances = [i for i in listed.items if i.spec.service == service.metadata.name]
-        verdict = may_apply(
-            assignment.spec,
-            proposed,
-            _serving_names(instances),
-            build_assignment_rules(service.spec, self._objects.pools(), instances),
-            now_s=self._clock.now_s(),
-        )
-        return "" if verdict.allowed else verdict.reason
-
-    async def _write_flip(self, assignment: PDAssignment, proposed: PDAssignmentSpec) -> bool:
-        """Whether the flip was written; False if somebody else wrote since the assignment was read."""
-        try:
-            await self._store.patch(
-                PDAssignment,
-                assignment.metadata.name,
-                {"spec": create_merge_patch(assignment.spec.dump(), proposed.dump())},
-                namespace=assignment.metadata.namespace,
-                resource_version=assignment.metadata.resource_version,
-            )
-        except Conflict:
-            self._metrics.write_conflicts.inc()
-            return False
-        return True
-
     def _hold_decision(self, trigger: Trigger, reason: str) -> FlipDecision:
         return FlipDecision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)
-
-
-def _serving_names(instances: Iterable[PDInstance]) -> frozenset[str]:
-    return frozenset(
-        i.metadata.name
-        for i in instances
-        if i.status.phase is Phase.SERVING and i.metadata.deletion_timestamp is None
-    )
 
 
 def _refuse_unwritten(decision: FlipDecision, reason: str) -> FlipDecision:

@@ -112,6 +112,11 @@ def may_apply(
     return Verdict(True, "within floors, cooldown and pins")
 
 
+def list_serving_instances(instances: Iterable[PDInstance]) -> frozenset[str]:
+    """Names of the serving instances (`PDInstance.is_serving`)."""
+    return frozenset(instance.metadata.name for instance in instances if instance.is_serving)
+
+
 def list_serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
     """Names of the ready, not cordoned instances assigned to `role`, sorted."""
     chosen = (n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned)

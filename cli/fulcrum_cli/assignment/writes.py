@@ -4,31 +4,19 @@
 autoscaler's, too.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from fulcrum_cluster.assignment_write import CheckedChange, update_assignment
+from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, RoleAssignment
-from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.api.pdpool import PDPool
-from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import (
-    AssignmentRules,
-    apply_flip,
-    build_assignment_rules,
-    list_serving,
-    may_apply,
-)
-from fulcrum_core.errors import Conflict, InvalidInput
-from fulcrum_core.merge_patch import create_merge_patch
+from fulcrum_core.assignment import apply_flip, list_serving, may_apply
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import Store
-from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_core.values import Actor, Role
 
 WRITE_ATTEMPTS_MAX = 10
 """Writes attempted while others write the same object."""
-
-ProposeChange = Callable[[PDAssignmentSpec, float], PDAssignmentSpec]
-"""From what stands and the time to what shall stand; the very same object if nothing is to be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,63 +99,44 @@ async def set_cordon(
 
 
 async def _write_assignment(
-    store: Store, service: str, instance: str, propose: ProposeChange, *, namespace: str, action: str
+    store: Store,
+    service: str,
+    instance: str,
+    change: Callable[[PDAssignmentSpec, float], PDAssignmentSpec],
+    *,
+    namespace: str,
+    action: str,
 ) -> AssignmentWrite:
-    for _ in range(WRITE_ATTEMPTS_MAX):
-        # Instances are read last: whatever leaves after that is cordoned first, and the write then fails.
-        current = await store.get(PDAssignment, service, namespace=namespace)
-        rules, ready = await _read_rules(store, service, namespace)
-        before = current.spec.roles.get(instance)
-        if before is None:
+    clock = SystemClock()
+
+    async def propose(current: PDAssignment) -> PDAssignmentSpec | None:
+        if instance not in current.spec.roles:
             known = ", ".join(sorted(current.spec.roles)) or "none"
             raise InvalidInput("instance", instance, f"is not of service {service}; it has {known}")
-        now_s = time.time()
-        proposed = propose(current.spec, now_s)
-        if proposed is current.spec:
-            return AssignmentWrite(assignment=current, instance=instance, entry_before=before, changed=False)
-        verdict = may_apply(current.spec, proposed, ready, rules, now_s=now_s)
-        if not verdict.allowed:
-            advice = _suggest_alternative(current.spec, proposed, before.role, ready, rules, now_s=now_s)
-            raise InvalidInput("instance", instance, f"may not {action}: {verdict.reason}{advice}")
-        try:
-            changed = await store.patch(
-                PDAssignment,
-                service,
-                {"spec": create_merge_patch(current.spec.dump(), proposed.dump())},
-                namespace=namespace,
-                resource_version=current.metadata.resource_version,
-            )
-        except Conflict:
-            continue
-        return AssignmentWrite(assignment=changed, instance=instance, entry_before=before, changed=True)
-    raise Conflict(f"others wrote the assignment of {service} first, {WRITE_ATTEMPTS_MAX} times")
+        proposed = change(current.spec, clock.now_s())
+        return None if proposed is current.spec else proposed
+
+    update = await update_assignment(
+        store, service, propose, namespace=namespace, clock=clock, attempts_max=WRITE_ATTEMPTS_MAX
+    )
+    entry_before = update.before.spec.roles[instance]
+    if update.refusal and update.checked:
+        advice = _suggest_alternative(update.checked, entry_before.role)
+        raise InvalidInput("instance", instance, f"may not {action}: {update.refusal}{advice}")
+    return AssignmentWrite(
+        assignment=update.after, instance=instance, entry_before=entry_before, changed=update.changed
+    )
 
 
-def _suggest_alternative(
-    current: PDAssignmentSpec,
-    proposed: PDAssignmentSpec,
-    role: Role,
-    ready: frozenset[str],
-    rules: AssignmentRules,
-    *,
-    now_s: float,
-) -> str:
-    """What to do where nothing but the floors keeps an instance of the role where it is; else nothing."""
+def _suggest_alternative(checked: CheckedChange, role: Role) -> str:
+    """What to do if nothing but the floors keeps an instance in its role; empty otherwise."""
     no_floors = Floors(prefill=0, decode=0)
-    without_floors = proposed.model_copy(update={"floors": no_floors})
-    if not may_apply(current, without_floors, ready, replace(rules, floors=no_floors), now_s=now_s).allowed:
+    without_floors = checked.proposed.model_copy(update={"floors": no_floors})
+    rules = replace(checked.rules, floors=no_floors)
+    verdict = may_apply(checked.current, without_floors, checked.serving, rules, now_s=checked.now_s)
+    if not verdict.allowed:
         return ""
-    floor = max(rules.floors.for_role(role.other), current.floors.for_role(role.other))
-    if len(list_serving(current.roles, ready, role.other)) > floor:
+    floor = max(checked.rules.floors.for_role(role.other), checked.current.floors.for_role(role.other))
+    if len(list_serving(checked.current.roles, checked.serving, role.other)) > floor:
         return f"; flip another one to {role} first"
     return "; there is none to spare: it takes more instances (spec.instances, or those of a pool)"
-
-
-async def _read_rules(store: Store, service: str, namespace: str) -> tuple[AssignmentRules, frozenset[str]]:
-    """What judges a word, and the instances that serve."""
-    pdservice = await store.get(PDService, service, namespace=namespace)
-    pools = await store.list(PDPool, namespace=namespace)
-    listed = await store.list(PDInstance, namespace=namespace)
-    instances = [instance for instance in listed.items if instance.spec.service == service]
-    rules = build_assignment_rules(pdservice.spec, pools.items, instances)
-    return rules, frozenset(i.metadata.name for i in instances if i.status.phase is Phase.SERVING)

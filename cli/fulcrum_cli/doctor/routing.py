@@ -7,7 +7,6 @@ from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import RouterState
-from fulcrum_core.values import Phase
 
 
 def check_endpoints(service: str, endpoint_slice: Body | None, router_pods: Sequence[Body]) -> Finding:
@@ -38,7 +37,7 @@ def check_endpoints(service: str, endpoint_slice: Body | None, router_pods: Sequ
 
 def check_serving_instances(service: str, instances: Sequence[PDInstance]) -> Finding:
     """Whether the router has an instance to send requests to."""
-    serving = [i for i in instances if i.status.phase is Phase.SERVING and i.status.endpoint]
+    serving = [i for i in instances if i.is_serving and i.status.endpoint]
     if serving:
         observed = format_count(len(serving), "instance serves", "instances serve")
         return ok("serving instances", observed, service=service)

@@ -92,7 +92,7 @@ def _floor_shortfalls(
     service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None
 ) -> list[str]:
     entries = assignment.spec.roles if assignment else {}
-    available = [i for i in instances if i.status.phase is Phase.SERVING]
+    available = [i for i in instances if i.is_serving]
     available = [i for i in available if not (entry := entries.get(i.metadata.name)) or not entry.cordoned]
     if len(instances) == 1 and available:
         return []  # one alone does both
@@ -119,16 +119,14 @@ def check_instances(service: str, instances: Sequence[PDInstance]) -> Finding:
         return problem(
             "instances", "there is none", "is the operator running, and is there a node?", service=service
         )
-    serving = sum(i.status.phase is Phase.SERVING for i in instances)
+    serving = sum(i.is_serving for i in instances)
     return ok("instances", f"none has failed, {serving} of {len(instances)} serve", service=service)
 
 
 def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAssignment | None) -> Finding:
     """Whether prefill and decode can exchange KV, by what the engines say of themselves."""
     known = {i.metadata.name: i.status.identity.to_identity() for i in instances if i.status.identity}
-    unknown = sorted(
-        i.metadata.name for i in instances if i.status.phase is Phase.SERVING and not i.status.identity
-    )
+    unknown = sorted(i.metadata.name for i in instances if i.is_serving and not i.status.identity)
     incompatible = [
         f"{p} → {d}: {verdict.reason}"
         for p, d in permutations(sorted(known), 2)

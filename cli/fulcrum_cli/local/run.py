@@ -28,7 +28,6 @@ from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_core.values import Phase
 from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
 from fulcrum_operator.controller.work_queue import WorkQueue
 
@@ -172,7 +171,7 @@ class LocalRun:
             for name, reason in self.runtime.permanent_failures().items():
                 raise StartFailed(f"engine {name}", reason)
             found = (await self.store.list(PDInstance, namespace=self.key.namespace)).items
-            if found and all(instance.status.phase is Phase.SERVING for instance in found):
+            if found and all(instance.is_serving for instance in found):
                 return found
             await self.wait_change()
 

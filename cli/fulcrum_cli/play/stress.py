@@ -10,7 +10,7 @@ from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.assignment import list_serving
 from fulcrum_core.errors import Conflict, FulcrumError, InvalidInput
 from fulcrum_core.ports import Store
-from fulcrum_core.values import Phase, Role
+from fulcrum_core.values import Role
 
 ACKNOWLEDGE_TIMEOUT_S = 5.0
 NO_FLIP_TIMEOUT_S = 5.0
@@ -55,7 +55,7 @@ class ForcedFlips:
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
     def _all_serving(self) -> bool:
-        return all(i.status.phase is Phase.SERVING for i in self.observer.instances.values())
+        return all(i.is_serving for i in self.observer.instances.values())
 
     async def _flip_one(self, from_role: Role) -> bool:
         """False if no instance may leave that role now, or others write all the time."""
@@ -84,7 +84,7 @@ class ForcedFlips:
 
     def _candidates(self, assignment: PDAssignment, from_role: Role) -> Sequence[str]:
         instances = self.observer.instances
-        ready = [name for name, i in instances.items() if i.status.phase is Phase.SERVING]
+        ready = [name for name, i in instances.items() if i.is_serving]
         return list_serving(assignment.spec.roles, ready, from_role)
 
 
@@ -93,7 +93,7 @@ async def kill_engines_in_turn(observer: Observer, kill: Callable[[str], None], 
     killed = 0
     while True:
         await asyncio.sleep(every_s)
-        serving_now = [name for name, i in observer.instances.items() if i.status.phase is Phase.SERVING]
+        serving_now = [name for name, i in observer.instances.items() if i.is_serving]
         if serving_now:
             kill(serving_now[killed % len(serving_now)])
             killed += 1

@@ -113,3 +113,24 @@ class PDInstance(Resource):
     kind: Literal["PDInstance"] = "PDInstance"
     spec: PDInstanceSpec = Field(description="What it runs.")
     status: PDInstanceStatus = Field(default_factory=PDInstanceStatus, description="What is seen of it.")
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the instance is ready and stays: phase Serving, and its deletion was not requested.
+
+        Floors, replica counts and conditions count these instances. The operator also requires a running
+        engine (`Observed`). A router requires `phase_takes_work` and successful probes
+        (`InstanceState.serving`).
+        """
+        return self.status.phase is Phase.SERVING and self.metadata.deletion_timestamp is None
+
+    @property
+    def phase_takes_work(self) -> bool:
+        """Whether a router may send new requests: phase Serving, or Verifying after a flip without restart.
+
+        An instance whose deletion was requested still takes work until the operator drains it.
+        """
+        relabelled = (
+            self.status.phase is Phase.VERIFYING and self.status.flip_strategy is FlipStrategy.RELABEL
+        )
+        return self.status.phase is Phase.SERVING or relabelled

@@ -59,8 +59,8 @@ def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
         excess = len(view.members) - view.wanted
         yield Removal(view.name, removal_order(observed, view.members), excess, "more instances than wanted")
         return
-    idle = [member for member in view.outdated if member.status.phase is not Phase.SERVING]
-    serving = sum(member.status.phase is Phase.SERVING for member in view.members)
+    idle = [member for member in view.outdated if not member.is_serving]
+    serving = sum(member.is_serving for member in view.members)
     spare = serving - (view.wanted - observed.service.spec.rollout.max_unavailable)
     leaving = len(idle) + max(0, min(spare, len(view.outdated) - len(idle)))
     reason, replaced = f"revision {view.revision} replaces it", view.enough_serving_in(view.updated)
@@ -97,9 +97,7 @@ def _last_of_role(observed: Observed) -> frozenset[str]:
     serving = [
         (revision_of(i), entries[i.metadata.name].role, i.metadata.name)
         for i in observed.active_instances
-        if i.status.phase is Phase.SERVING
-        and i.metadata.name in entries
-        and not entries[i.metadata.name].cordoned
+        if i.is_serving and i.metadata.name in entries and not entries[i.metadata.name].cordoned
     ]
     revisions = [revision for revision, _, _ in serving]
     roles = [(revision, role) for revision, role, _ in serving]

@@ -93,9 +93,7 @@ class Observed:
     def ready_instances(self) -> frozenset[str]:
         """Names of the instances that serve, and whose engines still do."""
         return frozenset(
-            i.metadata.name
-            for i in self.instances
-            if i.status.phase is Phase.SERVING and self._engine_runs(i.metadata.name)
+            i.metadata.name for i in self.instances if i.is_serving and self._engine_runs(i.metadata.name)
         )
 
     def _engine_runs(self, name: str) -> bool:

@@ -77,7 +77,7 @@ class PoolView:
 
     def enough_serving_in(self, members: tuple[PDInstance, ...]) -> bool:
         """Whether as many of these serve as are wanted."""
-        return sum(member.status.phase is Phase.SERVING for member in members) >= self.wanted
+        return sum(member.is_serving for member in members) >= self.wanted
 
     @property
     def last_good(self) -> LaunchSpec | None:

@@ -34,7 +34,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.values import FlipStrategy, Phase, Role
+from fulcrum_core.values import Phase, Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
@@ -47,15 +47,8 @@ TYPICAL_REQUEST_TOKENS = 1_000
 """Request size at which a profile's step is read as a decode model."""
 
 
-def phase_takes_work(instance: PDInstance) -> bool:
-    """Whether its phase allows new work. An instance that is only relabelled serves while it is verified."""
-    status = instance.status
-    relabelled = status.phase is Phase.VERIFYING and status.flip_strategy is FlipStrategy.RELABEL
-    return status.phase is Phase.SERVING or relabelled
-
-
 def phase_will_take_work(instance: PDInstance) -> bool:
-    """Whether its phase is one before that: its engine starts, or runs and waits to be let in."""
+    """Whether the phase precedes `PDInstance.phase_takes_work`: it starts, or is being verified."""
     return instance.status.phase in (Phase.STARTING, Phase.VERIFYING)
 
 
@@ -177,7 +170,7 @@ class StoreWatcher:
         self._assign_roles(ready)
 
     def _takes_work(self, instance: PDInstance) -> bool:
-        return phase_takes_work(instance) and self._is_available(instance)
+        return instance.phase_takes_work and self._is_available(instance)
 
     def _is_available(self, instance: PDInstance) -> bool:
         """Whether it can be reached, and nobody ends it."""

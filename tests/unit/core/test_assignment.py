@@ -13,6 +13,7 @@ from fulcrum_core.assignment import (
     apply_flip,
     build_assignment_rules,
     list_serving,
+    list_serving_instances,
     may_apply,
     resolve_effective_roles,
 )
@@ -426,3 +427,27 @@ def test_rules_come_from_service_pools_and_instances() -> None:
     assert rules == AssignmentRules(
         10.0, {"chat-0": P}, Floors(prefill=3, decode=1), {"chat-0": 0, "chat-1": 0}
     )
+
+
+@pytest.mark.parametrize(
+    ("phase", "deleted", "serving"),
+    [
+        pytest.param("Serving", False, {"chat-0"}, id="serving"),
+        pytest.param("Serving", True, set(), id="serving but being deleted"),
+        pytest.param("Draining", False, set(), id="draining"),
+    ],
+)
+def test_an_instance_serves_until_it_drains_or_its_deletion_is_requested(
+    phase: str, deleted: bool, serving: set[str]
+) -> None:
+    metadata = {"name": "chat-0"} | ({"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {})
+    instance = PDInstance.model_validate(
+        {
+            "apiVersion": "fulcrum.dev/v1alpha1",
+            "kind": "PDInstance",
+            "metadata": metadata,
+            "spec": {"service": "chat", "pool": "flex", "model": "m", "engine": {"type": "Simulated"}},
+            "status": {"phase": phase},
+        }
+    )
+    assert list_serving_instances([instance]) == serving

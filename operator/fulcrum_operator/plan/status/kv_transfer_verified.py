@@ -12,7 +12,6 @@ from fulcrum_core.api import Condition, PDInstance, conditions
 from fulcrum_core.formatting import format_list
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.router_state import PairState
-from fulcrum_core.values import Phase
 from fulcrum_operator.plan.observed import Observed, instance_order
 from fulcrum_operator.plan.status.condition import ConditionStatus, make_condition
 
@@ -37,7 +36,7 @@ def router_poll_interval_s(observed: Observed) -> float:
 
 def kv_transfer_verified(observed: Observed, wanted: int) -> Condition:
     """The condition KVTransferVerified of a service that wants so many instances."""
-    serving = tuple(i for i in observed.active_instances if i.status.phase is Phase.SERVING)
+    serving = tuple(i for i in observed.active_instances if i.is_serving)
     if wanted <= 1:
         return _condition(
             observed, "Unknown", conditions.NOT_APPLICABLE, "a single instance hands nothing over"

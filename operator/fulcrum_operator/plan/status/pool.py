@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDPoolStatus
 from fulcrum_core.api.labels import POOL_LABEL
-from fulcrum_core.values import Phase
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.rollout import PoolView, revision_of
 from fulcrum_operator.plan.status.condition import with_transition_times
@@ -30,7 +29,7 @@ def report_pool(
     limited = scaling_limited(pool, blocked_by)
     status = PDPoolStatus(
         replicas=len(members),
-        ready_replicas=sum(member.status.phase is Phase.SERVING for member in members),
+        ready_replicas=sum(member.is_serving for member in members),
         selector=f"{POOL_LABEL}={view.name}",
         revision=view.revision,
         updated_replicas=sum(revision_of(member) == view.revision for member in members),

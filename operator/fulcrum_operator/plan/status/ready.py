@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from fulcrum_core.api import Condition, Floors, PDAssignmentSpec, PDInstance, RoleStatus, conditions
 from fulcrum_core.assignment import list_serving
 from fulcrum_core.formatting import format_count
-from fulcrum_core.values import Phase, Role
+from fulcrum_core.values import Role
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.status.condition import true_or_false
 
@@ -16,7 +16,7 @@ def count_ready(
     assignment: PDAssignmentSpec, desired: tuple[PDInstance, ...], prefill: RoleStatus, decode: RoleStatus
 ) -> dict[Role, int]:
     """How many serve each role. One that plays Both because it is left alone counts for its own role only."""
-    ready = [i.metadata.name for i in desired if i.status.phase is Phase.SERVING]
+    ready = [i.metadata.name for i in desired if i.is_serving]
     if len(ready) == 1:
         return {role: len(list_serving(assignment.roles, ready, role)) for role in _ROLES}
     return {Role.PREFILL: prefill.ready, Role.DECODE: decode.ready}

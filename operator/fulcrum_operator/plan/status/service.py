@@ -37,7 +37,7 @@ def service_status(
     service, roles = observed.service, assignment.roles
     members = tuple(member for report in pools for member in report.members)
     wanted = sum(report.view.wanted for report in pools)
-    ready = sum(i.status.phase is Phase.SERVING for i in desired)
+    ready = sum(i.is_serving for i in desired)
     prefill, decode = (_role_status(role, roles, desired, members) for role in _ROLES)
     service_conditions = (
         ready_condition(
