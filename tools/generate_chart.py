@@ -1,9 +1,9 @@
-"""What is derived in the chart: the kinds as templates, and the table of values in its README.
+"""Generate the derived files of the chart: CRD templates and the table of values in its README.
 
-    python tools/generate_chart.py CRDS CHART        rewrites CHART/templates/crds/ from CRDS, and
-    CHART/README.md
+    python tools/generate_chart.py CRDS CHART
 
-The kinds are templates and not in the chart's `crds/`, where Helm would neither upgrade nor delete them.
+rewrites CHART/templates/crds/ from the folder CRDS, and the table in CHART/README.md. CRDs are templates
+because Helm neither upgrades nor deletes what is in a chart's `crds/`.
 """
 
 import json
@@ -25,15 +25,15 @@ _VALUES_TABLE_PATTERN = re.compile(r"(?<=<!-- values -->\n).*?(?=<!-- /values --
 
 
 def render_crd_template(crd: str) -> str:
-    """A CRD as a template of the chart."""
+    """Return a CRD's YAML as a template of the chart."""
     if "{{" in crd:
-        raise SystemExit("error: a CRD holds {{, which a template would have to escape")
+        raise SystemExit("error: a CRD contains {{, which a template would have to escape")
     body = crd.partition("\n")[2].replace("metadata:\n", "metadata:\n" + _KEEP_ANNOTATION, 1)
     return _TEMPLATE_HEADER + body + "{{- end }}\n"
 
 
 def render_values_table(values: dict[str, Any], schema: dict[str, Any]) -> str:
-    """One row for each value: its path, what it means by the schema, its default."""
+    """Return a Markdown table with path, description from the schema, and default of each value."""
     rows = [
         f"| `{path}` | {text} | {default} |" for path, text, default in _list_value_rows("", values, schema)
     ]
@@ -52,7 +52,7 @@ def _list_value_rows(
 
 
 def main(crds: Path, chart: Path) -> None:
-    """Write both."""
+    """Write the CRD templates and the table of values."""
     folder = chart / "templates" / "crds"
     for stale in folder.glob("*.yaml"):
         stale.unlink()

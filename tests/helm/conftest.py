@@ -1,4 +1,4 @@
-"""Level 1: the chart, rendered by Helm."""
+"""Fixture that renders the chart with Helm, in one process for the whole run."""
 
 import json
 import subprocess
@@ -16,33 +16,33 @@ CHART = ROOT / "helm" / "fulcrum"
 
 
 class ChartRefusedError(Exception):
-    """Helm does not render the chart with these values."""
+    """Helm rejects these values."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChart:
-    """What Helm made of the chart."""
+    """The chart, rendered with one set of values."""
 
     files: dict[str, str]
-    """Text by file, without the chart's name."""
+    """Text by file name below templates/."""
     objects: list[dict[str, Any]]
     findings: list[dict[str, Any]]
-    """What the linter says."""
+    """Messages of `helm lint`."""
 
     def find(self, kind: str, name: str) -> dict[str, Any]:
-        """The one object of that kind and name."""
+        """Return the only object of this kind and name."""
         (found,) = (
             made for made in self.objects if made["kind"] == kind and made["metadata"]["name"] == name
         )
         return found
 
     def list_kinds(self) -> set[str]:
-        """All kinds among the objects."""
+        """Return the kinds of all objects."""
         return {made["kind"] for made in self.objects}
 
 
 class Renderer:
-    """Helm in a process beside the tests. Called with values, it gives what they make of the chart."""
+    """Client of the renderer process: called with values, returns the rendered chart."""
 
     def __init__(self, requests: IO[str], responses: IO[str]) -> None:
         self._requests, self._responses = requests, responses
@@ -63,7 +63,7 @@ class Renderer:
 
 @pytest.fixture(scope="session")
 def render() -> Iterator[Renderer]:
-    """Renders the chart with values."""
+    """`render(**values)` renders the chart; the release and the namespace are keyword arguments, too."""
     command = [sys.executable, "-m", "tests.helm.renderer_program", str(CHART)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT

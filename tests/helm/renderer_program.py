@@ -1,6 +1,6 @@
-"""Helm's own rendering, asked one JSON line at a time: `{"values": …, "namespace": …}`.
+"""Renders the chart with Helm's library, for each JSON line `{"values", "namespace", "release"}` that it reads.
 
-A process of its own, because the library brings Go's runtime, whose threads would stay in the tests' process.
+A process of its own, because the library starts Go's runtime, whose threads would stay in the tests' process.
 """
 
 import json
@@ -12,7 +12,7 @@ from helm_python.config import Config
 
 
 def render_chart(chart: Chart, folder: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The files of the chart under these values, and what the linter says of it."""
+    """Return the rendered files and the messages of `helm lint`, or Helm's error."""
     values, namespace = request["values"], request["namespace"]
     empty_kubeconfig = "apiVersion: v1\nkind: Config\n"
     try:
@@ -28,7 +28,7 @@ def render_chart(chart: Chart, folder: str, request: dict[str, Any]) -> dict[str
 
 
 def main(folder: str) -> None:
-    """Answer until the end of the input."""
+    """Render once for each line of standard input."""
     chart = Chart.load(folder)
     for line in sys.stdin:
         print(json.dumps(render_chart(chart, folder, json.loads(line))), flush=True)

@@ -1,4 +1,4 @@
-"""The chart: what it makes of values, what values it refuses, and what its parts may do."""
+"""The chart: rendered objects, rejected values, and permissions of the components."""
 
 import importlib.util
 import re
@@ -44,19 +44,19 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     },
 }
-"""Every value at something else than its default."""
+"""Each value differs from its default."""
 
 Golden = Callable[[str, str], None]
 
 
 def join_files(made: RenderedChart) -> str:
-    """All files but the kinds, which are generated, as one text."""
+    """Return all files except the generated CRDs as one text."""
     files = sorted((name, text) for name, text in made.files.items() if not name.startswith("crds/"))
     return "\n".join(f"# {name}\n{text.strip()}\n" for name, text in files if text.strip())
 
 
 def list_pod_specs(made: RenderedChart) -> dict[str, dict[str, Any]]:
-    """The pods' specs of both Deployments, and of the test."""
+    """Return the pod specs of both Deployments and of the test pod, by name."""
     found = {
         made["metadata"]["name"]: made["spec"]["template"]["spec"]
         for made in made.objects
@@ -93,15 +93,19 @@ def test_helm_lint_reports_nothing(render: Renderer, values: dict[str, Any]) -> 
         pytest.param({"operator": {"replicas": 0}}, "replicas", id="no operator"),
         pytest.param({"router": {"replicas": 0}}, "replicas", id="no router"),
         pytest.param({"image": {"tag": 1.10}}, "tag", id="a tag that YAML made a number"),
-        pytest.param({"image": {"digest": "0123"}}, "digest", id="a digest that is none"),
-        pytest.param({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy", id="an unknown word"),
-        pytest.param({"imagePullSecrets": ["pull"]}, "imagePullSecrets", id="a name for an object"),
+        pytest.param({"image": {"digest": "0123"}}, "digest", id="a digest without sha256"),
+        pytest.param({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy", id="an unknown pull policy"),
+        pytest.param({"imagePullSecrets": ["pull"]}, "imagePullSecrets", id="text for an object"),
         pytest.param({"operator": {"tolerations": [{"effct": "NoSchedule"}]}}, "effct", id="deep in a list"),
         pytest.param({"operator": {"resources": {"limit": {}}}}, "limit", id="a misspelt limit"),
-        pytest.param({"operator": {"podSecurityContext": {"runAsUsr": 1}}}, "runAsUsr", id="a misspelt user"),
+        pytest.param(
+            {"operator": {"podSecurityContext": {"runAsUsr": 1}}},
+            "runAsUsr",
+            id="a misspelt field of a security context",
+        ),
         pytest.param({"operator": {"extraEnv": [{"value": "1"}]}}, "name", id="a variable without a name"),
-        pytest.param({"watchNamespace": "Team_A"}, "watchNamespace", id="no name of a namespace"),
-        pytest.param({"fullnameOverride": "x" * 47}, "fullnameOverride", id="a name that leaves no room"),
+        pytest.param({"watchNamespace": "Team_A"}, "watchNamespace", id="an invalid namespace"),
+        pytest.param({"fullnameOverride": "x" * 47}, "fullnameOverride", id="a name that is too long"),
     ],
 )
 def test_invalid_value_is_refused_by_its_name(render: Renderer, values: dict[str, Any], named: str) -> None:
@@ -161,7 +165,7 @@ def test_no_role_reads_secrets_or_has_wildcards(render: Renderer) -> None:
 
 
 def test_operator_has_every_permission_that_it_grants_to_routers(render: Renderer) -> None:
-    """Else the API server refuses the Role that it makes for them."""
+    """Otherwise the API server refuses the Role that the operator creates for routers."""
 
     def expand_rules(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
         return {
@@ -251,7 +255,7 @@ def test_containers_start_modules_that_exist(render: Renderer) -> None:
 def test_operator_accepts_the_arguments_of_its_deployment(
     render: Renderer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An argument that it does not know ends a program with one line that says so."""
+    """The only argument that is refused is the unknown one."""
     args = list_pod_specs(render(**ALL_VALUES_CHANGED))["fulcrum-pd-operator"]["containers"][0]["args"]
     with pytest.raises(SystemExit):
         operator([*args, "--unknown"])
@@ -275,7 +279,7 @@ def test_rendering_twice_gives_the_same_chart(render: Renderer) -> None:
 
 
 def test_single_operator_has_no_pod_disruption_budget(render: Renderer) -> None:
-    """A budget of one for one pod would hold up every drain of its node."""
+    """A budget for a single pod would block each drain of its node."""
     assert "PodDisruptionBudget" in render().list_kinds()
     assert "PodDisruptionBudget" not in render(operator={"replicas": 1}).list_kinds()
 

@@ -1,4 +1,4 @@
-{{/* The beginning of all names: at most 46 characters, so that "-autoscaler" and a hash fit behind it. */}}
+{{/* Prefix of all names: at most 46 characters, which leaves room for "-autoscaler" and a hash. */}}
 {{- define "fulcrum.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" -}}
@@ -16,7 +16,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* Labels of everything; takes (dict "root" $ "component" "operator"). */}}
+{{/* Labels of all objects; takes (dict "root" $ "component" "operator"). */}}
 {{- define "fulcrum.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
@@ -25,7 +25,7 @@ app.kubernetes.io/part-of: fulcrum
 {{ include "fulcrum.selector" . }}
 {{- end -}}
 
-{{/* Of pods: nothing that a new version of the chart would change, or all would restart with it. */}}
+{{/* Labels of pods. None depends on the chart's version: a changed label would restart all pods. */}}
 {{- define "fulcrum.podLabels" -}}
 app.kubernetes.io/part-of: fulcrum
 {{ include "fulcrum.selector" . }}
@@ -45,7 +45,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end -}}
 
-{{/* The container's half of the "restricted" Pod Security Standard, and a root that cannot be written. */}}
+{{/* The container's part of the "restricted" Pod Security Standard, and a read-only root file system. */}}
 {{- define "fulcrum.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
 capabilities:
@@ -54,7 +54,7 @@ readOnlyRootFilesystem: true
 runAsNonRoot: true
 {{- end -}}
 
-{{/* Mounts of a program's container, and the volumes behind them: scratch, and the token for routers' state ports. */}}
+{{/* Volume mounts of a program's container and their volumes: temporary files, and the token for the routers' state ports. */}}
 {{- define "fulcrum.volumeMounts" -}}
 - name: tmp
   mountPath: /tmp

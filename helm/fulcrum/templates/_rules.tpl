@@ -1,10 +1,10 @@
 {{/*
-What the parts may do. A test holds each rule to what the API server's audit log says was used.
+Permissions of the components. A test compares each rule with the API server's audit log.
 
-The operator makes a Role for each service's router, so the API server asks it to hold what is in there itself.
-The other way, a ClusterRole for all routers and the right to bind it, grants the operator less, but every router
-the Leases and the endpoints of all services of its namespace: whoever takes over one router then takes over all.
-The operator sees these anyway, as it makes them.
+The operator creates a Role for each service's router, and the API server lets it grant only what it may do itself.
+The alternative, one ClusterRole for all routers and the permission to bind it, grants the operator less but gives
+every router the Leases and EndpointSlices of all services in its namespace: one compromised router would then
+control all of them. The operator creates these objects, so it has access to them anyway.
 */}}
 {{- define "fulcrum.operatorRules" -}}
 - apiGroups: [fulcrum.dev]

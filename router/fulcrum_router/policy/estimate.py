@@ -76,7 +76,7 @@ class TokensPerByte:
         return math.ceil(prompt_bytes * self.value) or 1
 
     def learn(self, *, prompt_bytes: int, tokens: float) -> None:
-        """Learn from an engine's token count. Prompts below 256 bytes count less: they are mostly template."""
+        """Learn from a token count. Prompts under 256 bytes count less: they are mostly template."""
         if prompt_bytes <= 0 or not 0 < tokens < math.inf:
             return
         ratio = tokens / prompt_bytes
