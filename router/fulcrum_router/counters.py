@@ -1,6 +1,6 @@
-"""What became of the requests: plain counters, cheap enough for the data path.
+"""Counters of the data path, and the enums that label them: plain integers, cheap enough for every request.
 
-They become Prometheus families only when somebody scrapes (`metrics`).
+`control.metrics` builds Prometheus families from them when `/metrics` is scraped.
 """
 
 from bisect import bisect_left
@@ -13,31 +13,58 @@ from fulcrum_router.settings import Tier
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 
-EXPECTED_LOCAL_PREFILL_REASONS = frozenset({"multiple_prompts", "multiple_choices"})
-"""Reasons for a local prefill that are the request's, not a fault's."""
-
-
 PREFILL, DECODE = "prefill", "decode"
-"""The phases, as labels."""
+"""Values of the label `phase`."""
 
 
 class RequestOutcome(StrEnum):
-    """How a request ended. Invalid ones are the client's fault and no load that was offered."""
+    """How a client request ended."""
 
     OK = "ok"
     INVALID = "invalid"
+    """Rejected with a 4xx by the router or an engine; not counted as offered load."""
     FAILED = "failed"
+    """The client got an error of the router instead of a response of an engine."""
     BROKEN = "broken"
+    """The stream ended early, after its first byte."""
     CANCELLED = "cancelled"
+    """The client disconnected before the end of the response."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
+
+class LocalPrefillReason(StrEnum):
+    """Why a decode instance computes the prompt itself: metric label and `x-fulcrum-local-prefill` header."""
+
+    MULTIPLE_PROMPTS = "multiple_prompts"
+    MULTIPLE_CHOICES = "multiple_choices"
+    NO_PREFILL_INSTANCE = "no_prefill_instance"
+    PREFILL_FAILED = "prefill_failed"
+    KV_TRANSFER_BROKEN = "kv_transfer_broken"
+    """KV transfers from the remaining prefill instances fail."""
+    INCOMPLETE_KV_TRANSFER_PARAMS = "incomplete_kv_transfer_params"
+    WRONG_REMOTE_HOST = "wrong_remote_host"
+    """The KV transfer parameters name another host than that of the prefill instance."""
+    STALE_KV_TRANSFER = "stale_kv_transfer"
+    """Too much of the lease had passed before the decode leg was sent."""
+    LEASE_EXPIRED = "lease_expired"
+    """The KV may have been fetched after its lease had expired; the prompt was recomputed."""
+    UNREADABLE_KV = "unreadable_kv"
+    """No decode instance can read the KV of the prefill instance."""
+
+    __hash__ = str.__hash__  # see RequestOutcome
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the reason lies in the request and not in a failure."""
+        return self in (LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES)
 
 
 _OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read
 
 
 class Histogram:
-    """Counts per bucket; the last bucket is what lies above all bounds."""
+    """Counts per bucket; the last bucket counts values above all bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -53,43 +80,45 @@ class Histogram:
 
 
 class TierCounters:
-    """The requests of one tier."""
+    """Counters of one QoS tier."""
 
     __slots__ = ("offered", "requests_by_outcome", "slo_met", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.offered = 0
+        """Requests that arrived, invalid ones excluded."""
         self.slo_met = 0
+        """Requests with outcome `ok` that met the TTFT and TPOT objectives."""
         self.requests_by_outcome = dict.fromkeys(RequestOutcome, 0)
         self.ttft = Histogram(TTFT_BUCKETS_S)
         self.tpot = Histogram(TPOT_BUCKETS_S)
 
 
 class Counters:
-    """Everything the router counts."""
+    """Counters of one router process."""
 
     def __init__(self) -> None:
         self.tiers: dict[str, TierCounters] = {}
         self.legs: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """Legs by phase and outcome (`ok`, or the failure)."""
+        """Legs that ended, by phase and outcome (`ok` or a `Failure`)."""
         self.retries: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """Attempts after a failure, by phase and reason of the failure."""
-        self.local_prefills: defaultdict[str, int] = defaultdict(int)
-        """Requests decoded without a hand-off, by reason."""
+        """Failed attempts, by phase and `Failure`."""
+        self.local_prefills: defaultdict[LocalPrefillReason, int] = defaultdict(int)
+        """Requests whose prompt the decode instance computed, by reason."""
         self.dispatches: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """Choices by phase and reason."""
+        """Chosen instances, by phase and `DispatchReason`."""
         self.flip_requests: defaultdict[Role, int] = defaultdict(int)
         self.ejections: defaultdict[str, int] = defaultdict(int)
-        """Ejections by reason."""
+        """Ejected instances, by reason."""
         self.refused_assignments = 0
         self.cache_salt_rotations = 0
-        """Prefix caches not used any more, because a hand-off may have been fetched too late."""
+        """Rotations after a KV transfer that may have been fetched too late."""
         self.takeovers = 0
-        """Times that this router became the active one."""
+        """Times that this router became active."""
         self.output_tokens = 0
 
     def get_tier(self, name: str) -> TierCounters:
-        """The counters of a tier, opened at its first request."""
+        """The counters of a tier, created at its first request."""
         counters = self.tiers.get(name)
         if counters is None:
             counters = self.tiers[name] = TierCounters()
@@ -98,7 +127,7 @@ class Counters:
     def record_request(
         self, tier: Tier, outcome: RequestOutcome, *, ttft_s: float | None, tpot_s: float | None
     ) -> None:
-        """A request ended. Objectives are judged for whole answers only."""
+        """Count a request that ended. Only a complete response can meet the objectives."""
         counters = self.get_tier(tier.name)
         counters.requests_by_outcome[outcome] += 1
         if outcome is _INVALID:
@@ -113,9 +142,5 @@ class Counters:
 
     @property
     def unexpected_local_prefills(self) -> int:
-        """Requests decoded without a hand-off because something was wrong."""
-        return sum(
-            count
-            for reason, count in self.local_prefills.items()
-            if reason not in EXPECTED_LOCAL_PREFILL_REASONS
-        )
+        """Requests whose prompt the decode instance computed because of a failure."""
+        return sum(count for reason, count in self.local_prefills.items() if not reason.is_expected)

@@ -10,7 +10,7 @@ from fulcrum_core.values import AutoscalingMode
 from fulcrum_router.counters import Counters
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
-from fulcrum_router.http1.upstream import Failure, LegFailed
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import (
     FlipProposal,
     FlipProposalRules,

@@ -19,7 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from fulcrum_core.values import Role
-from fulcrum_router.counters import Counters, Histogram
+from fulcrum_router.counters import Counters, Histogram, LocalPrefillReason
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.router import Router
@@ -163,7 +163,10 @@ def _build_counter_by_phase(
 
 
 def _build_counter_by_label(
-    name: str, text: str, label: str, counts: Mapping[str, int] | Mapping[Role, int]
+    name: str,
+    text: str,
+    label: str,
+    counts: Mapping[str, int] | Mapping[Role, int] | Mapping[LocalPrefillReason, int],
 ) -> Metric:
     family = CounterMetricFamily(f"fulcrum_router_{name}", text, labels=[label])
     for value, count in sorted(counts.items()):

@@ -1,1 +1,1 @@
-"""One request: read from the client, prefilled on one instance, decoded on another, relayed back."""
+"""The path of a client request: read it, prefill on one instance, decode on another, forward the response."""

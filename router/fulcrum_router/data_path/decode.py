@@ -1,37 +1,41 @@
-"""The decode leg: an engine's response on its way to the client, bytes as they came.
+"""The decode leg: forwards an engine's response to the client, byte for byte.
 
-Nothing reaches the client before the first content byte, so that until then another instance can take
-the request unseen: a stream is held to its first whole chunk, a small JSON response to its end. From
-there on only whole chunks are passed, so that a stream that breaks can end in an error event. A response to
-a hand-off that comes too late for its lease is held until somebody has settled whether it is sound.
+Nothing is sent to the client before the first token, so that another instance can still take over unnoticed:
+a stream is buffered up to its first whole chunk, a small JSON response up to its end. After that only whole
+chunks are forwarded, so that an error event can follow when the stream breaks. A response that may use KV
+fetched after its lease expired is withheld until its lease check ends.
 """
 
-import re
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
-from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.bodies import parse_usage
+from fulcrum_router.data_path.request import Downstream
+from fulcrum_router.fleet.instances import IncomingTransfer, Instance
+from fulcrum_router.http1.engine_events import (
+    ABORT,
+    ABORT_PATTERN,
+    DONE_EVENT,
+    EMPTY_CHOICES,
+    has_no_token,
+    parse_usage,
+)
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead, frame_chunk
 from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.responses import build_error_event
-from fulcrum_router.http1.upstream import EngineConnection, Failure, LegFailed
-from fulcrum_router.kv_transfer.verification import EMPTY_CHOICES, KvTransfer
+from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.observe.engines import fetch_expired_transfers
 from fulcrum_router.policy.ledger import DecodeEntry
 
 log = structlog.get_logger()
 
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024
-"""A JSON response up to this size reaches the client only once it is whole."""
+"""A JSON response up to this size is sent to the client only when it is complete."""
 MAX_BUFFERED_CHUNK_BYTES = 65_536
-"""A chunk begun is held up to this size."""
-
-DONE_EVENT = b"data: [DONE]"
-_ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+"""The beginning of a chunk is buffered up to this size."""
 
 
 class StreamBroken(Exception):
@@ -40,17 +44,6 @@ class StreamBroken(Exception):
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(detail)
         self.failure, self.detail = failure, detail
-
-
-class DownstreamWriter(Protocol):
-    """The client's side."""
-
-    @property
-    def paused(self) -> bool:
-        """Whether it takes no more for now."""
-
-    def write(self, data: bytes) -> None:
-        """Send."""
 
 
 class DecodeLeg(Completion[None]):
@@ -85,37 +78,40 @@ class DecodeLeg(Completion[None]):
     def __init__(
         self,
         connection: EngineConnection,
-        downstream: DownstreamWriter,
+        downstream: Downstream,
+        *,
         entry: DecodeEntry,
         fulcrum_headers: bytes,
         instance: Instance,
         cache_salt: str | None,
         on_first_byte: Callable[[float], None],
         on_late_response: Callable[[], None],
-        transfer: KvTransfer | None = None,
+        transfer: KvTransfer | None,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
         self.connection, self.downstream, self.entry = connection, downstream, entry
         self.fulcrum_headers = fulcrum_headers
-        """Header lines put in front of the engine's own."""
+        """The router's header lines, sent in front of the engine's."""
         self.instance, self.cache_salt = instance, cache_salt
-        """Who was asked, and what its prompts' cache_salt was then; None: one that finds no KV there."""
+        """The instance and its cache salt at the time of sending; None: a salt of this request's own."""
         self.on_first_byte = on_first_byte
         self.on_late_response = on_late_response
-        """Called when it has to be settled whether the response is sound."""
+        """Called when the response is withheld and needs a lease check."""
         self.transfer = transfer
-        """The hand-off that it was given."""
+        """The KV transfer of this leg; None if the instance computes the prompt."""
         self.released = False
-        """Whether the connection is somebody else's by now."""
+        """Whether the connection was returned to its pool, where another leg may use it."""
         self.head: ResponseHead | None = None
         self.streaming = False
         self.sent_s = time.monotonic()
         self.first_byte_at_s = 0.0
+        """When the first byte was sent to the client."""
         self.events = 0
+        """Events of the stream that were sent to the client."""
         self._committed = False
         self._lease_checked = False
         self._withheld: list[bytes] | None = None
-        """What came while it was in doubt whether the lease was kept."""
+        """Chunks withheld during the lease check; None outside one."""
         self._mid_chunk = False
         self._buffered = self._last_sent = b""
         self._body_parts: list[bytes] = []
@@ -148,8 +144,8 @@ class DecodeLeg(Completion[None]):
         self._forward(data)
 
     def _forward(self, data: bytes) -> None:
-        """Whole chunks go to the client."""
-        if b'"abort"' in data and _ABORT_PATTERN.search(data):
+        """Send whole chunks to the client, the first ones only when there is a token in them."""
+        if ABORT in data and ABORT_PATTERN.search(data):
             self._abort(Failure.ABORTED, "the engine aborted the request")
             return
         if self._withheld is not None:
@@ -162,6 +158,7 @@ class DecodeLeg(Completion[None]):
                 self._buffered = data + self._buffered
             return
         transfer = self.transfer
+        # The usage event, for the verification of the transfer. It is not counted as output if it is removed.
         if transfer is not None and EMPTY_CHOICES in data and not self._mid_chunk:
             data = transfer.extract_usage(data, chunked=self.head is not None and self.head.length == CHUNKED)
         events = data.count(b"\ndata:")
@@ -180,11 +177,11 @@ class DecodeLeg(Completion[None]):
 
     @property
     def sent_last_event(self) -> bool:
-        """Whether the client has the last event of its stream, and may leave before the body's end."""
+        """Whether `[DONE]` was sent: many clients disconnect then, before the end of the body."""
         return self._last_sent.rstrip().endswith(DONE_EVENT)
 
     def _buffer_partial_chunk(self, data: bytes, boundary: int) -> bytes:
-        """Keep what follows the last whole chunk; the rest may go."""
+        """Return the whole chunks and buffer what follows them; a chunk that is too large is not buffered."""
         if boundary:
             ready, self._buffered = self._buffered + data[:boundary], data[boundary:]
             self._mid_chunk = False
@@ -226,34 +223,37 @@ class DecodeLeg(Completion[None]):
         if self.downstream.paused:
             self.connection.pause()
 
-    # --- doubt ---------------------------------------------------------------------------------
+    # --- lease check ---------------------------------------------------------------------------
 
     def _needs_lease_check(self) -> bool:
-        """Whether it is in doubt, for the first time, that all KV it comes of was fetched in time."""
+        """Whether the response may use KV that was fetched too late, and this was not checked yet."""
         if self._lease_checked or self.cache_salt is None or self.head is None or self.head.status >= 400:
             return False
         return bool(self.cache_salt != self.instance.cache_salt or self.find_late_transfers())
 
-    def find_late_transfers(self) -> list[KvTransfer]:
-        """Hand-offs that may have been fetched too late, of what it may come of: its own, and others'."""
+    def find_late_transfers(self) -> list[IncomingTransfer]:
+        """Transfers that may be late and whose KV the response may use.
+
+        Those are its own one and all that are pending on the instance, by way of its prefix cache.
+        """
         found, transfer = self.instance.incoming_transfers.find_overdue(time.monotonic()), self.transfer
         if transfer is not None and transfer.is_late and transfer not in found:
             found.append(transfer)
         return found
 
     def _request_lease_check(self, *, pause_reading: bool) -> None:
-        """Hold everything until `finish_lease_check` is called."""
+        """Withhold the response until `finish_lease_check` is called."""
         if pause_reading:
             self.connection.pause()
         self.on_late_response()
 
     def finish_lease_check(self, *, kv_valid: bool) -> None:
-        """It is known now whether what was held may be passed on."""
+        """End the lease check: forward what was withheld, or fail the leg."""
         withheld = self._withheld
         if self.done or withheld is None:
             return
         if not kv_valid:
-            self._abort(Failure.LEASE_EXPIRED, "the hand-off may have been fetched too late")
+            self._abort(Failure.LEASE_EXPIRED, "the KV may have been fetched after its lease had expired")
             return
         self._withheld, self._lease_checked = None, True
         if not self.released:
@@ -267,7 +267,7 @@ class DecodeLeg(Completion[None]):
         if self.done:
             return
         if self._withheld is not None:
-            self.connection.resume()  # nobody else has it yet
+            self.connection.resume()  # before another leg takes the connection from the pool
             self.released = True
             return
         if not self._committed:
@@ -284,7 +284,7 @@ class DecodeLeg(Completion[None]):
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         transfer, self.head = self.transfer, head
-        if head.is_event_stream or head.status >= 500 or b'"abort"' in content or self._needs_lease_check():
+        if head.is_event_stream or head.status >= 500 or ABORT in content or self._needs_lease_check():
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
@@ -296,15 +296,15 @@ class DecodeLeg(Completion[None]):
         self.set_result(None)
 
     def _find_failure(self) -> LegFailed | None:
-        """Whether a whole response is one that another instance should be asked for instead."""
+        """The failure that a complete response stands for; None if it can be sent to the client."""
         head = self.head
         assert head is not None
         if head.status >= 500:
-            return LegFailed(Failure.STATUS, f"the engine answered {head.status}", status=head.status)
+            return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first event")
         for part in self._body_parts:
-            if b'"abort"' in part and _ABORT_PATTERN.search(b"".join(self._body_parts)):
+            if ABORT in part and ABORT_PATTERN.search(b"".join(self._body_parts)):
                 return LegFailed(Failure.ABORTED, "the engine aborted the request")
         return None
 
@@ -323,7 +323,7 @@ class DecodeLeg(Completion[None]):
         self.on_failure(failure, detail)
 
     def build_stream_error(self, message: str) -> bytes:
-        """What tells the client that its stream broke; empty where nothing can be put in."""
+        """The error event for a broken stream; empty where no event can be inserted, as inside a chunk."""
         head = self.head
         if not self.streaming or self._mid_chunk or head is None:
             return b""
@@ -333,18 +333,11 @@ class DecodeLeg(Completion[None]):
         return event if head.length == UNTIL_CLOSE else b""
 
 
-def has_no_token(framed: bytes) -> bool:
-    """Whether what a stream begins with is no response yet: its end, its usage, a comment.
-
-    vLLM that shuts down sends a new stream's end and nothing else.
-    """
-    return framed.count(b"data:") == framed.count(DONE_EVENT) + framed.count(EMPTY_CHOICES)
-
-
 async def check_leases(leg: DecodeLeg) -> None:
-    """Pass on a response that is in doubt, if none of the givers let anything expire meanwhile.
+    """Release a withheld response if no source reports that transfers expired since its prefill leg.
 
-    The first one that did, or does not say, is enough: the request waits while they are asked.
+    The first source that reports an expired transfer, or does not respond, fails the leg: no further ones
+    are queried, since the client waits.
     """
     kv_valid, expired = leg.cache_salt == leg.instance.cache_salt, dict[str, float | None]()
     for transfer in leg.find_late_transfers() if kv_valid else ():

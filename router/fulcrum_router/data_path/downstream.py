@@ -1,7 +1,8 @@
-"""Clients' connections: requests in, one at a time and in their order; limits; who left.
+"""Client connections: read requests, enforce limits and time-outs, detect disconnects.
 
-httptools reads requests, also chunked and pipelined ones. What comes in while a request is being
-answered waits as raw bytes up to a limit, so that reading goes on and a client that leaves is noticed.
+Requests of one connection are served one at a time and in order; each is an `Exchange`. httptools parses
+them, chunked and pipelined ones too. Bytes that arrive during an exchange are buffered unparsed, up to a
+limit: reading has to go on for a disconnect to be noticed.
 """
 
 import asyncio
@@ -22,15 +23,16 @@ from fulcrum_router.router import Router
 MAX_HEAD_BYTES = 32_768
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BACKLOG_BYTES = 65_536
+"""Bytes buffered during an exchange before reading is paused."""
 REQUEST_TIMEOUT_S = 60.0
-"""For a request to come in whole."""
+"""From the first to the last byte of a request."""
 IDLE_TIMEOUT_S = 75.0
-"""For the next request."""
+"""Between two requests."""
 STALLED_CLIENT_TIMEOUT_S = 60.0
-"""For a client that takes nothing while a response waits."""
+"""While the client does not read its response."""
 
 _COMPLETION_PATHS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
-_REPLAYED_HEADERS = frozenset(
+_REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
     {
         b"content-length",
         b"traceparent",
@@ -44,7 +46,7 @@ _MAX_REQUEST_ID_BYTES = 200
 
 
 class _RequestRejected(Exception):
-    """The request cannot be taken; the connection ends with this response."""
+    """A request that is rejected while it is read; the connection ends with this response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -52,7 +54,7 @@ class _RequestRejected(Exception):
 
 
 class ClientServer:
-    """All connections of clients to one router."""
+    """All client connections of one router; as a protocol factory it creates them."""
 
     def __init__(self, router: Router, registry: CollectorRegistry) -> None:
         self.router, self.registry = router, registry
@@ -62,24 +64,25 @@ class ClientServer:
         return ClientConnection(self)
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Close connections that are idle, slow to ask or slow to read for too long."""
+        """Close connections that have exceeded a time-out."""
         for connection in list(self.connections):
             connection.enforce_timeouts(now_s)
 
     def close(self) -> None:
-        """Close idle connections, and busy ones after their response."""
+        """Close idle connections; busy ones close after their response, since the router is stopping."""
         for connection in list(self.connections):
             connection.close_when_idle()
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a client."""
+    """One client connection."""
 
     __slots__ = (
         "_backlog",
         "_backlog_bytes",
         "_body_bytes",
         "_body_parts",
+        "_close_after_queue",
         "_closing",
         "_closing_response",
         "_exchange",
@@ -92,6 +95,7 @@ class ClientConnection(asyncio.Protocol):
         "_queue",
         "_raw_headers",
         "_read_bytes",
+        "_rejection",
         "_server",
         "_transport",
         "_waiting_since_s",
@@ -103,19 +107,24 @@ class ClientConnection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
         self._headers: dict[bytes, bytes] = {}
-        """The fields of the head, names in lower case."""
+        """Header lines of the request head, names in lower case."""
         self._raw_headers: dict[bytes, bytes] = {}
-        """Fields as they came, trailers included."""
-        self.on_header = self._raw_headers.__setitem__  # called for each field: no Python code
+        """Header lines as they arrived, trailers included."""
+        self.on_header = self._raw_headers.__setitem__  # called for each header line: no Python code
         self._parser: Any = httptools.HttpRequestParser(self)
         self._exchange: Exchange | None = None
         self._queue: deque[ClientRequest | bytes] = deque()
-        """Requests read and not begun, and answers to give at their turn."""
-        self._closing_response: bytes | None = None
+        """Requests that were read and not started, and responses that are sent in their turn."""
+        self._close_after_queue = False
+        """Whether nothing more is read: the connection closes after the queue."""
+        self._closing_response = b""
+        """Response that is sent just before."""
+        self._rejection: _RequestRejected | None = None
         self._backlog: list[bytes] = []
         self._backlog_bytes = self._read_bytes = 0
         self._closing = False
         self._is_starting = False
+        """Whether `_serve_next` is starting an exchange, which may finish before it returns."""
         self.paused = False
         self._clear()
 
@@ -178,26 +187,30 @@ class ClientConnection(asyncio.Protocol):
         self._headers = headers = dict(zip(map(bytes.lower, fields), fields.values(), strict=True))
         length = headers.get(b"content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
-            raise _RequestRejected(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise self._reject(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         if b"expect" in self._headers and self._exchange is None and not self._queue:
             if self._headers[b"expect"].lower() != b"100-continue":
-                raise _RequestRejected(417, "the only expectation met is 100-continue")
+                raise self._reject(417, "the only supported expectation is 100-continue")
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
         if self._body_bytes > MAX_BODY_BYTES:
-            raise _RequestRejected(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+            raise self._reject(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         self._body_parts.append(body)
 
     def on_message_complete(self) -> None:
-        if self._closing_response is None:
+        if not self._close_after_queue:
             self._queue.append(self._take_request())
+
+    def _reject(self, status: int, message: str) -> _RequestRejected:
+        """The exception to raise. httptools wraps what its callbacks raise, so it is also kept here."""
+        self._rejection = rejection = _RequestRejected(status, message)
+        return rejection
 
     # --- requests ------------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
-        closing_response: bytes | None = None
         self._read_bytes = len(data)
         try:
             self._parser.feed_data(data)
@@ -207,21 +220,21 @@ class ClientConnection(asyncio.Protocol):
             self._ignore_upgrade(data[offer.args[0] :])
             return
         except httptools.HttpParserError as error:
-            rejection = error.__context__
-            if isinstance(rejection, _RequestRejected):
-                closing_response = rejection.response
-            else:
-                closing_response = responses.build_error_response(
-                    400, f"the request is not HTTP/1.1: {error}", close=True
-                )
+            rejection = self._rejection or _RequestRejected(400, f"the request is not HTTP/1.1: {error}")
+            self._close_after(rejection.response)
         except _RequestRejected as rejection:
-            closing_response = rejection.response
-        if closing_response is not None:
-            self._closing_response = closing_response
+            self._close_after(rejection.response)
         self._serve_next()
 
+    def _close_after(self, response: bytes) -> None:
+        """Read nothing more; close the connection after the queue and then this response."""
+        self._close_after_queue, self._closing_response = True, response
+
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Read the request again without the offer (Java's clients make one): it has the body skipped."""
+        """Parse the request again without its Upgrade header: httptools skips the body of an upgrade request.
+
+        Java's HTTP client sends one with each first request.
+        """
         self._queue.pop()
         method, path = self._parser.get_method(), self._path
         header_lines = b"".join(
@@ -229,28 +242,28 @@ class ClientConnection(asyncio.Protocol):
         )
         self._parser = httptools.HttpRequestParser(self)
         if method == b"CONNECT":
-            self._closing_response = responses.build_error_response(405, "CONNECT is not served", close=True)
+            self._close_after(responses.build_error_response(405, "CONNECT is not supported", close=True))
             self._serve_next()
         else:
             self._feed(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, path, header_lines, rest))
 
     def _limit_unfinished_head(self) -> None:
-        """Bound a head that does not end, and trailers that do not."""
+        """Enforce the limit on a head or trailers that are not complete yet."""
         if self._head_complete:
             self._limit_header_bytes()
             return
         self._head_bytes += self._read_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _RequestRejected(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+            raise self._reject(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _limit_header_bytes(self) -> None:
         fields = self._raw_headers
         size = len(self._path) + sum(map(len, fields)) + sum(map(len, fields.values()))
         if size > MAX_HEAD_BYTES:
-            raise _RequestRejected(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+            raise self._reject(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
 
     def _take_request(self) -> ClientRequest | bytes:
-        """The request read, or the response that it gets without any engine."""
+        """Return the request that was read, or the response to it if no engine is needed."""
         parser = self._parser
         keep_alive = parser.should_keep_alive()
         path = self._path.partition(b"?")[0]
@@ -268,15 +281,13 @@ class ClientConnection(asyncio.Protocol):
             )
         else:
             name = path[:100].decode("latin-1")
-            response = responses.build_error_response(404, f"{name} is not served here", close=not keep_alive)
-        if not keep_alive:
-            self._closing_response = b""  # nothing after this one
+            response = responses.build_error_response(404, f"no such path: {name}", close=not keep_alive)
+        self._close_after_queue = not keep_alive
         return response
 
     def _reject_method(self, allowed: bytes, keep_alive: bool) -> bytes:
-        if not keep_alive:
-            self._closing_response = b""
-        message = f"use {allowed.decode()}"
+        self._close_after_queue = not keep_alive
+        message = f"method not allowed: use {allowed.decode()}"
         return responses.build_error_response(
             405, message, header_lines=b"allow: %b\r\n" % allowed, close=not keep_alive
         )
@@ -299,13 +310,13 @@ class ClientConnection(asyncio.Protocol):
         )
 
     def _serve_next(self) -> None:
-        """Begin with the next request, or give the next response, in the order they came in."""
+        """Start the next request or send the next response of the queue; then close, or parse the backlog."""
         while self._exchange is None and not self._closing:
             if self._queue:
                 self._is_starting = True
                 self._start_exchange(self._queue.popleft())
                 self._is_starting = False
-            elif self._closing_response is not None:
+            elif self._close_after_queue:
                 self._transport.write(self._closing_response)
                 self._close()
             elif self._backlog:
@@ -322,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
             return
         router = self._server.router
         if router.settings is None or router.stopping:
-            message = "the router is shutting down" if router.stopping else "the service is not known yet"
+            message = "the router is shutting down" if router.stopping else "the router has no settings yet"
             self._transport.write(responses.build_error_response(503, message, close=not request.keep_alive))
             if not request.keep_alive:
                 self._close()
@@ -332,7 +343,7 @@ class ClientConnection(asyncio.Protocol):
         self._exchange = Exchange(router, router.settings, self, request)
         self._exchange.start()
 
-    # --- for the exchange ----------------------------------------------------------------------
+    # --- Downstream ----------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
@@ -342,7 +353,7 @@ class ClientConnection(asyncio.Protocol):
         self._waiting_since_s = time.monotonic()
         if not keep_alive or self._server.router.stopping:
             self._close()
-        elif not self._is_starting and (self._queue or self._closing_response is not None or self._backlog):
+        elif not self._is_starting and (self._queue or self._close_after_queue or self._backlog):
             self._serve_next()
 
     def _close(self) -> None:
@@ -350,19 +361,19 @@ class ClientConnection(asyncio.Protocol):
         self._queue.clear()
         self._transport.close()
 
-    # --- upkeep --------------------------------------------------------------------------------
+    # --- closing -------------------------------------------------------------------------------
 
     def close_when_idle(self) -> None:
-        """Close now, or after the response in progress."""
+        """Close if there is no exchange; `finish_response` closes a busy connection of a stopping router."""
         if self._exchange is None:
             self._close()
 
     def abort(self) -> None:
-        """Close at once, whatever is in progress."""
+        """Close at once; an exchange in progress is cancelled."""
         self._transport.abort()
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Close if the client lets us wait for too long."""
+        """Close the connection if the client has exceeded a time-out."""
         waited_s = now_s - self._waiting_since_s
         if self.paused:
             if waited_s > STALLED_CLIENT_TIMEOUT_S:
@@ -374,7 +385,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 def _build_trace_headers(headers: Mapping[bytes, bytes]) -> bytes:
-    """The W3C trace context, for engines; `tracestate` means nothing alone."""
+    """Header lines of the W3C trace context; `tracestate` is only valid with `traceparent`."""
     state = headers.get(b"tracestate")
     lines = b"traceparent: %b\r\n" % headers[b"traceparent"]
     return lines if state is None else lines + b"tracestate: %b\r\n" % state

@@ -1,8 +1,8 @@
-"""One request, from its last body byte to the last byte of its response.
+"""The exchange: the router's work on one client request, from its last body byte to its last response byte.
 
-Its prompt is computed (`prompt`), an instance that decodes is chosen, and the response relayed (`relay`).
-When
-that instance fails before the client has seen a byte, another one is asked.
+It has the prompt computed (`prefill`), chooses a decode instance and forwards its response (`decode`). If
+that instance fails before the client got a byte, the exchange tries another. `downstream` starts and cancels
+it.
 """
 
 import asyncio
@@ -11,16 +11,18 @@ import time
 import structlog
 
 from fulcrum_core.api import conditions
-from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.counters import DECODE, LocalPrefillReason, RequestOutcome
 from fulcrum_router.data_path.decode import DecodeLeg, StreamBroken, check_leases
 from fulcrum_router.data_path.prefill import MAX_ATTEMPTS, PrefillLeg
 from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse
-from fulcrum_router.fleet.instances import Instance, get_connection_pool
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import InvalidBody, RequestBody, build_decode_body, parse_request_body
+from fulcrum_router.http1.engine_events import count_output_tokens
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.inline_task import InlineTask, run_in_asyncio_task
-from fulcrum_router.http1.upstream import EngineConnection, Failure, LegFailed
+from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy import (
     Dispatch,
@@ -45,7 +47,7 @@ _TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJE
 
 
 class Exchange:
-    """One request in service."""
+    """One client request in progress."""
 
     __slots__ = (
         "_client_request",
@@ -69,12 +71,14 @@ class Exchange:
         self, router: Router, settings: ServiceSettings, downstream: Downstream, client_request: ClientRequest
     ) -> None:
         self.arrival_s = time.monotonic()
+        """TTFT counts from here."""
         self._router, self._downstream, self._client_request = router, downstream, client_request
         self._tier, self._timeouts = settings.find_tier(client_request.tier), settings.timeouts
         self._keep_alive = client_request.keep_alive
         self._excluded: tuple[str, ...] = ()
+        """Decode instances that failed."""
         self._must_recompute = False
-        """Whether no KV that there is may be used."""
+        """Whether the decode instance must compute the prompt without any cached or transferred KV."""
         self._lease_check: asyncio.Task[None] | None = None
         self._local_prefill_entry: PrefillEntry | None = None
         self._decode_leg: DecodeLeg | None = None
@@ -82,20 +86,20 @@ class Exchange:
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
-        """Begin. May end at once, and tell the client so."""
+        """Start the exchange. It may finish before this returns."""
         self._inline_task.resume()
 
     def cancel(self) -> None:
-        """The client left: drop both legs."""
+        """Abort both legs: the client has disconnected."""
         self._inline_task.cancel()
 
     def pause(self) -> None:
-        """The client is slower than the engine."""
+        """Stop reading from the engine: the client reads too slowly."""
         if self._decode_leg is not None and not self._decode_leg.released:
             self._decode_leg.connection.pause()
 
     def resume(self) -> None:
-        """The client takes more."""
+        """Read from the engine again."""
         if self._decode_leg is not None and not self._decode_leg.released:
             self._decode_leg.connection.resume()
 
@@ -113,7 +117,7 @@ class Exchange:
         except asyncio.CancelledError:
             self._keep_alive = False
         except Exception:
-            log.exception("request failed by a fault of the router")
+            log.exception("request failed because of an internal error")
             outcome, self._keep_alive = RequestOutcome.FAILED, False
             if self._first_byte_at_s is None:
                 self._downstream.write(
@@ -122,9 +126,8 @@ class Exchange:
         finally:
             if self._lease_check is not None:
                 self._lease_check.cancel()
-            self._decode_leg = (
-                None  # it refers back to us: without this only a garbage collection would free both
-            )
+            # The leg refers to this exchange: without this only a garbage collection would free both.
+            self._decode_leg = None
             ttft_s = None if self._first_byte_at_s is None else self._first_byte_at_s - self.arrival_s
             counters.record_request(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
             self._downstream.finish_response(keep_alive=self._keep_alive)
@@ -181,28 +184,29 @@ class Exchange:
     def _dispatch(self, decision: DispatchDecision) -> Instance | None:
         prefill_leg = self._prefill_leg
         if type(decision) is NoInstance and prefill_leg.source is not None:
-            prefill_leg.discard_prefill("unreadable_kv")
+            prefill_leg.discard_prefill(LocalPrefillReason.UNREADABLE_KV)
             decision = self._choose_decode(NO_FLIP_PROPOSALS)
         if type(decision) is not Dispatch:
             return None
         self._router.counters.dispatches[DECODE, decision.reason] += 1
         instance = self._router.fleet[decision.instance]
         if decision.reason is _PREFILLED_HERE:
-            prefill_leg.release_transfer()  # its blocks are this engine's own prefix cache
+            prefill_leg.release_transfer()  # the KV is in the prefix cache of this instance
         elif prefill_leg.is_stale:
             prefill_leg.record_miss_by(instance, conditions.LEASE_EXPIRED)
-            prefill_leg.fall_back_to_local_prefill("stale_kv_transfer")
+            prefill_leg.fall_back_to_local_prefill(LocalPrefillReason.STALE_KV_TRANSFER)
         return instance
 
     async def _decode_on(self, instance: Instance) -> tuple[RequestOutcome, float | None]:
-        """Relay the response of one instance.
+        """Send the decode leg to one instance and forward its response.
 
         Raises:
-            LegFailed: if the client has seen nothing of it.
-            StreamBroken: if it has.
+            LegFailed: if it fails before the client got a byte.
+            StreamBroken: if it fails later.
         """
         prefill_leg, timeouts = self._prefill_leg, self._timeouts
-        pool, transfer = get_connection_pool(instance), prefill_leg.start_transfer(instance)
+        pool, transfer = instance.require_connection_pool(), prefill_leg.start_transfer(instance)
+        # A salt that no other request has: the engine reuses no cached KV, which may be another prompt's.
         cache_salt = None if self._must_recompute else instance.cache_salt
         body = build_decode_body(
             prefill_leg.request_body,
@@ -211,7 +215,7 @@ class Exchange:
             cache_salt=make_cache_salt() if cache_salt is None else cache_salt,
         )
         head = self._client_request.build_leg_head(pool.address, len(body))
-        fields = self._build_fulcrum_headers(instance)
+        fulcrum_headers = self._build_fulcrum_headers(instance)
         entry = instance.ledger.add_decode(tokens=prefill_leg.tokens)
         self._count_local_prefill(instance)
         try:
@@ -219,7 +223,7 @@ class Exchange:
             if connection is None:
                 connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
             while True:
-                leg = self._start_leg(connection, entry, fields, instance, cache_salt, transfer)
+                leg = self._start_leg(connection, entry, fulcrum_headers, instance, cache_salt, transfer)
                 first_byte_s, idle_s = timeouts.first_byte_s, timeouts.idle_s
                 connection.send(leg, head, body, first_byte_timeout_s=first_byte_s, idle_timeout_s=idle_s)
                 try:
@@ -227,11 +231,14 @@ class Exchange:
                 except LegFailed:
                     if not connection.lost_reuse_race:
                         raise
+                    # The engine closed its idle connection: not a failure. A fresh one cannot lose this race,
+                    # so the loop runs at most twice.
                     connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
                     continue
                 except asyncio.CancelledError:
                     if not leg.released:
                         connection.abort()
+                    # A client that disconnects after `[DONE]` has its whole response.
                     if not leg.sent_last_event:
                         raise
                 return self._finish_decode(instance, leg)
@@ -239,6 +246,7 @@ class Exchange:
             self._router.record_leg_failure(instance, DECODE, LegFailed(broken.failure, broken.detail))
             raise
         finally:
+            # Also when cancelled: the engine may still fetch the KV of a transfer that no leg waits for.
             entry.release()
             if self._local_prefill_entry is not None:
                 self._local_prefill_entry.release()
@@ -246,7 +254,7 @@ class Exchange:
                 self._end_transfer(instance, transfer, cache_salt)
 
     def _end_transfer(self, instance: Instance, transfer: KvTransfer, cache_salt: str | None) -> None:
-        """Stop waiting for the transfer; one that may still arrive late taints the prefix cache."""
+        """Stop waiting for the transfer; rotate the cache salt if its KV may still be fetched too late."""
         instance.incoming_transfers.discard(transfer)
         if self._first_byte_at_s is None and transfer.may_be_late:
             self._router.rotate_cache_salt(instance, cache_salt)
@@ -255,22 +263,22 @@ class Exchange:
         self,
         connection: EngineConnection,
         entry: DecodeEntry,
-        fields: bytes,
+        fulcrum_headers: bytes,
         instance: Instance,
         cache_salt: str | None,
         transfer: KvTransfer | None,
     ) -> DecodeLeg:
-        """Make the decode leg of one connection, and count its transfer as pending."""
+        """Create the decode leg for one connection, and record its transfer as pending."""
         leg = self._decode_leg = DecodeLeg(
             connection,
             self._downstream,
-            entry,
-            fields,
-            instance,
-            cache_salt,
-            self._record_first_byte,
-            self._start_lease_check,
-            transfer,
+            entry=entry,
+            fulcrum_headers=fulcrum_headers,
+            instance=instance,
+            cache_salt=cache_salt,
+            on_first_byte=self._record_first_byte,
+            on_late_response=self._start_lease_check,
+            transfer=transfer,
         )
         if transfer is not None:
             transfer.sent_s = leg.sent_s
@@ -278,7 +286,7 @@ class Exchange:
         return leg
 
     def _count_local_prefill(self, instance: Instance) -> None:
-        """Count the prefill that the decode instance does itself, until the first byte."""
+        """Add a prompt that the decode instance computes to its ledger, until the first byte."""
         leg = self._prefill_leg
         if leg.source is None or leg.local_prefill_reason is not None:
             seconds = instance.prefill_model.ttft_s(leg.tokens)
@@ -287,7 +295,7 @@ class Exchange:
             )
 
     def _start_lease_check(self) -> None:
-        """A response may come of KV that was fetched too late: ask the givers what they let expire."""
+        """Ask the source instances whether any transfer expired; the leg withholds its response meanwhile."""
         if self._decode_leg is not None:
             self._lease_check = asyncio.get_running_loop().create_task(check_leases(self._decode_leg))
 
@@ -313,18 +321,17 @@ class Exchange:
         return RequestOutcome.OK, (time.monotonic() - leg.first_byte_at_s) / (tokens - 1)
 
     def _count_output_tokens(self, leg: DecodeLeg) -> int:
-        """Events that carry a token: not `[DONE]`, nor the usage chunk, nor chat's first with the role."""
         options = self._prefill_leg.request_body.fields.get("stream_options")
-        usage = type(options) is dict and bool(options.get("include_usage"))
+        has_usage = type(options) is dict and bool(options.get("include_usage"))
         chat = self._client_request.path.endswith(b"/chat/completions")
-        return max(0, leg.events - 1 - usage - chat)
+        return count_output_tokens(leg.events, has_usage_event=has_usage, chat=chat)
 
     def _record_first_byte(self, now_s: float) -> None:
-        """The first byte goes to the client."""
+        """Record that the first byte is sent to the client: the KV was fetched and the prompt computed."""
         self._first_byte_at_s = now_s
         self._prefill_leg.release_transfer()
         if self._local_prefill_entry is not None:
-            self._local_prefill_entry.release()  # further releases change nothing
+            self._local_prefill_entry.release()  # releasing again later has no effect
 
     def _handle_decode_failure(self, instance: Instance, error: LegFailed) -> None:
         self._router.record_leg_failure(instance, DECODE, error)
@@ -334,7 +341,7 @@ class Exchange:
             self._router.rotate_cache_salt(instance, leg.cache_salt)
             if leg.transfer is not None and leg.transfer.is_late:
                 prefill_leg.record_miss_by(instance, conditions.LEASE_EXPIRED)
-            prefill_leg.discard_prefill("lease_expired")
+            prefill_leg.discard_prefill(LocalPrefillReason.LEASE_EXPIRED)
             self._must_recompute = True
             return
         self._excluded += (instance.name,)
@@ -343,34 +350,34 @@ class Exchange:
         if error.may_have_started:
             prefill_leg.release_transfer()
 
-    # --- what the client is told ---------------------------------------------------------------
+    # --- headers and errors for the client -----------------------------------------------------
 
     def _build_fulcrum_headers(self, decode: Instance) -> bytes:
-        """Who did the work, in front of the engine's own header."""
+        """The router's header lines: the instances that served the request, and the local prefill reason."""
         source, local = self._prefill_leg.source, self._prefill_leg.local_prefill_reason
-        fields = decode.decode_header if source is None else source.prefill_header + decode.decode_header
+        lines = decode.decode_header if source is None else source.prefill_header + decode.decode_header
         if local is not None:
-            fields += b"x-fulcrum-local-prefill: %b\r\n" % local.encode()
-        return fields if self._keep_alive else fields + b"connection: close\r\n"
+            lines += b"x-fulcrum-local-prefill: %b\r\n" % local.encode()
+        return lines if self._keep_alive else lines + b"connection: close\r\n"
 
     def _build_failure_response(self, failed: LegFailed | None) -> EarlyResponse:
-        """No instance answered."""
+        """Build the error for a request that no decode instance could serve."""
         if failed is None or failed.status == 503:
-            message = "no instance can take the request now" if failed is None else failed.detail
+            message = "no decode instance is available" if failed is None else failed.detail
             status = 503
         else:
-            message = f"no instance answered: {failed.detail}"
+            message = f"no decode instance responded: {failed.detail}"
             status = 504 if failed.failure in _TIMEOUT_FAILURES else 502
         return EarlyResponse(
             RequestOutcome.FAILED, responses.build_error_response(status, message, close=not self._keep_alive)
         )
 
     def _end_broken_stream(self, broken: StreamBroken) -> RequestOutcome:
-        """The stream ends here: an error event where one can be put, and no clean end."""
+        """Send an error event if one can be inserted, and close the connection without a regular end."""
         leg = self._decode_leg
         self._keep_alive = False
         if leg is not None:
-            last = leg.build_stream_error(f"the engine failed in mid-stream: {broken.detail}")
+            last = leg.build_stream_error(f"the engine failed during the stream: {broken.detail}")
             if last:
                 self._downstream.write(last)
         return RequestOutcome.BROKEN

@@ -1,42 +1,50 @@
-"""One request's prompt: who computes it, and the hand-off that waits until decode has fetched it.
+"""The prefill leg of one request: have the prompt computed, and keep the KV transfer parameters for decode.
 
-Prefill instances are asked one after another. Where none is there or none can, the decode instance computes
-the prompt itself, and `local_prefill_reason` says why. A hand-off is used once: where an engine may have
-fetched it, the
-prompt is computed anew, since blocks that were given up hold other prompts' tokens and nobody would notice.
+Up to `MAX_ATTEMPTS` prefill instances are tried. If none can compute the prompt, the decode instance does,
+for the `local_prefill_reason`. KV transfer parameters are used once: after a fetch the engine frees the
+blocks, and a second fetch would get another prompt's KV without an error.
 """
 
 import time
 
 from fulcrum_core.values import Role, Slo
-from fulcrum_router.counters import PREFILL, RequestOutcome
+from fulcrum_router.counters import PREFILL, LocalPrefillReason, RequestOutcome
 from fulcrum_router.data_path.request import ClientRequest, EarlyResponse
-from fulcrum_router.fleet.instances import Instance, get_connection_pool
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import (
+    PrefillProblem,
     RequestBody,
     build_prefill_body,
     is_stream_without_usage,
     parse_prefill_response,
 )
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.inline_task import run_in_asyncio_task
-from fulcrum_router.http1.upstream import Failure, LegFailed, send_request
-from fulcrum_router.kv_transfer.verification import USABLE_LEASE_FRACTION, KvTransfer, record_miss
+from fulcrum_router.http1.upstream import send_request
+from fulcrum_router.kv_transfer.verification import KvTransfer, record_miss
 from fulcrum_router.policy import Dispatch, DispatchDecision, FlipProposal, FlipProposalRules, choose_prefill
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.kv_lease import max_usable_age_s
 from fulcrum_router.policy.ledger import PendingTransferEntry
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Timeouts
 
 MAX_ATTEMPTS = 3
-"""Instances asked for one leg."""
+"""Instances tried for one leg."""
+
+_REASONS = {
+    PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS: LocalPrefillReason.INCOMPLETE_KV_TRANSFER_PARAMS,
+    PrefillProblem.WRONG_REMOTE_HOST: LocalPrefillReason.WRONG_REMOTE_HOST,
+}
+"""Problems that another prefill instance would have, too: the decode instance computes the prompt."""
 
 _ROLE_BOTH = Role.BOTH  # an attribute of an enum is slow to read
 
 
 class PrefillLeg:
-    """The prompt of one request."""
+    """The prompt of one request: all attempts to have it computed, and their result."""
 
     __slots__ = (
         "_client_request",
@@ -68,28 +76,28 @@ class PrefillLeg:
         self.tokens = request_body.prompt_id_count + router.tokens_per_byte.predict_tokens(
             request_body.prompt_bytes
         )
-        """Estimated until an engine has counted them."""
+        """Length of the prompt; an estimate until an engine has counted it."""
         self.source: Instance | None = None
-        """Who computed it last."""
-        self.local_prefill_reason: str | None = None
-        """Why decode computes it itself."""
+        """Instance that computed the prompt last."""
+        self.local_prefill_reason: LocalPrefillReason | None = None
+        """Why the decode instance computes the prompt itself."""
         self.kv_transfer_params: bytes | None = None
-        """As decode is to get it."""
+        """JSON object for the decode leg."""
         self._entry: PendingTransferEntry | None = None
         self._received_after_s = 0.0
         self._expired_before: float | None = None
 
     async def compute_prompt(self) -> None:
-        """For a flow: have it computed, and keep the hand-off; without one, `local_prefill_reason` tells why.
+        """Called in an inline task: let a prefill instance compute the prompt or set `local_prefill_reason`.
 
         Raises:
-            EarlyResponse: if an engine finds the request at fault.
+            EarlyResponse: if an engine rejects the request with a 4xx.
         """
         self.local_prefill_reason = self.request_body.local_prefill_reason
         self.source = None
         while self.local_prefill_reason is None:
             if len(self._excluded) >= MAX_ATTEMPTS:
-                self.local_prefill_reason = "prefill_failed"
+                self.local_prefill_reason = LocalPrefillReason.PREFILL_FAILED
                 return
             decision = self._choose(self._router.flip_rules)
             if type(decision) is FlipProposal:
@@ -97,7 +105,7 @@ class PrefillLeg:
                 decision = self._choose(NO_FLIP_PROPOSALS)
             instance = self._dispatch(decision)
             if instance is None or instance.role is _ROLE_BOTH:
-                return  # whoever serves both phases needs no hand-off
+                return  # an instance with both roles prefills within its decode leg
             try:
                 await self._compute_on(instance)
             except LegFailed as error:
@@ -116,13 +124,14 @@ class PrefillLeg:
         if type(decision) is Dispatch:
             self._router.counters.dispatches[PREFILL, decision.reason] += 1
             return self._router.fleet[decision.instance]
-        self.local_prefill_reason = "prefill_failed" if self._excluded else "no_prefill_instance"
+        reasons = LocalPrefillReason
+        self.local_prefill_reason = reasons.PREFILL_FAILED if self._excluded else reasons.NO_PREFILL_INSTANCE
         if self._router.pairs.broken_prefill_instances:
-            self.local_prefill_reason = "kv_transfer_broken"
+            self.local_prefill_reason = reasons.KV_TRANSFER_BROKEN
         return None
 
     async def _compute_on(self, instance: Instance) -> None:
-        pool, ledger, timeouts = get_connection_pool(instance), instance.ledger, self._timeouts
+        pool, ledger, timeouts = instance.require_connection_pool(), instance.ledger, self._timeouts
         was_idle = not ledger.prefill_legs and not ledger.decode_legs
         tokens = self.tokens
         entry = ledger.add_prefill(tokens=tokens, predicted_s=instance.prefill_model.ttft_s(tokens))
@@ -152,9 +161,9 @@ class PrefillLeg:
     def _build_failure(
         self, instance: Instance, status: int, content: bytes, head: ResponseHead
     ) -> Exception:
-        """A 5xx is the engine's fault, anything else the client's."""
+        """A 5xx fails the leg; any other status goes to the client, for its request caused it."""
         if status >= 500:
-            return LegFailed(Failure.STATUS, f"the engine answered {status}", status=status)
+            return LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
         self._router.record_leg_success(instance, PREFILL)
         chunked = head.length == CHUNKED
         response = (
@@ -168,28 +177,30 @@ class PrefillLeg:
             counted = response.prompt_tokens - self.request_body.prompt_id_count
             self._router.tokens_per_byte.learn(prompt_bytes=self.request_body.prompt_bytes, tokens=counted)
             self.tokens = response.prompt_tokens
-        if response.problem == "aborted":
-            raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")
-        if response.problem in ("no_kv_transfer_params", "not_json"):
-            raise LegFailed(Failure.NO_KV_TRANSFER_PARAMS, "the engine gave no hand-off")
-        self.local_prefill_reason = response.problem
+        problem = response.problem
+        if problem is not None:
+            if problem is PrefillProblem.ABORTED:
+                raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")
+            if problem not in _REASONS:
+                raise LegFailed(Failure.NO_KV_TRANSFER_PARAMS, "the engine returned no kv_transfer_params")
+            self.local_prefill_reason = _REASONS[problem]
         self.kv_transfer_params = response.kv_transfer_params
         self.source = instance
         if response.kv_transfer_params is not None:
             self._entry = instance.ledger.add_pending_transfer()
 
-    # --- the hand-off --------------------------------------------------------------------------
+    # --- the KV transfer -----------------------------------------------------------------------
 
     @property
     def is_stale(self) -> bool:
-        """Whether there is a hand-off, and it may be too old to be fetched in time."""
+        """Whether there are KV transfer parameters that are too old to be fetched in time."""
         source = self.source
         if self.kv_transfer_params is None or source is None:
             return False
-        return time.monotonic() - self._received_after_s > USABLE_LEASE_FRACTION * source.kv_lease_s
+        return time.monotonic() - self._received_after_s > max_usable_age_s(source.kv_lease_s)
 
     def start_transfer(self, decode: Instance) -> KvTransfer | None:
-        """What is to be verified of the hand-off that this instance gets; None if it gets none."""
+        """Create the KV transfer to this decode instance; None without KV transfer parameters."""
         source = self.source
         if self.kv_transfer_params is None or source is None:
             return None
@@ -205,22 +216,22 @@ class PrefillLeg:
         )
 
     def record_miss_by(self, decode: Instance, reason: str) -> None:
-        """Count a hand-off that this instance did not use, or did not respond."""
+        """Count a transfer that this decode instance did not use or did not respond to."""
         if self.source is not None:
             record_miss(self._router.pairs, self.source, decode, reason)
 
-    def fall_back_to_local_prefill(self, reason: str) -> None:
-        """The hand-off is of no use: decode computes the prompt."""
+    def fall_back_to_local_prefill(self, reason: LocalPrefillReason) -> None:
+        """Drop the KV transfer parameters: the decode instance computes the prompt."""
         self.release_transfer()
         self.local_prefill_reason = reason
 
-    def discard_prefill(self, reason: str) -> None:
-        """So is what was computed, and where: any instance may decode."""
+    def discard_prefill(self, reason: LocalPrefillReason) -> None:
+        """Also forget which instance computed the prompt, so that any instance may decode."""
         self.fall_back_to_local_prefill(reason)
         self.source = None
 
     def release_transfer(self) -> None:
-        """The hand-off was fetched, or is not to be."""
+        """End the pending transfer: the KV was fetched, or will not be."""
         if self._entry is not None:
             self._entry.release()
             self._entry = self.kv_transfer_params = None

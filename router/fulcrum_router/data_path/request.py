@@ -1,4 +1,7 @@
-"""What an exchange is about: a client's request, and the connection that its response goes to."""
+"""The two sides that an exchange joins to engines: the client request, and the connection for its response.
+
+Kept apart from `downstream`, so that the exchange does not depend on how requests are read.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,35 +10,37 @@ from fulcrum_router.counters import RequestOutcome
 
 
 class Downstream(Protocol):
-    """The client's connection."""
+    """The client's connection, as an exchange uses it."""
 
     @property
     def paused(self) -> bool:
-        """Whether it takes no more for now."""
+        """Whether the client reads too slowly: pause reading from the engine."""
 
     def write(self, data: bytes) -> None:
-        """Send."""
+        """Send bytes to the client."""
 
     def finish_response(self, *, keep_alive: bool) -> None:
-        """The exchange is over; without `keep_alive` the connection is to be closed."""
+        """End the exchange; the connection is closed unless `keep_alive` is set."""
 
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
 class ClientRequest:
-    """A POST as it came in."""
+    """A POST to a completion path, as it arrived."""
 
     path: bytes
     body: bytes
     request_id: bytes
+    """The client's `x-request-id`, or one of the router."""
     tier: str | None
+    """Value of `x-customer-tier`."""
     trace_headers: bytes
     """Header lines of the W3C trace context."""
     http_version: bytes
-    """Of HTTP, as the engines are asked, too: one who speaks 1.0 understands no chunks."""
+    """`1.0` or `1.1`. Legs use the same version, since an HTTP/1.0 client cannot read chunks."""
     keep_alive: bool
 
     def build_leg_head(self, address: bytes, body_bytes: int) -> bytes:
-        """The head under which an engine gets a body of this length."""
+        """Build the request head of a leg whose body has `body_bytes` bytes."""
         return (
             b"POST %b HTTP/%b\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
@@ -43,7 +48,7 @@ class ClientRequest:
 
 
 class EarlyResponse(Exception):
-    """The client gets this response, and no more is done for it; without `keep_alive` the connection ends."""
+    """Ends the exchange with this response; the connection closes unless `keep_alive` is set."""
 
     def __init__(self, outcome: RequestOutcome, response: bytes, *, keep_alive: bool = True) -> None:
         super().__init__(outcome)

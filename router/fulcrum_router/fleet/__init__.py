@@ -1,1 +1,1 @@
-"""The service's instances: their load, health and pending KV transfers."""
+"""The instances of the service: endpoint, role, health and pending KV transfers."""

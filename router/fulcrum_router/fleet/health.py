@@ -1,13 +1,16 @@
-"""When an instance is left out because it fails, and when it is tried again."""
+"""Ejection of failing instances: when one gets no more requests, and when it is probed again.
+
+Pure state; the data path and the prober record what happened, `Instance.update_serving` reads `ejected`.
+"""
 
 EJECT_AFTER_FAILURES = 3
-"""Failures in a row that eject an instance; without a connection one is enough, since nobody is there."""
+"""Consecutive failures that eject an instance; the caller ejects at once where no connection is possible."""
 FIRST_PROBE_DELAY_S = 0.25
 MAX_PROBE_DELAY_S = 2.0
 
 
 class Health:
-    """The record of one endpoint. Times are monotonic seconds of the caller's."""
+    """Failures of one endpoint. Times are monotonic seconds, given by the caller."""
 
     __slots__ = ("_backoff_s", "ejected", "failures", "probe_at_s", "unresponsive_since_s")
 
@@ -15,12 +18,12 @@ class Health:
         self.failures = 0
         self.ejected = False
         self.unresponsive_since_s: float | None = None
-        """Since when it is ejected for its silence: then whoever waits for it waits in vain."""
+        """Time since which the instance sends nothing; requests that wait for it are then moved or failed."""
         self.probe_at_s = 0.0
         self._backoff_s = FIRST_PROBE_DELAY_S
 
     def record_failure(self, now_s: float, *, eject_now: bool = False, unresponsive: bool = False) -> bool:
-        """Count a failure, by silence if `unresponsive`; True if it ejects the instance now."""
+        """Count a failure (`unresponsive`: nothing was received); return True if it ejects the instance."""
         self.failures += 1
         if self.failures < EJECT_AFTER_FAILURES and not eject_now and not self.ejected:
             return False
@@ -34,14 +37,14 @@ class Health:
         return True
 
     def record_success(self) -> bool:
-        """A leg or a probe was answered; True if that brings the instance back."""
+        """Reset the failures after a response; return True if that readmits the instance."""
         self.failures = 0
         self.unresponsive_since_s = None
-        back, self.ejected = self.ejected, False
-        return back
+        was_ejected, self.ejected = self.ejected, False
+        return was_ejected
 
     def record_failed_probe(self, now_s: float, *, unresponsive: bool = False) -> None:
-        """Still dead: ask again after twice the time."""
+        """Double the time to the next probe, up to `MAX_PROBE_DELAY_S`."""
         if unresponsive and self.unresponsive_since_s is None:
             self.unresponsive_since_s = now_s
         self._backoff_s = min(MAX_PROBE_DELAY_S, 2 * self._backoff_s)

@@ -1,31 +1,41 @@
-"""The instances that this router knows: where they are, what they play, how they fare.
+"""The instances of the service as this router knows them: endpoint, role, health, latency models, load.
 
-Roles come from the PDAssignment and endpoints from the PDInstances, by way of `watches`; health and
-latencies are the router's own. Dispatch reads an instance through `policy.InstanceView`.
+`observe.objects` sets roles (from the PDAssignment) and endpoints (from the PDInstances), `observe.engines`
+what engines report, the data path health and load. Dispatch reads an instance through `policy.InstanceView`.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
 from fulcrum_router.fleet.health import Health
-from fulcrum_router.fleet.pending_transfers import PendingTransfers
-from fulcrum_router.http1.upstream import ConnectionPool, Failure, LegFailed
+from fulcrum_router.fleet.pending_transfers import PendingTransfer, PendingTransfers
+from fulcrum_router.http1.failures import Failure, LegFailed
+from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
 
-if TYPE_CHECKING:
-    from fulcrum_router.kv_transfer.verification import KvTransfer
-
 UNRESPONSIVE_STREAM_TIMEOUT_S = 10.0
-"""A stream of an instance that hangs ends if nothing of it comes for so long."""
+"""Longest silence of a stream from an unresponsive instance, in seconds; then the stream fails."""
+
+
+class IncomingTransfer(PendingTransfer, Protocol):
+    """A pending KV transfer with what a lease check needs; `kv_transfer.verification.KvTransfer` is one."""
+
+    @property
+    def source(self) -> "Instance":
+        """The prefill instance."""
+
+    @property
+    def expired_before(self) -> float | None:
+        """`source.expired_transfers` when the prefill leg was sent."""
 
 
 class Instance:
-    """One engine instance."""
+    """One engine instance, and what the router knows about it."""
 
     __slots__ = (
         "_decode_predictor",
@@ -69,38 +79,43 @@ class Instance:
         self.decode_header = b"x-fulcrum-decode: %b\r\n" % name.encode()
         self.role = Role.DECODE
         self.assigned = False
+        """Whether the PDAssignment gives the instance a role."""
         self.serving = False
+        """Whether new requests may be sent; see `update_serving`."""
         self.starting = False
-        """Whether it will serve soon: its engine runs and is looked at."""
+        """Whether the instance will serve soon: its engine runs and is being verified."""
         self.identity: EngineIdentity | None = None
         self.reported_block_size: int | None = None
-        """Tokens in its KV blocks by the engine's own word; None: it has not said."""
+        """Tokens per KV block as the engine reports it; None until it was read."""
         self.kv_lease_s = KV_LEASE_S
-        """For how long it keeps a hand-off that nobody fetches: what its engine was started with."""
-        self.incoming_transfers: PendingTransfers[KvTransfer] = PendingTransfers()
+        """How long the engine keeps KV that nobody fetches, in seconds: a start-up option of the engine."""
+        self.incoming_transfers: PendingTransfers[IncomingTransfer] = PendingTransfers()
+        """Transfers that the instance was sent as decode instance and has not responded to."""
         self.ledger = Ledger()
         self.health = Health()
         self.connection_pool: ConnectionPool | None = None
         self.former_pools: list[ConnectionPool] = []
-        """Where it was before, as long as legs are there."""
+        """Pools of earlier endpoints that still have legs in flight."""
         self.itl_s: float | None = None
+        """Mean inter-token latency over the last probe interval, in seconds; None: not reported."""
         self.kv_usage: float | None = None
+        """Used fraction of the KV cache."""
         self.expired_transfers: float | None = None
-        """Hand-offs that it let expire, as last read."""
+        """Transfers that expired on the engine since its start, as last read."""
         self.engine_requests: int | None = None
-        """Requests in it by its own count, whoever sent them; None: it does not say."""
+        """Running and waiting requests as the engine reports them, whoever sent them; None: not reported."""
         self.engine_read_at_s = 0.0
-        """Unix time at which it was asked for that."""
+        """Unix time at which `engine_requests` was requested."""
         self.cache_salt = ""
-        """Goes into every prompt's cache_salt: what the engine has cached under another one is not used."""
+        """Part of every prompt's cache_salt: prefix-cache entries with another salt are not used."""
         self.reports_cached_tokens = False
-        """Whether it was seen to say how many tokens of a prompt it did not compute."""
+        """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes = 0
         self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
         self.prefill_model, self.decode_model = prefill, decode
 
     def set_endpoint(self, host: str, port: int) -> None:
-        """It listens there. Another address than before is another engine process: no connection is kept."""
+        """Set the endpoint. A new address is a new engine process: reset connections and reported values."""
         pool = self.connection_pool
         if pool is not None and (pool.host, pool.port) == (host, port):
             return
@@ -114,17 +129,17 @@ class Instance:
         self.update_serving()
 
     def set_identity(self, identity: EngineIdentity) -> None:
-        """Who it is by its PDInstance; of its block size the engine's own word counts.
+        """Set identity and lease; a block size that the engine reported overrides the declared one.
 
-        vLLM does not compare them when engines shake hands: what decode makes of smaller blocks than its own
-        is status 200 and wrong tokens, and its usage says that it was given all.
+        vLLM does not compare block sizes in its handshake: a decode engine with larger blocks than the
+        prefill engine's returns status 200, wrong tokens and a usage that counts all tokens as fetched.
         """
         if self.reported_block_size not in (None, identity.block_size):
             identity = replace(identity, block_size=self.reported_block_size)
         self.identity, self.kv_lease_s = identity, identity.kv_lease_s
 
     def clear_endpoint(self) -> None:
-        """It is not there any more: keep no connection; what is busy may end."""
+        """Remove the endpoint: close idle connections; legs in flight may finish."""
         pool, self.connection_pool = self.connection_pool, None
         self.engine_requests = None
         if pool is not None:
@@ -132,7 +147,7 @@ class Instance:
             self.former_pools.append(pool)
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the legs that waited too long, and move on those that wait in vain."""
+        """Fail legs whose deadline has passed, and retryable ones of an unresponsive or removed engine."""
         pool, unresponsive_since_s = self.connection_pool, self.health.unresponsive_since_s
         if pool is not None:
             if unresponsive_since_s is not None:
@@ -145,42 +160,41 @@ class Instance:
             self.former_pools = [pool for pool in self.former_pools if pool.busy]
 
     def assign(self, role: Role | None) -> None:
-        """It plays this role and gets work; None: no new work."""
+        """Set the role; None: keep the role and send no new requests."""
         if role is not None:
             self.role = role
         self.assigned = role is not None
         self.update_serving()
 
     def update_serving(self) -> None:
-        """Draw the conclusion whether new work may be sent."""
+        """Recompute `serving` after a change of assignment, endpoint or health."""
         self.serving = self.assigned and self.connection_pool is not None and not self.health.ejected
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether it gets no work yet, and its engine answers: canaries may."""
+        """Whether the instance gets no requests yet but its engine responds, so that canaries may be sent."""
         idle = self.starting and not self.serving
         return idle and self.engine_requests is not None and not self.health.ejected
 
     def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
-        """A prompt that had the instance to itself took this long."""
+        """Learn from a prompt that the otherwise idle instance computed in `duration_s`."""
         self._prefill_predictor.learn(tokens=tokens, duration_s=duration_s)
         self.prefill_model = self._prefill_predictor.model
 
     def learn_decode(self, *, tokens: int, itl_s: float) -> None:
-        """A second's mean step with this much KV in the batch."""
+        """Learn from a mean step time with `tokens` KV tokens in the batch."""
         self._decode_predictor.learn(tokens=tokens, itl_s=itl_s)
         self.decode_model = self._decode_predictor.model
 
+    def require_connection_pool(self) -> ConnectionPool:
+        """The pool of the current endpoint.
 
-def get_connection_pool(instance: Instance) -> ConnectionPool:
-    """Where the instance listens.
-
-    Raises:
-        LegFailed: if that is not known (any more).
-    """
-    if instance.connection_pool is None:
-        raise LegFailed(Failure.REFUSED, "the instance has no endpoint", may_have_started=False)
-    return instance.connection_pool
+        Raises:
+            LegFailed: if the endpoint is not known or was removed.
+        """
+        if self.connection_pool is None:
+            raise LegFailed(Failure.REFUSED, "the instance has no endpoint", may_have_started=False)
+        return self.connection_pool
 
 
 class Fleet:
@@ -189,24 +203,24 @@ class Fleet:
     def __init__(self) -> None:
         self._by_name: dict[str, Instance] = {}
         self._removed: list[Instance] = []
-        """Forgotten ones with legs that have not ended."""
+        """Removed instances that still have legs in flight."""
         self.instances: tuple[Instance, ...] = ()
-        """In the order of their names."""
+        """Sorted by name."""
 
     def get(self, name: str) -> Instance | None:
-        """The instance of that name."""
+        """The instance with this name, or None."""
         return self._by_name.get(name)
 
     def __getitem__(self, name: str) -> Instance:
         return self._by_name[name]
 
     def add(self, instance: Instance) -> None:
-        """Know one more."""
+        """Add an instance."""
         self._by_name[instance.name] = instance
         self._sort()
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """Forget the others; what they stream ends where it is."""
+        """Remove all other instances; their retryable legs move elsewhere, streams may finish."""
         kept = set(names)
         for name in self._by_name.keys() - kept:
             removed = self._by_name.pop(name)
@@ -216,7 +230,7 @@ class Fleet:
         self._sort()
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail every leg that waited too long."""
+        """Fail every leg whose deadline has passed, on removed instances too."""
         for instance in self.instances:
             instance.enforce_timeouts(now_s)
         if self._removed:
@@ -229,15 +243,15 @@ class Fleet:
 
 
 def intern_identity(identities: Iterable[EngineIdentity], identity: EngineIdentity) -> EngineIdentity:
-    """The equal one among `identities`, so that dispatch can compare by `is`."""
+    """Return the equal identity among `identities`, else `identity`, so that dispatch can compare by `is`."""
     return next((known for known in identities if known == identity), identity)
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """Host and port of `host:port`, brackets of an IPv6 host taken off.
+    """Split `host:port`; the brackets of an IPv6 host are removed.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if `endpoint` has another form.
     """
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit():

@@ -1,71 +1,70 @@
-"""Hand-offs that a decode instance was given and has not answered: what it may yet fetch too late.
+"""KV transfers that a decode instance was sent and has not responded to: those it may still fetch too late.
 
-What is fetched too late is another prompt's KV, and the engine's prefix cache keeps it under the right
-prompt's hash before its own response tells anybody. So whatever else that instance says meanwhile is in
-doubt,
-too. An engine that answers what it was sent later has fetched the hand-off, or prolongs its lease.
+KV that is fetched too late is another prompt's, and the engine's prefix cache stores it under the hash of the
+prompt that was requested. Until the transfer is resolved, every response of that instance may use such KV.
+An engine that responds to a later request has fetched the earlier KV, or renews its lease.
 """
 
 import math
 from typing import Generic, Protocol, TypeVar
 
+from fulcrum_router.policy.kv_lease import min_renewed_lease_s
+
 SEND_ORDER_MARGIN_S = 1.0
-"""Of two requests that are sent so far apart an engine has the first one no later than the second."""
-_LEASE_AFTER_RENEWAL = 1 / 2
-"""Of the lease: for so long it lasts from a response on, a heartbeat being 1/6 old and worth 2/3."""
+"""An engine receives requests that are sent at least this far apart in the order of sending."""
 
 
 class PendingTransfer(Protocol):
-    """A hand-off. Times are seconds of one clock."""
+    """One KV transfer as the deadlines need it. Times are seconds of one clock."""
 
     @property
     def sent_s(self) -> float:
-        """When decode was given it."""
+        """When the decode leg was sent."""
 
     @property
     def deadline_s(self) -> float:
-        """Until when it is fetched in time."""
+        """Latest response time that shows that the KV was fetched within the lease."""
 
     @property
     def lease_s(self) -> float:
-        """Of its giver."""
+        """Lease granted by the prefill instance, in seconds."""
 
 
 T = TypeVar("T", bound=PendingTransfer)
 
 
 class PendingTransfers(Generic[T]):
-    """Those of one decode instance."""
+    """The pending KV transfers of one decode instance."""
 
     __slots__ = ("_last_response_s", "_last_sent_s", "_next_overdue_s", "_pending")
 
     def __init__(self) -> None:
         self._pending: set[T] = set()
         self._next_overdue_s = math.inf
-        """None is overdue before."""
+        """No transfer is overdue before this time."""
         self._last_sent_s = self._last_response_s = -math.inf
 
     def add(self, transfer: T) -> None:
-        """It is sent."""
+        """Record a transfer whose decode leg is sent."""
         self._pending.add(transfer)
         self._next_overdue_s = min(self._next_overdue_s, transfer.deadline_s)
 
     def discard(self, transfer: T) -> None:
-        """It is answered, or not waited for any more."""
+        """Forget a transfer that was responded to or given up."""
         self._pending.discard(transfer)
 
     def clear(self) -> None:
-        """What these may leave behind will not be used."""
+        """Forget all transfers: the cache salt was rotated, so the KV that they leave is not used."""
         self._pending.clear()
 
     def record_response(self, *, sent_s: float, now_s: float) -> None:
-        """A request that was sent then has its first token now."""
+        """Record the first byte of the response to a request sent at `sent_s`."""
         if sent_s > self._last_sent_s:
             self._last_sent_s, self._last_response_s = sent_s, now_s
 
     def find_overdue(self, now_s: float) -> list[T]:
-        """Those that may have been fetched too late by now."""
-        if now_s <= self._next_overdue_s:
+        """Transfers whose KV may have been fetched too late, or may still be."""
+        if now_s <= self._next_overdue_s:  # the usual case: one comparison per response
             return []
         fetch_deadlines_s = {transfer: self._fetch_deadline_s(transfer) for transfer in self._pending}
         self._next_overdue_s = min(fetch_deadlines_s.values(), default=math.inf)
@@ -74,4 +73,4 @@ class PendingTransfers(Generic[T]):
     def _fetch_deadline_s(self, transfer: T) -> float:
         if transfer.sent_s + SEND_ORDER_MARGIN_S > self._last_sent_s:
             return transfer.deadline_s
-        return max(transfer.deadline_s, self._last_response_s + _LEASE_AFTER_RENEWAL * transfer.lease_s)
+        return max(transfer.deadline_s, self._last_response_s + min_renewed_lease_s(transfer.lease_s))

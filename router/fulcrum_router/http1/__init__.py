@@ -1,1 +1,1 @@
-"""HTTP/1.1 on the wire: connections to engines, framing, request bodies, error responses."""
+"""HTTP/1.1 towards engines: connections, framing, request bodies, patterns in responses, error responses."""

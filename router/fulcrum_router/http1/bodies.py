@@ -1,19 +1,20 @@
-"""The bodies of both legs, made from the client's bytes.
+"""Request bodies of the prefill leg and the decode leg, built from the client's body.
 
-The prompt is parsed once. The decode leg gets the client's own bytes with the hand-off spliced in
-before the last brace; only where the client sent a field that is the router's is the body written anew.
+The client's JSON is parsed once. The decode body is the client's own bytes with the KV transfer parameters
+appended; it is serialised anew only if the client sent a reserved field or a field has to be replaced.
 """
 
-import re
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Any
 
 import orjson
 
+from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.policy.estimate import measure_prompt
 
 RESERVED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
-"""Fields that a client may not set: the first two make an engine dial any address, or kill it."""
+"""Fields that a client may not set: the first two make an engine connect to any address, or crash."""
 
 _SINGLE = (1, None)
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -32,22 +33,22 @@ class InvalidBody(ValueError):
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
 class RequestBody:
-    """What the client asks for."""
+    """Body of a client request, parsed."""
 
     raw: bytes
-    """A JSON object without any of the router's fields."""
+    """JSON object without any reserved field of the client's."""
     fields: dict[str, Any]
     prompt_bytes: int
     prompt_id_count: int
-    local_prefill_reason: str | None
-    """Why one hand-off cannot serve it: several prompts, or several answers to one."""
+    local_prefill_reason: LocalPrefillReason | None
+    """Why one KV transfer cannot serve the request; None if it can."""
 
 
 def parse_request_body(raw: bytes, priority: int) -> RequestBody:
-    """The request in `raw`, with the router's own fields dropped and `priority` (0: none) put in.
+    """Parse `raw`, drop its reserved fields and set `priority` (0: none).
 
     Raises:
-        InvalidBody: if `raw` is no JSON object.
+        InvalidBody: if `raw` is not a JSON object.
     """
     try:
         fields = orjson.loads(raw)
@@ -66,17 +67,17 @@ def parse_request_body(raw: bytes, priority: int) -> RequestBody:
     return RequestBody(raw, fields, size, ids, _find_local_prefill_reason(fields))
 
 
-def _find_local_prefill_reason(fields: dict[str, Any]) -> str | None:
+def _find_local_prefill_reason(fields: dict[str, Any]) -> LocalPrefillReason | None:
     prompt = fields.get("prompt")
     if type(prompt) is list and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "multiple_prompts"
+        return LocalPrefillReason.MULTIPLE_PROMPTS
     if fields.get("n", 1) not in _SINGLE or fields.get("best_of", 1) not in _SINGLE:
-        return "multiple_choices"
+        return LocalPrefillReason.MULTIPLE_CHOICES
     return None
 
 
 def build_prefill_body(request: RequestBody, *, cache_salt: str = "") -> bytes:
-    """The prefill leg: the same prompt, one token, no stream, KV kept for a decode elsewhere."""
+    """Body of the prefill leg: the same prompt, one token, no stream; the engine keeps the KV."""
     fields = {
         **request.fields,
         "max_tokens": 1,
@@ -91,38 +92,52 @@ def build_prefill_body(request: RequestBody, *, cache_salt: str = "") -> bytes:
     return orjson.dumps(fields)
 
 
+class PrefillProblem(StrEnum):
+    """Why a prefill response has no usable KV transfer parameters."""
+
+    ABORTED = "aborted"
+    NOT_JSON = "not_json"
+    NO_KV_TRANSFER_PARAMS = "no_kv_transfer_params"
+    INCOMPLETE_KV_TRANSFER_PARAMS = "incomplete_kv_transfer_params"
+    WRONG_REMOTE_HOST = "wrong_remote_host"
+
+
 @dataclass(slots=True)
 class PrefillResponse:
-    """What a prefill instance said: the hand-off as JSON (None: none that is sound); the prompt's tokens."""
+    """A prefill engine's response, parsed."""
 
     kv_transfer_params: bytes | None
-    problem: str | None
+    """JSON object for the decode leg; None if it is missing or unusable, see `problem`."""
+    problem: PrefillProblem | None
     prompt_tokens: int | None
+    """The engine's count; None if it reported none."""
 
 
 def parse_prefill_response(body: bytes, host: str) -> PrefillResponse:
-    """The hand-off in a 200 response of a prefill instance at `host`.
+    """Parse the 200 response of a prefill instance at `host`.
 
-    The object is passed on as it came but for one key, without which the decode instance's `usage` tells
-    what it did not have to compute. A hand-off that is incomplete, or would make the decode instance dial
-    somebody else, is none.
+    `remote_prefill_cached_tokens` is removed from the parameters, so that the decode engine's usage counts
+    fetched tokens as cached. Incomplete parameters (they would crash the decode engine) and parameters that
+    name another host are rejected.
     """
     try:
         response = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return PrefillResponse(None, "not_json", None)
+        return PrefillResponse(None, PrefillProblem.NOT_JSON, None)
     if type(response) is not dict:
-        return PrefillResponse(None, "not_json", None)
+        return PrefillResponse(None, PrefillProblem.NOT_JSON, None)
     usage = response.get("usage")
     tokens = usage.get("prompt_tokens") if type(usage) is dict else None
     tokens = tokens if type(tokens) is int and tokens > 0 else None
     params = response.get("kv_transfer_params")
     if type(params) is not dict:
-        return PrefillResponse(None, "aborted" if _is_aborted(response) else "no_kv_transfer_params", tokens)
+        aborted = _is_aborted(response)
+        problem = PrefillProblem.ABORTED if aborted else PrefillProblem.NO_KV_TRANSFER_PARAMS
+        return PrefillResponse(None, problem, tokens)
     if None in map(params.get, _REQUIRED_KV_TRANSFER_PARAMS) or params.get("do_remote_prefill") is not True:
-        return PrefillResponse(None, "incomplete_kv_transfer_params", tokens)
+        return PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, tokens)
     if params["remote_host"] != host:
-        return PrefillResponse(None, "wrong_remote_host", tokens)
+        return PrefillResponse(None, PrefillProblem.WRONG_REMOTE_HOST, tokens)
     params.pop("remote_prefill_cached_tokens", None)
     return PrefillResponse(orjson.dumps(params), None, tokens)
 
@@ -139,9 +154,10 @@ def build_decode_body(
     include_usage: bool = False,
     cache_salt: str = "",
 ) -> bytes:
-    """The decode leg: the client's bytes, and the hand-off if there is one, with the usage that proves it.
+    """Body of the decode leg: the client's bytes and, if given, the KV transfer parameters.
 
-    With `cache_salt` the engine finds nothing in its prefix cache that it was sent with another one.
+    `include_usage` requests the usage at the end of the stream, by which the transfer is verified. With
+    `cache_salt` the engine reuses no prefix-cache entry of requests with another salt.
     """
     if cache_salt:
         fields = {**request.fields, "cache_salt": _combine_salts(request, cache_salt)}
@@ -158,7 +174,7 @@ def _combine_salts(request: RequestBody, cache_salt: str) -> str:
 
 
 def is_stream_without_usage(request: RequestBody) -> bool:
-    """Whether it is a stream whose client did not ask for the usage at its end."""
+    """Whether the client requested a stream without the usage at its end."""
     if request.fields.get("stream") is not True:
         return False
     options = request.fields.get("stream_options")
@@ -166,34 +182,13 @@ def is_stream_without_usage(request: RequestBody) -> bool:
 
 
 def _request_usage(request: RequestBody) -> bytes:
-    """The client's body with the usage asked for; its own options stay."""
+    """The client's body with `include_usage` set; other stream options stay."""
     if "stream_options" not in request.fields:
         return _append_field(request.raw, b'"stream_options":{"include_usage":true}', is_empty=False)
     options = dict(request.fields["stream_options"] or ())
-    options.pop("continuous_usage_stats", None)  # means nothing, and does nothing, without the usage
+    # vLLM ignores this option without include_usage, which the client did not set.
+    options.pop("continuous_usage_stats", None)
     return orjson.dumps({**request.fields, "stream_options": {**options, "include_usage": True}})
-
-
-class PromptUsage(NamedTuple):
-    """An engine's count of a prompt's tokens, and of those it did not compute (None: not said)."""
-
-    prompt_tokens: int
-    cached_tokens: int | None
-
-
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
-_MAX_USAGE_BYTES = 1024
-
-
-def parse_usage(content: bytes) -> PromptUsage | None:
-    """The usage in a response or an event. What a model wrote is not taken for it, being escaped."""
-    start = max(content.rfind(b'"usage":{'), content.rfind(b'"usage": {'))
-    if start < 0:
-        return None
-    usage = content[start : start + _MAX_USAGE_BYTES]
-    prompt, cached = _PROMPT_TOKENS.search(usage), _CACHED_TOKENS.search(usage)
-    return PromptUsage(int(prompt[1]), int(cached[1]) if cached else None) if prompt else None
 
 
 def _append_field(raw: bytes, member: bytes, *, is_empty: bool) -> bytes:

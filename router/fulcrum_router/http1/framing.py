@@ -1,7 +1,7 @@
-"""HTTP/1.1 framing of engines' answers: just enough to relay bytes as they came.
+"""HTTP/1.1 framing of engine responses: enough to forward a response without decoding it.
 
-A head is read once, a body is never decoded: chunk framing is walked to learn where the response ends
-and where a whole chunk ends, so that an error event can be put between two chunks when an engine dies.
+`parse_head` reads the head once. `ChunkScanner` finds the end of the body and of each whole chunk, so that
+an error event can be inserted between two chunks when an engine dies. Sockets are `upstream`'s.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ MAX_HEAD_BYTES = 65_536
 MAX_SIZE_LINE_BYTES = 4_096
 CHUNKED = -1
 UNTIL_CLOSE = -2
+"""Special values of `ResponseHead.length`. Integers below zero: the length is compared on every read."""
 
 _HOP_BY_HOP = (
     b"connection:",
@@ -24,33 +25,33 @@ _HOP_BY_HOP = (
 
 
 class FramingError(ValueError):
-    """An engine's response is not HTTP/1.1 as we know it."""
+    """An engine's response is not valid HTTP/1.1, or uses a framing that the router does not forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The head of a response. `length` is a byte count, `CHUNKED` or `UNTIL_CLOSE`."""
+    """The head of a response."""
 
     status_line: bytes
-    """The status line."""
     header_lines: bytes
-    """The fields as they came, the hop-by-hop ones left out, and the empty line."""
+    """The engine's header lines without the hop-by-hop ones, and the empty line."""
     status: int
     length: int
+    """Body length in bytes, `CHUNKED` or `UNTIL_CLOSE`."""
     keep_alive: bool
     is_event_stream: bool
 
     def prepend_headers(self, headers: bytes) -> bytes:
-        """The head for the client, our fields in front of the engine's."""
+        """The head for the client: the given header lines in front of the engine's."""
         return self.status_line + headers + self.header_lines
 
 
-@lru_cache(maxsize=256)  # an engine's heads repeat, but for their lengths
+@lru_cache(maxsize=256)  # the heads of one engine differ in their lengths only
 def parse_head(raw: bytes) -> ResponseHead:
-    """The head that ends with an empty line.
+    """Parse a head, empty line included.
 
     Raises:
-        FramingError: if the status or the length cannot be read, or both framings are given.
+        FramingError: if the status or the length cannot be read, or both a length and chunks are announced.
     """
     lowered = raw.lower()
     if not lowered.startswith(b"http/1.") or not raw[9:12].isdigit():
@@ -63,13 +64,15 @@ def parse_head(raw: bytes) -> ResponseHead:
     length = _body_length(lowered, status)
     if length == UNTIL_CLOSE:
         keep_alive = False
-    line, fields = _drop_hop_by_hop(raw)
-    return ResponseHead(line, fields, status, length, keep_alive, b"text/event-stream" in lowered)
+    line, header_lines = _drop_hop_by_hop(raw)
+    content_type = _header_value(lowered, b"\r\ncontent-type:") or b""
+    is_event_stream = content_type.startswith(b"text/event-stream")
+    return ResponseHead(line, header_lines, status, length, keep_alive, is_event_stream)
 
 
 def _drop_hop_by_hop(raw: bytes) -> tuple[bytes, bytes]:
-    line, *fields = raw[:-4].split(b"\r\n")
-    kept = [field + b"\r\n" for field in fields if not field.lower().startswith(_HOP_BY_HOP)]
+    line, *header_lines = raw[:-4].split(b"\r\n")
+    kept = [header + b"\r\n" for header in header_lines if not header.lower().startswith(_HOP_BY_HOP)]
     return line + b"\r\n", b"".join(kept) + b"\r\n"
 
 
@@ -98,22 +101,23 @@ def _header_value(lowered: bytes, name: bytes) -> bytes | None:
 
 
 class ChunkScanner:
-    """Where chunks end, over data that is split anywhere."""
+    """Finds the ends of chunks in a body that is read in arbitrary pieces."""
 
     __slots__ = ("_in_trailers", "_partial_line", "_remaining_bytes", "done")
 
     def __init__(self) -> None:
-        self._remaining_bytes = 0  # bytes to go in the chunk begun, its CRLF included
-        self._partial_line = b""  # a size line or trailer begun
+        self._remaining_bytes = 0  # of the current chunk, its CRLF included
+        self._partial_line = b""  # beginning of a size line or trailer
         self._in_trailers = False
         self.done = False
 
     def feed(self, data: bytes) -> int:
-        """How many bytes of `data` lie before the end of its last whole chunk, or of the response once
-        `done`.
+        """Read the next piece of the body; return the offset after its last whole chunk.
+
+        At the end of the body `done` is set, and the offset is that of the end of the body.
 
         Raises:
-            FramingError: if a size cannot be read.
+            FramingError: if a chunk size cannot be read.
         """
         size, position, boundary = len(data), self._remaining_bytes, 0
         if position > size:
@@ -138,11 +142,11 @@ class ChunkScanner:
                 position = end + 1
                 continue
             length = _parse_chunk_size(line)
-            if length == 0:
+            if length == 0:  # the last chunk: trailers and an empty line follow
                 self._in_trailers = True
                 position = end + 1
                 continue
-            position = end + 3 + length
+            position = end + 3 + length  # after the newline, the content and its CRLF
             if position > size:
                 self._remaining_bytes = position - size
                 return boundary
@@ -169,7 +173,7 @@ def _parse_extended_size(line: bytes) -> int:
 
 
 def dechunk(framed: bytes) -> bytes:
-    """The content of a whole chunked body."""
+    """Return the content of a whole chunked body."""
     parts: list[bytes] = []
     position = 0
     while True:
@@ -182,7 +186,7 @@ def dechunk(framed: bytes) -> bytes:
 
 
 def find_chunks(framed: bytes) -> Iterator[tuple[int, int, int]]:
-    """Where each chunk's content begins and ends, and the chunk itself ends; the empty one left out."""
+    """Yield the offsets (content start, content end, chunk end) of each chunk but the empty last one."""
     position = 0
     while position < len(framed):
         end = framed.find(b"\n", position)
@@ -195,5 +199,5 @@ def find_chunks(framed: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def frame_chunk(content: bytes) -> bytes:
-    """One chunk."""
+    """Frame `content` as one chunk."""
     return b"%x\r\n%b\r\n" % (len(content), content)

@@ -1,4 +1,4 @@
-"""Answers that the router gives itself, errors in the shape that OpenAI clients read."""
+"""Responses that the router builds itself; errors have the shape that OpenAI clients parse."""
 
 from http import HTTPStatus
 
@@ -8,7 +8,7 @@ _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: 
 
 
 def build_error_body(status: int, message: str, error_type: str | None = None) -> bytes:
-    """`{"error": {...}}` as JSON."""
+    """Build the JSON body `{"error": {...}}`; the type follows from the status unless it is given."""
     error_type = (
         error_type
         or _ERROR_TYPES.get(status)
@@ -26,7 +26,7 @@ def build_response(
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """A whole response. `header_lines` holds further header lines; `head_only` leaves the body out (HEAD)."""
+    """Build a whole response with further `header_lines`; `head_only` omits the body (HEAD)."""
     return b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
         status,
         HTTPStatus(status).phrase.encode(),
@@ -46,8 +46,8 @@ def build_error_response(
     header_lines: bytes = b"",
     close: bool = False,
 ) -> bytes:
-    """An error response; 503 asks the client to come back in a second."""
-    if status == 503 and b"retry-after" not in header_lines:
+    """Build an error response; a 503 has `retry-after: 1`, in seconds."""
+    if status == 503:
         header_lines += b"retry-after: 1\r\n"
     return build_response(
         status, build_error_body(status, message, error_type), header_lines=header_lines, close=close
@@ -55,7 +55,7 @@ def build_error_response(
 
 
 def build_error_event(message: str) -> bytes:
-    """The last event of a stream that broke: an error, and no `[DONE]`."""
+    """Build the last event of a broken stream: an error; no `[DONE]` follows."""
     return b"data: %b\n\n" % orjson.dumps(
         {"error": {"message": message, "type": "upstream_error", "code": 502}}
     )

@@ -1,15 +1,16 @@
-"""Connections to engines: one request at a time on each, kept alive in a pool per endpoint.
+"""Connections to engines: one request at a time on each, kept alive in a connection pool per endpoint.
 
-A connection frames the response and hands what it reads to the leg that holds it. Waiting is guarded
-by one sweep over all busy connections instead of a timer for each.
+A connection finds the end of the response and passes what it reads to its `ResponseHandler`; it decides
+nothing about retries. Time-outs are enforced by one periodic sweep over all busy connections instead of one
+timer per request.
 """
 
 import asyncio
 import contextlib
 import time
-from enum import StrEnum
 from typing import Protocol, cast
 
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import (
     CHUNKED,
     MAX_HEAD_BYTES,
@@ -23,66 +24,34 @@ from fulcrum_router.http1.framing import (
 from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
 
 MAX_IDLE_S = 4.0
-"""An idle connection older than this is not used again: engines close theirs after 5 s."""
+"""Longest idle time of a connection that is used again: engines close theirs after 5 s."""
 REUSE_RACE_S = 0.05
-"""A kept connection that dies this soon after a request was closed before the engine read it."""
+"""If a reused connection closes this soon after a request was sent, the engine has not read the request."""
 SMALL_BODY_BYTES = 16_384
 MAX_RESPONSE_BYTES = 8 * 1024 * 1024
 
 
-class Failure(StrEnum):
-    """What went wrong with a leg."""
-
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    """No connection in time, or no way there: a node that is gone refuses nothing."""
-    EJECTED = "ejected"
-    """Others found the instance hanging while this leg waited for it."""
-    CLOSED = "closed"
-    TIMEOUT = "timeout"
-    STATUS = "status"
-    ABORTED = "aborted"
-    MALFORMED = "malformed"
-    NO_KV_TRANSFER_PARAMS = "no_kv_transfer_params"
-    LEASE_EXPIRED = "lease_expired"
-    """Its response came so late that the hand-off may have been fetched after its lease."""
-
-    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
-
-
-class LegFailed(Exception):
-    """A leg that gave no response. `status` is the engine's own where it sent one."""
-
-    def __init__(
-        self, failure: Failure, detail: str, *, status: int = 0, may_have_started: bool = True
-    ) -> None:
-        super().__init__(detail)
-        self.failure, self.detail, self.status = failure, detail, status
-        self.may_have_started = may_have_started
-        """Whether the engine may have begun with the request, and so fetched a hand-off."""
-
-
 class ResponseHandler(Protocol):
-    """Who holds a connection."""
+    """Receives the response that is read on a connection."""
 
     @property
     def retryable(self) -> bool:
-        """Whether another instance could still do it instead, unseen by the client."""
+        """Whether another instance can still take the request without the client noticing."""
 
     def on_head(self, head: ResponseHead) -> None:
-        """The head of the response."""
+        """Receive the head of the response."""
 
     def on_body(self, data: bytes, boundary: int) -> None:
-        """Bytes of the body as framed; up to `boundary` they end with a whole chunk (unchunked: all)."""
+        """Receive framed bytes of the body; whole chunks end at `boundary` (unchunked: at the end)."""
 
     def on_end(self) -> None:
-        """The response is whole; the connection is given back already."""
+        """The response is complete; the connection was already returned to its pool."""
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
-        """All of the three at once: an unchunked response that came in one read."""
+        """Receive a whole unchunked response that came in one read: stands for the three calls above."""
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        """There will be no more; the connection is gone already."""
+        """The response failed; the connection is closed."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -131,8 +100,10 @@ class EngineConnection(asyncio.Protocol):
         first_byte_timeout_s: float,
         idle_timeout_s: float,
     ) -> None:
-        """Send a request; `handler` hears of the response. Waits are bounded by `first_byte_timeout_s`,
-        then `idle_timeout_s`."""
+        """Send a request; `handler` receives the response.
+
+        The engine has `first_byte_timeout_s` for the first byte, then `idle_timeout_s` between two reads.
+        """
         assert self.transport is not None
         self.handler = handler
         self._received_data = False
@@ -148,7 +119,7 @@ class EngineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         handler = self.handler
         if handler is None:
-            self._discard()  # an engine that speaks unasked is not in step with us
+            self._discard()  # data without a request: the response to an earlier one may be incomplete
             return
         self._received_data = True
         try:
@@ -163,7 +134,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(Failure.MALFORMED, str(error))
 
     def _read_complete_response(self, handler: ResponseHandler, data: bytes) -> bool:
-        """Done with it if `data` is a whole response, as short ones are; otherwise nothing has happened."""
+        """Handle `data` and return True if it is a whole response, as short ones are; else change nothing."""
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:
             return False
@@ -177,18 +148,18 @@ class EngineConnection(asyncio.Protocol):
         return True
 
     def _read_head(self, handler: ResponseHandler, data: bytes) -> bytes:
-        """What follows the head, once it is whole."""
+        """Read the head; return the bytes that follow it (none while the head is incomplete)."""
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
         end = data.find(b"\r\n\r\n") + 4
         if end < 4:
             if len(data) > MAX_HEAD_BYTES:
-                raise FramingError("head too long")
+                raise FramingError(f"response head longer than {MAX_HEAD_BYTES} bytes")
             self._buffer = data
             return b""
         head = parse_head(data[:end])
         if head.status < 200:
-            return self._read_head(handler, data[end:])  # 100 Continue and its like
+            return self._read_head(handler, data[end:])  # an interim response such as 100 Continue
         self._head = head
         self._remaining_bytes = head.length
         if head.length == CHUNKED:
@@ -217,7 +188,7 @@ class EngineConnection(asyncio.Protocol):
         else:
             handler.on_body(data, len(data))
             return
-        if self.handler is handler:  # a leg may have let go of us while it read
+        if self.handler is handler:  # the handler may have aborted the connection in on_body
             self._finish(handler, surplus=surplus)
 
     def _finish(self, handler: ResponseHandler, *, surplus: bool) -> None:
@@ -232,7 +203,7 @@ class EngineConnection(asyncio.Protocol):
         handler.on_end()
 
     def abort(self) -> None:
-        """Let go of the leg and close at once: the engine stops working on the request."""
+        """Close the connection without a callback; the engine then aborts the request."""
         self.handler = None
         self._discard()
 
@@ -259,16 +230,16 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def received_nothing(self) -> bool:
-        """Whether nothing was read since the request was sent."""
+        """Whether nothing has been read since the request was sent."""
         return not self._received_data and self._head is None
 
     @property
     def lost_reuse_race(self) -> bool:
-        """Whether a kept connection died before the engine can have read the request."""
+        """Whether a reused connection was closed before the engine can have read the request."""
         return self.reused and self.received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the leg if it waited too long; what was read since the last check puts the deadline off."""
+        """Fail the leg if its deadline has passed; data read since the last check extends the deadline."""
         if self._received_data:
             self._received_data = False
             self.deadline_s = now_s + self._idle_timeout_s
@@ -278,9 +249,9 @@ class EngineConnection(asyncio.Protocol):
             self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
     def shorten_deadlines(self, deadline_s: float) -> None:
-        """Fail a leg that another instance can take; any other has to hear of its engine by the deadline."""
+        """Fail a retryable leg now; let any other leg wait no longer than `deadline_s`."""
         if self.handler is not None and self.handler.retryable:
-            self._fail(Failure.EJECTED, "the engine hangs")
+            self._fail(Failure.EJECTED, "the instance was ejected or removed")
         else:
             self.deadline_s = min(self.deadline_s, deadline_s)
 
@@ -291,14 +262,14 @@ class EngineConnection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Resume reading."""
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
 
 
 class ConnectionPool:
-    """The connections to one endpoint, last used first."""
+    """The connections to one endpoint; the last used is reused first."""
 
     __slots__ = ("_closed", "_idle", "address", "busy", "host", "last_data_s", "port")
 
@@ -309,10 +280,10 @@ class ConnectionPool:
         self._idle: list[EngineConnection] = []
         self.busy: set[EngineConnection] = set()
         self.last_data_s = 0.0
-        """When this endpoint last said something."""
+        """When the endpoint last sent data, in monotonic seconds."""
 
     def take_idle(self) -> EngineConnection | None:
-        """An idle connection that is fresh enough, if there is one."""
+        """Take an idle connection that is younger than `MAX_IDLE_S`; None if there is none."""
         idle = self._idle
         while idle:
             connection = idle.pop()
@@ -323,10 +294,10 @@ class ConnectionPool:
         return None
 
     async def connect(self, timeout_s: float) -> EngineConnection:
-        """A new connection.
+        """Open a new connection.
 
         Raises:
-            LegFailed: if there is none within the time.
+            LegFailed: if that fails or takes longer than `timeout_s`.
         """
         loop, began_s = asyncio.get_running_loop(), time.monotonic()
         try:
@@ -335,7 +306,8 @@ class ConnectionPool:
                     lambda: EngineConnection(self), self.host, self.port
                 )
         except TimeoutError:
-            # A burst of connections overflows the backlog of an engine that is well: it is heard elsewhere.
+            # A burst of connections overflows the listen backlog of a healthy engine, too; it still sends
+            # data on other connections.
             failure = Failure.TIMEOUT if self.last_data_s > began_s else Failure.UNREACHABLE
             raise LegFailed(failure, "no connection in time", may_have_started=False) from None
         except OSError as error:
@@ -346,11 +318,11 @@ class ConnectionPool:
             ) from error
         if self._closed:
             connection.abort()
-            raise LegFailed(Failure.EJECTED, "the instance has left", may_have_started=False)
+            raise LegFailed(Failure.EJECTED, "the instance was removed", may_have_started=False)
         return connection
 
     def put_idle(self, connection: EngineConnection) -> None:
-        """Keep it for the next request."""
+        """Keep the connection for the next request; close it if the pool is closed."""
         if self._closed:
             connection.abort()
             return
@@ -358,30 +330,30 @@ class ConnectionPool:
         self._idle.append(connection)
 
     def remove(self, connection: EngineConnection) -> None:
-        """It is closed, or will be."""
+        """Forget a connection that is closed or about to be."""
         self.busy.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close what is idle; what is busy ends its response first."""
+        """Close idle connections now, and busy ones after their response."""
         self._closed = True
         for connection in list(self._idle):
             connection.abort()
 
     def shorten_deadlines(self, deadline_s: float) -> None:
-        """Nobody shall wait for this endpoint longer than that, and who can go elsewhere not at all."""
+        """Fail the retryable legs now; let the others wait no longer than `deadline_s`."""
         for connection in list(self.busy):
             connection.shorten_deadlines(deadline_s)
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the legs that waited too long."""
+        """Fail the legs whose deadline has passed."""
         for connection in list(self.busy):
             connection.enforce_timeouts(now_s)
 
 
 class BufferedResponse(Completion[bytes]):
-    """A leg that collects its response, and completes with its content: prefill legs and probes."""
+    """Collects a response and completes with its content: for prefill legs, probes and canaries."""
 
     __slots__ = ("_body_bytes", "_body_parts", "head", "retryable")
 
@@ -398,7 +370,7 @@ class BufferedResponse(Completion[bytes]):
     def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
         self._body_bytes += len(data)
         if self._body_bytes > MAX_RESPONSE_BYTES:
-            raise FramingError("response too long")
+            raise FramingError(f"response longer than {MAX_RESPONSE_BYTES} bytes")
         self._body_parts.append(data)
 
     def on_end(self) -> None:
@@ -423,12 +395,13 @@ async def send_request(
     response_timeout_s: float,
     retryable: bool = True,
 ) -> tuple[int, bytes, ResponseHead]:
-    """For a flow: one request with a whole response: its status, content and head. Cancelled, it aborts it.
+    """Called in an inline task: send a request and return the status, content and head of the response.
 
-    A kept connection that dies before the engine read the request is replaced by a fresh one, once.
+    If a reused connection was closed before the engine read the request, the request is sent once more on a
+    fresh connection. Cancelling the call aborts the request.
 
     Raises:
-        LegFailed: if there is no response. One with status 5xx is a response.
+        LegFailed: if there is no response. A response with status 5xx does not raise.
     """
     connection = pool.take_idle()
     if connection is None:

@@ -1,1 +1,1 @@
-"""Whether KV really reached the decode instance: verified for each request, probed where no request runs."""
+"""Verification of KV transfers: by the response of each request, and by canaries on pairs without traffic."""

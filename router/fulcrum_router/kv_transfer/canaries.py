@@ -1,9 +1,8 @@
-"""Canaries: hand-offs of our own, which warm pairs of instances and prove those that have no traffic.
+"""Canaries: KV transfers that the router sends itself, to warm and verify pairs of instances without traffic.
 
-A canary is a prompt that nobody has asked before, a few blocks long, prefilled here and decoded there for a
-single token. It stands in no books: neither load nor latencies nor flips know of it. It waits until both
-instances have nothing to prefill and next to nothing to decode. With an instance that gets no work yet nobody
-waits: its pairs are to be warm when it does.
+A canary is a random prompt of a few KV blocks, prefilled on one instance and decoded for one token on the
+other. It does not count as load, in latency models or for flips. A canary waits until both instances are
+quiet; pairs of an instance that gets no requests yet do not wait, so that they are warm when it serves.
 """
 
 import asyncio
@@ -16,16 +15,17 @@ import structlog
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.fleet.instances import Instance, get_connection_pool
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import (
     RequestBody,
     build_decode_body,
     build_prefill_body,
     parse_prefill_response,
-    parse_usage,
 )
+from fulcrum_router.http1.engine_events import parse_usage
+from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import run_inline
-from fulcrum_router.http1.upstream import ConnectionPool, LegFailed, send_request
+from fulcrum_router.http1.upstream import ConnectionPool, send_request
 from fulcrum_router.kv_transfer.verification import (
     KvTransfer,
     is_handshake_timeout,
@@ -39,43 +39,43 @@ from fulcrum_router.router import Router
 log = structlog.get_logger()
 
 IDLE_INTERVAL_S = 300.0
-"""A pair without traffic is tried so often."""
+"""Time between two canaries on a pair without traffic."""
 TICK_S = 0.25
 REFRESH_INTERVAL_S = 1.0
 MAX_IN_FLIGHT = 2
 LEG_TIMEOUT_S = 15.0
-"""For one leg: more than an engine waits for a peer that does not answer."""
+"""Time-out of one leg: longer than an engine's own handshake time-out, so that this one is recognised."""
 REFUSED_RETRY_S = 600.0
-"""A pair whose engines refuse these roles is left alone for so long, or until roles change."""
+"""Pause of a pair whose engines refuse their roles; it ends early when a role or an engine changes."""
 LOW_PRIORITY = 1_000_000
-"""As engines read it: later than anybody else."""
+"""vLLM schedules higher values later: after every client request."""
 MAX_QUIET_DECODE_LEGS = 1
-"""Decode legs beside which an instance still counts as quiet."""
+"""Most decode legs of an instance that still counts as quiet."""
 MAX_PROMPT_TOKENS = 4_096
-"""Of a canary that is to tell whether a slow pair still is."""
+"""Longest canary prompt: a slow pair is timed again with prompts as long as the slow ones."""
 _REFUSED_STATUSES = frozenset({400, 422})
 
 
 class CanaryScheduler:
-    """Keeps the pairs of one router's instances known.
+    """Sends canaries to the pairs of one router's instances.
 
     Args:
-        router: Whose instances.
-        interval_s: How often a pair without traffic is tried.
-        rng: Chooses prompts.
+        router: The router; a standby sends no canaries.
+        interval_s: Time between two canaries on a pair without traffic.
+        rng: Chooses the prompts' token ids.
     """
 
     def __init__(self, router: Router, *, interval_s: float = IDLE_INTERVAL_S, rng: random.Random) -> None:
         self._router, self._interval_s, self._rng = router, interval_s, rng
         self._in_flight: dict[PairKey, asyncio.Task[None]] = {}
         self._refused: dict[PairKey, tuple[float, object]] = {}
-        """Until when a pair is left alone, and the roles that its instances had."""
+        """Time until which a pair is paused, and the roles and engines that refused it."""
         self._last_fleet: dict[str, tuple[ConnectionPool | None, Role, bool, bool]] = {}
-        """Of each instance its engine, and whether work or canaries go there."""
+        """Endpoint, role, `serving` and `is_warming_up` of each instance at the last tick."""
         self._refreshed_at_s = 0.0
 
     async def run(self) -> None:
-        """Look after the pairs until cancelled."""
+        """Send canaries until cancelled."""
         try:
             while True:
                 self._tick(time.monotonic())
@@ -91,7 +91,7 @@ class CanaryScheduler:
             self._send_due(now_s)
 
     def _has_fleet_changed(self) -> bool:
-        """Whether there is another fleet than before. An endpoint that has changed is another engine."""
+        """Whether the fleet has changed since the last tick; invalidates the pairs of replaced engines."""
         known = {
             i.name: (i.connection_pool, i.role, i.serving, i.is_warming_up)
             for i in self._router.fleet.instances
@@ -119,8 +119,8 @@ class CanaryScheduler:
                 or not self._may_send(key, now_s)
             ):
                 continue
-            new = prefill.is_warming_up or decode.is_warming_up
-            if new or (is_quiet(prefill) and is_quiet(decode)):
+            warming_up = prefill.is_warming_up or decode.is_warming_up
+            if warming_up or (is_quiet(prefill) and is_quiet(decode)):
                 busy.update(key)
                 self._in_flight[key] = asyncio.create_task(self._run_canary(key, prefill, decode))
 
@@ -139,20 +139,20 @@ class CanaryScheduler:
         try:
             await self._send_canary(key, prefill, decode)
         except LegFailed as failed:
-            log.debug("canary not answered", prefill=key.prefill, decode=key.decode, reason=failed.detail)
+            log.debug("canary leg failed", prefill=key.prefill, decode=key.decode, reason=failed.detail)
         except Exception:
-            log.exception("canary failed by a fault of the router")
+            log.exception("canary failed because of an internal error")
         finally:
             self._in_flight.pop(key, None)
         self._router.pairs.refresh(self._router.fleet.instances, now_s=time.monotonic())
         self._send_due(time.monotonic())
 
     async def _send_canary(self, key: PairKey, prefill: Instance, decode: Instance) -> None:
-        """One canary from end to end."""
+        """Send both legs of one canary and record the outcome."""
         router, pair = self._router, self._router.pairs[key]
-        pair.last_used_s = time.monotonic()  # tried: another one has its turn
+        pair.last_used_s = time.monotonic()  # also if it fails: other pairs are due first
         request = self._build_request(prefill, pair)
-        host = get_connection_pool(prefill).host
+        host = prefill.require_connection_pool().host
         status, content = await self._post(prefill, build_prefill_body(request))
         if status != 200:
             self._record_refusal(key, status)
@@ -160,7 +160,7 @@ class CanaryScheduler:
         received_after_s, response = router.received_after_s, parse_prefill_response(content, host)
         if response.kv_transfer_params is None:
             record_miss(router.pairs, prefill, decode, conditions.INCOMPATIBLE)
-            log.warning("canary was given no hand-off", prefill=key.prefill, reason=response.problem)
+            log.warning("canary got no KV transfer parameters", prefill=key.prefill, reason=response.problem)
             return
         transfer = KvTransfer.create(
             router.pairs,
@@ -178,22 +178,24 @@ class CanaryScheduler:
             reason = conditions.HANDSHAKE_FAILED if is_handshake_timeout(took_s) else conditions.RECOMPUTED
             record_miss(router.pairs, prefill, decode, reason)
         elif transfer.is_late:
-            record_miss(
-                router.pairs, prefill, decode, conditions.LEASE_EXPIRED
-            )  # nobody knows whose KV it was
+            # The engine may have used another prompt's KV: its usage shows nothing.
+            record_miss(router.pairs, prefill, decode, conditions.LEASE_EXPIRED)
         else:
             transfer.usage = parse_usage(content)
             await self._check_reports_cached_tokens(decode, request, transfer)
             verify_transfer(transfer, time_to_first_event_s=took_s)
 
     def _record_refusal(self, key: PairKey, status: int) -> None:
-        if status in _REFUSED_STATUSES:  # its role is a start-up option
+        if status in _REFUSED_STATUSES:  # the engine was started for the other role
             self._refused[key] = (time.monotonic() + REFUSED_RETRY_S, self._read_roles(key))
 
     async def _check_reports_cached_tokens(
         self, decode: Instance, request: RequestBody, transfer: KvTransfer
     ) -> None:
-        """Whether an engine that says nothing of cached tokens would if there were some: ask it once more."""
+        """Send the prompt once more if the engine reported no cached tokens: now all of it is cached.
+
+        An engine that reports none this time either cannot verify transfers; any other omits a zero.
+        """
         usage = transfer.usage
         if usage is None or usage.cached_tokens is not None or decode.reports_cached_tokens:
             return
@@ -202,7 +204,10 @@ class CanaryScheduler:
         decode.reports_cached_tokens = second is not None and second.cached_tokens is not None
 
     def _build_request(self, prefill: Instance, pair: TransferPair) -> RequestBody:
-        """A prompt of some blocks, in ids that every model has, for the engine's own model, salted."""
+        """Build a random prompt of some blocks, of token ids that every model has, with a salt of its own.
+
+        Without the field `model` the engine uses its own.
+        """
         block = prefill.identity.block_size if prefill.identity else DEFAULT_BLOCK_TOKENS
         length = max(2 * block + 5, MIN_TIMED_TOKENS + 5)
         if pair.reason == conditions.SLOW_TRANSPORT:
@@ -217,19 +222,19 @@ class CanaryScheduler:
         return RequestBody(orjson.dumps(fields), fields, 0, length, None)
 
     async def _post(self, instance: Instance, body: bytes) -> tuple[int, bytes]:
-        pool = get_connection_pool(instance)
+        pool = instance.require_connection_pool()
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: canary-%b\r\ncontent-length: %d\r\n\r\n"
         ) % (pool.address, self._router.make_request_id(), len(body))
-        call = send_request(
+        request = send_request(
             pool, head, body, connect_timeout_s=1.0, response_timeout_s=LEG_TIMEOUT_S, retryable=False
         )
-        status, content, _ = await run_inline(call)
+        status, content, _ = await run_inline(request)
         return status, content
 
 
 def is_quiet(instance: Instance) -> bool:
-    """Whether a canary would not be in anybody's way."""
+    """Whether a canary would delay no client request: no prefills and next to no decode legs."""
     ledger = instance.ledger
     return not (ledger.prefill_legs or ledger.local_prefills) and ledger.decode_legs <= MAX_QUIET_DECODE_LEGS

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import structlog
 
 from fulcrum_router.fleet.instances import Fleet, Instance
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.inline_task import run_inline
-from fulcrum_router.http1.upstream import ConnectionPool, Failure, LegFailed, send_request
+from fulcrum_router.http1.upstream import ConnectionPool, send_request
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()

@@ -1,6 +1,7 @@
-"""Routers over engines of the test's choice, and engines made for that.
+"""Fake engines whose responses are scripts, and routers that run in the test's process over such engines.
 
-Those answer as their script says and remember what they were asked.
+A `FakeEngine` records the requests that it receives. `route_to_servers` runs a router over engine servers
+instead.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from fulcrum_router.server import RouterServer, bind_socket
 from fulcrum_router.settings import ServiceSettings, Tier, Timeouts
 from tests.integration.simulator.servers import MODEL
 from tests.integration.simulator.servers import Server as Engine
+from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -25,7 +27,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 @dataclass
 class ReceivedRequest:
-    """One request as an engine saw it."""
+    """A request that an engine received."""
 
     method: str
     path: str
@@ -34,41 +36,41 @@ class ReceivedRequest:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it is a prefill leg."""
+        """Whether this is a prefill leg."""
         return bool((self.body.get("kv_transfer_params") or {}).get("do_remote_decode"))
 
 
 @dataclass
 class ResponseWriter:
-    """What a script writes to."""
+    """Writes the response of a script to the router."""
 
     engine: "FakeEngine"
     request: ReceivedRequest
     writer: asyncio.StreamWriter
 
     async def json(self, status: int, body: object) -> None:
-        """A whole JSON answer."""
+        """Send a whole JSON response."""
         await self.raw(build_json_response(status, body))
 
     async def start_stream(self) -> None:
-        """The head of a stream."""
+        """Send the head of a stream."""
         await self.raw(STREAM_HEAD)
 
     async def event(self, text: str) -> None:
-        """One chunk with one event."""
+        """Send one event in one chunk."""
         await self.raw(frame_event(text))
 
     async def raw(self, data: bytes) -> None:
-        """Bytes as they are."""
+        """Send bytes unchanged."""
         self.writer.write(data)
         await self.writer.drain()
 
     def close(self) -> None:
-        """Close the connection, in mid-answer or not."""
+        """Close the connection, during a response or not."""
         self.writer.transport.abort()
 
     async def hang(self) -> None:
-        """Say nothing until the router leaves."""
+        """Send nothing until the router disconnects."""
         await asyncio.Event().wait()
 
 
@@ -80,7 +82,7 @@ STREAM_HEAD = (
 
 
 def build_json_response(status: int, body: object) -> bytes:
-    """A JSON answer."""
+    """A JSON response with its head."""
     content = json.dumps(body).encode()
     head = (
         f"HTTP/1.1 {status} Some\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
@@ -89,13 +91,13 @@ def build_json_response(status: int, body: object) -> bytes:
 
 
 def frame_event(text: str) -> bytes:
-    """One chunk with one event."""
+    """Frame one event as one chunk."""
     content = f"data: {text}\n\n".encode()
     return b"%x\r\n%b\r\n" % (len(content), content)
 
 
 def make_kv_transfer_params(engine: "FakeEngine", **changes: Any) -> dict[str, Any]:
-    """The hand-off that a prefill engine gives."""
+    """KV transfer parameters as a prefill engine returns them."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -112,13 +114,13 @@ def make_kv_transfer_params(engine: "FakeEngine", **changes: Any) -> dict[str, A
 
 
 async def send_kv_transfer_params(response: ResponseWriter) -> None:
-    """The prefill leg as it should be."""
+    """Script of a prefill leg that succeeds."""
     params = make_kv_transfer_params(response.engine)
     await response.json(200, {"choices": [{}], "usage": {"prompt_tokens": 7}, "kv_transfer_params": params})
 
 
 def send_source_name(count: int = 3) -> Script:
-    """The decode leg as it should be: words that name the engine whose KV it was given."""
+    """Script of a decode leg that succeeds: each word names the engine whose KV was transferred, or `own`."""
 
     async def script(response: ResponseWriter) -> None:
         source = (response.request.body.get("kv_transfer_params") or {}).get("remote_engine_id", "own")
@@ -135,7 +137,7 @@ def send_source_name(count: int = 3) -> Script:
 
 
 def respond_with_status(status: int) -> Script:
-    """An error and nothing else."""
+    """Script that returns an error object with this status."""
 
     async def script(response: ResponseWriter) -> None:
         await response.json(status, {"error": {"message": "no", "code": status}})
@@ -144,17 +146,17 @@ def respond_with_status(status: int) -> Script:
 
 
 async def close_connection(response: ResponseWriter) -> None:
-    """Read the request and close."""
+    """Script that closes the connection without a response."""
     response.close()
 
 
 async def never_respond(response: ResponseWriter) -> None:
-    """Read the request and say nothing."""
+    """Script that sends nothing."""
     await response.hang()
 
 
 def stream_tokens_then(tokens: int, then: Script) -> Script:
-    """Some events, then something else."""
+    """Script that streams `tokens` events and then runs `then`."""
 
     async def script(response: ResponseWriter) -> None:
         await response.start_stream()
@@ -167,16 +169,16 @@ def stream_tokens_then(tokens: int, then: Script) -> Script:
 
 @dataclass
 class FakeEngine:
-    """One engine."""
+    """An engine that responds as its scripts do."""
 
     name: str
     prefill: Script = send_kv_transfer_params
     decode: Script = field(default_factory=send_source_name)
     metrics: bytes = b""
     requests: list[ReceivedRequest] = field(default_factory=list)
-    """Requests for work; probes are left out."""
+    """Completion requests; probes are not recorded."""
     abandoned: list[ReceivedRequest] = field(default_factory=list)
-    """Requests that the router left before their answer was whole."""
+    """Requests whose connection the router closed before the end of the response."""
     connections: int = 0
     port: int = 0
 
@@ -191,7 +193,7 @@ class FakeEngine:
         return [request.body for request in self.requests if not request.is_prefill]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.connections += 1
         try:
             while (request := await read_request(reader)) is not None:
@@ -209,12 +211,12 @@ class FakeEngine:
     ) -> bool:
         response = ResponseWriter(self, request, writer)
         script = asyncio.ensure_future(self._script(request)(response))
-        left = asyncio.ensure_future(reader.read(1))
-        await asyncio.wait((script, left), return_when=asyncio.FIRST_COMPLETED)
+        disconnected = asyncio.ensure_future(reader.read(1))
+        await asyncio.wait((script, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if script.done():
-            left.cancel()
+            disconnected.cancel()
             with suppress(asyncio.CancelledError, ConnectionError):
-                await left
+                await disconnected
             with suppress(ConnectionError):
                 script.result()
             return not writer.is_closing()
@@ -241,26 +243,18 @@ async def read_request(reader: asyncio.StreamReader) -> ReceivedRequest | None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
     except asyncio.IncompleteReadError:
         return None
-    line, *fields = head[:-4].split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in fields)}
+    line, *header_lines = head[:-4].split("\r\n")
+    headers = {
+        name.lower(): value.strip() for name, _, value in (header.partition(":") for header in header_lines)
+    }
     content = await reader.readexactly(int(headers.get("content-length", 0)))
     method, path, _ = line.split(" ")
     return ReceivedRequest(method, path, headers, json.loads(content) if content else {})
 
 
-async def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something holds."""
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                await asyncio.sleep(0.002)
-    except TimeoutError:
-        raise AssertionError(f"not within {DEADLINE_S} s: {what}") from None
-
-
 @dataclass
 class RunningRouter:
-    """A router and its engines."""
+    """A router in this process, and its fake engines."""
 
     router: Router
     server: RouterServer
@@ -273,11 +267,11 @@ class RunningRouter:
         return self.engines[name]
 
     def url(self, path: str = "/v1/completions") -> str:
-        """Where clients send requests."""
+        """URL for clients."""
         return f"http://127.0.0.1:{self.port}{path}"
 
     def when_stopping(self, then: Callable[[], object]) -> None:
-        """Call `then` once the router is shutting down."""
+        """Call `then` when the router is shutting down."""
 
         async def wait() -> None:
             await wait_until(lambda: self.router.stopping, "the router is stopping")
@@ -286,7 +280,7 @@ class RunningRouter:
         self.background.append(asyncio.ensure_future(wait()))
 
     def ledgers_are_empty(self) -> bool:
-        """Whether no work is in the books."""
+        """Whether no ledger counts any work."""
         names = (
             "prefill_queued_s",
             "prefill_tokens",
@@ -302,7 +296,7 @@ class RunningRouter:
 async def run_router(
     *engines: FakeEngine, settings: ServiceSettings | None = None, grace_s: float = 0.0
 ) -> AsyncIterator[RunningRouter]:
-    """A router over these engines: those named `p…` play prefill, the others decode."""
+    """Run a router over these engines; names that begin with `p` have the role prefill, all others decode."""
     router = Router()
     router.configure(settings or settings_with_short_timeouts(), last_prefill_to_decode_s=None)
     servers = {}
@@ -328,7 +322,7 @@ async def run_router(
 async def route_to_servers(
     engines: Mapping[str, Engine], **timeouts: float
 ) -> AsyncIterator[tuple[Router, str]]:
-    """A router over engine servers, by names as in `run_router`, and where it is asked."""
+    """Run a router over engine servers, with names as in `run_router`; yields it and its completion URL."""
     router = Router()
     router.configure(
         replace(settings_with_short_timeouts(**timeouts), model=MODEL), last_prefill_to_decode_s=None
@@ -348,7 +342,7 @@ def _instance_at(name: str, port: int) -> Instance:
 
 
 def settings_with_short_timeouts(**timeouts: float) -> ServiceSettings:
-    """Default settings with time-outs fit for a test."""
+    """Default settings with time-outs that are short enough for tests."""
     quick = {"connect": 0.5, "prefill": 2.0, "first_byte": 2.0, "idle": 2.0, **timeouts}
     limits = Timeouts.from_spec(TimeoutsSpec.model_validate(quick))
     tiers = {"premium": Tier("premium", SLO, -5)}

@@ -26,8 +26,8 @@ from tests.integration.router.fake_engines import (
     make_kv_transfer_params,
     respond_with_status,
     run_router,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 BOTH_WAYS = [PairKey("d1", "p1"), PairKey("p1", "d1")]

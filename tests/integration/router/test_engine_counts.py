@@ -10,8 +10,8 @@ from tests.integration.router.fake_engines import (
     ResponseWriter,
     RunningRouter,
     run_router,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 def counts(running: int, waiting: int) -> bytes:

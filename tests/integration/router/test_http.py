@@ -1,4 +1,4 @@
-"""The clients' side of HTTP/1.1: framing, limits, order, and who may ask what how."""
+"""HTTP/1.1 towards clients: framing, limits, order of responses, paths and methods."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from tests.integration.router.fake_engines import (
     RunningRouter,
     run_router,
     send_source_name,
-    wait_until,
 )
+from tests.waiting import run_pending_tasks, wait_until
 
 BODY = b'{"model": "m", "prompt": "hello"}'
 
@@ -22,7 +22,7 @@ BODY = b'{"model": "m", "prompt": "hello"}'
 def build_post(
     body: bytes = BODY, *fields: str, path: str = "/v1/completions", version: str = "1.1"
 ) -> bytes:
-    """A request."""
+    """The bytes of a completion request."""
     lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *fields, "", ""]
     return "\r\n".join(lines).encode() + body
 
@@ -30,12 +30,12 @@ def build_post(
 async def send_pieces(
     world: RunningRouter, *pieces: bytes, response_count: int = 1
 ) -> list[tuple[int, bytes]]:
-    """Send the pieces one by one; the answers with a length that come back, or fewer if the router closes."""
+    """Send the pieces one by one; return statuses and bodies, fewer if the router closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     for piece in pieces:
         writer.write(piece)
         await writer.drain()
-        await asyncio.sleep(0)
+        await run_pending_tasks()  # so that the router reads the pieces apart
     got = []
     async with asyncio.timeout(DEADLINE_S):
         for _ in range(response_count):
@@ -50,7 +50,7 @@ async def send_pieces(
 
 
 async def read_until_closed(world: RunningRouter, request: bytes) -> bytes:
-    """Everything that comes back until the router closes."""
+    """Everything that the router sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     writer.write(request)
     async with asyncio.timeout(DEADLINE_S):
@@ -78,7 +78,7 @@ async def test_a_chunked_body_is_read() -> None:
         assert world["d1"].decodes[0]["prompt"] == "hello"
 
 
-async def test_pipelined_requests_are_answered_in_their_order() -> None:
+async def test_responses_to_pipelined_requests_come_in_order() -> None:
     async def echo(response: ResponseWriter) -> None:
         await response.json(200, {"choices": [{"text": response.request.body["prompt"]}]})
 
@@ -136,19 +136,19 @@ def build_get(path: str, method: str = "GET") -> bytes:
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        pytest.param(build_get("/v1/nothing"), 404, id="a path that is none"),
-        pytest.param(build_get("/v1/completions"), 405, id="GET where POST is due"),
-        pytest.param(build_get("/health", "DELETE"), 405, id="DELETE where GET is due"),
+        pytest.param(build_get("/v1/nothing"), 404, id="unknown path"),
+        pytest.param(build_get("/v1/completions"), 405, id="GET on a POST path"),
+        pytest.param(build_get("/health", "DELETE"), 405, id="DELETE on a GET path"),
         pytest.param(build_post(b"{"), 400, id="a body that is not JSON"),
-        pytest.param(build_post(b"[1]"), 400, id="a body that is no object"),
+        pytest.param(build_post(b"[1]"), 400, id="a body that is not a JSON object"),
         pytest.param(b"NONSENSE\r\n\r\n", 400, id="not HTTP"),
-        pytest.param(build_get("/" + "x" * 40_000), 431, id="a path too long"),
-        pytest.param(build_post(BODY, f"x-long: {'y' * 40_000}"), 431, id="a head too long"),
-        pytest.param(build_post(BODY, "Expect: miracles"), 417, id="an expectation that cannot be met"),
+        pytest.param(build_get("/" + "x" * 40_000), 431, id="path too long"),
+        pytest.param(build_post(BODY, f"x-long: {'y' * 40_000}"), 431, id="head too long"),
+        pytest.param(build_post(BODY, "Expect: miracles"), 417, id="unsupported expectation"),
         pytest.param(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n",
             413,
-            id="a body too long",
+            id="body too long",
         ),
     ],
 )
@@ -226,6 +226,6 @@ async def test_requests_in_flight_may_finish_during_the_shutdown_grace_period() 
         FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond), grace_s=DEADLINE_S
     ) as world:
         request = asyncio.ensure_future(read_until_closed(world, build_post()))
-        await wait_until(lambda: bool(world["d1"].requests), "decode is asked")
+        await wait_until(lambda: bool(world["d1"].requests), "the decode leg was sent")
         world.when_stopping(go_on.set)
     assert (await request).startswith(b"HTTP/1.1 200")

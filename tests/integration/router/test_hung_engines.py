@@ -1,4 +1,4 @@
-"""Engines that go without a word: dead nodes, hung processes. No request fails before its first byte."""
+"""Engines that stop responding (dead nodes, hung processes): no request fails before its first byte."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from tests.integration.router.fake_engines import (
     route_to_servers,
     run_router,
     settings_with_short_timeouts,
-    wait_until,
 )
 from tests.integration.simulator.servers import DEADLINE_S, MODEL, expected_text, launch, ready
 from tests.integration.simulator.servers import Server as Engine
+from tests.waiting import run_pending_tasks, wait_until
 
 TOKENS = 8
 EJECTION_DEADLINE_S = 6.0
-"""Three probes of a second, the time to the first of them, and a busy machine."""
+"""Three probes of a second each, the time to the first one, and a margin for a busy machine."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 @contextmanager
 def open_unresponsive_port() -> Iterator[int]:
-    """A port whose queue is full: nobody answers a further connection, as in front of a dead node."""
+    """A port whose listen queue is full: connecting times out, as with a dead node."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -69,23 +69,23 @@ def move_instance(world: RunningRouter, name: str, port: int) -> Instance:
 async def test_an_unreachable_instance_is_ejected_after_one_connect_timeout(
     client: aiohttp.ClientSession, name: str
 ) -> None:
-    """Every request is answered; the first that notices has the instance left out at once."""
+    """Every request succeeds; the first connect time-out ejects the instance."""
     engines = [FakeEngine(n) for n in ("p1", "p2", "d1", "d2")]
     with open_unresponsive_port() as port:
         async with run_router(*engines, settings=settings_with_short_timeouts(connect=0.2)) as world:
             unreachable = move_instance(world, name, port)
 
-            async def ask() -> int:
+            async def post() -> int:
                 body = {"model": "m", "prompt": "p", "max_tokens": 2}
                 async with client.post(world.url(), json=body) as response:
                     return response.status
 
-            assert await asyncio.gather(*(ask() for _ in range(20))) == [200] * 20
+            assert await asyncio.gather(*(post() for _ in range(20))) == [200] * 20
             assert (unreachable.health.ejected, unreachable.serving) == (True, False)
             assert [r for r in world.router.counters.ejections if "unreachable" not in r] == []
             began_s = time.monotonic()
-            assert await ask() == 200
-            assert time.monotonic() - began_s < 0.2, "nobody waits for it any more"
+            assert await post() == 200
+            assert time.monotonic() - began_s < 0.2, "the ejected instance is not tried"
             assert world.ledgers_are_empty()
 
 
@@ -95,7 +95,7 @@ async def test_a_connect_timeout_of_an_engine_that_responds_elsewhere_is_not_unr
         instance.set_endpoint("127.0.0.1", port)
         assert instance.connection_pool is not None
         connecting = asyncio.ensure_future(instance.connection_pool.connect(0.2))
-        await asyncio.sleep(0)
+        await run_pending_tasks()  # the connection attempt has started
         instance.connection_pool.last_data_s = time.monotonic()
         with pytest.raises(Exception, match="no connection in time") as failed:
             await connecting
@@ -108,34 +108,34 @@ async def test_a_request_waiting_on_a_removed_instance_moves_to_another(
     engines = [FakeEngine("p1"), FakeEngine("d1", decode=never_respond), FakeEngine("d2")]
     async with run_router(*engines) as world:
         body = {"model": "m", "prompt": "p", "max_tokens": 2}
-        asking = asyncio.ensure_future(client.post(world.url(), json=body))
+        request_task = asyncio.ensure_future(client.post(world.url(), json=body))
         await wait_until(lambda: bool(world["d1"].decodes), "the decode leg waits")
         world.router.fleet.keep_only(["p1", "d2"])
-        async with await asking as response:
+        async with await request_task as response:
             assert (response.status, response.headers["x-fulcrum-decode"]) == (200, "d2")
         assert world.ledgers_are_empty()
-        await wait_until(lambda: bool(world["d1"].abandoned), "the engine is rid of it")
+        await wait_until(lambda: bool(world["d1"].abandoned), "the engine sees the disconnect")
 
 
 async def test_a_request_waiting_on_an_engine_that_stopped_listening_moves_to_another(
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM at the end of its shutdown: it listens no more, and who is connected gets no response."""
+    """vLLM does this at the end of its shutdown: it closes the port and does not respond to open requests."""
     monkeypatch.setattr(engine_probes, "PROBE_INTERVAL_S", 0.05)
     engines = [FakeEngine("p1"), FakeEngine("d1", decode=never_respond), FakeEngine("d2")]
     async with run_router(*engines, settings=settings_with_short_timeouts(first_byte=60.0)) as world:
         body = {"model": "m", "prompt": "p", "max_tokens": 2}
-        asking = asyncio.ensure_future(client.post(world.url(), json=body))
+        request_task = asyncio.ensure_future(client.post(world.url(), json=body))
         await wait_until(lambda: bool(world["d1"].decodes), "the decode leg waits")
         world.servers["d1"].close()
-        await wait_until(lambda: close_idle_connections(world, "d1").health.ejected, "no probe gets through")
-        async with await asking as response:
+        await wait_until(lambda: close_idle_connections(world, "d1").health.ejected, "probes fail")
+        async with await request_task as response:
             assert (response.status, response.headers["x-fulcrum-decode"]) == (200, "d2")
         assert world.ledgers_are_empty()
 
 
 def close_idle_connections(world: RunningRouter, name: str) -> Instance:
-    """No idle connection to the engine is left, as if it had closed them."""
+    """Close the idle connections, as if the engine had."""
     instance = world.router.fleet[name]
     assert instance.connection_pool is not None
     while (idle := instance.connection_pool.take_idle()) is not None:
@@ -156,12 +156,12 @@ def engines() -> Iterator[dict[str, Engine]]:
 
 
 DEFAULT_TIMEOUTS_S = {"connect": 1.0, "prefill": 60.0, "first_byte": 60.0, "idle": 60.0}
-"""The time-outs that a service has."""
+"""Time-outs of a PDService that sets none."""
 
 
 @contextmanager
 def suspended(engine: Engine) -> Iterator[None]:
-    """The engine hangs: its kernel takes connections, and nobody answers."""
+    """Stop the process: its kernel accepts connections, but nothing responds."""
     os.kill(engine.process.pid, signal.SIGSTOP)
     try:
         yield
@@ -175,21 +175,21 @@ async def test_a_hung_engine_is_ejected_and_its_waiting_requests_move_to_another
 ) -> None:
     async with route_to_servers(engines, **DEFAULT_TIMEOUTS_S) as (router, url):
 
-        async def ask(number: int) -> tuple[int, str]:
+        async def request_completion(number: int) -> tuple[int, str]:
             prompt = f"request {number} of {name}, once upon a time"
             body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS}
             async with client.post(url, json=body) as response:
                 text = (await response.json())["choices"][0]["text"]
                 return response.status, "right" if text == expected_text(prompt, TOKENS) else text
 
-        assert await ask(0) == (200, "right")
+        assert await request_completion(0) == (200, "right")
         with suspended(engines[name]):
             began_s = time.monotonic()
-            responses = await asyncio.gather(*(ask(n) for n in range(1, 41)))
+            responses = await asyncio.gather(*(request_completion(n) for n in range(1, 41)))
             assert responses == [(200, "right")] * 40
-            await wait_until(lambda: router.fleet[name].health.ejected, "the engine that hangs is left out")
+            await wait_until(lambda: router.fleet[name].health.ejected, "the hung engine is ejected")
             assert time.monotonic() - began_s < EJECTION_DEADLINE_S
-        await wait_until(lambda: router.fleet[name].serving, "it is back")
+        await wait_until(lambda: router.fleet[name].serving, "the engine is readmitted")
 
 
 async def test_a_stream_of_a_hung_engine_ends_in_an_error_event_before_the_idle_timeout(
@@ -208,7 +208,7 @@ async def test_a_stream_of_a_hung_engine_ends_in_an_error_event_before_the_idle_
 
 
 async def read_last_event(response: aiohttp.ClientResponse) -> bytes:
-    """The last event of a stream that has no clean end."""
+    """The last event of a stream that ends without its last chunk."""
     event = b""
     with suppress(aiohttp.ClientPayloadError):
         while True:

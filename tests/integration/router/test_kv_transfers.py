@@ -1,7 +1,8 @@
-"""What hand-offs leave behind: their proof in the usage, and text that is right however late they are."""
+"""Verification of KV transfers by the usage, and correct text however late the KV is fetched."""
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from fulcrum_core.profiles import load_profile
+from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.policy import PairKey
 from tests.integration.router.fake_engines import (
     FakeEngine,
@@ -21,7 +23,6 @@ from tests.integration.router.fake_engines import (
     route_to_servers,
     run_router,
     settings_with_short_timeouts,
-    wait_until,
 )
 from tests.integration.simulator.servers import (
     BLOCK_TOKENS,
@@ -36,6 +37,7 @@ from tests.integration.simulator.servers import (
     ready,
 )
 from tests.integration.simulator.servers import Server as Engine
+from tests.waiting import run_pending_tasks, wait_until
 
 PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 CHUNKS = [
@@ -71,7 +73,7 @@ def build_usage_event(usage: dict[str, Any]) -> str:
 def send_text_and_usage(
     usage: dict[str, Any] | None, *, usage_with_done: bool = False, pieces: int | None = None
 ) -> Script:
-    """Three words and, if asked for, the usage: as a chunk of its own, or in one with `[DONE]`."""
+    """Respond with three words and, if requested, the usage: in its own chunk or in one with `[DONE]`."""
 
     async def script(response: ResponseWriter) -> None:
         body = response.request.body
@@ -87,7 +89,7 @@ def send_text_and_usage(
         framed = b"".join((*CHUNKS, end, b"0\r\n\r\n"))
         for start in range(0, len(framed), pieces or len(framed)):
             await response.raw(framed[start : start + (pieces or len(framed))])
-            await asyncio.sleep(0)
+            await run_pending_tasks()  # so that the router reads the pieces apart
 
     return script
 
@@ -101,7 +103,7 @@ async def read_raw_response(client: aiohttp.ClientSession, world: RunningRouter,
 def read_outcome_counts(
     world: RunningRouter, prefill: str = "p1", decode: str = "d1"
 ) -> tuple[int, int, int, str]:
-    """Verified, recomputed, unknown, and the last finding."""
+    """Counts of verified, recomputed and unknown transfers, and the pair's reason."""
     pair = world.router.pairs[PairKey(prefill, decode)]
     return (*pair.counts.values(), pair.reason)  # type: ignore[return-value]
 
@@ -113,23 +115,25 @@ def build_events(*events: str) -> bytes:
 TEXT_EVENTS = b"".join(chunk.partition(b"\r\n")[2][:-2] for chunk in CHUNKS)
 
 
-@pytest.mark.parametrize("usage_with_done", [False, True], ids=["own chunk", "one chunk with the end"])
+@pytest.mark.parametrize(
+    "usage_with_done", [False, True], ids=["usage in its own chunk", "usage and end in one chunk"]
+)
 @pytest.mark.parametrize("pieces", [None, 7, 61], ids=["one read", "reads of 7", "reads of 61"])
 @pytest.mark.parametrize(
-    ("options", "seen"),
+    ("options", "usage_shown"),
     [
         ({}, False),
         ({"stream_options": None}, False),
         ({"stream_options": {"include_usage": False, "continuous_usage_stats": True}}, False),
         ({"stream_options": {"include_usage": True}}, True),
     ],
-    ids=["nothing asked", "null", "usage not wanted", "usage asked for"],
+    ids=["no options", "null", "usage declined", "usage requested"],
 )
 async def test_a_streamed_transfer_is_verified_and_usage_is_shown_only_if_requested(
     client: aiohttp.ClientSession,
     options: dict[str, Any],
     *,
-    seen: bool,
+    usage_shown: bool,
     usage_with_done: bool,
     pieces: int | None,
 ) -> None:
@@ -139,7 +143,7 @@ async def test_a_streamed_transfer_is_verified_and_usage_is_shown_only_if_reques
     )
     async with run_router(FakeEngine("p1"), decode) as world:
         got = await read_raw_response(client, world, stream=True, **options)
-        end = build_events(build_usage_event(usage), "[DONE]") if seen else build_events("[DONE]")
+        end = build_events(build_usage_event(usage), "[DONE]") if usage_shown else build_events("[DONE]")
         assert got == TEXT_EVENTS + end
         assert read_outcome_counts(world) == (1, 0, 0, "Verified")
         assert world["d1"].decodes[0]["stream_options"] == {"include_usage": True}
@@ -181,7 +185,7 @@ async def test_missing_cached_tokens_mean_zero_once_the_engine_has_reported_some
 
 
 async def test_a_prompt_of_one_token_is_not_counted(client: aiohttp.ClientSession) -> None:
-    """Its only token is the last one, which is always computed."""
+    """The last token of a prompt is always computed, so nothing is fetched."""
     usage = {**build_usage(0), "prompt_tokens": 1}
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=send_text_and_usage(usage))) as world:
         await read_raw_response(client, world)
@@ -202,8 +206,13 @@ def build_expired_metric(count: int) -> bytes:
     return b'vllm:nixl_num_kv_expired_reqs_total{engine="0"} %d.0\n' % count
 
 
+def has_overdue_transfer(world: RunningRouter) -> bool:
+    """Whether a transfer to d1 is so old that its KV may have been fetched too late."""
+    return bool(world.router.fleet["d1"].incoming_transfers.find_overdue(time.monotonic()))
+
+
 def delay_kv_transfer(after: asyncio.Event, then: Script) -> Script:
-    """Holds a hand-off back until told; what is recomputed comes at once."""
+    """A decode script that delays transfers until `after` is set; recomputed prompts are not delayed."""
 
     async def script(response: ResponseWriter) -> None:
         if "kv_transfer_params" in response.request.body:
@@ -222,7 +231,7 @@ def delay_kv_transfer(after: asyncio.Event, then: Script) -> Script:
         (build_expired_metric(2), b"", False),
         (b"", b"", False),
     ],
-    ids=["nothing expired", "something expired", "not told any more", "never told"],
+    ids=["nothing expired", "a transfer expired", "no longer reported", "never reported"],
 )
 async def test_a_response_after_the_lease_is_forwarded_only_if_no_transfer_expired(
     client: aiohttp.ClientSession, *, stream: bool, before: bytes, after: bytes, kv_valid: bool
@@ -238,7 +247,7 @@ async def test_a_response_after_the_lease_is_forwarded_only_if_no_transfer_expir
         request_task = asyncio.ensure_future(read_raw_response(client, world, stream=stream))
         await wait_until(lambda: bool(world["d1"].decodes), "the decode leg waits")
         prefill.metrics = after
-        await asyncio.sleep(0.6)  # a response in time comes before half a second
+        await wait_until(lambda: has_overdue_transfer(world), "the transfer is overdue")
         go.set()
         got = await request_task
         assert got.endswith(build_events("[DONE]")) if stream else b"a b c" in got
@@ -252,13 +261,13 @@ async def test_a_response_after_the_lease_is_forwarded_only_if_no_transfer_expir
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("kv_valid", [True, False], ids=["nothing expired", "something expired"])
+@pytest.mark.parametrize("kv_valid", [True, False], ids=["nothing expired", "a transfer expired"])
 async def test_responses_during_an_overdue_transfer_are_forwarded_only_if_no_transfer_expired(
     client: aiohttp.ClientSession, *, stream: bool, kv_valid: bool
 ) -> None:
-    """Its wrong blocks are in decode's prefix cache before its own response tells.
+    """Wrong KV may be in the prefix cache of the decode instance before the overdue response arrives.
 
-    The third request is sent before that is found out, and answered afterwards.
+    The third request is sent before that is detected, and its response comes afterwards.
     """
     go = {"first": asyncio.Event(), "third": asyncio.Event()}
     respond = send_text_and_usage(build_usage(100))
@@ -277,9 +286,9 @@ async def test_responses_during_an_overdue_transfer_are_forwarded_only_if_no_tra
         await wait_until(lambda: world.router.fleet["p1"].expired_transfers == 2, "its metrics are read")
         first = asyncio.ensure_future(read_raw_response(client, world, prompt="first"))
         await wait_until(lambda: len(world["d1"].decodes) == 1, "the decode leg waits")
-        await asyncio.sleep(0.6)  # a response in time comes before half a second
+        await wait_until(lambda: has_overdue_transfer(world), "the transfer is overdue")
         third = asyncio.ensure_future(read_raw_response(client, world, prompt="third"))
-        await wait_until(lambda: len(world["d1"].decodes) == 2, "another one waits")
+        await wait_until(lambda: len(world["d1"].decodes) == 2, "a second decode leg waits")
         prefill.metrics = build_expired_metric(2 if kv_valid else 3)
         got = await read_raw_response(client, world, stream=stream)
         assert got.endswith(build_events("[DONE]")) if stream else b"a b c" in got
@@ -292,12 +301,14 @@ async def test_responses_during_an_overdue_transfer_are_forwarded_only_if_no_tra
             for body in world["d1"].decodes
         ]
         with_kv_transfer = [("first", True, None), ("third", True, None), (PROMPT["prompt"], True, None)]
-        again = [(name, False) for name in (PROMPT["prompt"], "third", "first")]
+        recomputed = [(name, False) for name in (PROMPT["prompt"], "third", "first")]
         assert (sent[:3], [request[:2] for request in sent[3:]]) == (
             with_kv_transfer,
-            [] if kv_valid else again,
+            [] if kv_valid else recomputed,
         )
-        assert len({request[2] for request in sent}) == (1 if kv_valid else 4)  # each has a salt of its own
+        assert len({request[2] for request in sent}) == (
+            1 if kv_valid else 4
+        )  # recomputed ones have a salt each
         assert dict(world.router.counters.local_prefills) == ({} if kv_valid else {"lease_expired": 3})
         assert (world.router.counters.cache_salt_rotations, decode.health.failures) == (
             0 if kv_valid else 1,
@@ -311,9 +322,8 @@ async def test_a_recomputed_response_needs_no_lease_check(
 ) -> None:
     async def script(response: ResponseWriter) -> None:
         decode = world.router.fleet["d1"]
-        world.router.rotate_cache_salt(
-            decode, decode.cache_salt
-        )  # as the failure of somebody else's leg does, each time
+        # As the failure of another leg on the same instance does.
+        world.router.rotate_cache_salt(decode, decode.cache_salt)
         await send_text_and_usage(build_usage(100))(response)
 
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=script)) as world:
@@ -345,31 +355,39 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("guarded", [True, False], ids=["lease checked", "lease not checked"])
 async def test_a_decode_leg_delayed_past_the_lease_never_returns_another_prompts_text(
     client: aiohttp.ClientSession, engines: tuple[Engine, Engine], *, stream: bool, guarded: bool
 ) -> None:
-    """The engine answers 200 with another prompt's text: without the guard it reaches the client."""
+    """The engine returns 200 and another prompt's text; only the lease check keeps it from the client."""
     p, d = engines
     calls = Client(client)
     async with route_to_servers({"p1": p, "d1": d}, first_byte=10.0, prefill=10.0) as (router, url):
         router.fleet["p1"].kv_lease_s = 1.0 if guarded else 3600.0
         prompt = prompt_of(f"held back {stream} {guarded}")
         await wait_until(lambda: router.fleet["p1"].expired_transfers is not None, "its metrics are read")
+        expired = await count_expired(calls, p)
         await calls.inject_fault(d, "hang")
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "stream": stream}
         request_task = asyncio.ensure_future(client.post(url, json=body))
         ledger = router.fleet["d1"].ledger
         await wait_until(lambda: ledger.decode_legs == 1, "the decode leg waits")
-        await asyncio.sleep(1.1)  # the lease itself
+
+        async def has_expired() -> bool:
+            return await count_expired(calls, p) > expired
+
+        await wait_until(has_expired, "the lease has expired")
         await fill_cache(calls, p, f"other {stream} {guarded}")
         await calls.inject_fault(d, "none")
         async with await request_task as response:
             content = await response.read()
-        right = expected_text(prompt, 8)
         text = _text(content, stream=stream)
-        assert (response.status, text == right) == (200, guarded)
-        assert router.counters.local_prefills.get("lease_expired", 0) == guarded
+        assert (response.status, text == expected_text(prompt, 8)) == (200, guarded)
+        assert router.counters.local_prefills[LocalPrefillReason.LEASE_EXPIRED] == guarded
+
+
+async def count_expired(calls: Client, engine: Engine) -> float:
+    return await calls.metric(engine, "vllm:nixl_num_kv_expired_reqs_total")
 
 
 def _text(content: bytes, *, stream: bool) -> str:

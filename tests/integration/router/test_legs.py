@@ -1,4 +1,4 @@
-"""Two legs over loopback, and every way in which one of them fails."""
+"""Both legs of a request over loopback, and their failures."""
 
 import asyncio
 import json
@@ -26,15 +26,15 @@ from tests.integration.router.fake_engines import (
     send_kv_transfer_params,
     settings_with_short_timeouts,
     stream_tokens_then,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client that opens a connection per request, so that tests do not meet each other."""
+    """A client that opens a connection per request, so that tests do not affect each other."""
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(
         connector=connector, timeout=aiohttp.ClientTimeout(DEADLINE_S)
@@ -43,7 +43,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def build_four_engines(**scripts: Script) -> list[FakeEngine]:
-    """Two prefill and two decode engines; `p1`, `d1` … replaces a script."""
+    """Two prefill and two decode engines; a keyword such as `p1` replaces the script of that engine."""
     engines = [FakeEngine(name) for name in ("p1", "p2", "d1", "d2")]
     for engine in engines:
         if engine.name in scripts:
@@ -63,7 +63,7 @@ async def read_text(response: aiohttp.ClientResponse) -> str:
 async def request_completion(
     client: aiohttp.ClientSession, world: RunningRouter, **fields: Any
 ) -> tuple[int, str, dict[str, str]]:
-    """One request: status, text and the router's own headers."""
+    """Send a request; return the status, the text and the router's own headers."""
     async with client.post(world.url(), json={**PROMPT, **fields}) as response:
         fulcrum_headers = {
             k.lower(): v for k, v in response.headers.items() if k.lower().startswith("x-fulcrum")
@@ -82,7 +82,7 @@ async def test_decode_gets_the_kv_transfer_params_of_the_prefill_response(
         )
         given = make_kv_transfer_params(world["p1"])
         del given["remote_prefill_cached_tokens"]
-        options = {"include_usage": stream}  # the router asks where a stream's client did not
+        options = {"include_usage": stream}  # the router requests the usage of every stream
         sent = {**PROMPT, "stream": stream, "min_tokens": 2, "stream_options": options}
         prefill_body = {**PROMPT, "stream": False, "max_tokens": 1, "max_completion_tokens": 1}
         prefill_body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -143,10 +143,10 @@ async def send_smtp_banner(response: ResponseWriter) -> None:
 @pytest.mark.parametrize(
     ("script", "failure"),
     [
-        pytest.param(respond_with_status(503), "status", id="answers 503"),
-        pytest.param(respond_with_status(500), "status", id="answers 500"),
+        pytest.param(respond_with_status(503), "status", id="returns 503"),
+        pytest.param(respond_with_status(500), "status", id="returns 500"),
         pytest.param(close_connection, "closed", id="closes the connection"),
-        pytest.param(send_partial_response, "closed", id="closes in mid-response"),
+        pytest.param(send_partial_response, "closed", id="closes during the response"),
         pytest.param(never_respond, "timeout", id="hangs"),
         pytest.param(respond_with_aborted_prefill, "aborted", id="drains and aborts"),
         pytest.param(send_smtp_banner, "malformed", id="does not speak HTTP"),
@@ -168,9 +168,9 @@ async def test_a_failed_prefill_leg_is_retried_on_another_instance(
 @pytest.mark.parametrize(
     ("script", "failure"),
     [
-        pytest.param(respond_with_status(503), "status", id="answers 503"),
+        pytest.param(respond_with_status(503), "status", id="returns 503"),
         pytest.param(close_connection, "closed", id="closes before the first byte"),
-        pytest.param(send_partial_response, "closed", id="closes in mid-response"),
+        pytest.param(send_partial_response, "closed", id="closes during the response"),
         pytest.param(never_respond, "timeout", id="hangs"),
         pytest.param(stream_tokens_then(0, close_connection), "closed", id="dies after the head"),
     ],
@@ -184,7 +184,7 @@ async def test_a_decode_failure_before_the_first_byte_is_invisible_to_the_client
         fulcrum_headers = {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"}
         assert response == (200, "p1 p1 p1 ", fulcrum_headers)
         assert world.router.counters.retries == {("decode", failure): 1}
-        assert len(world["p1"].prefills) == 2, "a hand-off that may have been fetched is not used again"
+        assert len(world["p1"].prefills) == 2, "KV that may have been fetched is not used again"
         assert world.ledgers_are_empty()
 
 
@@ -209,11 +209,13 @@ async def send_usage_and_end(response: ResponseWriter) -> None:
     await send_end_of_stream(response)
 
 
-@pytest.mark.parametrize("script", [send_end_of_stream, send_usage_and_end], ids=["its end", "usage and end"])
+@pytest.mark.parametrize(
+    "script", [send_end_of_stream, send_usage_and_end], ids=["end only", "usage and end"]
+)
 async def test_a_stream_without_a_token_counts_as_a_failed_leg(
     client: aiohttp.ClientSession, script: Script
 ) -> None:
-    """What vLLM sends for a new stream while it shuts down."""
+    """vLLM sends this for a new stream while it shuts down."""
     async with run_router(*build_four_engines(d1=stream_tokens_then(0, script))) as world:
         response = await request_completion(client, world, stream=True)
         assert response == (200, "p1 p1 p1 ", {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"})
@@ -233,8 +235,8 @@ async def test_kv_that_was_not_fetched_is_used_by_another_decode_instance(
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        pytest.param(respond_with_status(503), "prefill_failed", id="every prefill answers 503"),
-        pytest.param(close_connection, "prefill_failed", id="every prefill closes"),
+        pytest.param(respond_with_status(503), "prefill_failed", id="every prefill instance returns 503"),
+        pytest.param(close_connection, "prefill_failed", id="every prefill instance closes"),
     ],
 )
 async def test_decode_prefills_locally_when_every_prefill_instance_fails(
@@ -256,7 +258,7 @@ async def test_decode_prefills_locally_when_every_prefill_instance_fails(
     ("changes", "reason"),
     [
         pytest.param({"remote_host": "192.0.2.1"}, "wrong_remote_host", id="names another host"),
-        pytest.param({"remote_request_id": None}, "incomplete_kv_transfer_params", id="lacks a field"),
+        pytest.param({"remote_request_id": None}, "incomplete_kv_transfer_params", id="a field is missing"),
     ],
 )
 async def test_malformed_kv_transfer_params_never_reach_decode(
@@ -275,7 +277,7 @@ async def test_malformed_kv_transfer_params_never_reach_decode(
     ("fields", "reason"),
     [
         pytest.param({"prompt": ["a", "b"]}, "multiple_prompts", id="several prompts"),
-        pytest.param({"n": 2}, "multiple_choices", id="several answers"),
+        pytest.param({"n": 2}, "multiple_choices", id="several choices"),
     ],
 )
 async def test_several_prompts_or_choices_are_prefilled_locally(
@@ -284,7 +286,7 @@ async def test_several_prompts_or_choices_are_prefilled_locally(
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         status, _, fulcrum_headers = await request_completion(client, world, **fields)
         assert (status, fulcrum_headers["x-fulcrum-local-prefill"], world["p1"].requests) == (200, reason, [])
-        assert world.router.counters.unexpected_local_prefills == 0, "by design, not by fault"
+        assert world.router.counters.unexpected_local_prefills == 0, "expected, not a failure"
 
 
 @pytest.mark.parametrize("status", [400, 404, 429], ids=str)
@@ -346,7 +348,7 @@ async def send_partial_chunk(response: ResponseWriter) -> None:
         pytest.param(close_connection, id="the engine closes"),
         pytest.param(never_respond, id="the engine hangs"),
         pytest.param(send_abort_event, id="the engine aborts"),
-        pytest.param(send_partial_chunk, id="the engine dies in mid-chunk"),
+        pytest.param(send_partial_chunk, id="the engine dies inside a chunk"),
     ],
 )
 async def test_a_broken_stream_ends_in_an_error_event_and_no_clean_end(then: Script) -> None:
@@ -371,7 +373,7 @@ async def test_a_broken_stream_ends_in_an_error_event_and_no_clean_end(then: Scr
 
 
 async def read_raw_stream(world: RunningRouter, seen: asyncio.Event) -> str:
-    """The bytes of a streamed response until the router closes; `seen` is set once two events are there."""
+    """Read a stream until the router closes; set `seen` after two events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     body = json.dumps({**PROMPT, "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
@@ -386,11 +388,11 @@ async def read_raw_stream(world: RunningRouter, seen: asyncio.Event) -> str:
 
 
 async def disconnect_after(world: RunningRouter, engine: FakeEngine, *, after: bytes = b"") -> None:
-    """A client of a stream that leaves as soon as the engine was asked, or has said this."""
+    """Request a stream and disconnect when the engine has the request, or after these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     body = json.dumps({**PROMPT, "stream": True}).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    await wait_until(lambda: bool(engine.requests), "the engine is asked")
+    await wait_until(lambda: bool(engine.requests), "the engine has the request")
     if after:
         async with asyncio.timeout(DEADLINE_S):
             await reader.readuntil(after)
@@ -402,16 +404,16 @@ async def disconnect_after(world: RunningRouter, engine: FakeEngine, *, after: b
 @pytest.mark.parametrize(
     ("scripts", "engine"),
     [
-        pytest.param({"p1": never_respond}, "p1", id="in prefill"),
-        pytest.param({"d1": never_respond}, "d1", id="before decode's first byte"),
-        pytest.param({"d1": stream_tokens_then(2, never_respond)}, "d1", id="in mid-stream"),
+        pytest.param({"p1": never_respond}, "p1", id="during prefill"),
+        pytest.param({"d1": never_respond}, "d1", id="before the first byte"),
+        pytest.param({"d1": stream_tokens_then(2, never_respond)}, "d1", id="during the stream"),
     ],
 )
 async def test_a_client_disconnect_cancels_the_leg_in_flight(scripts: dict[str, Script], engine: str) -> None:
     async with run_router(*build_four_engines(**scripts)) as world:
         await disconnect_after(world, world[engine])
         await wait_until(lambda: bool(world[engine].abandoned), "the engine sees the disconnect")
-        await wait_until(world.ledgers_are_empty, "the books are clear")
+        await wait_until(world.ledgers_are_empty, "the ledgers are empty")
         counters = world.router.counters.get_tier("default")
         assert (counters.offered, counters.requests_by_outcome[RequestOutcome.CANCELLED]) == (1, 1)
 
@@ -422,19 +424,19 @@ async def send_done_and_hang(response: ResponseWriter) -> None:
 
 
 async def test_a_client_that_disconnects_after_the_done_event_counts_as_ok() -> None:
-    """Engines send the end of the body in a packet of its own, and many clients do not wait for it."""
+    """Engines send the end of the body in its own packet, and many clients do not wait for it."""
     async with run_router(
         FakeEngine("p1"), FakeEngine("d1", decode=stream_tokens_then(3, send_done_and_hang))
     ) as world:
         await disconnect_after(world, world["d1"], after=b"data: [DONE]\n\n")
-        await wait_until(world.ledgers_are_empty, "the books are clear")
+        await wait_until(world.ledgers_are_empty, "the ledgers are empty")
         counters = world.router.counters
         assert (
             counters.get_tier("default").requests_by_outcome[RequestOutcome.OK],
             counters.output_tokens,
         ) == (1, 3)
         assert world.router.pairs[PairKey("p1", "d1")].counts[TransferOutcome.UNKNOWN] == 1
-        await wait_until(lambda: bool(world["d1"].abandoned), "the engine is not kept waiting")
+        await wait_until(lambda: bool(world["d1"].abandoned), "the engine sees the disconnect")
 
 
 async def test_a_dead_idle_connection_is_replaced_without_counting_a_retry(
@@ -446,7 +448,7 @@ async def test_a_dead_idle_connection_is_replaced_without_counting_a_retry(
         nonlocal seen
         seen += 1
         if seen == 2:
-            return response.close()  # the second request on the kept connection
+            return response.close()  # the second request on the reused connection
         await send_kv_transfer_params(response)
 
     async with run_router(FakeEngine("p1", prefill=close_on_second_request), FakeEngine("d1")) as world:
@@ -481,13 +483,16 @@ async def test_a_slow_client_applies_backpressure_to_the_engine() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         writer.write(head + body)
         await reader.readuntil(b"\r\n\r\n")
-        before = -1
-        while sent != before or not sent:  # until nothing moves any more
-            before = sent
-            await asyncio.sleep(0.2)
+        history: list[int] = []
+
+        def has_stalled() -> bool:
+            history.append(sent)
+            return sent > 0 and history.count(sent) > 40  # 40 polls, 0.2 s
+
+        await wait_until(has_stalled, "the engine can send no more")
         assert sent < 32 * 1024 * 1024, "kernel buffers and a little more, not the whole stream"
         writer.transport.abort()
-        await wait_until(world.ledgers_are_empty, "the books are clear")
+        await wait_until(world.ledgers_are_empty, "the ledgers are empty")
 
 
 async def test_a_refused_connection_ejects_the_instance_until_a_probe_succeeds(
@@ -498,9 +503,9 @@ async def test_a_refused_connection_ejects_the_instance_until_a_probe_succeeds(
         world.servers["p1"].close()
         await request_completion(client, world)
         assert (p1.serving, p1.health.ejected) == (False, True)
-        back = await asyncio.start_server(world["p1"].serve, "127.0.0.1", port)
-        await wait_until(lambda: p1.serving, "a probe brings it back")
-        back.close()
+        restarted = await asyncio.start_server(world["p1"].serve, "127.0.0.1", port)
+        await wait_until(lambda: p1.serving, "a probe readmits the instance")
+        restarted.close()
 
 
 async def test_a_stale_kv_transfer_is_not_used(client: aiohttp.ClientSession) -> None:
@@ -532,7 +537,7 @@ async def test_decode_runs_on_the_prefill_instance_if_that_was_flipped_meanwhile
     async with run_router(FakeEngine("p1", prefill=flip_meanwhile), FakeEngine("d1")) as world:
         response = await request_completion(client, world)
         assert response == (200, "own own own ", {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "p1"})
-        assert world["p1"].decodes == [PROMPT], "its own prefix cache holds the prompt"
+        assert world["p1"].decodes == [PROMPT], "the prompt is in its prefix cache"
 
 
 async def test_streamed_tokens_are_added_to_the_ledger_as_they_arrive(client: aiohttp.ClientSession) -> None:
@@ -549,7 +554,7 @@ async def test_streamed_tokens_are_added_to_the_ledger_as_they_arrive(client: ai
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=pause_after_five_tokens)) as world:
         request = asyncio.ensure_future(request_completion(client, world, stream=True))
         ledger = world.router.fleet["d1"].ledger
-        await wait_until(lambda: ledger.decode_tokens == 7 + 5, "prompt and output are in the books")
+        await wait_until(lambda: ledger.decode_tokens == 7 + 5, "the ledger counts prompt and output")
         go_on.set()
         await request
         assert (world.router.counters.output_tokens, ledger.decode_tokens) == (5, 0)

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fulcrum_core.values import Role, Slo
 from fulcrum_router.control.metrics import build_registry, render_metrics
-from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
+from fulcrum_router.counters import TTFT_BUCKETS_S, LocalPrefillReason, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.router import Router
@@ -74,7 +74,7 @@ def test_series_of_a_removed_instance_disappear() -> None:
 def test_failures_are_counted_by_reason() -> None:
     router = Router()
     router.counters.retries["prefill", "closed"] += 1
-    router.counters.local_prefills["no_prefill_instance"] += 2
+    router.counters.local_prefills[LocalPrefillReason.NO_PREFILL_INSTANCE] += 2
     router.counters.flip_requests[Role.DECODE] += 3
     router.applied_assignment.advance(7, 1.0)
     router.prediction_error.learn(predicted_s=2.0, measured_s=1.0)

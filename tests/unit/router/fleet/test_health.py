@@ -1,4 +1,4 @@
-"""When an instance is left out, and when it is asked again."""
+"""Ejection of a failing instance, and the delays between probes."""
 
 from fulcrum_router.fleet.health import EJECT_AFTER_FAILURES, FIRST_PROBE_DELAY_S, MAX_PROBE_DELAY_S, Health
 

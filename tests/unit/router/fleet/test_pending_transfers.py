@@ -1,4 +1,4 @@
-"""When a hand-off that decode has not answered may have been fetched too late."""
+"""When a KV transfer without a response is overdue: its KV may have been fetched after the lease expired."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class Transfer:
     lease_s: float = 30.0
 
 
-def build_pending(*transfer: Transfer) -> PendingTransfers[Transfer]:
-    made: PendingTransfers[Transfer] = PendingTransfers()
-    for one in transfer:
-        made.add(one)
-    return made
+def build_pending(*transfers: Transfer) -> PendingTransfers[Transfer]:
+    pending: PendingTransfers[Transfer] = PendingTransfers()
+    for transfer in transfers:
+        pending.add(transfer)
+    return pending
 
 
 OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
@@ -27,9 +27,9 @@ OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
 @pytest.mark.parametrize(
     ("now_s", "expected"),
     [
-        pytest.param(25.0, [], id="in time"),
-        pytest.param(25.1, [OLD], id="the one whose time is over"),
-        pytest.param(35.1, [OLD, YOUNG], id="both"),
+        pytest.param(25.0, [], id="at the deadline of the old one"),
+        pytest.param(25.1, [OLD], id="after the deadline of the old one"),
+        pytest.param(35.1, [OLD, YOUNG], id="after both deadlines"),
     ],
 )
 def test_a_transfer_without_a_response_by_its_deadline_is_overdue(
@@ -52,21 +52,21 @@ def test_discarded_and_cleared_transfers_are_never_overdue() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent_s", "answered_s", "overdue_from_s"),
+    ("sent_s", "responded_s", "overdue_from_s"),
     [
-        pytest.param(1.0, 20.0, 35.0, id="it came later: the lease was prolonged then"),
-        pytest.param(1.0, 5.0, 25.0, id="long ago"),
-        pytest.param(0.9, 20.0, 25.0, id="it may have overtaken the hand-off"),
+        pytest.param(1.0, 20.0, 35.0, id="sent later: its response shows that the lease was renewed"),
+        pytest.param(1.0, 5.0, 25.0, id="an early response extends nothing"),
+        pytest.param(0.9, 20.0, 25.0, id="sent at the same time: the engine may have received it first"),
     ],
 )
 def test_a_response_to_a_later_request_extends_the_deadline(
-    sent_s: float, answered_s: float, overdue_from_s: float
+    sent_s: float, responded_s: float, overdue_from_s: float
 ) -> None:
     pending = build_pending(OLD)
-    pending.record_response(sent_s=sent_s, now_s=answered_s)
+    pending.record_response(sent_s=sent_s, now_s=responded_s)
     assert pending.find_overdue(overdue_from_s) == []
     assert pending.find_overdue(overdue_from_s + 0.1) == [OLD]
-    pending.record_response(sent_s=30.0, now_s=31.0)  # it answers again
+    pending.record_response(sent_s=30.0, now_s=31.0)  # the response to a still later request
     assert pending.find_overdue(45.9) == []
 
 

@@ -1,4 +1,4 @@
-"""What each leg is sent."""
+"""Bodies of the prefill leg and the decode leg, and the parsing of a prefill response."""
 
 import json
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from fulcrum_router.http1.bodies import (
     InvalidBody,
+    PrefillProblem,
     PrefillResponse,
     build_decode_body,
     build_prefill_body,
@@ -82,44 +83,44 @@ VALID_PARAMS = json.dumps(KV_TRANSFER_PARAMS, separators=(",", ":")).encode()
         pytest.param(
             build_response(KV_TRANSFER_PARAMS),
             PrefillResponse(VALID_PARAMS, None, 9),
-            id="a sound one is passed on",
+            id="complete parameters are returned",
         ),
         pytest.param(
             build_response({**KV_TRANSFER_PARAMS, "remote_prefill_cached_tokens": 3}),
             PrefillResponse(VALID_PARAMS, None, 9),
-            id="but for the key that hides what decode computed",
+            id="remote_prefill_cached_tokens is removed",
         ),
         pytest.param(
             build_response({**KV_TRANSFER_PARAMS, "remote_host": "10.0.0.2"}),
-            PrefillResponse(None, "wrong_remote_host", 9),
-            id="another host is not dialled",
+            PrefillResponse(None, PrefillProblem.WRONG_REMOTE_HOST, 9),
+            id="another host is rejected",
         ),
         pytest.param(
             build_response({**KV_TRANSFER_PARAMS, "remote_block_ids": None}),
-            PrefillResponse(None, "incomplete_kv_transfer_params", 9),
-            id="a missing field would kill the engine",
+            PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, 9),
+            id="a missing field is rejected",
         ),
         pytest.param(
             build_response({**KV_TRANSFER_PARAMS, "do_remote_prefill": False}),
-            PrefillResponse(None, "incomplete_kv_transfer_params", 9),
-            id="it must be one for decode",
+            PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, 9),
+            id="parameters that are not for a decode leg are rejected",
         ),
         pytest.param(
             build_response(None, choices=[{"finish_reason": "abort"}]),
-            PrefillResponse(None, "aborted", 9),
-            id="an engine that drains",
+            PrefillResponse(None, PrefillProblem.ABORTED, 9),
+            id="an engine that drains aborts",
         ),
         pytest.param(
             build_response(None),
-            PrefillResponse(None, "no_kv_transfer_params", 9),
-            id="an engine that gives none",
+            PrefillResponse(None, PrefillProblem.NO_KV_TRANSFER_PARAMS, 9),
+            id="no parameters",
         ),
-        pytest.param(b"<html>", PrefillResponse(None, "not_json", None), id="something else"),
-        pytest.param(b"[]", PrefillResponse(None, "not_json", None), id="something else in JSON"),
+        pytest.param(b"<html>", PrefillResponse(None, PrefillProblem.NOT_JSON, None), id="not JSON"),
+        pytest.param(b"[]", PrefillResponse(None, PrefillProblem.NOT_JSON, None), id="not a JSON object"),
         pytest.param(
             build_response(KV_TRANSFER_PARAMS, usage={"prompt_tokens": "many"}),
             PrefillResponse(VALID_PARAMS, None, None),
-            id="a count that is none",
+            id="a token count that is not a number is ignored",
         ),
     ],
 )

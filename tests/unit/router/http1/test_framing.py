@@ -1,4 +1,4 @@
-"""Framing of engines' answers, split anywhere."""
+"""Framing of engine responses that are read in arbitrary pieces."""
 
 import pytest
 
@@ -20,31 +20,42 @@ def head(*lines: str, status: str = "HTTP/1.1 200 OK") -> bytes:
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        pytest.param(head("Content-Length: 12"), (200, 12, True, False), id="a length"),
+        pytest.param(head("Content-Length: 12"), (200, 12, True, False), id="content-length"),
         pytest.param(head("transfer-encoding: chunked"), (200, CHUNKED, True, False), id="chunked"),
-        pytest.param(head(), (200, UNTIL_CLOSE, False, False), id="neither: until the engine closes"),
         pytest.param(
-            head("content-length: 1", "Connection: Close"), (200, 1, False, False), id="the engine will close"
+            head(), (200, UNTIL_CLOSE, False, False), id="without either the body ends when the engine closes"
         ),
         pytest.param(
-            head("content-length: 1", status="HTTP/1.0 200 OK"), (200, 1, False, False), id="HTTP/1.0 closes"
+            head("content-length: 1", "Connection: Close"), (200, 1, False, False), id="connection: close"
+        ),
+        pytest.param(
+            head("content-length: 1", status="HTTP/1.0 200 OK"),
+            (200, 1, False, False),
+            id="HTTP/1.0 closes by default",
         ),
         pytest.param(
             head("content-length: 1", "connection: keep-alive", status="HTTP/1.0 200 OK"),
             (200, 1, True, False),
-            id="unless it says otherwise",
+            id="HTTP/1.0 with keep-alive",
         ),
         pytest.param(
             head("Transfer-Encoding: chunked", "Content-Type: text/event-stream; charset=utf-8"),
             (200, CHUNKED, True, True),
-            id="a stream of events",
+            id="an event stream",
+        ),
+        pytest.param(
+            head("content-length: 1", "x-note: text/event-stream"),
+            (200, 1, True, False),
+            id="only content-type makes an event stream",
         ),
         pytest.param(head(status="HTTP/1.1 204 No Content"), (204, 0, True, False), id="204 has no body"),
         pytest.param(
-            head("content-length: 5", status="HTTP/1.1 304 Same"), (304, 0, True, False), id="nor 304"
+            head("content-length: 5", status="HTTP/1.1 304 Same"), (304, 0, True, False), id="304 has no body"
         ),
         pytest.param(
-            head("x-content-length: 5", "content-length: 7"), (200, 7, True, False), id="whole names only"
+            head("x-content-length: 5", "content-length: 7"),
+            (200, 7, True, False),
+            id="header names are matched whole",
         ),
     ],
 )
@@ -58,11 +69,11 @@ def test_a_response_head_gives_status_length_keep_alive_and_stream(
 @pytest.mark.parametrize(
     "raw",
     [
-        pytest.param(b"220 mail ready\r\n\r\n", id="another protocol"),
-        pytest.param(head(status="HTTP/1.1 abc OK"), id="no status"),
+        pytest.param(b"220 mail ready\r\n\r\n", id="not HTTP"),
+        pytest.param(head(status="HTTP/1.1 abc OK"), id="status is not a number"),
         pytest.param(head("content-length: -1"), id="a negative length"),
-        pytest.param(head("content-length: 1", "transfer-encoding: chunked"), id="two framings"),
-        pytest.param(head("transfer-encoding: gzip, chunked"), id="an encoding that is not ours to relay"),
+        pytest.param(head("content-length: 1", "transfer-encoding: chunked"), id="both a length and chunks"),
+        pytest.param(head("transfer-encoding: gzip, chunked"), id="transfer-encoding other than chunked"),
     ],
 )
 def test_a_malformed_response_head_raises_framing_error(raw: bytes) -> None:
@@ -106,7 +117,7 @@ def test_the_boundary_is_always_the_end_of_a_whole_chunk() -> None:
 def test_a_body_fed_byte_by_byte_reports_each_whole_chunk() -> None:
     scanner = ChunkScanner()
     whole = [scanner.feed(BODIES[1][i : i + 1]) for i in range(len(BODIES[1]))]
-    assert (sum(whole), scanner.done) == (len(EVENTS) + 1, True), "one whole chunk after each, and the end"
+    assert (sum(whole), scanner.done) == (len(EVENTS) + 1, True), "one boundary per chunk, and the end"
 
 
 def test_bytes_after_the_last_chunk_are_not_counted() -> None:

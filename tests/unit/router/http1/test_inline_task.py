@@ -1,4 +1,4 @@
-"""A coroutine that goes on in the callback that it waited for."""
+"""Inline tasks: order of resumption, cancellation, and the two bridges to asyncio."""
 
 import asyncio
 
@@ -62,26 +62,29 @@ async def test_an_error_propagates_through_inline_task_and_asyncio_task() -> Non
     async def run() -> None:
         await completion
 
-    asyncio.get_running_loop().call_soon(completion.set_exception, KeyError("gone"))
+    asyncio.get_running_loop().call_soon(completion.set_exception, KeyError("missing"))
     with pytest.raises(KeyError):
         await run_inline(run())
 
 
 async def test_an_inline_task_can_await_asyncio() -> None:
-    async def slow(value: int) -> int:
-        await asyncio.sleep(0)
+    async def wait_one_turn(value: int) -> int:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(turn.set_result, None)
+        await turn
         return value
 
     async def run() -> list[int]:
-        return [await run_in_asyncio_task(slow(n)) for n in range(3)]
+        return [await run_in_asyncio_task(wait_one_turn(n)) for n in range(3)]
 
     assert await run_inline(run()) == [0, 1, 2]
 
 
 async def test_cancelling_an_inline_task_cancels_the_asyncio_task_it_awaits() -> None:
-    cancelled = asyncio.Event()
+    started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def forever() -> None:
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -92,24 +95,27 @@ async def test_cancelling_an_inline_task_cancels_the_asyncio_task_it_awaits() ->
 
     inline_task = InlineTask(run())
     inline_task.resume()
-    await asyncio.sleep(0)
-    inline_task.cancel()
     async with asyncio.timeout(20.0):
+        await started.wait()
+        inline_task.cancel()
         await cancelled.wait()
 
 
 async def test_cancelling_an_asyncio_task_cancels_the_inline_task_it_awaits() -> None:
     completion: Completion[None] = Completion()
+    started = asyncio.Event()
     events: list[str] = []
 
     async def run() -> None:
+        started.set()
         try:
             await completion
         finally:
             events.append("cleaned up")
 
     task = asyncio.create_task(run_inline(run()))
-    await asyncio.sleep(0)
+    async with asyncio.timeout(20.0):
+        await started.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -1,0 +1,76 @@
+"""Byte patterns in the responses of vLLM: the abort, the usage and the end of a stream.
+
+The decode leg searches an engine's bytes instead of parsing each event: JSON parsing per token would be the
+largest part of the router's CPU time. vLLM writes compact JSON with stable key names; quotes in generated
+text are escaped, so that text cannot match a pattern.
+"""
+
+import re
+from typing import NamedTuple
+
+from fulcrum_router.http1.framing import find_chunks, frame_chunk
+
+DONE_EVENT = b"data: [DONE]"
+"""Last event of a stream."""
+EMPTY_CHOICES = b'"choices":[]'
+"""Occurs in the event with the usage and in no other."""
+ABORT = b'"abort"'
+"""Cheap test before `ABORT_PATTERN`."""
+ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_MAX_USAGE_BYTES = 1024
+
+
+class PromptUsage(NamedTuple):
+    """Prompt tokens as the engine counts them, and those that it did not compute (None: not reported)."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+def parse_usage(content: bytes) -> PromptUsage | None:
+    """The last usage object in a response or an event; None if there is none."""
+    start = max(content.rfind(b'"usage":{'), content.rfind(b'"usage": {'))
+    if start < 0:
+        return None
+    usage = content[start : start + _MAX_USAGE_BYTES]
+    prompt, cached = _PROMPT_TOKENS.search(usage), _CACHED_TOKENS.search(usage)
+    return PromptUsage(int(prompt[1]), int(cached[1]) if cached else None) if prompt else None
+
+
+def strip_usage_events(framed: bytes) -> bytes:
+    """The chunks without the event that has no choices; all other events stay.
+
+    `framed` holds whole chunks. A chunk that does not hold whole events is kept: a superfluous event does
+    less harm than a lost one.
+    """
+    kept: list[bytes] = []
+    position = 0
+    for start, end, after in find_chunks(framed):
+        content = framed[start:end]
+        if EMPTY_CHOICES in content and content.startswith(b"data:") and content.endswith(b"\n\n"):
+            events = content[:-2].split(b"\n\n")
+            rest = b"".join(event + b"\n\n" for event in events if EMPTY_CHOICES not in event)
+            kept.append(frame_chunk(rest) if rest else b"")
+        else:
+            kept.append(framed[position:after])
+        position = after
+    return b"".join((*kept, framed[position:]))
+
+
+def has_no_token(framed: bytes) -> bool:
+    """Whether the events hold no token: only `[DONE]`, the usage or comments.
+
+    vLLM that shuts down answers a new stream with `[DONE]` alone.
+    """
+    return framed.count(b"data:") == framed.count(DONE_EVENT) + framed.count(EMPTY_CHOICES)
+
+
+def count_output_tokens(events: int, *, has_usage_event: bool, chat: bool) -> int:
+    """Tokens in a whole stream of `events` events, one token each.
+
+    `[DONE]`, the usage event and the first event of a chat (the role) carry none.
+    """
+    return max(0, events - 1 - has_usage_event - chat)
