@@ -1,7 +1,7 @@
-"""What must hold in every simulated world, told from its history and its end alone.
+"""Safety and liveness checks of a simulation run, judged from its history and its final state.
 
-Checkers know nothing of the load or of the faults and use none of the functions they check. Each returns the
-violations it found, in words.
+The checkers do not depend on the load or on the faults and call none of the functions that they check. Each
+yields a description of every violation.
 """
 
 from collections import Counter
@@ -15,16 +15,16 @@ Check = Callable[[SimulationResult], Iterator[str]]
 
 
 def every_request_ends_once(result: SimulationResult) -> Iterator[str]:
-    """None lost, none answered twice."""
+    """No request is lost, and none ends twice."""
     for record in result.requests:
         if record.ends != 1:
             yield f"request {record.request.id} ended {record.ends} times"
-    taken = Counter(record.request.id for record in result.requests)
-    yield from (f"request {name} was taken {count} times" for name, count in taken.items() if count > 1)
+    records = Counter(record.request.id for record in result.requests)
+    yield from (f"request {name} has {count} records" for name, count in records.items() if count > 1)
 
 
 def every_token_comes_once_and_in_order(result: SimulationResult) -> Iterator[str]:
-    """A whole answer has all its tokens; a broken one has the first ones."""
+    """A complete response has all its tokens; a broken one has the first ones."""
     for record in result.requests:
         count = len(record.token_indices)
         if record.token_indices != list(range(count)):
@@ -36,25 +36,25 @@ def every_token_comes_once_and_in_order(result: SimulationResult) -> Iterator[st
 
 
 def no_wrong_text(result: SimulationResult) -> Iterator[str]:
-    """Every token follows from the prompt that was sent."""
+    """Every token continues the prompt that was sent."""
     for record in result.requests:
         if record.wrong_tokens:
             yield f"request {record.request.id} got {record.wrong_tokens} tokens of another prompt"
 
 
 def engine_token_counters_match_emitted_tokens(result: SimulationResult) -> Iterator[str]:
-    """Tokens are conserved: no engine counts more or fewer than it handed out, and none asserts."""
+    """Each engine counts exactly the tokens that it emitted, and none died of an invalid request."""
     for process in result.engine_processes:
         counted = process.engine.stats.generation_tokens
         if counted != process.emitted_tokens:
             yield f"engine {process.name}/{process.restarts} counts {counted} tokens and emitted "
             f"{process.emitted_tokens}"
         if process.engine.dead:
-            yield f"engine {process.name}/{process.restarts} died of what it was sent"
+            yield f"engine {process.name}/{process.restarts} died of an invalid request"
 
 
 def kv_stays_within_capacity(result: SimulationResult) -> Iterator[str]:
-    """Sampled four times a second."""
+    """KV cache usage, sampled four times a second, stays between 0 and 1."""
     for event in result.history.of_kind("kv"):
         if not 0 <= event.fields["usage"] <= 1:
             yield f"{event.fields['instance']} used {event.fields['usage']} of its KV cache at "
@@ -62,7 +62,7 @@ def kv_stays_within_capacity(result: SimulationResult) -> Iterator[str]:
 
 
 def roles_keep_their_floors(result: SimulationResult) -> Iterator[str]:
-    """No change that the router applied took a role below its floor of the instances then ready."""
+    """No assignment that the router applied took a role below its floor among the instances then ready."""
     floors = result.service.spec.roles
     before: dict[str, tuple[str, bool]] = {}
     for event in result.history.of_kind("acknowledged"):
@@ -77,7 +77,7 @@ def roles_keep_their_floors(result: SimulationResult) -> Iterator[str]:
 
 
 def floors_stay_assigned(result: SimulationResult) -> Iterator[str]:
-    """Whoever crashes: the assignment itself always gives each role its floor."""
+    """The assignment always gives each role its floor, whichever instances crash."""
     floors = result.service.spec.roles
     for event in result.history.of_kind("assignment"):
         for role, floor in ((Role.PREFILL, floors.prefill.min), (Role.DECODE, floors.decode.min)):
@@ -87,14 +87,16 @@ def floors_stay_assigned(result: SimulationResult) -> Iterator[str]:
 
 
 def every_flip_has_a_reason(result: SimulationResult) -> Iterator[str]:
-    """Who and why stand beside the role."""
+    """Every flip in the assignment has a reason."""
     for event in result.history.of_kind("flip"):
         if not event.fields["reason"]:
-            yield f"the flip of {event.fields['instance']} at {event.at_s:.2f} gives no reason"
+            yield f"the flip of {event.fields['instance']} at {event.at_s:.2f} has no reason"
 
 
 def no_flip_breaks_the_cooldown(result: SimulationResult) -> Iterator[str]:
-    """No flip to Decode by the autoscaler follows another flip to Decode by less than the cooldown."""
+    """Every flip to Decode by the autoscaler comes at least the cooldown after the previous flip to
+    Decode.
+    """
     cooldown_s = result.service.spec.autoscaling.flip.prefill_to_decode_cooldown
     flips = [event.fields for event in result.history.of_kind("flip") if event.fields["to"] == "Decode"]
     times = sorted({flip["since_s"] for flip in flips})
@@ -105,7 +107,7 @@ def no_flip_breaks_the_cooldown(result: SimulationResult) -> Iterator[str]:
 
 
 def generations_only_grow(result: SimulationResult) -> Iterator[str]:
-    """The router acknowledges generations in order."""
+    """The router acknowledges generations in increasing order."""
     last = 0
     for event in result.history.of_kind("acknowledged"):
         if event.fields["generation"] <= last:
@@ -124,11 +126,11 @@ SAFETY: tuple[Check, ...] = (
     no_flip_breaks_the_cooldown,
     generations_only_grow,
 )
-"""What holds at every time, whatever goes wrong."""
+"""Checks that hold at every time, under any fault."""
 
 
 def every_instance_serves(result: SimulationResult) -> Iterator[str]:
-    """Crashed engines were started again."""
+    """Crashed engines were restarted and serve."""
     for instance in result.instances:
         if instance.status.phase is not Phase.SERVING:
             yield f"{instance.metadata.name} is {instance.status.phase}"
@@ -137,16 +139,17 @@ def every_instance_serves(result: SimulationResult) -> Iterator[str]:
 
 
 def the_router_applies_the_assignment(result: SimulationResult) -> Iterator[str]:
-    """It has applied the last generation and plays its roles."""
+    """The router has applied the last generation, and every instance has its assigned role."""
     if result.router.generation != result.assignment.metadata.generation:
-        yield f"router at {result.router.generation}, wish at {result.assignment.metadata.generation}"
+        assigned = result.assignment.metadata.generation
+        yield f"the router is at generation {result.router.generation}, the assignment at {assigned}"
     for name, entry in result.assignment.spec.roles.items():
         if result.router.instances[name].role is not entry.role:
-            yield f"{name} plays {result.router.instances[name].role}, the wish is {entry.role}"
+            yield f"{name} serves {result.router.instances[name].role}, assigned is {entry.role}"
 
 
 def ledgers_and_caches_are_empty(result: SimulationResult) -> Iterator[str]:
-    """With no request left, nothing is held for one: not in the router's ledger, not in a KV cache."""
+    """Without requests, the router's ledgers and the engines' KV caches are empty."""
     for name, instance in result.router.instances.items():
         ledger = instance.ledger
         remaining = (
@@ -157,10 +160,10 @@ def ledgers_and_caches_are_empty(result: SimulationResult) -> Iterator[str]:
             ledger.pending_transfers,
         )
         if any(remaining):
-            yield f"the ledger of {name} keeps {remaining}"
+            yield f"the ledger of {name} still has {remaining}"
         gauges = instance.process.engine.gauges if instance.process else None
         if gauges and (gauges.running or gauges.waiting or gauges.leases or gauges.kv_usage):
-            yield f"the engine of {name} keeps {gauges}"
+            yield f"the engine of {name} still has {gauges}"
 
 
 LIVENESS: tuple[Check, ...] = (
@@ -169,9 +172,9 @@ LIVENESS: tuple[Check, ...] = (
     the_router_applies_the_assignment,
     ledgers_and_caches_are_empty,
 )
-"""What holds at the end of a world in which nothing goes wrong any more."""
+"""Checks that hold at the end of a run whose faults have ended."""
 
 
 def violations(result: SimulationResult, *checks: Check) -> list[str]:
-    """All violations of all checks, each with its check's name."""
+    """Return all violations of these checks, each prefixed with its check's name."""
     return [f"{check.__name__}: {found}" for check in checks for found in check(result)]

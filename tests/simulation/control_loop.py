@@ -1,9 +1,8 @@
-"""The whole loop in one place: engines, router, store, operator and autoscaler on one virtual clock.
+"""The whole control loop on one virtual clock: engines, router, store, operator and autoscaler.
 
-What is shipped runs as shipped (engine model, dispatch, memory store, watches, reconcile, the fast loop);
-only sockets and processes are stood in for. Faults come from a scenario that the seed draws. What happened
-is a
-`History`.
+The engine model, dispatch policy, memory store, watches, reconcile and the autoscaler's loop are the shipped
+code; only sockets and processes are simulated. The scenario's faults are drawn from its seed. The result
+contains the `History` of the run.
 """
 
 import asyncio
@@ -41,28 +40,30 @@ from tests.simulation.engines import EngineProcess, Network, SimulatedRuntime
 from tests.simulation.history import History
 from tests.simulation.routing import SimulatedRequest, SimulatedRouter
 from tests.simulation.virtual_time import EPOCH_S, VirtualClock, run_on_virtual_time
+from tests.waiting import advance, run_pending_tasks
 
 SERVICE_NAME = "chat"
 RECONCILE_INTERVAL_S = 0.1
 FINISH_TIMEOUT_S = 60.0
-"""How much longer than planned a world may take to answer its last request."""
+"""Time that requests may take after `Scenario.end_s`, in seconds."""
 SETTLE_S = 2.0
-"""After that, for leases to be given back and watches to catch up."""
+"""Time after the last request for leases to be released and watches to catch up, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledFault:
-    """Something that goes wrong at a time."""
+    """A fault at a given time."""
 
     at_s: float
     kind: str
     instance: int = 0
+    """Number of the affected instance, for faults of one instance."""
     duration_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One run: a load, a service, faults, and when to stop."""
+    """The input of one run: load, service, faults, end time."""
 
     seed: int
     load: Iterable[WorkloadRequest]
@@ -73,19 +74,23 @@ class Scenario:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one client saw."""
+    """One client's view of its request."""
 
     request: SimulatedRequest
     arrival_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
     token_indices: list[int] = field(default_factory=list)
+    """Index of each token received, in order."""
     wrong_tokens: int = 0
+    """Tokens that continue another prompt."""
     outcome: str | None = None
+    """"ok", "failed" (before the first token) or "broken" (after it); None while in flight."""
     ends: int = 0
+    """Times that the request ended."""
 
     def meets_slo(self, *, ttft_s: float, tpot_s: float) -> bool:
-        """Whether it was answered within both objectives."""
+        """Whether the request is ok and met both objectives."""
         if self.outcome != "ok" or self.first_token_s is None or self.last_token_s is None:
             return False
         gaps = len(self.token_indices) - 1
@@ -95,7 +100,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """A world that was run to its end."""
+    """The final state and the history of a run."""
 
     scenario: Scenario
     service: PDService
@@ -108,23 +113,23 @@ class SimulationResult:
     decisions: DecisionHistory
 
     def attainment(self, *, since_s: float = 0.0) -> float:
-        """Share of the requests offered since then that met both objectives."""
+        """Return the share of requests, offered at `since_s` or later, that met both objectives."""
         slo = self.service.spec.slo
         offered = [a for a in self.requests if a.arrival_s >= since_s]
         return sum(a.meets_slo(ttft_s=slo.ttft, tpot_s=slo.tpot) for a in offered) / max(1, len(offered))
 
     def flips(self, *, since_s: float = 0.0) -> list[dict[str, Any]]:
-        """Changes of role since then, in order."""
+        """Return the changes of role at `since_s` or later, in order."""
         return [e.fields for e in self.history.of_kind("flip") if e.at_s >= since_s]
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Run one world on a virtual clock of its own."""
+    """Run one scenario on a virtual clock."""
     return run_on_virtual_time(_Simulation(scenario).run())
 
 
 class _FaultyStore(MemoryStore):
-    """The memory store, with times at which it does not answer. `on_write` sees every change, in order."""
+    """The memory store with periods of unavailability. `on_write` is called with every change, in order."""
 
     unavailable = False
     on_write: Callable[[Resource, Resource | None], None] = staticmethod(lambda _new, _old: None)
@@ -167,7 +172,7 @@ class _FaultyStore(MemoryStore):
 
     def _check(self) -> None:
         if self.unavailable:
-            raise StoreUnavailable("told to be away")
+            raise StoreUnavailable("injected fault")
 
 
 class _Simulation:
@@ -189,14 +194,14 @@ class _Simulation:
             requests = [
                 tasks.create_task(self._send_request(n, r)) for n, r in enumerate(self._scenario.load)
             ]
-            await asyncio.sleep(self._scenario.end_s)
+            await advance(self._scenario.end_s)
             await asyncio.wait(requests, timeout=FINISH_TIMEOUT_S)
-            await asyncio.sleep(SETTLE_S)
+            await advance(SETTLE_S)
             result = await self._build_result()
             for task in (*background, autoscaler, *faults, *requests):
                 task.cancel()
         self._runtime.close()
-        await asyncio.sleep(0)
+        await run_pending_tasks()
         return result
 
     def _build(self) -> None:
@@ -227,7 +232,7 @@ class _Simulation:
         )
 
     def _background_work(self) -> list[Any]:
-        informers = self._router.make_mirrors(self._informer)
+        informers = self._router.make_informers(self._informer)
         return [
             *(informer.run() for informer in informers),
             self._router.run_probes(),
@@ -248,10 +253,10 @@ class _Simulation:
         while True:
             with suppress(Conflict, StoreUnavailable):
                 await reconcile(ServiceKey("default", SERVICE_NAME), self._context)
-            await asyncio.sleep(RECONCILE_INTERVAL_S)
+            await advance(RECONCILE_INTERVAL_S)
 
     async def _run_autoscaler(self) -> None:
-        """The autoscaler, started anew whenever it was stalled."""
+        """Run the autoscaler. After a stall, start a new one."""
         while True:
             watched = WatchedObjects(self._store, namespace="default", rng=random.Random(self._rng.random()))
             autoscaler = ServiceAutoscaler(
@@ -268,24 +273,24 @@ class _Simulation:
                 await self._stalled.wait()
                 for task in running:
                     task.cancel()
-            await asyncio.sleep(self._stall_s)
+            await advance(self._stall_s)
 
     async def _send_request(self, number: int, planned: WorkloadRequest) -> None:
-        await asyncio.sleep(planned.arrival_s)
+        await advance(planned.arrival_s)
         digest = blake2b(f"{self._scenario.seed}/{number}".encode(), digest_size=16).digest()
         request = SimulatedRequest(f"r{number}", planned.input_tokens, planned.output_tokens, digest)
         loop = asyncio.get_running_loop()
         record = RequestRecord(request, loop.time())
         self._records.append(record)
 
-        def take_token(token: OutputToken) -> None:
+        def record_token(token: OutputToken) -> None:
             record.last_token_s = loop.time()
             if record.first_token_s is None:
                 record.first_token_s = record.last_token_s
             record.token_indices.append(token.index)
             record.wrong_tokens += token.digest != digest
 
-        record.outcome = await self._router.serve(request, take_token)
+        record.outcome = await self._router.serve(request, record_token)
         record.ends += 1
         self._history.record(
             "answered",
@@ -298,7 +303,7 @@ class _Simulation:
     # Faults
 
     async def _inject_fault(self, fault: ScheduledFault) -> None:
-        await asyncio.sleep(fault.at_s)
+        await advance(fault.at_s)
         name = f"{SERVICE_NAME}-{fault.instance}"
         self._history.record("fault", fault=fault.kind, instance=name)
         process = self._runtime.processes.get(name)
@@ -313,15 +318,15 @@ class _Simulation:
                 process.engine.expire_leases(float("inf"))
             case "store unavailable":
                 self._store.unavailable = True
-                await asyncio.sleep(fault.duration_s)
+                await advance(fault.duration_s)
                 self._store.unavailable = False
             case "router state unavailable":
                 self._router.state_available = False
-                await asyncio.sleep(fault.duration_s)
+                await advance(fault.duration_s)
                 self._router.state_available = True
             case "router clock wrong":
                 self._router.clock_error_s = -20.0
-                await asyncio.sleep(fault.duration_s)
+                await advance(fault.duration_s)
                 self._router.clock_error_s = 0.0
             case "autoscaler stalls":
                 self._stall_s = fault.duration_s
@@ -331,26 +336,28 @@ class _Simulation:
                     await self._flip_by_person(name)
 
     async def _flip_by_person(self, name: str) -> None:
-        """A careful person: asks first, and pins for three seconds."""
-        found = await self._store.get(PDAssignment, SERVICE_NAME, namespace="default")
+        """Flip an instance like `fulcrum flip` does: only if `may_apply` allows it, with a pin of three
+        seconds.
+        """
+        current = await self._store.get(PDAssignment, SERVICE_NAME, namespace="default")
         now_s = self._clock.now_s()
-        if name not in found.spec.roles:
+        if name not in current.spec.roles:
             return
-        to = Role(found.spec.roles[name].role).other
+        to = Role(current.spec.roles[name].role).other
         after = apply_flip(
-            found.spec, name, to, by=Actor.PERSON, reason="by hand", now_s=now_s, pinned_until_s=now_s + 3
+            current.spec, name, to, by=Actor.PERSON, reason="by hand", now_s=now_s, pinned_until_s=now_s + 3
         )
         listing = await self._store.list(PDInstance, namespace="default")
         ready = {i.metadata.name for i in listing.items if i.status.phase is Phase.SERVING}
         rules = AssignmentRules(self._cooldown_s)
-        if may_apply(found.spec, after, ready, rules, now_s=now_s).allowed:
-            patch = {"spec": create_merge_patch(found.spec.dump(), after.dump())}
+        if may_apply(current.spec, after, ready, rules, now_s=now_s).allowed:
+            patch = {"spec": create_merge_patch(current.spec.dump(), after.dump())}
             await self._store.patch(
                 PDAssignment,
                 SERVICE_NAME,
                 patch,
                 namespace="default",
-                resource_version=found.metadata.resource_version,
+                resource_version=current.metadata.resource_version,
             )
 
     # Records
@@ -380,7 +387,7 @@ class _Simulation:
 
     async def _sample_kv_usage(self) -> None:
         while True:
-            await asyncio.sleep(0.25)
+            await advance(0.25)
             for name in sorted(self._runtime.processes):
                 usage = self._runtime.processes[name].engine.gauges.kv_usage
                 self._history.record("kv", instance=name, usage=round(usage, 6))

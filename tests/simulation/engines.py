@@ -1,6 +1,7 @@
-"""Engine servers without sockets: the engine model on the virtual clock, their network and their runtime.
+"""Engine servers without sockets: the engine model on the virtual clock, its network and its runtime.
 
-An `EngineProcess` is one life of a server; the runtime starts another after a crash, as the local one does.
+An `EngineProcess` is one process of an engine server. `SimulatedRuntime` starts another one after a crash,
+like the runtime of a local run.
 """
 
 import asyncio
@@ -26,34 +27,43 @@ from fulcrum_simulator.engine import (
     reserve_transfer,
 )
 from tests.simulation.history import History
+from tests.waiting import advance
 
 LEASE_S = 6.0
+"""Lease on exported KV cache, in seconds."""
 RESTART_AFTER_S = 0.5
+"""Time from an engine's death to its restart, in seconds."""
 
 
 class LegBroken(Exception):
-    """The engine is gone, or was never there."""
+    """The engine of a leg died or is not reachable."""
+
+
+class ConnectionRefused(LegBroken):
+    """No engine listens: the leg was never accepted."""
 
 
 @dataclass(slots=True)
 class Leg:
-    """One request on one engine: its tokens go to `on_token`, its end to `ended`."""
+    """One request on one engine: tokens are passed to `on_token`, the end to `ended`."""
 
     request: EngineRequest
     on_token: Callable[[OutputToken], None]
     ended: "asyncio.Future[Finished]" = field(init=False)
     lease_expired: bool = False
-    """The giver says that the blocks were given up before they were read."""
+    """The prefill instance freed the leg's blocks before they were read."""
     last_token_s: float = 0.0
-    """When its last token came."""
+    """Time of the last token."""
 
     def __post_init__(self) -> None:
         self.ended = asyncio.get_running_loop().create_future()
-        self.ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
+        self.ended.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # read it, so that asyncio does not warn
 
 
 class EngineProcess:
-    """A server's life, from serving to its death."""
+    """One process of an engine server, from serving to its death."""
 
     def __init__(
         self,
@@ -88,38 +98,42 @@ class EngineProcess:
         return not self._not_hung.is_set()
 
     def open(self, leg: Leg) -> None:
-        """Take a request, or raise `LegBroken`: connection refused."""
+        """Accept a request.
+
+        Raises:
+            ConnectionRefused: if the process is dead.
+        """
         if not self.alive:
-            raise LegBroken("refused")
+            raise ConnectionRefused
         self._legs[leg.request.id] = leg
         self.engine.submit(leg.request)
         self._work_arrived.set()
 
     def close(self, leg: Leg) -> None:
-        """The client of a leg leaves."""
+        """Abort a leg whose client disconnected."""
         if self._legs.pop(leg.request.id, None) is not None and self.alive:
             self.engine.abort(leg.request.id, self._now_s())
             self._work_arrived.set()
 
     def hang(self, duration_s: float) -> None:
-        """Do nothing for a while, and answer nobody."""
+        """Stop stepping and responding for a time."""
         self._not_hung.clear()
         asyncio.get_running_loop().call_later(duration_s, self._not_hung.set)
 
     def release_lease(self, request_id: str) -> bool:
-        """A taker has read its blocks."""
+        """Free the blocks that a decode instance has read; False if the lease had expired."""
         freed = self.engine.release_lease(request_id, self._now_s())
         self._work_arrived.set()
         return freed
 
     def die(self) -> None:
-        """The process is gone, with all it held."""
+        """End the process; all its legs break."""
         self.alive = False
         for task in self._tasks:
             task.cancel()
         for leg in self._legs.values():
             if not leg.ended.done():
-                leg.ended.set_exception(LegBroken("died"))
+                leg.ended.set_exception(LegBroken("the engine died"))
         self._legs.clear()
 
     async def _run(self) -> None:
@@ -130,9 +144,9 @@ class EngineProcess:
             for fetch in self.engine.take_kv_fetches():
                 self._start_task(self._fetch(fetch))
             if step is None:
-                await self._idle()
+                await self._wait_for_work()
                 continue
-            await asyncio.sleep(step.duration_s)
+            await advance(step.duration_s)
             await self._not_hung.wait()
             for event in self.engine.finish_step(self._now_s()):
                 if isinstance(event, OutputToken):
@@ -152,7 +166,7 @@ class EngineProcess:
         if leg is not None and not leg.ended.done():
             leg.ended.set_result(end)
 
-    async def _idle(self) -> None:
+    async def _wait_for_work(self) -> None:
         deadline_s = self.engine.next_lease_expiry_s()
         wait_s = None if deadline_s is None else max(1e-6, deadline_s - self._now_s())
         try:
@@ -174,7 +188,7 @@ class EngineProcess:
         self._work_arrived.set()
 
     async def _pull(self, fetch: KvFetch) -> tuple[bytes, ...] | None:
-        """The blocks as the giver held them at the end of the transfer; None if they did not come."""
+        """Return what the blocks hold at the end of the transfer; None if the transfer failed."""
         if self.fetches_to_fail > 0:
             self.fetches_to_fail -= 1
             return None
@@ -182,7 +196,7 @@ class EngineProcess:
         handshake = self._handshakes.reserve_handshake(
             fetch.source.engine_id, reachable=source is not None, now_s=self._now_s()
         )
-        await asyncio.sleep(handshake.end_s - self._now_s())
+        await advance(handshake.end_s - self._now_s())
         if source is None or not handshake.ok:
             return None
         profile = self.engine.profile
@@ -190,7 +204,7 @@ class EngineProcess:
             fetch.kv_bytes, link_bytes_per_s=profile.link_bytes_per_s, link_setup_s=profile.link_setup_s
         )
         slot = reserve_transfer(source.egress, self.ingress, duration_s, now_s=self._now_s())
-        await asyncio.sleep(slot.end_s - self._now_s())
+        await advance(slot.end_s - self._now_s())
         if not source.alive:
             return None
         read = source.engine.read_blocks(fetch.remote_block_ids)
@@ -210,32 +224,32 @@ class EngineProcess:
 
 
 class Network:
-    """Who listens on which port."""
+    """The engine processes by the port on which they listen."""
 
     def __init__(self) -> None:
         self._ports = itertools.count(9001)
         self._listening: dict[int, EngineProcess] = {}
 
     def listen(self, make: Callable[[int], EngineProcess]) -> EngineProcess:
-        """A process on a port that nobody had before."""
+        """Start a process on a port that was never used before."""
         port = next(self._ports)
         self._listening[port] = make(port)
         return self._listening[port]
 
     def find(self, port: int) -> EngineProcess | None:
-        """The process that listens there."""
+        """Return the living process on this port."""
         process = self._listening.get(port)
         return process if process is not None and process.alive else None
 
     def find_reachable(self, port: int, engine_id: str) -> EngineProcess | None:
-        """The engine of that id, if it answers a handshake there."""
+        """Return the process on this port if it has that engine id and does not hang."""
         process = self.find(port)
         matches = process is not None and process.engine.engine_id == engine_id and not process.hung
         return process if matches else None
 
 
 class SimulatedRuntime:
-    """`EngineRuntime`: starts engines, and starts them again when they die."""
+    """An `EngineRuntime` that starts simulated engines and restarts them when they die."""
 
     def __init__(
         self, profile: EngineProfile, network: Network, history: History, rng: random.Random
@@ -272,7 +286,7 @@ class SimulatedRuntime:
         return tuple(self._observations[name] for name in sorted(self._observations))
 
     def kill(self, name: str) -> None:
-        """Let the engine of that name die, if it lives."""
+        """Kill the engine of this name, if it runs."""
         process = self.processes.pop(name, None)
         if process is not None:
             self._history.record("engine died", instance=name, restarts=process.restarts)
@@ -280,7 +294,7 @@ class SimulatedRuntime:
             self._died[name].set()
 
     def close(self) -> None:
-        """End everything."""
+        """Stop all engines."""
         for supervisor in self._supervisors.values():
             supervisor.cancel()
         for process in self.processes.values():
@@ -292,7 +306,7 @@ class SimulatedRuntime:
             self._observations[name] = EngineObservation(
                 name, EngineState.STARTING, restarts, exit_reason=reason
             )
-            await asyncio.sleep(self._profile.startup_s)
+            await advance(self._profile.startup_s)
             jitter_rng = random.Random(self._rng.random())
             process = self._network.listen(
                 lambda port, restarts=restarts, jitter_rng=jitter_rng: EngineProcess(  # type: ignore[misc]
@@ -311,4 +325,4 @@ class SimulatedRuntime:
             self._observations[name] = EngineObservation(
                 name, EngineState.EXITED, restarts, exit_reason=reason
             )
-            await asyncio.sleep(RESTART_AFTER_S)
+            await advance(RESTART_AFTER_S)

@@ -1,4 +1,4 @@
-"""What happened in a simulated world, in order: the ground on which checkers stand, and its digest."""
+"""The history of a simulation run: its events in order, which the checkers judge, and their digest."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened, `at_s` after the world's start."""
+    """One event, `at_s` seconds after the start of the run."""
 
     at_s: float
     kind: str
@@ -17,20 +17,20 @@ class Event:
 
 @dataclass(slots=True)
 class History:
-    """All events of one run. `now_s` tells the time since its start."""
+    """All events of one run. `now_s` returns the time since its start."""
 
     now_s: Callable[[], float]
     events: list[Event] = field(default_factory=list)
 
     def record(self, kind: str, **fields: Any) -> None:
-        """Write one down."""
+        """Append an event at the current time."""
         self.events.append(Event(self.now_s(), kind, fields))
 
     def of_kind(self, *kinds: str) -> Iterator[Event]:
-        """The events of these kinds, in order."""
+        """Return the events of these kinds, in order."""
         return (event for event in self.events if event.kind in kinds)
 
     def digest(self) -> str:
-        """Equal for two runs in which the same things happened at the same times."""
+        """Return a digest that is equal for two runs with the same events at the same times."""
         text = "\n".join(f"{e.at_s:.9f} {e.kind} {sorted(e.fields.items())}" for e in self.events)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

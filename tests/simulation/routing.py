@@ -1,8 +1,8 @@
-"""A router without sockets: the shipped dispatch policy and books, around in-memory legs.
+"""A router without sockets: the shipped dispatch policy, ledger and health, around in-memory legs.
 
-Roles come from the store by watch and are judged by `may_apply`; the two legs, retries, ejection, local
-prefill, and the wait for a wanted flip follow the shipped data path. The check of a hand-off's lease stands
-in for the engine's own counter of expired blocks.
+Roles come from watches of the store and are accepted by `may_apply`. Both legs, retries, ejection, local
+prefill and the wait for a requested flip follow the router's data path. An expired lease is detected
+directly, in place of the engine's counter of expired requests.
 """
 
 import asyncio
@@ -44,11 +44,12 @@ from fulcrum_simulator.engine import (
     NoKvTransfer,
     OutputToken,
 )
-from tests.simulation.engines import EngineProcess, Leg, LegBroken, Network
+from tests.simulation.engines import ConnectionRefused, EngineProcess, Leg, LegBroken, Network
 from tests.simulation.history import History
+from tests.waiting import advance
 
 LEG_TIMEOUT_S = 8.0
-"""A leg on which nothing comes for so long is given up."""
+"""Time without a token after which a leg is given up, in seconds."""
 PREFILL_ATTEMPTS_MAX = 2
 DECODE_ATTEMPTS_MAX = 3
 PROBE_INTERVAL_S = 1.0
@@ -56,7 +57,7 @@ PROBE_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """What a client sends."""
+    """A client request."""
 
     id: str
     prompt_tokens: int
@@ -66,7 +67,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class RoutedInstance:
-    """What the router knows of one instance: `policy.InstanceView`."""
+    """The router's view of one instance; implements `policy.InstanceView`."""
 
     name: str
     prefill: PrefillPredictor
@@ -95,7 +96,7 @@ class RoutedInstance:
 
 
 class SimulatedRouter:
-    """Serves requests, and is the autoscaler's `RouterClient` and the operator's `RouterView`."""
+    """Serves requests; implements the autoscaler's `RouterClient` and the operator's `RouterView`."""
 
     def __init__(self, history: History, network: Network, profile: EngineProfile, clock: Clock) -> None:
         self._history, self._network, self._clock = history, network, clock
@@ -117,10 +118,10 @@ class SimulatedRouter:
         self._no_wait_until_s: dict[Role, float] = {}
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    # What it is told
+    # Watches
 
-    def make_mirrors(self, make: Callable[..., Informer]) -> list[Informer]:  # type: ignore[type-arg]
-        """The watches it lives by; `make(kind, on_change)` gives a informer, to be run by the caller."""
+    def make_informers(self, make: Callable[..., Informer]) -> list[Informer]:  # type: ignore[type-arg]
+        """Create the informers that the router needs with `make(kind, on_change)`. The caller runs them."""
         self._informers = (
             make(PDAssignment, lambda _old, new: self._on_assignment(new)),
             make(PDInstance, lambda _old, _new: self._apply()),
@@ -136,7 +137,7 @@ class SimulatedRouter:
         self._apply()
 
     def _apply(self) -> None:
-        """Take the wish over if it may be applied, and draw the conclusions from it and the instances."""
+        """Accept the desired assignment if `may_apply` allows it, and update every instance from it."""
         assert self._informers is not None
         objects = self._informers[1].objects
         ready = {name for name, o in objects.items() if o.status.phase is Phase.SERVING}
@@ -182,7 +183,7 @@ class SimulatedRouter:
         assert self._service is not None
         return AssignmentRules(self._service.spec.autoscaling.flip.prefill_to_decode_cooldown)
 
-    # What it tells
+    # State port
 
     def endpoint(self, key: ServiceKey) -> str:
         """See `RouterView`."""
@@ -197,7 +198,7 @@ class SimulatedRouter:
     async def get_state(self, *, min_generation: int = 0, timeout_s: float = 0.0) -> RouterState:
         """See `RouterClient`."""
         if not self.state_available:
-            raise RouterUnavailable("told to be away")
+            raise RouterUnavailable("injected fault")
         deadline_s = self._clock.monotonic_s() + timeout_s
         while self.generation < min_generation and await self._wait_for_change(deadline_s):
             pass
@@ -239,7 +240,7 @@ class SimulatedRouter:
         )
 
     async def _wait_for_change(self, deadline_s: float) -> bool:
-        """Wait for a new generation or wish; False at the deadline."""
+        """Wait for a new generation or flip request; False at the deadline."""
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._clock.monotonic_s())):
                 await asyncio.shield(self._changed)
@@ -254,9 +255,9 @@ class SimulatedRouter:
     # Probes
 
     async def run_probes(self) -> None:
-        """Once a second: does each engine answer, and how long do its tokens take?"""
+        """Check every engine's health and read its inter-token latency, once a second."""
         while True:
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await advance(PROBE_INTERVAL_S)
             for name in sorted(self.instances):
                 self._probe(self.instances[name])
 
@@ -282,7 +283,9 @@ class SimulatedRouter:
     # Requests
 
     async def serve(self, request: SimulatedRequest, on_token: Callable[[OutputToken], None]) -> str:
-        """Serve one request to its end: ok, failed (before the first token) or broken (after it)."""
+        """Serve one request to its end; returns "ok", "failed" (before the first token) or "broken" (after
+        it).
+        """
         source, kv_transfer = await self._prefill(request)
         started = False
 
@@ -379,7 +382,7 @@ class SimulatedRouter:
     async def _run_leg(
         self, request: EngineRequest, instance: RoutedInstance, on_token: Callable[[OutputToken], None]
     ) -> Finished | None:
-        """One leg to its end; None if it broke, was too late, or read blocks that had been given up."""
+        """Run one leg; returns None if it broke, timed out, or read blocks whose lease had expired."""
         process = instance.process
         if process is None:
             return None
@@ -388,7 +391,7 @@ class SimulatedRouter:
             process.open(leg)
             end = await self._wait_for_end(leg)
         except LegBroken as broken:
-            self._record_failure(instance, eject_now=str(broken) == "refused")
+            self._record_failure(instance, eject_now=isinstance(broken, ConnectionRefused))
             return None
         except TimeoutError:
             self._record_failure(instance, eject_now=False)
@@ -399,7 +402,11 @@ class SimulatedRouter:
         return end
 
     async def _wait_for_end(self, leg: Leg) -> Finished:
-        """Its end, or `TimeoutError` once nothing came for `LEG_TIMEOUT_S`."""
+        """Return the end of the leg.
+
+        Raises:
+            TimeoutError: if no token arrived for `LEG_TIMEOUT_S`.
+        """
         last_token_s = self._clock.monotonic_s()
         while not leg.ended.done():
             last_token_s = max(last_token_s, leg.last_token_s)
@@ -411,9 +418,9 @@ class SimulatedRouter:
 
     @staticmethod
     def _forward_token(leg: Leg, token: OutputToken, on_token: Callable[[OutputToken], None]) -> None:
-        if leg.lease_expired:  # blocks that had been given up were read: nothing of it may reach the client
+        if leg.lease_expired:  # wrong KV may have been read: no token of it may reach the client
             if not leg.ended.done():
-                leg.ended.set_exception(LegBroken("the lease ran out"))
+                leg.ended.set_exception(LegBroken("the lease expired"))
             return
         on_token(token)
 
@@ -467,17 +474,17 @@ class SimulatedRouter:
             decision = choose(FlipProposalRules())
         return self.instances[decision.instance] if isinstance(decision, Dispatch) else None
 
-    async def _request_flip(self, wanted: FlipProposal) -> None:
-        """Publish the wish and give it a moment, as the shipped `FlipRequests` does."""
+    async def _request_flip(self, proposal: FlipProposal) -> None:
+        """Publish a flip request and wait for a new generation, as the shipped `FlipRequests` does."""
         seq = self._flip_request.seq if self._flip_request else 0
-        self._flip_request = FlipRequest(seq=seq + 1, role=wanted.role, reason=wanted.reason)
+        self._flip_request = FlipRequest(seq=seq + 1, role=proposal.role, reason=proposal.reason)
         self._notify_change()
         generation, now_s = self.generation, self._clock.monotonic_s()
-        if now_s < self._no_wait_until_s.get(wanted.role, 0.0):
+        if now_s < self._no_wait_until_s.get(proposal.role, 0.0):
             return
         while self.generation == generation:
             if not await self._wait_for_change(now_s + FLIP_WAIT_S):
-                self._no_wait_until_s[wanted.role] = now_s + FLIP_WAIT_BACKOFF_S
+                self._no_wait_until_s[proposal.role] = now_s + FLIP_WAIT_BACKOFF_S
                 return
 
     def _flip_rules(self) -> FlipProposalRules:

@@ -1,4 +1,4 @@
-"""The runs: what is offered, what goes wrong, and for how long. All of it follows from the seed."""
+"""The scenarios of the simulation: load, faults and duration, all drawn from the seed."""
 
 import random
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from fulcrum_simulator.workload import (
 from tests.simulation.control_loop import Scenario, ScheduledFault
 
 LOAD_START_S = 1.0
-"""By then the engines serve."""
+"""Time of the first request, by which the engines serve."""
 FAULTS_END_S = 18.0
-"""From then on nothing goes wrong any more."""
+"""Time after which no fault is active."""
 _INSTANT_FAULTS = ("kill", "fail transfers", "expire leases", "person flips")
 _LASTING_FAULTS = (
     "hang",
@@ -35,7 +35,9 @@ _LIGHT_CHAT = CHAT.scaled(input=0.2, output=0.3)
 
 
 def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
-    """Eight laptop engines and thresholds that fit their 18 ms floor of a step."""
+    """Return the spec of a service of eight laptop engines, with thresholds that fit their minimum step time
+    of 18 ms.
+    """
     return {
         "model": "m",
         "instances": 8,
@@ -51,14 +53,14 @@ def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
 
 
 def moving_scenario(seed: int, mode: str) -> Scenario:
-    """Long prompts and long answers by turns of 12 s; either is too much for half of the instances."""
+    """Long prompts and long outputs alternate every 12 s; each overloads half of the instances."""
     periods = (MixPeriod(_LONG_PROMPTS, 15, 12), MixPeriod(_LONG_ANSWERS, 13, 12))
     load = _shift_arrivals(generate_moving(periods=periods, duration_s=48, seed=seed), LOAD_START_S)
     return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode))
 
 
 def steady_scenario(seed: int) -> Scenario:
-    """A mix that never moves and that the first split carries."""
+    """A constant mix that the first split of roles can serve."""
     load = _shift_arrivals(
         generate_steady(rate_rps=9, duration_s=40, seed=seed, mix=_LIGHT_CHAT), LOAD_START_S
     )
@@ -66,8 +68,9 @@ def steady_scenario(seed: int) -> Scenario:
 
 
 def faulty_scenario(seed: int) -> Scenario:
-    """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then calm under a steady
-    one."""
+    """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then a steady load without
+    faults.
+    """
     rng = random.Random(seed)
     periods = (MixPeriod(_LONG_PROMPTS, 12, 6), MixPeriod(_LONG_ANSWERS, 9, 6))
     heavy = generate_moving(periods=periods, duration_s=FAULTS_END_S - LOAD_START_S, seed=seed)

@@ -1,4 +1,4 @@
-"""Each checker sees what it is there for: a clean world is tampered with, and only that checker complains."""
+"""Each checker detects its own violation and no other: the result of a clean run is tampered with."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ def change_first_request(**changes: Any) -> Tampering:
 
 
 def add_event(kind: str, **fields: Any) -> Tampering:
-    """One more event at the end."""
+    """Append one event to the history."""
 
     def tamper(result: SimulationResult) -> SimulationResult:
         history = History(result.history.now_s, [*result.history.events, Event(99.0, kind, fields)])
@@ -97,4 +97,4 @@ def test_an_entry_left_in_a_ledger_is_reported(clean: SimulationResult) -> None:
     entry = clean.router.instances["chat-3"].ledger.add_decode(tokens=5)
     found = violations(clean, *LIVENESS)
     entry.release()
-    assert found == ["ledgers_and_caches_are_empty: the ledger of chat-3 keeps (0.0, 0, 5, 1, 0)"]
+    assert found == ["ledgers_and_caches_are_empty: the ledger of chat-3 still has (0.0, 0, 5, 1, 0)"]

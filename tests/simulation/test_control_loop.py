@@ -1,4 +1,5 @@
-"""The whole loop on virtual time: safe under faults, whole again after them, and worth its flips.
+"""The whole control loop on virtual time: safe under faults, recovered after them, better with flips than
+without.
 
 Every run prints its seed; `FULCRUM_SEED=n` repeats one.
 """
@@ -27,9 +28,9 @@ moving_result = cache(lambda seed, mode: simulate(moving_scenario(seed, mode)))
 
 
 def seeds(count: int) -> list[int]:
-    """Fixed ones, so that a failure is not chance; or the one asked for."""
-    asked = os.environ.get("FULCRUM_SEED")
-    return [int(asked)] if asked else list(range(1, count + 1))
+    """Return fixed seeds, so that no failure is by chance, or the one of FULCRUM_SEED."""
+    given = os.environ.get("FULCRUM_SEED")
+    return [int(given)] if given else list(range(1, count + 1))
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -43,8 +44,8 @@ def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int) -> N
     assert len(result.flips(since_s=FAULTS_END_S + 6)) <= 3, "roles do not converge"
 
 
-def test_the_faulty_scenarios_inject_every_kind_of_fault() -> None:
-    """The plans of the test above reach what they are meant to reach."""
+def test_the_faulty_scenarios_inject_faults_that_cause_restarts_and_flips() -> None:
+    """The scenarios of the test above contain the faults that the test is about."""
     results = [faulty_result(seed) for seed in seeds(3)]
     kinds = {event.fields["fault"] for result in results for event in result.history.of_kind("fault")}
     assert {"kill", "hang", "store unavailable", "person flips", "autoscaler stalls"} <= kinds

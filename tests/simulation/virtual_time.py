@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next timer: a minute of the whole loop passes in a second or two.
+"""An asyncio event loop whose clock jumps to the next timer: a minute of simulated time takes a second or
+two.
 
-Nothing here touches sockets or threads. A world in which nothing will ever happen again is an error, not
-a hang.
+No sockets, no threads. If all tasks wait and no timer is set, the loop raises `Deadlock` instead of hanging.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 EPOCH_S = 1_750_000_000.0
-"""Unix time at which every simulated world begins."""
+"""Unix time at the start of every simulation."""
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits and no timer is set."""
+    """All tasks wait and no timer is set."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting for a file it moves the clock on by the whole time-out."""
+    """Moves the clock forward by the timeout instead of waiting for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Deadlock("nothing will ever happen again")
+            raise Deadlock("all tasks wait and no timer is set")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """`fulcrum_core.ports.Clock` on the running virtual loop."""
+    """The `fulcrum_core.ports.Clock` of the running virtual loop."""
 
     def now_s(self) -> float:
         return EPOCH_S + asyncio.get_running_loop().time()
@@ -59,6 +59,6 @@ class VirtualClock:
 
 
 def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end on a fresh virtual loop."""
+    """Run a coroutine to its end on a new virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
