@@ -1,4 +1,4 @@
-"""Servers of a quick profile: a pair that a module shares, or fresh ones for a single test."""
+"""Engine servers with a quick profile: a pair shared by a module, or new ones for a single test."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.integration.simulator.servers import BLOCK_TOKENS, BLOCKS, Client, Se
 
 @pytest.fixture(scope="module")
 def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile with quick steps and so few blocks that they are soon reused."""
+    """A profile with short steps and so few blocks that they are reused soon."""
     profile = load_profile("laptop").model_dump() | {
         "name": "quick",
         "t0": 0.002,
@@ -32,7 +32,7 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(profile_file: Path) -> Iterator[Start]:
-    """Starts servers; none outlives the test."""
+    """Start servers; they are killed after the test."""
     servers: list[Server] = []
 
     def start_one(*arguments: str) -> Server:
@@ -46,7 +46,9 @@ def start(profile_file: Path) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def pair(profile_file: Path) -> Iterator[tuple[Server, Server]]:
-    """A prefill and a decode instance that tests share and leave as they found them."""
+    """A prefill and a decode instance, shared by the tests of a module, which leave them idle and without
+    faults.
+    """
     processes = [launch(profile_file), launch(profile_file)]
     servers = [ready(process) for process in processes]
     yield servers[0], servers[1]
@@ -56,7 +58,7 @@ def pair(profile_file: Path) -> Iterator[tuple[Server, Server]]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    """An HTTP client that opens a connection for each call."""
+    """An HTTP client that opens a connection for each request."""
     connector = aiohttp.TCPConnector(force_close=True)
     timeout = aiohttp.ClientTimeout(total=20)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as session:

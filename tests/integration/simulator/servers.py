@@ -1,11 +1,9 @@
-"""Engine servers as processes, and the calls that tests make to them."""
+"""Engine servers as processes, and the HTTP requests that tests send to them."""
 
-import asyncio
 import json
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from fulcrum_simulator.text import output_text, prompt_digest
+from tests.waiting import wait_until
 
 MODEL = "tiny"
 BLOCK_TOKENS = 16
@@ -32,7 +31,7 @@ class Server:
     side_channel_port: int
 
     def kill(self) -> None:
-        """Make sure that it is gone."""
+        """Kill the process and close its pipes."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdout, self.process.stderr):
@@ -44,7 +43,7 @@ Start = Callable[..., Server]
 
 
 def launch(profile: Path | str, *arguments: str) -> subprocess.Popen[str]:
-    """An engine server process that may not be ready yet, or never be."""
+    """Start an engine server process, without waiting until it is ready."""
     command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "a", "--model", MODEL]
     return subprocess.Popen(
         [*command, "--profile", str(profile), *arguments],
@@ -55,7 +54,7 @@ def launch(profile: Path | str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ready(process: subprocess.Popen[str]) -> Server:
-    """The server once it printed its ready line."""
+    """Wait for the ready line of a server."""
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
     line = process.stdout.readline() if readable else ""
@@ -65,7 +64,7 @@ def ready(process: subprocess.Popen[str]) -> Server:
 
 
 class Client:
-    """The calls that the tests make."""
+    """The HTTP requests of the tests."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -73,25 +72,25 @@ class Client:
     async def post(
         self, server: Server, path: str, body: Any, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        async with self._session.post(server.url + path, json=body, headers=headers) as response:
-            return response.status, await response.json(content_type=None)
+        async with self._session.post(server.url + path, json=body, headers=headers) as reply:
+            return reply.status, await reply.json(content_type=None)
 
     async def complete(self, server: Server, prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
-        """A completion that must be answered with 200."""
+        """Send a completion; asserts status 200 and returns the response."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **fields}
-        status, answer = await self.post(server, "/v1/completions", body)
-        assert status == 200, answer
-        return answer
+        status, response = await self.post(server, "/v1/completions", body)
+        assert status == 200, response
+        return response
 
     async def text(self, server: Server, prompt: str, tokens: int, **fields: Any) -> str:
-        answer = await self.complete(server, prompt, tokens, **fields)
-        text: str = answer["choices"][0]["text"]
+        response = await self.complete(server, prompt, tokens, **fields)
+        text: str = response["choices"][0]["text"]
         return text
 
     async def prefill(self, server: Server, prompt: str) -> dict[str, Any]:
-        """What P hands over."""
-        answer = await self.complete(server, prompt, 1, kv_transfer_params=PREFILL_ONLY)
-        kv_transfer_params: dict[str, Any] = answer["kv_transfer_params"]
+        """Send a prefill leg; returns the KV transfer parameters."""
+        response = await self.complete(server, prompt, 1, kv_transfer_params=PREFILL_ONLY)
+        kv_transfer_params: dict[str, Any] = response["kv_transfer_params"]
         return kv_transfer_params
 
     async def get(self, server: Server, path: str) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class Client:
     async def stream(
         self, server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
     ) -> list[str]:
-        """The data of every event of a streamed answer."""
+        """Return the data of every event of a streamed response."""
         body = {"model": MODEL, "stream": True, **body}
         async with self._session.post(server.url + path, json=body, headers=headers) as response:
             assert response.status == 200
@@ -113,7 +112,7 @@ class Client:
         return [event.removeprefix("data: ") for event in events]
 
     async def metric(self, server: Server, name: str, label: str = "") -> float:
-        """The value of one series."""
+        """Return the sum of the series of this name with this label."""
         async with self._session.get(server.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(
@@ -124,7 +123,7 @@ class Client:
         return await self.get(server, "/simulator/stats")
 
     async def has_one_running(self, server: Server) -> bool:
-        """Whether one request runs there."""
+        """Whether exactly one request runs on the server."""
         return bool((await self.stats(server))["running"] == 1)
 
     async def health(self, server: Server) -> int:
@@ -132,11 +131,11 @@ class Client:
             return response.status
 
     async def inject_fault(self, server: Server, kind: str, **fields: Any) -> None:
-        status, answer = await self.post(server, "/simulator/fault", {"kind": kind, **fields})
-        assert (status, answer) == (200, {"kind": kind})
+        status, response = await self.post(server, "/simulator/fault", {"kind": kind, **fields})
+        assert (status, response) == (200, {"kind": kind})
 
     async def wait_until_idle(self, server: Server) -> None:
-        """Returns once the server holds nothing."""
+        """Wait until the server has no requests, blocks and leases."""
         await wait_until(lambda: self._is_idle(server))
 
     async def _is_idle(self, server: Server) -> bool:
@@ -144,35 +143,24 @@ class Client:
         return (stats["running"], stats["waiting"], stats["kv_usage"], stats["leases"]) == (0, 0, 0, 0)
 
 
-async def wait_until(condition: Callable[[], Any]) -> None:
-    """Waits until the condition holds; fails after `DEADLINE_S`."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not await condition():
-        assert time.monotonic() < deadline_s, "did not come true in time"
-        await asyncio.sleep(0.01)
-
-
 async def wait_for_exit(server: Server) -> int:
-    """The code with which the process ends."""
+    """Wait for the process to end; returns its exit code."""
 
-    async def ended() -> bool:
-        return server.process.poll() is not None
-
-    await wait_until(ended)
+    await wait_until(lambda: server.process.poll() is not None, "the process has ended")
     return int(server.process.returncode)
 
 
 def prompt_of(name: str, tokens: int = 100) -> str:
-    """A prompt of that many tokens, unlike any of another name from its first byte on."""
+    """Return a prompt of this many tokens that differs from that of any other name from its first byte on."""
     return (f"{name} " * tokens * 4)[: tokens * 4]
 
 
 def expected_text(prompt: str, tokens: int) -> str:
-    """The right text."""
+    """Return the correct output text."""
     return output_text(prompt_digest(prompt.encode()), tokens)
 
 
 async def fill_cache(client: Client, server: Server, name: str) -> None:
-    """Writes every free block again."""
+    """Overwrite every free block."""
     for part in range(2):
         await client.complete(server, prompt_of(f"{name} {part}", BLOCK_TOKENS * BLOCKS - 50), 1)

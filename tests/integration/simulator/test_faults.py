@@ -1,4 +1,4 @@
-"""Faults switched on at run time."""
+"""Faults injected into an engine server at run time."""
 
 import asyncio
 import json
@@ -38,34 +38,36 @@ class TestFaults:
         await client.inject_fault(server, "none")
         assert await asyncio.gather(*calls) == [200, expected_text("waits", 2)]
 
-    async def test_slow_stretches_every_step(self, client: Client, pair: tuple[Server, Server]) -> None:
+    async def test_slow_multiplies_the_duration_of_every_step(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
         server, _ = pair
         await client.post(server, "/simulator/fault", {"kind": "slow", "factor": 10})
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         await client.text(server, "timed", 20)
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - start_s
         await client.inject_fault(server, "none")
-        assert took_s > 20 * 0.02  # at its own speed a step takes a tenth of that
+        assert took_s > 20 * 0.02  # without the fault a step takes a tenth of that
 
-    async def test_refuse_answers_503_and_stays_healthy(
+    async def test_refuse_responds_503_and_stays_healthy(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
         await client.inject_fault(server, "refuse")
-        status, answer = await client.post(server, "/v1/completions", {"model": MODEL, "prompt": "no"})
-        assert (status, answer["error"]["code"], await client.health(server)) == (503, 503, 200)
+        status, response = await client.post(server, "/v1/completions", {"model": MODEL, "prompt": "no"})
+        assert (status, response["error"]["code"], await client.health(server)) == (503, 503, 200)
         await client.inject_fault(server, "none")
         assert await client.text(server, "yes", 2) == expected_text("yes", 2)
 
-    async def test_abort_draining_answers_like_an_engine_after_sigterm(
+    async def test_abort_draining_responds_like_an_engine_after_sigterm(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
         await client.inject_fault(server, "abort_draining")
-        answer = await client.complete(server, "no", 4)
+        response = await client.complete(server, "no", 4)
         events = await client.stream(server, "/v1/chat/completions", {"messages": [{"content": "no"}]})
         await client.inject_fault(server, "none")
-        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "abort")
+        assert (response["choices"][0]["text"], response["choices"][0]["finish_reason"]) == ("", "abort")
         assert [json.loads(event)["choices"][0]["finish_reason"] for event in events[:-1]] == [None, "abort"]
 
     async def test_fail_transfers_fails_exactly_count_pulls(
@@ -78,9 +80,9 @@ class TestFaults:
             prompt = prompt_of(f"failing {number}")
             kv_transfer_params = await client.prefill(p, prompt)
             del kv_transfer_params["remote_prefill_cached_tokens"]
-            answer = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
-            assert answer["choices"][0]["text"] == expected_text(prompt, 2)
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            response = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
+            assert response["choices"][0]["text"] == expected_text(prompt, 2)
+            cached.append(response["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0, 0, 100]
         await client.inject_fault(p, "expire_leases")
 
@@ -94,9 +96,9 @@ class TestFaults:
             ({"kind": "hang", "for_s": 3}, "fault.for_s (3) is not a field of fault hang"),
         ],
     )
-    async def test_a_bad_fault_is_refused_in_one_line(
+    async def test_an_invalid_fault_is_refused_in_one_line(
         self, client: Client, pair: tuple[Server, Server], body: dict[str, Any], message: str
     ) -> None:
-        status, answer = await client.post(pair[0], "/simulator/fault", body)
+        status, response = await client.post(pair[0], "/simulator/fault", body)
         assert status == 400
-        assert answer["error"]["message"].startswith(message)
+        assert response["error"]["message"].startswith(message)

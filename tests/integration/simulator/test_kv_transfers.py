@@ -1,4 +1,4 @@
-"""Hand-offs between engine servers over loopback: right, wrong with status 200, and computed again."""
+"""KV transfers between engine servers over loopback: correct, wrong with status 200, and recomputed."""
 
 import asyncio
 import time
@@ -20,13 +20,13 @@ class TestKvTransfer:
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
-        prompt = prompt_of("handed over")
+        prompt = prompt_of("transferred")
         before = await client.metric(d, "vllm:nixl_bytes_transferred_sum")
         kv_transfer_params = await client.prefill(p, prompt)
         assert kv_transfer_params.pop("remote_prefill_cached_tokens") == 0
-        answer = await client.complete(d, prompt, 8, kv_transfer_params=kv_transfer_params)
-        assert answer["choices"][0]["text"] == expected_text(prompt, 8)
-        assert answer["usage"] == {
+        response = await client.complete(d, prompt, 8, kv_transfer_params=kv_transfer_params)
+        assert response["choices"][0]["text"] == expected_text(prompt, 8)
+        assert response["usage"] == {
             "prompt_tokens": 100,
             "total_tokens": 108,
             "completion_tokens": 8,
@@ -64,21 +64,21 @@ class TestKvTransfer:
         await client.inject_fault(p, "expire_leases")
         await client.wait_until_idle(p)
 
-    async def test_with_remote_prefill_cached_tokens_kept_usage_reports_the_prefill_instances_cache(
+    async def test_with_remote_prefill_cached_tokens_usage_reports_the_cache_of_the_prefill_instance(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
         prompt = prompt_of("key left in")
         kv_transfer_params = await client.prefill(p, prompt)
-        answer = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
-        assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        assert answer["choices"][0]["text"] == expected_text(prompt, 2)
+        response = await client.complete(d, prompt, 2, kv_transfer_params=kv_transfer_params)
+        assert response["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert response["choices"][0]["text"] == expected_text(prompt, 2)
 
     async def test_another_prompt_of_the_same_length_continues_what_was_prefilled(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
-        prefilled, requested = prompt_of("seen by p"), prompt_of("told to d")
+        prefilled, requested = prompt_of("sent to p"), prompt_of("sent to d")
         kv_transfer_params = await client.prefill(p, prefilled)
         assert await client.text(d, requested, 6, kv_transfer_params=kv_transfer_params) == expected_text(
             prefilled, 6
@@ -94,7 +94,7 @@ class TestKvTransfer:
         assert await client.text(d, prompt, 6, kv_transfer_params=mixed) == expected_text(other, 6)
         await client.inject_fault(p, "expire_leases")
 
-    async def test_blocks_that_do_not_exist_are_computed_again(
+    async def test_a_prompt_whose_blocks_do_not_exist_is_recomputed(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         p, d = pair
@@ -121,20 +121,20 @@ class TestKvTransfer:
         )
         kv_transfer_params = await client.prefill(p, unlucky)
         await client.inject_fault(p, "expire_leases")
-        await fill_cache(client, p, "someone else's")
+        await fill_cache(client, p, "other prompts")
         text = await client.text(d, unlucky, 6, kv_transfer_params=kv_transfer_params)
         assert text != expected_text(unlucky, 6)
         assert await client.metric(p, "vllm:nixl_num_kv_expired_reqs_total") == expired + 2
         assert await client.metric(p, "vllm:nixl_num_notifications_after_expiry_total") == late + 2
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == failed
 
-    async def test_a_lease_runs_out_by_itself(self, client: Client, start: Start) -> None:
+    async def test_a_lease_expires_without_any_request(self, client: Client, start: Start) -> None:
         p = start("--lease-s", "0.2")
         await client.prefill(p, prompt_of("left behind"))
         await client.wait_until_idle(p)
         assert await client.metric(p, "vllm:nixl_num_kv_expired_reqs_total") == 1
 
-    async def test_roles_swap_without_any_call_to_the_engines(
+    async def test_roles_swap_without_any_request_to_the_engines(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         a, b = pair
@@ -154,7 +154,7 @@ class TestKvTransfer:
         assert await client.text(d, cold, 6, kv_transfer_params=kv_transfer_params) == expected_text(cold, 6)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
-    async def test_an_unknown_peer_that_does_not_answer_costs_five_seconds_and_holds_up_first_contacts_only(
+    async def test_an_unreachable_new_peer_costs_five_seconds_and_delays_only_other_first_contacts(
         self, client: Client, start: Start
     ) -> None:
         dead, warm, new, d = start(), start(), start(), start()
@@ -165,28 +165,28 @@ class TestKvTransfer:
             name: await client.prefill(prefill_instances[name], prompts[name]) for name in names
         }
         dead.kill()
-        began_s = time.monotonic()
+        start_s = time.monotonic()
 
         async def measure_s(name: str) -> float:
             kv_transfer_params = kv_transfer_params_by_name[name]
             del kv_transfer_params["remote_prefill_cached_tokens"]
-            answer = await client.complete(d, prompts[name], 4, kv_transfer_params=kv_transfer_params)
-            assert answer["choices"][0]["text"] == expected_text(prompts[name], 4)
-            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            response = await client.complete(d, prompts[name], 4, kv_transfer_params=kv_transfer_params)
+            assert response["choices"][0]["text"] == expected_text(prompts[name], 4)
+            cached = response["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert cached == (0 if name == "dead" else 100)
-            return time.monotonic() - began_s
+            return time.monotonic() - start_s
 
         await measure_s("warm up")
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         dead_s, new_s, warm_s = await asyncio.gather(measure_s("dead"), measure_s("new"), measure_s("warm"))
         assert warm_s < 4.9 < min(dead_s, new_s)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
-    async def test_parameters_of_an_engine_that_was_restarted_are_computed_again(
+    async def test_prompts_of_a_restarted_prefill_instance_are_recomputed(
         self, client: Client, start: Start
     ) -> None:
         first, d = start(), start()
-        warm, stale = prompt_of("before the restart"), prompt_of("handed over before")
+        warm, stale = prompt_of("before the restart"), prompt_of("prefilled before")
         await client.text(d, warm, 2, kv_transfer_params=await client.prefill(first, warm))
         kv_transfer_params = await client.prefill(first, stale)
         first.kill()

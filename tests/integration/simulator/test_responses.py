@@ -1,4 +1,4 @@
-"""What an engine server answers, to good requests, bad ones and bad command lines."""
+"""Responses of an engine server to valid and invalid requests, and to invalid command lines."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class TestResponses:
         assert json.loads(usage)["usage"]["completion_tokens"] == 5
         assert done == "[DONE]"
 
-    async def test_a_chat_stream_opens_with_the_role_and_carries_the_callers_id(
+    async def test_a_chat_stream_opens_with_the_role_and_has_the_id_of_the_client(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         messages = [{"role": "user", "content": "hello"}]
@@ -73,13 +73,13 @@ class TestResponses:
         messages = [{"role": "user", "content": "hello"}]
         body = {"messages": messages, "max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
         headers = {"X-Request-Id": "trace-2"}
-        status, answer = await client.post(pair[0], "/v1/chat/completions", body, headers=headers)
+        status, response = await client.post(pair[0], "/v1/chat/completions", body, headers=headers)
         content = output_text(prompt_digest(render_chat(messages)), 1)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "tool_calls": []}
-        assert (status, answer["id"], answer["object"]) == (200, "chatcmpl-trace-2", "chat.completion")
-        assert answer["choices"] == [{"index": 0, "message": message} | _LAST_CHOICE]
+        assert (status, response["id"], response["object"]) == (200, "chatcmpl-trace-2", "chat.completion")
+        assert response["choices"] == [{"index": 0, "message": message} | _LAST_CHOICE]
         assert re.fullmatch(
-            r"chatcmpl-trace-2-[0-9a-f]{8}", answer["kv_transfer_params"]["remote_request_id"]
+            r"chatcmpl-trace-2-[0-9a-f]{8}", response["kv_transfer_params"]["remote_request_id"]
         )
         await client.inject_fault(pair[0], "expire_leases")
 
@@ -94,17 +94,17 @@ class TestResponses:
     async def test_version_load_and_models_respond_as_vllm(
         self, client: Client, pair: tuple[Server, Server], path: str, expected: dict[str, Any]
     ) -> None:
-        answer = await client.get(pair[0], path)
-        for card in answer.get("data", []):
+        response = await client.get(pair[0], path)
+        for card in response.get("data", []):
             card.pop("created")
-        assert answer == expected
+        assert response == expected
 
     async def test_tokens_can_be_counted_before_they_are_sent(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
-        status, answer = await client.post(pair[0], "/tokenize", {"model": MODEL, "prompt": "abcdef"})
-        assert (status, answer["count"], len(answer["tokens"])) == (200, 2, 2)
-        assert answer["max_model_len"] == BLOCK_TOKENS * BLOCKS
+        status, response = await client.post(pair[0], "/tokenize", {"model": MODEL, "prompt": "abcdef"})
+        assert (status, response["count"], len(response["tokens"])) == (200, 2, 2)
+        assert response["max_model_len"] == BLOCK_TOKENS * BLOCKS
 
     async def test_a_prompt_seen_before_is_cached_up_to_its_last_block(
         self, client: Client, pair: tuple[Server, Server]
@@ -114,7 +114,8 @@ class TestResponses:
         second = await client.complete(pair[0], prompt, 1)
         salted = await client.complete(pair[0], prompt, 1, cache_salt="fresh")
         assert [
-            answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second, salted)
+            response["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for response in (first, second, salted)
         ] == [0, 96, 0]
 
     @pytest.mark.parametrize(
@@ -126,27 +127,29 @@ class TestResponses:
             pytest.param(
                 {"prompt": "x" * 4 * BLOCK_TOKENS * BLOCKS}, 400, id="a prompt longer than the model takes"
             ),
-            pytest.param({"prompt": "x", "max_tokens": 0}, 400, id="no tokens wanted"),
+            pytest.param({"prompt": "x", "max_tokens": 0}, 400, id="max_tokens of 0"),
             pytest.param({"prompt": "x", "max_tokens": 10_000}, 400, id="more tokens than fit"),
-            pytest.param({"prompt": "x", "max_tokens": "many"}, 400, id="tokens that are no number"),
+            pytest.param({"prompt": "x", "max_tokens": "many"}, 400, id="max_tokens that is not a number"),
             pytest.param({"prompt": "x", "n": 2}, 400, id="two choices"),
-            pytest.param({"prompt": "x", "kv_transfer_params": [1]}, 400, id="parameters that are no object"),
+            pytest.param(
+                {"prompt": "x", "kv_transfer_params": [1]}, 400, id="parameters that are not an object"
+            ),
             pytest.param({"prompt": "x", "stream_options": {}}, 400, id="stream options without a stream"),
         ],
     )
-    async def test_a_bad_request_is_refused_with_an_error_object(
+    async def test_an_invalid_request_is_refused_with_an_error_object(
         self, client: Client, pair: tuple[Server, Server], body: dict[str, Any], status: int
     ) -> None:
-        got, answer = await client.post(pair[0], "/v1/completions", {"model": MODEL, **body})
-        assert (got, answer["error"]["code"]) == (status, status)
-        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        got, response = await client.post(pair[0], "/v1/completions", {"model": MODEL, **body})
+        assert (got, response["error"]["code"]) == (status, status)
+        assert set(response["error"]) == {"message", "type", "param", "code"}
 
     @pytest.mark.parametrize("params", [{}, {"unknown": 1}, {"do_remote_prefill": False}, None])
     async def test_harmless_parameters_mean_a_plain_request(
         self, client: Client, pair: tuple[Server, Server], params: dict[str, Any] | None
     ) -> None:
-        answer = await client.complete(pair[0], "plain", 2, kv_transfer_params=params)
-        assert (answer["choices"][0]["text"], answer["kv_transfer_params"]) == (
+        response = await client.complete(pair[0], "plain", 2, kv_transfer_params=params)
+        assert (response["choices"][0]["text"], response["kv_transfer_params"]) == (
             expected_text("plain", 2),
             None,
         )
@@ -162,7 +165,7 @@ class TestBadStart:
             pytest.param(["--profile", "none"], "profile (none) is not one of", id="profile"),
         ],
     )
-    def test_bad_arguments_end_with_one_line_and_code_2(
+    def test_bad_arguments_exit_with_one_line_and_code_2(
         self, profile_file: Path, arguments: list[str], message: str
     ) -> None:
         process = launch(profile_file, *arguments)
@@ -170,7 +173,7 @@ class TestBadStart:
         assert (process.returncode, out, errors.count("\n")) == (2, "", 1)
         assert errors.startswith(f"error: {message}")
 
-    def test_a_port_in_use_ends_with_one_line_and_code_2(
+    def test_a_port_in_use_exits_with_one_line_and_code_2(
         self, profile_file: Path, pair: tuple[Server, Server]
     ) -> None:
         port = pair[0].port
@@ -184,11 +187,11 @@ class TestRoleAtStart:
     @pytest.mark.parametrize(
         ("role", "statuses"),
         [
-            pytest.param("prefill", (200, 400, 400), id="a prefill engine decodes nothing"),
-            pytest.param("decode", (400, 200, 200), id="a decode engine hands nothing over"),
+            pytest.param("prefill", (200, 400, 400), id="a prefill engine refuses to decode"),
+            pytest.param("decode", (400, 200, 200), id="a decode engine refuses prefill legs"),
         ],
     )
-    async def test_an_engine_of_one_role_refuses_the_other_s_requests(
+    async def test_an_engine_of_one_role_refuses_requests_of_the_other(
         self,
         client: Client,
         start: Start,

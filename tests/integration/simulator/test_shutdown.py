@@ -1,4 +1,4 @@
-"""How engine servers and their requests end: deaths, clients that leave, shutdown."""
+"""How engine servers and their requests end: engine death, disconnected clients, shutdown."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from tests.integration.simulator.servers import (
     expected_text,
     prompt_of,
     wait_for_exit,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 class TestDeath:
@@ -26,8 +26,8 @@ class TestDeath:
     ) -> None:
         server = start()
         body = {"model": MODEL, "prompt": "x" * 400, "kv_transfer_params": {"do_remote_prefill": True}}
-        status, answer = await client.post(server, "/v1/completions", body)
-        assert (status, answer["error"]["type"]) == (500, "InternalServerError")
+        status, response = await client.post(server, "/v1/completions", body)
+        assert (status, response["error"]["type"]) == (500, "InternalServerError")
         assert await client.health(server) == 503
         assert await wait_for_exit(server) == 0
 
@@ -49,10 +49,10 @@ class TestDeath:
         del kv_transfer_params["remote_request_id"]
         hanging = asyncio.ensure_future(client.text(d, prompt, 4, kv_transfer_params=kv_transfer_params))
 
-        async def waits() -> bool:
+        async def is_waiting() -> bool:
             return bool((await client.stats(d))["waiting"] == 1)
 
-        await wait_until(waits)
+        await wait_until(is_waiting)
         assert await client.text(d, "another request", 2) == expected_text("another request", 2)
         assert not hanging.done()
         hanging.cancel()
@@ -88,22 +88,22 @@ class TestDeath:
         )
         child = int(parent.stdout.split()[0])
 
-        async def gone() -> bool:
+        async def has_ended() -> bool:
             try:
                 return " Z " in Path(f"/proc/{child}/stat").read_text()
             except OSError:
                 return True
 
-        await wait_until(gone)
+        await wait_until(has_ended)
 
 
-class TestClientGone:
+class TestClientDisconnects:
     async def test_a_stream_whose_client_left_frees_its_blocks(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
         aborted = await client.metric(server, "vllm:request_success_total", 'finished_reason="abort"')
-        body = {"prompt": "a very long answer", "max_tokens": 900}
+        body = {"prompt": "a very long output", "max_tokens": 900}
         stream = asyncio.ensure_future(client.stream(server, "/v1/completions", body))
 
         await wait_until(lambda: client.has_one_running(server))
@@ -122,11 +122,11 @@ class TestClientGone:
         pulling = asyncio.ensure_future(client.text(d, prompt, 500, kv_transfer_params=kv_transfer_params))
         await client.inject_fault(d, "none")
 
-        async def begun() -> bool:
+        async def has_begun() -> bool:
             stats = await client.stats(d)
             return bool(stats["running"] or stats["waiting"])
 
-        await wait_until(begun)
+        await wait_until(has_begun)
         pulling.cancel()
         await client.wait_until_idle(d)
         await client.wait_until_idle(p)
@@ -134,7 +134,7 @@ class TestClientGone:
 
 
 class TestShutdown:
-    async def test_draining_finishes_what_runs_and_answers_new_requests_with_abort(
+    async def test_draining_finishes_running_requests_and_aborts_new_ones(
         self, client: Client, start: Start
     ) -> None:
         server = start("--shutdown-timeout", "10")
@@ -143,11 +143,11 @@ class TestShutdown:
         await wait_until(lambda: client.has_one_running(server))
         server.process.send_signal(signal.SIGTERM)
 
-        async def refuses() -> bool:
-            answer = await client.complete(server, "refused", 4)
-            return bool(answer["choices"][0]["finish_reason"] == "abort")
+        async def refuses_requests() -> bool:
+            response = await client.complete(server, "refused", 4)
+            return bool(response["choices"][0]["finish_reason"] == "abort")
 
-        await wait_until(refuses)
+        await wait_until(refuses_requests)
         refused = await client.complete(server, "refused", 4, kv_transfer_params=PREFILL_ONLY)
         assert refused["choices"][0]["text"] == ""
         assert refused["kv_transfer_params"] is None
@@ -166,19 +166,19 @@ class TestShutdown:
         assert await wait_for_exit(p) == 0
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 0
 
-    async def test_without_a_timeout_what_runs_is_aborted_and_the_process_ends_soon(
+    async def test_without_a_timeout_running_requests_are_aborted_and_the_process_exits(
         self, client: Client, start: Start
     ) -> None:
         server = start()
         long = asyncio.ensure_future(client.complete(server, "cut short", 900))
 
-        async def under_way() -> bool:
+        async def is_running() -> bool:
             return await client.metric(server, "vllm:generation_tokens_total") > 5
 
-        await wait_until(under_way)
+        await wait_until(is_running)
         server.process.send_signal(signal.SIGTERM)
-        answer = await long
-        choice = answer["choices"][0]
+        response = await long
+        choice = response["choices"][0]
         assert choice["finish_reason"] == "abort"
         assert expected_text("cut short", 900).startswith(choice["text"])
         assert await wait_for_exit(server) == 0
@@ -191,10 +191,10 @@ class TestShutdown:
         body = {"model": MODEL, "prompt": prompt, "kv_transfer_params": kv_transfer_params}
         hanging = asyncio.ensure_future(client.post(d, "/v1/completions", body))
 
-        async def waits() -> bool:
+        async def is_waiting() -> bool:
             return bool((await client.stats(d))["waiting"] == 1)
 
-        await wait_until(waits)
+        await wait_until(is_waiting)
         d.process.send_signal(signal.SIGTERM)
         assert (await hanging)[0] == 500
         assert await wait_for_exit(d) == 0
@@ -203,7 +203,7 @@ class TestShutdown:
         self, client: Client, start: Start
     ) -> None:
         server = start("--shutdown-timeout", "0.2")
-        long = asyncio.ensure_future(client.complete(server, "never answered", 1000))
+        long = asyncio.ensure_future(client.complete(server, "never finished", 1000))
 
         await wait_until(lambda: client.has_one_running(server))
         server.process.send_signal(signal.SIGTERM)

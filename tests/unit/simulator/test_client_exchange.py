@@ -1,4 +1,4 @@
-"""Every request ends exactly once, as ok, failed, broken or wrong."""
+"""Every request has exactly one outcome: ok, failed, broken or wrong."""
 
 import json
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ OTHER_PROMPT = prompt_digest(b"another prompt")
 
 @dataclass
 class ScriptedResponse:
-    """Feeds one exchange, a byte string a second, and keeps what it ended as."""
+    """Feeds a scripted response to one exchange, one piece per second, and collects the outcomes."""
 
     pieces: Sequence[bytes]
     status: int = 200
@@ -175,7 +175,7 @@ def test_a_response_may_arrive_in_pieces_of_any_size(size: int) -> None:
             OutcomeKind.FAILED,
             "an event that is not JSON",
             False,
-            id="an event that is no JSON",
+            id="an event that is not JSON",
         ),
     ],
 )
@@ -193,12 +193,12 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces, max_size=6), st.sampled_from([200, 500]), st.booleans())
-def test_whatever_comes_a_request_ends_once(script: list[bytes], status: int, complete: bool) -> None:
+def test_every_response_gives_exactly_one_outcome(script: list[bytes], status: int, complete: bool) -> None:
     assert len(ScriptedResponse(script, status=status, complete=complete).outcomes()) == 1
 
 
 @given(st.integers(1, 400), st.booleans(), st.integers(0, 9), st.integers(0, 9999))
-def test_a_prompt_has_exactly_the_tokens_asked_for(tokens: int, chat: bool, seed: int, index: int) -> None:
+def test_a_prompt_has_exactly_the_requested_tokens(tokens: int, chat: bool, seed: int, index: int) -> None:
     request = prepare_request(WorkloadRequest(0.0, tokens, 1), model="m", seed=seed, index=index, chat=chat)
     body = json.loads(request.body)
     prompt = render_chat(body["messages"]) if "messages" in body else body["prompt"].encode()

@@ -15,7 +15,9 @@ Responder = Callable[[dict[str, object], asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def run_service(respond: Responder) -> AsyncIterator[int]:
-    """A service that reads requests on kept-alive connections and lets `respond` write; gives its port."""
+    """Run a service that reads requests on kept-alive connections and responds with `respond`; yields its
+    port.
+    """
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -59,7 +61,7 @@ def events_of(body: dict[str, object]) -> list[bytes]:
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-async def respond_right(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
+async def respond_correctly(body: dict[str, object], writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD)
     for event in events_of(body):
         writer.write(chunk(event))
@@ -87,7 +89,7 @@ def simultaneous_requests(count: int) -> list[WorkloadRequest]:
 
 
 async def test_correct_responses_are_ok_and_connections_are_reused() -> None:
-    async with run_service(respond_right) as port:
+    async with run_service(respond_correctly) as port:
         load = make_generator(port)
         for _ in range(3):
             await load.send(simultaneous_requests(5))
@@ -98,7 +100,7 @@ async def test_correct_responses_are_ok_and_connections_are_reused() -> None:
 
 
 async def test_requests_beyond_the_connection_limit_wait_and_are_counted() -> None:
-    async with run_service(respond_right) as port:
+    async with run_service(respond_correctly) as port:
         load = make_generator(port, max_connections=2)
         await load.send(simultaneous_requests(6))
         await load.finish(timeout_s=20.0)
@@ -106,7 +108,7 @@ async def test_requests_beyond_the_connection_limit_wait_and_are_counted() -> No
     assert (report.offered, report.ok, report.connection_waits) == (6, 6, 4)
 
 
-async def test_what_is_unfinished_at_the_end_is_accounted_for() -> None:
+async def test_requests_unfinished_at_the_end_count_as_failed() -> None:
     async with run_service(never_respond) as port:
         load = make_generator(port, max_connections=2)
         await load.send(simultaneous_requests(3))
@@ -126,7 +128,7 @@ async def test_a_stream_cut_without_an_error_event_is_broken_silently() -> None:
 
 
 async def test_an_unreachable_service_fails_every_request() -> None:
-    async with run_service(respond_right) as port:
+    async with run_service(respond_correctly) as port:
         pass
     load = make_generator(port, max_connections=1)
     await load.send(simultaneous_requests(3))

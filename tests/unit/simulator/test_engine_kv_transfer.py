@@ -1,4 +1,4 @@
-"""The hand-off between two engine models: what is right, what comes too late, what kills.
+"""KV transfers between two engine models: correct ones, late ones, and those that kill an engine.
 
 Both engines have blocks of four tokens; a lease is 30 s.
 """
@@ -59,7 +59,7 @@ def step(engine: Engine, now_s: float) -> list[Event]:
 
 
 def export_prompt(p: Engine, name: str, prompt: bytes, now_s: float = 0.0) -> ExportedKv:
-    """What P hands over after computing this prompt."""
+    """Compute this prompt on P; returns the export."""
     p.submit(request(name, prompt, kv_transfer=KvExportRequest(), arrival_s=now_s))
     end = step(p, now_s)[-1]
     assert isinstance(end, Finished)
@@ -74,7 +74,7 @@ def import_from(export: ExportedKv, p: Engine) -> KvImportRequest:
 def start_fetch(
     d: Engine, kv_transfer: KvImportRequest, *, prompt: bytes = PROMPT, now_s: float = 0.0
 ) -> KvFetch:
-    """The fetch that D starts for a request with this hand-off."""
+    """Submit a request with this KV transfer to D; returns the fetch that D starts."""
     d.submit(request("r-d", prompt, kv_transfer=kv_transfer, max_tokens=2, arrival_s=now_s))
     assert d.start_step(now_s) is None
     (fetch,) = d.take_kv_fetches()
@@ -82,7 +82,7 @@ def start_fetch(
 
 
 def run_to_end(d: Engine, now_s: float = 1.0) -> tuple[list[bytes], Finished]:
-    """Run D's only request to its end: the digest behind each of its tokens, and the end."""
+    """Run D's only request to its end; returns the digest of each token, and the end."""
     events: list[Event] = []
     while more := step(d, now_s):
         events += more
@@ -157,7 +157,7 @@ def test_a_fetch_holds_blocks_and_shows_its_stages() -> None:
     )
 
 
-def test_a_failed_fetch_is_computed_here() -> None:
+def test_after_a_failed_fetch_decode_computes_the_prompt() -> None:
     d = engine("d")
     start_fetch(d, KvImportRequest(engine_id="gone", request_id="r-p", block_ids=(0, 1, 2)))
     d.fail_kv_fetch("r-d", 5.0)
@@ -180,10 +180,10 @@ def test_an_aborted_fetch_frees_its_blocks_and_its_late_result_is_ignored() -> N
     ("heartbeats_s", "pulled_s", "in_time"),
     [
         pytest.param([], 29.9, True, id="in time"),
-        pytest.param([], 30.0, False, id="at its end the lease is over"),
-        pytest.param([25.0], 44.9, True, id="a heartbeat gives two thirds of a lease from then on"),
-        pytest.param([25.0], 45.0, False, id="an extended lease ends too"),
-        pytest.param([31.0], 32.0, False, id="a heartbeat after the end saves nothing"),
+        pytest.param([], 30.0, False, id="the lease expires at its end"),
+        pytest.param([25.0], 44.9, True, id="a heartbeat extends the lease to two thirds from then on"),
+        pytest.param([25.0], 45.0, False, id="an extended lease expires too"),
+        pytest.param([31.0], 32.0, False, id="a heartbeat after the end has no effect"),
     ],
 )
 def test_pinned_blocks_are_freed_by_the_pull_or_by_the_lease(
@@ -230,7 +230,7 @@ def test_an_expired_block_holds_its_prompt_until_it_is_reused() -> None:
 
 
 @pytest.mark.parametrize("reused", [1, 2, 3])
-def test_one_reused_block_is_enough_for_wrong_text(reused: int) -> None:
+def test_one_reused_block_makes_the_text_wrong(reused: int) -> None:
     p = engine("p", blocks=3)
     export = export_prompt(p, "r-p", PROMPT)
     p.expire_leases(30.0)
@@ -240,14 +240,14 @@ def test_one_reused_block_is_enough_for_wrong_text(reused: int) -> None:
     assert pulled_digest(read, own_digest=prompt_digest(PROMPT)) != prompt_digest(PROMPT)
 
 
-def test_a_prefix_that_another_prompt_wrote_is_right() -> None:
+def test_a_prefix_written_by_another_prompt_reads_as_the_own_prompt() -> None:
     p = engine("p")
     export_prompt(p, "first", PROMPT_WITH_SAME_START)
     export = export_prompt(p, "r-p", PROMPT)
     assert p.read_blocks(export.block_ids) == (prompt_digest(PROMPT),) * 3
 
 
-def test_the_same_prompt_in_another_place_is_wrong() -> None:
+def test_the_same_prompt_in_another_block_order_reads_as_wrong_text() -> None:
     p = engine("p", blocks=3)
     export = export_prompt(p, "r-p", PROMPT)
     p.expire_leases(30.0)
@@ -327,7 +327,7 @@ def test_a_block_that_does_not_exist_cannot_be_read(block: int) -> None:
         engine("p").read_blocks((0, block))
 
 
-def test_reading_nothing_gives_nothing() -> None:
+def test_reading_no_blocks_returns_no_digests() -> None:
     assert engine("p").read_blocks(()) == ()
 
 
@@ -341,9 +341,12 @@ def test_heartbeats_are_due_six_times_per_lease() -> None:
         pytest.param((b"a" * 40, b""), (b"a" * 40, b""), 2, id="equal prompts share all full blocks"),
         pytest.param((b"a" * 40, b""), (b"a" * 16 + b"b" * 24, b""), 1, id="a common start is shared"),
         pytest.param(
-            (b"a" * 40, b""), (b"b" * 16 + b"a" * 24, b""), 0, id="equal blocks after a difference are not"
+            (b"a" * 40, b""),
+            (b"b" * 16 + b"a" * 24, b""),
+            0,
+            id="equal blocks after a difference are not shared",
         ),
-        pytest.param((b"a" * 40, b"x"), (b"a" * 40, b"y"), 0, id="salts keep tenants apart"),
+        pytest.param((b"a" * 40, b"x"), (b"a" * 40, b"y"), 0, id="different salts share nothing"),
         pytest.param((b"a" * 15, b""), (b"a" * 15, b""), 0, id="less than a block has no hash"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Queues at both ends of a link, and first contacts."""
+"""Queues at both ends of a link, and handshakes."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_transfers_queue_at_either_end() -> None:
         pytest.param(
             [("p", True, 0.0), ("p", True, 1.0)],
             [HandshakeResult(end_s=0.25, ok=True), HandshakeResult(end_s=1.0, ok=True)],
-            id="a pair shakes hands once",
+            id="one handshake per pair",
         ),
         pytest.param(
             [("p", True, 0.0), ("p", True, 0.125)],
@@ -53,7 +53,7 @@ def test_transfers_queue_at_either_end() -> None:
                 HandshakeResult(end_s=5.25, ok=True),
                 HandshakeResult(end_s=10.25, ok=False),
             ],
-            id="an unreachable peer holds up the next first contact for its time-out",
+            id="an unreachable peer delays the next handshake for its timeout",
         ),
         pytest.param(
             [("p", True, 0.0), ("dead", False, 1.0), ("p", True, 2.0)],
@@ -62,11 +62,11 @@ def test_transfers_queue_at_either_end() -> None:
                 HandshakeResult(end_s=6.0, ok=False),
                 HandshakeResult(end_s=2.0, ok=True),
             ],
-            id="a known peer is not held up",
+            id="a pull from a known peer is not delayed",
         ),
     ],
 )
-def test_first_contacts_are_serial(
+def test_handshakes_run_one_after_another(
     contacts: list[tuple[str, bool, float]], expected: list[HandshakeResult]
 ) -> None:
     handshakes = HandshakeQueue(0.25)
@@ -75,7 +75,7 @@ def test_first_contacts_are_serial(
     ] == expected
 
 
-def test_a_forgotten_peer_shakes_hands_again() -> None:
+def test_a_forgotten_peer_needs_a_new_handshake() -> None:
     handshakes = HandshakeQueue(0.25)
     handshakes.reserve_handshake("p", reachable=True, now_s=0.0)
     known = handshakes.is_known("p")

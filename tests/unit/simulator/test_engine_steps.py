@@ -1,4 +1,4 @@
-"""Scheduling, step by step: what runs, how long it takes, what comes out.
+"""Scheduling step by step: what runs, how long it takes, what it emits.
 
 Coefficients are powers of two, so durations are exact: t0 1/2, b 1/8, d1 1/16, d2 1/32 s.
 """
@@ -40,7 +40,7 @@ def request(name: str, prompt: int, output: int = 1, **fields: Any) -> EngineReq
 
 
 def sizes_of(step: Step) -> tuple[int, int]:
-    """Prompt tokens and decodes of a step."""
+    """Return the prompt tokens and the decodes of a step."""
     return step.prefill_tokens, step.decodes
 
 
@@ -56,7 +56,7 @@ def describe(event: object) -> str:
 
 
 def steps_of(engine: Engine, now_s: float = 0.0) -> Iterator[tuple[tuple[int, int], list[str]]]:
-    """Run until nothing is left: each step's shape and what it gave."""
+    """Run until nothing is left; yields the sizes and the events of each step."""
     while (step := engine.start_step(now_s)) is not None:
         now_s += step.duration_s
         yield sizes_of(step), [describe(event) for event in engine.finish_step(now_s)]
@@ -123,7 +123,7 @@ def test_one_request_goes_from_prompt_to_last_token() -> None:
             [request("a", 5, 3), request("b", 9)],
             {},
             [((8, 0), ["a0"]), ((6, 1), ["a1", "b0", "b length"]), ((0, 1), ["a2", "a length"])],
-            id="what a prompt leaves of the budget goes to the next, and decodes come first",
+            id="decodes come first, and the next prompt gets the rest of the budget",
         ),
         pytest.param(
             [request("a", 2, 2), request("b", 2, 2), request("c", 2)],
@@ -157,7 +157,7 @@ def test_one_request_goes_from_prompt_to_last_token() -> None:
                 ((8, 0), []),
                 ((3, 0), ["big0", "small0", "big length", "small length"]),
             ],
-            id="a head of the queue that does not fit holds back the smaller one behind it",
+            id="a head of the queue that does not fit blocks smaller requests behind it",
         ),
         pytest.param(
             [request("a", 4, 4), request("b", 4, 3)],
@@ -170,7 +170,7 @@ def test_one_request_goes_from_prompt_to_last_token() -> None:
                 ((5, 0), ["b1"]),
                 ((0, 1), ["b2", "b length"]),
             ],
-            id="the last in order is evicted, computes again, and goes on where it stopped",
+            id="the last in order is preempted, computed again, and continues where it stopped",
         ),
         pytest.param(
             [request("a", 4, 9, stop_after=2), request("b", 3, 2, stop_after=5)],
@@ -188,7 +188,7 @@ def test_steps_are_scheduled_as_in_vllm(
     assert trace(*requests, **changes) == expected
 
 
-def test_an_eviction_follows_priority_and_not_the_running_order() -> None:
+def test_a_preemption_follows_priority_and_not_the_running_order() -> None:
     it = engine(kv_capacity_tokens=12)
     it.submit(request("unimportant", 4, 4, priority=1))
     assert [next(iter(steps_of(it)))] == [((4, 0), ["unimportant0"])]
@@ -211,7 +211,7 @@ def test_a_prompt_in_a_mixed_step_is_slowed_by_the_factor() -> None:
     )
 
 
-def test_jitter_is_a_factor_on_each_step() -> None:
+def test_jitter_multiplies_the_duration_of_each_step() -> None:
     factors = iter([1.5, 0.5])
     it = Engine(profile(), engine_id="engine-1", step_jitter=lambda: next(factors))
     it.submit(request("a", 4, 2))
@@ -254,7 +254,7 @@ def test_a_prefix_shared_by_two_running_requests_is_held_once() -> None:
     assert it.gauges.kv_usage == (3 + 1) / 16
 
 
-def test_the_prefix_unused_for_longest_is_overwritten_first_and_from_its_tail() -> None:
+def test_the_least_recently_used_prefix_is_overwritten_first_from_its_tail() -> None:
     it = engine(kv_capacity_tokens=32)
     for name in ("a", "b"):
         it.submit(request(name, 16, block_hashes=hashes(*(f"{name}{i}" for i in range(4)))))
@@ -275,7 +275,7 @@ def run_to_end(engine: Engine, now_s: float = 0.0) -> list[object]:
     return events
 
 
-def test_abort_frees_what_a_request_holds_wherever_it_is() -> None:
+def test_abort_frees_the_blocks_of_a_request_in_any_state() -> None:
     it = engine(max_seqs=2)
     for name, prompt in (("decoding", 4), ("prefilling", 20), ("waiting", 4)):
         it.submit(request(name, prompt, 9))
@@ -303,7 +303,7 @@ def test_abort_frees_what_a_request_holds_wherever_it_is() -> None:
     )
 
 
-def test_latencies_are_sampled_from_arrival_on() -> None:
+def test_latency_samples_count_from_arrival() -> None:
     it = engine()
     it.submit(request("a", 4, 3))
     for now_s in (1.0, 2.0, 4.0):
@@ -341,7 +341,7 @@ def test_a_step_must_finish_before_the_next_starts() -> None:
         it.start_step(0.5)
 
 
-def test_the_chunks_of_a_prompt_attend_to_what_was_done_before_them() -> None:
+def test_each_chunk_of_a_prompt_attends_to_the_chunks_before_it() -> None:
     it = engine(c=0.25)
     it.submit(request("a", 20))
     durations_s = []
@@ -362,7 +362,7 @@ def test_a_block_is_shared_only_once_it_is_full() -> None:
     assert [e.cached_tokens for e in run_to_end(it) if isinstance(e, Finished)] == [4]
 
 
-def test_cached_blocks_that_nobody_holds_are_not_counted_as_free_twice() -> None:
+def test_cached_blocks_without_references_are_not_counted_as_free_twice() -> None:
     it = engine(kv_capacity_tokens=16)
     it.submit(request("cached", 8, block_hashes=hashes("h0", "h1")))
     run_to_end(it)
@@ -388,7 +388,7 @@ def test_no_request_is_admitted_in_a_step_with_a_preemption() -> None:
     ]
 
 
-def test_a_prompt_computed_again_is_counted_as_it_was_at_first() -> None:
+def test_a_prompt_computed_again_is_counted_once() -> None:
     it = engine(kv_capacity_tokens=12)
     it.submit(request("a", 4, 4))
     it.submit(request("b", 4, 3, block_hashes=hashes("h0")))

@@ -1,4 +1,4 @@
-"""`/metrics` of the engine server: what a real vLLM pair answers, name by name, and what moves."""
+"""`/metrics` of the engine server: equal to vLLM's by name, and the values that requests change."""
 
 import json
 import re
@@ -24,7 +24,7 @@ OWN_METRICS = {"fulcrum_engine_step_lateness_seconds", "fulcrum_engine_step_late
 
 
 def parse_structure(text: str) -> dict[str, dict[str, Any]]:
-    """Names, types, help texts, label names, series and bucket edges, in order; no values."""
+    """Parse names, types, help texts, label names, series and bucket edges, in order; no values."""
     families: dict[str, dict[str, Any]] = {}
     current: dict[str, Any] = {}
     for line in text.splitlines():
@@ -59,7 +59,7 @@ def _add_sample(family: dict[str, Any], line: str) -> None:
 
 
 def read_values(text: str, name: str) -> dict[str, float]:
-    """The samples of a family by their labels, `engine` and `model_name` left out."""
+    """Return the samples of a family by their labels, without `engine` and `model_name`."""
     found = re.findall(rf"^{re.escape(name)}{{(.*)}} (\S+)$", text, re.MULTILINE)
     values = {}
     for labels, value in found:
@@ -69,7 +69,7 @@ def read_values(text: str, name: str) -> dict[str, float]:
 
 
 def new_metrics() -> EngineMetrics:
-    """Metrics of an engine like the one whose answer is the golden file."""
+    """Build the metrics of an engine like the one that the golden file was recorded from."""
     return EngineMetrics(model="tiny", cache=CACHE, created_s=1.795e9)
 
 
@@ -171,7 +171,7 @@ def test_a_quantile_is_the_upper_edge_of_its_bucket(share: float, edge: float) -
     assert histogram.quantile(share) == edge
 
 
-def test_the_quantile_of_nothing_is_zero() -> None:
+def test_a_quantile_without_observations_is_zero() -> None:
     assert HistogramFamily("h", "Help.", {}, buckets=(1,), created_s=0).quantile(0.99) == 0
 
 

@@ -1,4 +1,4 @@
-"""What the engine server reads: bodies, hand-off parameters and faults."""
+"""Parsing of request bodies, KV transfer parameters and faults by the engine server."""
 
 import contextlib
 from typing import Any
@@ -57,7 +57,7 @@ COMPLETE_PARAMS = {
 
 
 def parse(body: dict[str, Any], *, chat: bool = False) -> GenerateRequest:
-    """The request that an engine of 100 tokens reads in this body."""
+    """Parse this body for an engine of 100 tokens."""
     return parse_generate_request(body, chat=chat, model="m", max_model_tokens=100)
 
 
@@ -117,7 +117,7 @@ def test_token_ids_count_as_many_tokens_as_there_are(prompt: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b"\xff"])
-def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestRejected) as refusal:
         parse_body(raw)
     assert refusal.value.status == 400
@@ -173,7 +173,7 @@ def test_any_kv_transfer_parameters_can_be_parsed(params: dict[str, Any]) -> Non
             KvImportRequest(
                 engine_id="e", request_id="cmpl-x-0-12345678", block_ids=(3, 4), host="10.0.0.1", port=0
             ),
-            id="no port: never answers",
+            id="no port: unreachable",
         ),
     ],
 )

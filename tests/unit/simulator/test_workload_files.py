@@ -1,4 +1,4 @@
-"""The recorded workloads themselves, where they are at hand: FULCRUM_TRACES names their folder."""
+"""The recorded workloads themselves. Skipped unless FULCRUM_TRACES names their folder."""
 
 import os
 from pathlib import Path

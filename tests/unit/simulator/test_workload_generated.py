@@ -1,4 +1,4 @@
-"""Generated workloads: the same seed draws the same requests, and the published figures come out."""
+"""Generated workloads: the same seed draws the same requests, and the lengths match the published figures."""
 
 import random
 from itertools import pairwise
@@ -55,7 +55,7 @@ def test_a_steady_load_has_the_rate_and_the_gaps_of_a_poisson_process() -> None:
     assert 0.95 < stdev(gaps) / mean(gaps) < 1.05
 
 
-def test_code_lengths_come_out_as_published() -> None:
+def test_code_lengths_match_the_published_figures() -> None:
     rng = random.Random(5)
     inputs = [CODE.input.draw(rng) for _ in range(20_000)]
     outputs = [CODE.output.draw(rng) for _ in range(20_000)]

@@ -1,4 +1,4 @@
-"""Recorded workloads are taken whole or refused whole, with the row and the column named."""
+"""Recorded workloads are accepted or rejected as a whole; a rejection names the row and the column."""
 
 import gzip
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
             "row 1 arrival_s",
             "inf",
             "must be a finite number of seconds",
-            id="endless time",
+            id="infinite time",
         ),
         pytest.param((HEADER, "-1,1,1"), "row 1 arrival_s", "-1", "must not be negative", id="negative time"),
         pytest.param(
@@ -99,32 +99,36 @@ def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
             id="half a token",
         ),
         pytest.param(
-            (HEADER, "0,1"), "row 1 output_tokens", "empty", "must be a whole number of tokens", id="cut row"
+            (HEADER, "0,1"),
+            "row 1 output_tokens",
+            "empty",
+            "must be a whole number of tokens",
+            id="truncated row",
         ),
         pytest.param(
             (HEADER, "0,1,1", '1,1,"1'),
             "line 3",
             "unexpected end of data",
             "must be CSV",
-            id="a quote that nobody closes",
+            id="an unclosed quote",
         ),
         pytest.param(
             (HEADER, f"0,1,{'1' * 200_000}"),
             "line 2",
             "field larger than field limit (131072)",
             "must be CSV",
-            id="a value that is a file of its own",
+            id="a value longer than the CSV limit",
         ),
         pytest.param(
             (HEADER + ",prefix_hash_ids", "0,1,1,1 x"),
             "row 1 prefix_hash_ids",
             "1 x",
             "must be space-separated whole numbers",
-            id="a block id that is no number",
+            id="a block id that is not a number",
         ),
     ],
 )
-def test_a_broken_file_is_refused_by_place_value_and_rule(
+def test_an_invalid_file_is_rejected_with_place_value_and_rule(
     tmp_path: Path, lines: tuple[str, ...], place: str, value: str, rule: str
 ) -> None:
     path = write_trace(tmp_path, *lines) if lines else tmp_path / "trace.csv"
@@ -134,7 +138,7 @@ def test_a_broken_file_is_refused_by_place_value_and_rule(
     assert str(caught.value) == f"{path}{' ' if place else ''}{place} ({value}) {rule}"
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_rejected_by_name(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.csv"
     with pytest.raises(InvalidInput) as caught:
         load_trace(path)
@@ -144,7 +148,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"\x1f\x8bnot gzip at all", b"\xff\xfe\x00binary"], ids=["broken gzip", "no text"]
 )
-def test_a_file_that_is_no_csv_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_csv_is_rejected_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.csv.gz"
     path.write_bytes(content)
     with pytest.raises(InvalidInput, match="must be a readable CSV file, plain or gzip") as caught:

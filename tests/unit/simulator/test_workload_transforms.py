@@ -1,4 +1,4 @@
-"""Changes of a workload's times leave its lengths and its order alone."""
+"""Transforms of a workload's arrival times keep its lengths and its order."""
 
 from itertools import pairwise
 
