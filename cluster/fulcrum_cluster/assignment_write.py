@@ -99,29 +99,13 @@ async def update_assignment(
         if proposed is None:
             return AssignmentUpdate(before=current, after=current, checked=None)
         service, pools = configuration or await _read_configuration(store, name, namespace=namespace)
-        # Instances are read after the assignment. The operator cordons an instance before it stops it, so if
-        # one of the instances read here has begun to stop since, the assignment has changed too and the
-        # conditional write fails. Cached instances would not do: an instance that was replaced under its
-        # name can look as if it still served.
-        listed = await store.list(PDInstance, namespace=namespace)
-        instances = [instance for instance in listed.items if instance.spec.service == name]
-        checked = _check_change(
-            current.spec,
-            proposed,
-            instances,
-            build_assignment_rules(service.spec, pools, instances),
-            now_s=clock.now_s(),
+        checked = await _check_change(
+            store, current, proposed, service=service, pools=pools, now_s=clock.now_s
         )
         if not checked.verdict.allowed:
             return AssignmentUpdate(before=current, after=current, checked=checked)
         try:
-            written = await store.patch(
-                PDAssignment,
-                name,
-                {"spec": create_merge_patch(current.spec.dump(), proposed.dump())},
-                namespace=namespace,
-                resource_version=current.metadata.resource_version,
-            )
+            written = await _write_change(store, current, proposed)
         except Conflict:
             on_conflict()
             current = None
@@ -130,18 +114,40 @@ async def update_assignment(
     raise Conflict(f"other writers changed the assignment of {name} first, {attempts_max} times")
 
 
-def _check_change(
-    current: PDAssignmentSpec,
+async def _check_change(
+    store: Store,
+    current: PDAssignment,
     proposed: PDAssignmentSpec,
-    instances: Iterable[PDInstance],
-    rules: AssignmentRules,
     *,
-    now_s: float,
+    service: PDService,
+    pools: Iterable[PDPool],
+    now_s: Callable[[], float],
 ) -> CheckedChange:
-    serving = list_serving_instances(instances)
-    verdict = may_apply(current, proposed, serving, rules, now_s=now_s)
+    # Instances are read after the assignment. The operator cordons an instance before it stops it, so if one
+    # of the instances read here has begun to stop since, the assignment has changed too and the conditional
+    # write fails. Cached instances would not do: an instance that was replaced under its name can look as if
+    # it still served.
+    listed = await store.list(PDInstance, namespace=current.metadata.namespace)
+    instances = [instance for instance in listed.items if instance.spec.service == current.metadata.name]
+    rules = build_assignment_rules(service.spec, pools, instances)
+    serving, checked_at_s = list_serving_instances(instances), now_s()
     return CheckedChange(
-        current=current, proposed=proposed, serving=serving, rules=rules, now_s=now_s, verdict=verdict
+        current=current.spec,
+        proposed=proposed,
+        serving=serving,
+        rules=rules,
+        now_s=checked_at_s,
+        verdict=may_apply(current.spec, proposed, serving, rules, now_s=checked_at_s),
+    )
+
+
+async def _write_change(store: Store, current: PDAssignment, proposed: PDAssignmentSpec) -> PDAssignment:
+    return await store.patch(
+        PDAssignment,
+        current.metadata.name,
+        {"spec": create_merge_patch(current.spec.dump(), proposed.dump())},
+        namespace=current.metadata.namespace,
+        resource_version=current.metadata.resource_version,
     )
 
 
