@@ -8,6 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fulcrum_core.values import Role
 
+STATE_PORT_AUDIENCE = "fulcrum.dev/router-state"
+"""Audience of the ServiceAccount tokens with which the state port is called."""
+ROUTER_HANDOVER_TIMEOUT_S = 5
+"""Seconds that a router that shuts down serves new requests, at most, while a successor takes over."""
+
 
 class _WireModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may say more

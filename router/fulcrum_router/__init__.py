@@ -1,5 +1,6 @@
-"""The router: sends each request's prefill and decode to the right instances and relays the answer.
+"""The router: sends the prefill and the decode of each request to an instance, and forwards the response.
 
-`policy/` decides and is pure; the rest is the data path on asyncio protocols, its accounting, and the
-watches that tell it who plays which role.
+`policy/` decides and is pure. `data_path/` serves requests on asyncio protocols (`http1/`), over the
+instances of `fleet/`; `kv_transfer/` verifies KV transfers; `observe/` watches objects, pods and engines;
+`control/` is the state port, metrics and failover.
 """

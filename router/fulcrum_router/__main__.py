@@ -16,7 +16,7 @@ from fulcrum_router.server import serve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT; bad arguments end it with one line and exit code 2."""
+    """Run until SIGTERM or SIGINT. Bad arguments end the process with one line and exit code 2."""
     die_with_parent()
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

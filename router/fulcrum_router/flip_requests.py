@@ -1,4 +1,7 @@
-"""What others wait for: the router's next epoch, and its next wish for a flip."""
+"""Two values that others wait for: the applied PDAssignment generation, and the last flip request.
+
+The state port's long polls wait for both. A request that needs a flip waits a moment for the next generation.
+"""
 
 import asyncio
 import time
@@ -7,26 +10,26 @@ from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
 
 FLIP_WAIT_S = 0.05
-"""How long a request waits for a flip that it wants."""
+"""Seconds that a request waits for the flip that it requested."""
 FLIP_WAIT_BACKOFF_S = 1.0
-"""After a wait in vain, requests do not wait for the same role for this long."""
+"""Seconds after a wait without a flip in which no request waits for the same role."""
 
 
 class Notifier:
-    """Wakes everybody who waits."""
+    """Wakes all waiting coroutines at once; unlike `asyncio.Event`, those that wait later wait anew."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def notify_all(self) -> None:
-        """Wake them."""
+        """Wake every coroutine that is in `wait`."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
     async def wait(self, timeout_s: float) -> bool:
-        """True when fired, False when the time is over."""
+        """Wait for the next `notify_all`; False if `timeout_s` passes first."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         try:
@@ -40,50 +43,52 @@ class Notifier:
 
 
 class AppliedAssignment:
-    """The last PDAssignment generation applied: the router's acknowledgement."""
+    """The last PDAssignment generation that dispatch uses: the router's acknowledgement."""
 
     def __init__(self) -> None:
         self.generation = 0
+        """0: none was applied yet."""
         self.applied_at_s = 0.0
+        """Unix time at which `generation` was applied."""
         self._advanced = Notifier()
 
     def advance(self, generation: int, applied_at_s: float) -> None:
-        """Requests are dispatched by this generation from now on."""
+        """Record that dispatch uses `generation` from now on, and wake those who wait for it."""
         self.generation, self.applied_at_s = generation, applied_at_s
         self._advanced.notify_all()
 
     async def wait_until_reached(self, generation: int, timeout_s: float) -> bool:
-        """Whether that generation, or a later one, is applied within the time."""
-        deadline = time.monotonic() + timeout_s
+        """Wait for `generation` or a later one; False if `timeout_s` passes first."""
+        deadline_s = time.monotonic() + timeout_s
         while self.generation < generation:
-            left = deadline - time.monotonic()
-            if left <= 0 or not await self._advanced.wait(left):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not await self._advanced.wait(left_s):
                 return self.generation >= generation
         return True
 
     async def wait_until_next(self, timeout_s: float) -> bool:
-        """Whether another generation is applied within the time."""
+        """Wait for the next `advance`; False if `timeout_s` passes first."""
         return await self._advanced.wait(timeout_s)
 
 
 class FlipRequests:
-    """The flips that dispatch wants, for whoever can grant them."""
+    """Flip requests for the autoscaler, which reads the last one by a long poll of the state port."""
 
     def __init__(self, applied: AppliedAssignment) -> None:
         self._applied = applied
         self.last: FlipRequest | None = None
         self.wait_for_flip = False
-        """Whether somebody acts on a wish: then the request waits a little for the new generation."""
+        """Whether the autoscaler acts on flip requests (mode Auto), so that a request may wait for a flip."""
         self._no_wait_until_s: dict[Role, float] = {}
         self._submitted = Notifier()
 
     @property
     def seq(self) -> int:
-        """How many wishes there were."""
+        """Number of the last flip request; 0: none yet."""
         return self.last.seq if self.last else 0
 
     async def submit(self, role: Role, reason: str) -> None:
-        """Publish the wish; returns when roles have changed or the patience is over."""
+        """Publish a flip request; with `wait_for_flip`, wait up to `FLIP_WAIT_S` for the next assignment."""
         self.last = FlipRequest(seq=self.seq + 1, role=role, reason=reason)
         self._submitted.notify_all()
         if not self.wait_for_flip or time.monotonic() < self._no_wait_until_s.get(role, 0.0):
@@ -92,7 +97,7 @@ class FlipRequests:
             self._no_wait_until_s[role] = time.monotonic() + FLIP_WAIT_BACKOFF_S
 
     async def wait_after(self, seq: int, timeout_s: float) -> FlipRequest | None:
-        """The last wish, as soon as there is one later than `seq`; None when the time is over."""
+        """Wait for a flip request after number `seq`, return the last; None if `timeout_s` passes first."""
         if self.seq <= seq:
             await self._submitted.wait(timeout_s)
         return self.last if self.seq > seq else None

@@ -1,4 +1,4 @@
-"""What a router is started with."""
+"""Command line of the router: parse and check its options."""
 
 import argparse
 import ipaddress
@@ -11,49 +11,49 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import parse_endpoint
 
+_NOT_GIVEN = "not given"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions:
-    """One router. A port of 0 lets the system choose."""
+    """Options of one router. Port 0: the system chooses a free port."""
 
     service: str
     namespace: str
     host: str
+    """Address on which both ports listen."""
     port: int
     state_port: int
     token: str | None
-    """Of the state port in a local run."""
+    """Token of the state port in a local run."""
     state_callers: tuple[str, ...]
-    """ServiceAccounts that may call the state port in a cluster. Neither: there is no state port."""
+    """ServiceAccounts that may call the state port in a cluster."""
     store: str | None
+    """Address of the store; None: `static` is used."""
     static: tuple[tuple[Role, str, int], ...]
-    """Fixed endpoints instead of a store."""
+    """Fixed endpoints with their roles, instead of a store."""
     lease: str | None = None
-    """Name of Lease and EndpointSlice, where several routers take turns; then who and where this one is:"""
+    """Name of the Lease and the EndpointSlice with which several routers elect one; None: a single router."""
     identity: str = ""
+    """Name of this router's pod, with `lease`."""
     advertise_address: str = ""
+    """IP address at which clients reach this router, with `lease`."""
 
     @property
     def has_state_port(self) -> bool:
-        """Whether there is somebody who may call it."""
+        """Whether the state port is opened: only if some caller can authenticate."""
         return self.token is not None or bool(self.state_callers)
 
 
 def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
-    """The options in `arguments` (None: the command line's).
+    """Parse `arguments`; None: the process's own.
 
     Raises:
         InvalidInput: for a value that breaks a rule.
         SystemExit: code 2 and one line on stderr for arguments that cannot be parsed.
     """
     given = _build_parser().parse_args(arguments)
-    if (given.store is None) == (given.static is None):
-        raise InvalidInput(
-            "--store", given.store or "nothing", "is required, unless --static is given in its place"
-        )
-    if given.store is not None and (given.token_file is None) == (given.state_callers is None):
-        both = "both" if given.token_file is not None else "nothing"
-        raise InvalidInput("--token-file", both, "or --state-callers, one of them, is required with --store")
+    _check_sources(given)
     _check_cluster_options(given)
     for name, port in (("--port", given.port), ("--state-port", given.state_port)):
         if not 0 <= port <= 65535:
@@ -74,15 +74,34 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
     )
 
 
+def _check_sources(given: argparse.Namespace) -> None:
+    """Check that exactly one source of endpoints and, with a store, one way to authenticate is given."""
+    if given.store is None and given.static is None:
+        raise InvalidInput("--store", _NOT_GIVEN, "is required, unless --static is given")
+    if given.store is not None and given.static is not None:
+        raise InvalidInput("--store", given.store, "cannot be combined with --static")
+    if given.store is not None and given.token_file is None and given.state_callers is None:
+        raise InvalidInput("--token-file", _NOT_GIVEN, "or --state-callers is required with --store")
+    if given.store is not None and given.token_file is not None and given.state_callers is not None:
+        raise InvalidInput("--token-file", given.token_file, "cannot be combined with --state-callers")
+
+
 def _check_cluster_options(given: argparse.Namespace) -> None:
-    """What only has a meaning in a cluster, and goes together there."""
+    """Check the options that are valid in a cluster only, and those that --lease requires."""
     local = given.store is None or given.store.startswith("unix:")
-    for name in ("state_callers", "lease", "identity", "advertise_address"):
-        value, option = getattr(given, name), f"--{name.replace('_', '-')}"
+    of_election = {"--identity": given.identity, "--advertise-address": given.advertise_address}
+    for option, value in {
+        "--state-callers": given.state_callers,
+        "--lease": given.lease,
+        **of_election,
+    }.items():
         if value is not None and local:
-            raise InvalidInput(option, value, "has a meaning in a cluster only")
-        if name in ("identity", "advertise_address") and bool(value) is not bool(given.lease):
-            raise InvalidInput(option, value or "nothing", "and --lease go together")
+            raise InvalidInput(option, value, "is valid in a cluster only")
+    for option, value in of_election.items():
+        if given.lease and not value:
+            raise InvalidInput(option, _NOT_GIVEN, "is required with --lease")
+        if value and not given.lease:
+            raise InvalidInput(option, value, "is valid with --lease only")
     if given.advertise_address:
         try:
             ipaddress.ip_address(given.advertise_address)
@@ -129,26 +148,33 @@ def _parse_endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        prog="fulcrum_router", description="Routes one service's requests.", allow_abbrev=False
+        prog="fulcrum_router", description="Routes the requests of one service.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--service", default="static", help="name of the PDService")
-    add("--namespace", default="default", help="its namespace (%(default)s)")
-    add("--store", help="where the objects are: unix:PATH, kubeconfig:[PATH][#CONTEXT] or in-cluster")
+    add("--service", default="static", help="name of the PDService (%(default)s)")
+    add("--namespace", default="default", help="namespace of the PDService (%(default)s)")
+    add("--store", help="store of the objects: unix:PATH, kubeconfig:[PATH][#CONTEXT] or in-cluster")
     add(
         "--static",
         nargs="+",
         metavar="ROLE=HOST:PORT,…",
-        help="fixed endpoints in place of a store, to measure the data path",
+        help="fixed endpoints instead of a store, to measure the data path",
     )
-    add("--host", default="127.0.0.1", help="address of both ports (%(default)s)")
-    add("--port", type=int, default=0, help="port for clients; 0: any (%(default)s)")
-    add("--state-port", type=int, default=0, help="port for the state; 0: any (%(default)s)")
+    add("--host", default="127.0.0.1", help="address on which both ports listen (%(default)s)")
+    add("--port", type=int, default=0, help="port for clients; 0: any free port (%(default)s)")
     add(
-        "--token-file", type=Path, help="file with the state port's token; without one there is no state port"
+        "--state-port",
+        type=int,
+        default=0,
+        help="port on which operator and autoscaler read the router's state; 0: any free port (%(default)s)",
     )
-    add("--state-callers", metavar="SUBJECT,…", help="ServiceAccounts that may call the state port")
-    add("--lease", help="name of the Lease and the EndpointSlice by which several routers take turns")
-    add("--identity", help="with --lease: the name of this router, its pod's")
-    add("--advertise-address", help="with --lease: the IP address at which clients reach this router")
+    add("--token-file", type=Path, help="file with the token of the state port, in a local run")
+    add(
+        "--state-callers",
+        metavar="SUBJECT,…",
+        help="ServiceAccounts that may call the state port, in a cluster",
+    )
+    add("--lease", help="name of the Lease and the EndpointSlice with which several routers elect one")
+    add("--identity", help="with --lease: name of this router's pod")
+    add("--advertise-address", help="with --lease: IP address at which clients reach this router")
     return parser

@@ -1,4 +1,8 @@
-"""The router's common ground: what every request reads, and the few things it writes."""
+"""State of one router that all its parts share: fleet, settings, counters, KV transfer pairs.
+
+The data path reads the state at every request. `observe` and `control` update it. It opens no sockets: see
+`server`.
+"""
 
 import itertools
 import os
@@ -27,17 +31,19 @@ _COUNTS_AGAINST_HEALTH = frozenset(Failure) - {
     Failure.EJECTED,
     Failure.LEASE_EXPIRED,
 }
+"""Failures of a leg that are evidence against the instance, and not only against this leg."""
 _EJECT_AT_ONCE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
+"""Failures of which one ejects an instance: there is no engine at the address."""
 
 
 class Router:
-    """One service's instances, settings and counters."""
+    """State of the router of one service."""
 
     def __init__(self, settings: ServiceSettings | None = None) -> None:
         self.since_s = time.time()
-        """When its ledger began."""
+        """Unix time since which the ledgers hold all requests of the service."""
         self.settings = settings
-        """None until the service was seen: the router is not ready then."""
+        """None until the PDService was read: the router is not ready before."""
         self.fleet = Fleet()
         self.counters = Counters()
         self.tokens_per_byte = TokensPerByte()
@@ -47,17 +53,23 @@ class Router:
         self.flip_requests = FlipRequests(self.applied_assignment)
         self.flip_rules = FlipProposalRules()
         self.active = True
-        """Whether clients are directed here; a standby answers those who come all the same."""
+        """Whether traffic is directed to this router. A standby also serves the requests that it gets."""
         self.leaving = False
-        """Whether clients shall connect anew: another router has stepped in."""
+        """Whether clients must reconnect, because a successor has taken over."""
         self.stopping = False
+        """Whether the router is shutting down."""
         self.received_after_s = self._last_tick_s = time.monotonic()
-        """What is read now was not there to be read then, however long this process was not let run."""
+        """Lower bound for the arrival of bytes that are read now, on the monotonic clock."""
         self._id_prefix = os.urandom(6).hex().encode()
         self._ids = itertools.count()
 
     def configure(self, settings: ServiceSettings, *, last_prefill_to_decode_s: float | None) -> None:
-        """Serve by these settings; `last_prefill_to_decode_s` is when the P→D cooldown began."""
+        """Use these settings from now on.
+
+        Args:
+            settings: Settings of the service.
+            last_prefill_to_decode_s: Unix time of the last flip from prefill to decode; None: none.
+        """
         self.settings = settings
         self.flip_requests.wait_for_flip = settings.autoscaling_mode is AutoscalingMode.AUTO
         self.flip_rules = FlipProposalRules(
@@ -69,43 +81,43 @@ class Router:
         )
 
     def tick(self, now_s: float) -> None:
-        """The event loop comes by, some ten times a second.
+        """Advance `received_after_s` to the time of the previous call; called about ten times a second.
 
-        The time of the last but one call is a stamp that is early rather than late: after a pause of the
-        whole process what waited in the sockets is read before or after one call, never after two.
+        After a pause of the process, bytes that arrived during the pause are read before the second call.
+        So the time of the call before the last may be too early, but never too late.
         """
         self.received_after_s, self._last_tick_s = self._last_tick_s, now_s
 
     def become_active(self) -> None:
-        """Clients are directed here from now on. Of what another router has in flight nothing is known."""
+        """Record that traffic is directed here from now on; requests of the previous router are unknown."""
         self.active = True
         self.since_s = time.time()
         self.counters.takeovers += 1
 
     @property
     def ready(self) -> bool:
-        """Whether a request would find an instance."""
+        """Whether the router has settings and a serving instance, and is not shutting down."""
         return (
             not self.stopping and self.settings is not None and any(i.serving for i in self.fleet.instances)
         )
 
     def make_request_id(self) -> bytes:
-        """An id that no other request of this process or its successor has."""
+        """Make an id that is unique across routers and restarts."""
         return b"%b%x" % (self._id_prefix, next(self._ids))
 
     async def request_flip(self, proposal: FlipProposal) -> None:
-        """Tell the autoscaler, and give it a moment."""
+        """Publish a flip request, and wait a moment for the flip if the autoscaler acts on requests."""
         self.counters.flip_requests[proposal.role] += 1
         await self.flip_requests.submit(proposal.role, proposal.reason)
 
     def record_leg_success(self, instance: Instance, phase: str) -> None:
-        """An instance answered."""
+        """Count a leg that got its response; a success ends a series of failures."""
         self.counters.legs[phase, "ok"] += 1
         if instance.health.failures and instance.health.record_success():
             instance.update_serving()
 
     def record_leg_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
-        """An instance did not answer, or not well: count it, and eject the instance when it is enough."""
+        """Count a failed leg, and eject the instance if it has failed too often."""
         self.counters.legs[phase, failed.failure] += 1
         if failed.failure not in _COUNTS_AGAINST_HEALTH:
             return
@@ -114,17 +126,19 @@ class Router:
             self.record_ejection(instance, failed.failure)
 
     def rotate_cache_salt(self, instance: Instance, cache_salt: str | None) -> None:
-        """It may have fetched another prompt's KV and keep that under `cache_salt`: use nothing of it any
-        more."""
+        """Stop using the prefix cache that an instance filled under `cache_salt`: it may hold wrong KV.
+
+        No effect if that salt is not the current one: the cache was replaced before.
+        """
         if instance.cache_salt != cache_salt:
             return
         instance.cache_salt = make_cache_salt()
         instance.incoming_transfers.clear()
         self.counters.cache_salt_rotations += 1
-        log.warning("prefix cache not used any more", instance=instance.name)
+        log.warning("cache salt rotated after a late KV transfer", instance=instance.name)
 
     def record_ejection(self, instance: Instance, reason: str) -> None:
-        """No new work until a probe is answered."""
+        """Count an ejection. The instance gets no new work until a probe of its health succeeds."""
         instance.update_serving()
         self.pairs.invalidate(instance.name)
         self.counters.ejections[reason] += 1
@@ -132,5 +146,5 @@ class Router:
 
 
 def make_cache_salt() -> str:
-    """Under which no engine holds any KV yet."""
+    """Make a cache salt that no engine has used: its prefix cache is empty under this salt."""
     return os.urandom(6).hex()

@@ -1,4 +1,4 @@
-"""A running router: its ports, and what it does beside answering requests."""
+"""Start and stop a router: open its ports and run its background tasks."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,10 @@ import gc
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
+import structlog
 from aiohttp import web
 
 from fulcrum_cluster.client import ClusterClient, open_cluster
@@ -16,7 +18,6 @@ from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
-from fulcrum_router.control.background_task import background_task
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.state_port import make_app
@@ -29,18 +30,26 @@ from fulcrum_router.options import RouterOptions
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
 
+log = structlog.get_logger()
+
 SWEEP_INTERVAL_S = 0.1
-"""How exactly time-outs are kept."""
+"""Seconds between two checks of all time-outs; a time-out ends up to so much late."""
 GC_THRESHOLD_OBJECTS = 50_000
-"""So many more objects than at the last collection are due to a leak of cycles, not to requests in flight."""
+"""New objects after which the garbage collector runs: requests leave no cycles, so such growth is a leak."""
 SYNC_TIMEOUT_S = 5.0
-"""How long a router of a cluster waits at its start to know what it serves; then it listens anyway."""
+"""Seconds that a router in a cluster waits for its first sync before it opens the clients' port anyway."""
 SHUTDOWN_GRACE_S = 0.7
-"""How long requests in flight get at the end of a router that no other one follows."""
+"""Seconds that requests in flight get to finish when a router without successor shuts down."""
 
 
 class RouterServer:
-    """The clients' port, and the sweep that guards all waiting."""
+    """The clients' port of one router, the checks of its time-outs, and the probes of its engines.
+
+    Args:
+        router: State that requests use.
+        sweep_s: Seconds between two checks of the time-outs.
+        grace_s: Seconds that requests in flight get to finish when `listening` ends.
+    """
 
     def __init__(
         self, router: Router, *, sweep_s: float = SWEEP_INTERVAL_S, grace_s: float = SHUTDOWN_GRACE_S
@@ -50,7 +59,7 @@ class RouterServer:
         self.clients = ClientServer(router, build_registry(router))
 
     async def _check_deadlines(self) -> None:
-        """End what waits too long, until cancelled."""
+        """End requests and connections that exceed a time-out, until cancelled."""
         while True:
             await asyncio.sleep(self._sweep_s)
             now_s = time.monotonic()
@@ -60,10 +69,11 @@ class RouterServer:
 
     @contextlib.asynccontextmanager
     async def listening(self, bound: socket.socket) -> AsyncIterator[None]:
-        """Serve clients on a bound socket; at the end requests in flight get a moment."""
+        """Serve clients on a bound socket inside the block; at its end, requests in flight get `grace_s`."""
         loop = asyncio.get_running_loop()
+        prober = EngineProber(self.router.fleet, on_ejection=self.router.record_ejection)
         server = await loop.create_server(self.clients, sock=bound, backlog=4096)
-        async with background_task(self._check_deadlines()), background_task(EngineProber(self.router).run()):
+        async with background_task(self._check_deadlines()), background_task(prober.run()):
             try:
                 yield
             finally:
@@ -74,15 +84,24 @@ class RouterServer:
 
     async def _drain(self) -> None:
         self.clients.close()
-        deadline = time.monotonic() + self.grace_s
-        while self.clients.connections and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + self.grace_s
+        while self.clients.connections and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         for connection in list(self.clients.connections):
             connection.abort()
 
 
 async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Callable[..., None]) -> None:
-    """Run one router until `stopped`."""
+    """Run one router until `stopped` is set.
+
+    Args:
+        options: Options of the router.
+        stopped: Event that starts the shutdown.
+        announce: Called with the ports once they accept connections.
+
+    Raises:
+        InvalidInput: if a port cannot be bound or the store's address is wrong.
+    """
     clients, state = bind_socket(options.host, options.port, "--port"), None
     if options.has_state_port:
         state = bind_socket(options.host, options.state_port, "--state-port")
@@ -113,8 +132,10 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         if cluster is not None and watcher is not None and options.lease is not None:
             failover = _make_failover(router, cluster, options, **ports)
         gc.collect()
-        gc.freeze()  # what start-up left is never garbage: keep collections short, they delay every request
-        gc.set_threshold(GC_THRESHOLD_OBJECTS)  # and rare: a request leaves no cycles
+        # A collection delays every request. Keep it short: objects of the start-up are never garbage. Keep it
+        # rare: see GC_THRESHOLD_OBJECTS.
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD_OBJECTS)
         if failover is None or watcher is None:
             await stopped.wait()
         else:
@@ -125,7 +146,7 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
 async def _watch_store(
     stack: contextlib.AsyncExitStack, router: Router, cluster: ClusterClient, options: RouterOptions
 ) -> StoreWatcher:
-    """Watch the store for as long as the stack stands."""
+    """Start to watch the store, until the stack is closed."""
     watcher = StoreWatcher(
         router,
         cluster.store,
@@ -138,7 +159,8 @@ async def _watch_store(
 
 
 async def _wait_until_synced(watcher: StoreWatcher) -> None:
-    """Who started anew may still be the one clients are led to: better no answer than "not known yet"."""
+    """Wait for the first sync: traffic may still be directed to a router that has just restarted, and a delay
+    is better than a 503."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SYNC_TIMEOUT_S):
             await watcher.wait_until_synced()
@@ -165,7 +187,7 @@ def _make_failover(
 
 
 async def _run_election(failover: Failover, watcher: StoreWatcher, stopped: asyncio.Event) -> None:
-    """Stand for election once warm; when `stopped`, hand over first."""
+    """Take part in the election once synced; when `stopped` is set, hand over to a successor."""
 
     async def run_when_synced() -> None:
         await watcher.wait_until_synced()
@@ -177,7 +199,7 @@ async def _run_election(failover: Failover, watcher: StoreWatcher, stopped: asyn
 
 
 def configure_statically(router: Router, options: RouterOptions) -> None:
-    """Fixed endpoints, roles and default settings."""
+    """Configure a router with fixed endpoints, their roles and default settings."""
     tier = Tier(DEFAULT_TIER, SloSpec().to_slo())
     settings = ServiceSettings(
         service=options.service,
@@ -194,10 +216,10 @@ def configure_statically(router: Router, options: RouterOptions) -> None:
 
 
 def bind_socket(host: str, port: int, option: str) -> socket.socket:
-    """A bound socket, so that a port in use is one line for the user.
+    """Bind a TCP socket before the server starts, so that a port in use becomes one line for the user.
 
     Raises:
-        InvalidInput: if it cannot be bound.
+        InvalidInput: naming `option`, if the address cannot be bound.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -213,6 +235,23 @@ def bind_socket(host: str, port: int, option: str) -> socket.socket:
 
 def _port(bound: socket.socket) -> int:
     return int(bound.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def background_task(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a coroutine during the block; cancel it at the end. A failure is logged, and the router goes on."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    task.add_done_callback(_log_failure)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("background task failed", task=task.get_coro(), exc_info=error)
 
 
 @contextlib.asynccontextmanager

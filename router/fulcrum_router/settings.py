@@ -1,4 +1,7 @@
-"""What the service's manifest tells the router, resolved."""
+"""Settings of one service for the data path, resolved from its PDService and QoSTiers.
+
+The data path reads them at every request, so they are plain frozen dataclasses and not models of the API.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,30 +12,35 @@ from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.values import AutoscalingMode, Slo
 
 DEFAULT_TIER = "default"
+"""Name of the tier of requests that name none; its SLO is the service's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A class of requests."""
+    """A QoS tier of requests."""
 
     name: str
     slo: Slo
     engine_priority: int = 0
-    """As engines read it: lower is earlier. 0: not sent."""
+    """`priority` field of requests to engines: the lowest value is scheduled first. 0: not sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long an engine is waited for, in seconds; read at every leg, and so no model of the API's."""
+    """Time-outs of requests to engines, in seconds. A copy of `TimeoutsSpec` that is fast to read."""
 
     connect_s: float
+    """Until the TCP connection is established."""
     prefill_s: float
+    """Until the response of a prefill leg."""
     first_byte_s: float
+    """Until the first byte of the response of a decode leg."""
     idle_s: float
+    """Between two reads of the response of a decode leg."""
 
     @classmethod
     def from_spec(cls, spec: TimeoutsSpec) -> Self:
-        """As the manifest says."""
+        """Copy the time-outs of a PDService."""
         return cls(
             connect_s=spec.connect,
             prefill_s=spec.prefill,
@@ -43,26 +51,33 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """One service as the data path sees it."""
+    """Settings of one service that the router uses."""
 
     service: str
+    """Name of the PDService."""
     model: str
+    """Model name that clients use."""
     timeouts: Timeouts
     default_tier: Tier
     tiers: Mapping[str, Tier] = field(default_factory=dict)
+    """Tiers by name, as far as the service lists them and they exist."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF
+    """OFF, too, while flips are paused."""
     max_decode_load: float = 0.5
+    """See `FlipProposalRules.max_decode_load`."""
     prefill_to_decode_cooldown_s: float = 0.0
+    """Seconds after a flip from prefill to decode in which no other is proposed."""
     drain_timeout_s: float = 0.0
-    """How long requests in flight get where something ends."""
+    """Seconds that requests in flight get to finish when the router shuts down."""
 
     def find_tier(self, name: str | None) -> Tier:
-        """The tier a request names; the service's own where it names none that the service has."""
+        """Return the tier of that name, or the default tier if the service has no such tier."""
         return self.tiers.get(name, self.default_tier) if name else self.default_tier
 
 
 def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSettings:
-    """What `service` says. A tier of it that does not exist (yet) is served as the service's own."""
+    """Resolve the settings of `service`. A listed tier that does not exist is left out: its requests get the
+    default tier."""
     spec = service.spec
     slo = spec.slo.to_slo()
     mode = AutoscalingMode.OFF if spec.autoscaling.flip.paused else spec.autoscaling.mode

@@ -10,6 +10,7 @@ from typing import Any
 from fulcrum_core.api import PDService
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP
+from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_operator.manifests.names import (
     HTTP_PORT,
     SERVICE_PORT,
@@ -30,8 +31,7 @@ from fulcrum_operator.manifests.names import (
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created where they are missing and never written again."""
 
-HANDOVER_TIMEOUT_S = 5
-"""How long a router that was told to end lets its successor take over before it drains."""
+
 ROUTER_TEARDOWN_S = 10
 
 _READ_VERBS = ["list", "watch"]
@@ -243,7 +243,7 @@ def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str,
         "serviceAccountName": f"{service.metadata.name}-router",
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": HANDOVER_TIMEOUT_S
+        "terminationGracePeriodSeconds": ROUTER_HANDOVER_TIMEOUT_S
         + math.ceil(service.spec.drain.timeout)
         + ROUTER_TEARDOWN_S,
         "securityContext": pod_security_context(),

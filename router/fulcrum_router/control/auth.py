@@ -1,7 +1,8 @@
-"""Who may read the state port: holders of a shared token (local run), or ServiceAccounts (cluster).
+"""Authenticate the callers of the state port: by a shared token (local run) or as ServiceAccounts (cluster).
 
-A cluster's callers send a token that the kubelet keeps fresh for them. It is checked here, offline, against
-the API server's public keys: a state is read also while that is away, and no secret is shared or stored.
+In a cluster, callers send a ServiceAccount token that the kubelet renews. It is verified here with the API
+server's public keys, without a call to the API server: the state can be read while the API server is
+unreachable, and no secret is shared or stored.
 """
 
 import asyncio
@@ -13,14 +14,14 @@ import structlog
 
 from fulcrum_core.errors import FulcrumError
 from fulcrum_core.ports import Clock
+from fulcrum_core.router_state import STATE_PORT_AUDIENCE
 
 log = structlog.get_logger()
 
-AUDIENCE = "fulcrum.dev/router-state"
 CLOCK_LEEWAY_S = 10.0
-"""For clocks that differ."""
+"""Difference between the clocks of two machines that is tolerated in a token's times, in seconds."""
 KEY_REFRESH_INTERVAL_S = 5.0
-"""Keys are asked for at most so often, however many tokens name a key that nobody knows."""
+"""Seconds between two reads of the keys, at least, however many tokens name an unknown key."""
 
 _JWKS = "/openid/v1/jwks"
 _DISCOVERY = "/.well-known/openid-configuration"
@@ -28,19 +29,23 @@ _ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 
 
 class Unauthorized(Exception):
-    """This caller may not; the text says why."""
+    """The caller may not call the state port; the text is the reason."""
 
 
 class Authenticator(Protocol):
-    """Who may call."""
+    """Decides who may call the state port."""
 
     async def authenticate(self, token: str) -> None:
-        """`Unauthorized` unless the bearer of this token may call."""
+        """Accept the bearer of `token`.
+
+        Raises:
+            Unauthorized: if the bearer may not call the state port.
+        """
         ...
 
 
 class SharedTokenAuthenticator:
-    """Everybody who knows one token."""
+    """Accepts every caller that sends one given token."""
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -52,12 +57,12 @@ class SharedTokenAuthenticator:
 
 
 class ServiceAccountAuthenticator:
-    """ServiceAccounts by name, with tokens for this port's audience.
+    """Accepts ServiceAccounts by name, with tokens for the audience of the state port.
 
     Args:
         get_raw: Reads a path of the API server.
-        subjects: `system:serviceaccount:NAMESPACE:NAME` of each that may call.
-        clock: Says whether a token is over, and when keys were last asked for.
+        subjects: `system:serviceaccount:NAMESPACE:NAME` of each account that may call.
+        clock: Time for the expiry of tokens and the interval of key reads.
     """
 
     def __init__(
@@ -70,18 +75,18 @@ class ServiceAccountAuthenticator:
         self._refresh_lock = asyncio.Lock()
 
     async def authenticate(self, token: str) -> None:
-        """See `Authenticator`. Keys once read stand while the API server is away."""
+        """See `Authenticator`. The keys last read are used while the API server is unreachable."""
         claims = await self._verify_token(token)
         now_s = self._clock.now_s()
         if not _read_time_claim(claims, "exp") > now_s - CLOCK_LEEWAY_S:
-            raise Unauthorized("the token is over")
+            raise Unauthorized("the token has expired")
         if _read_time_claim(claims, "nbf", default=0.0) > now_s + CLOCK_LEEWAY_S:
             raise Unauthorized("the token is not valid yet")
         if claims.get("sub") not in self._subjects:
-            raise Unauthorized(f"{claims.get('sub')} is none of the callers")
+            raise Unauthorized(f"{claims.get('sub')} may not call the state port")
 
     async def refresh_keys(self) -> None:
-        """Read issuer and keys anew, unless that was done a moment ago; what is known stands if it fails."""
+        """Read issuer and keys, unless they were read just now; if that fails, the known ones stay in use."""
         async with self._refresh_lock:
             now_s = self._clock.monotonic_s()
             if self._refreshed_at_s is not None and now_s - self._refreshed_at_s < KEY_REFRESH_INTERVAL_S:
@@ -91,10 +96,14 @@ class ServiceAccountAuthenticator:
                 discovery, keys = await self._get_raw(_DISCOVERY), await self._get_raw(_JWKS)
                 self._issuer, self._keys = _read_issuer(discovery), _read_keys(keys)
             except (FulcrumError, ValueError) as error:
-                log.warning("keys of the API server not read", reason=str(error), known=len(self._keys))
+                log.warning(
+                    "cannot read the API server's keys; using those read before",
+                    reason=str(error),
+                    known=len(self._keys),
+                )
 
     async def _verify_token(self, token: str) -> Mapping[str, Any]:
-        """The claims of a token that the API server signed, for us."""
+        """Return the claims of a token that the API server signed for the state port's audience."""
         import jwt  # 10 MB that a local run never needs
 
         try:
@@ -103,22 +112,24 @@ class ServiceAccountAuthenticator:
             if name not in self._keys:
                 await self.refresh_keys()
             if name not in self._keys:
-                raise Unauthorized("the token is signed with a key that the API server does not name")
+                raise Unauthorized("the token is signed with a key that the API server does not list")
             claims: Mapping[str, Any] = jwt.decode(
                 token,
                 self._keys[name],
                 algorithms=_ALGORITHMS,
-                audience=AUDIENCE,
+                audience=STATE_PORT_AUDIENCE,
                 issuer=self._issuer,
                 options={"require": ["exp", "sub", "aud", "iss"], "verify_exp": False, "verify_nbf": False},
             )
         except jwt.PyJWTError as error:
-            raise Unauthorized(f"a ServiceAccount's token for {AUDIENCE} is required: {error}") from error
+            raise Unauthorized(
+                f"a ServiceAccount token for {STATE_PORT_AUDIENCE} is required: {error}"
+            ) from error
         return claims
 
 
 def _read_keys(response: Any) -> dict[str, Any]:
-    """Keys by their id; those of kinds that are not understood are passed over."""
+    """Keys by id, without those of unknown types."""
     import jwt
 
     keys: dict[str, Any] = {}
@@ -128,7 +139,7 @@ def _read_keys(response: Any) -> dict[str, Any]:
         except (jwt.PyJWTError, KeyError, TypeError):
             continue
     if not keys:
-        raise ValueError(f"{_JWKS} names no key that can be used")
+        raise ValueError(f"{_JWKS} lists no usable key")
     return keys
 
 
@@ -146,5 +157,5 @@ def _read_field(response: Any, name: str, kind: type) -> Any:
 def _read_time_claim(claims: Mapping[str, Any], name: str, *, default: float | None = None) -> float:
     value = claims.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unauthorized(f"the token's {name} is no time")
+        raise Unauthorized(f"the token's {name} is not a time")
     return float(value)

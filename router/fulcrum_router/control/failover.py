@@ -1,13 +1,13 @@
-"""Which of a service's routers gets its traffic: one is active, the others keep warm and wait.
+"""Elect the active router of a service by a Lease, and direct the service's traffic to it.
 
-The active one, chosen by a Lease, writes its own address into the service's EndpointSlice, and that is the
-one thing that directs traffic. It goes on while the API server is away, since nobody could replace it; should
-two be active for a moment, what they serve does no harm.
+The active router writes its address into the service's EndpointSlice; nothing else directs traffic. It stays
+active while the API server is unreachable, since no other router could replace it then. Two active routers
+for a moment do no harm: both serve requests.
 """
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,54 +17,66 @@ from fulcrum_cluster.leader_election import ROUTER_TIMING, KubernetesLease, Lead
 from fulcrum_cluster.objects import ENDPOINT_SLICE, Object, ObjectApi
 from fulcrum_core.errors import Conflict, StoreError
 from fulcrum_core.ports import Clock
+from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()
 
-HANDOVER_TIMEOUT_S = 5.0
-"""How long a router that was told to end goes on taking new requests at most."""
 LINGER_S = 3.0
-"""How long it does so after its successor has stepped in: until every node directs connections there."""
+"""Seconds that a leaving router serves new requests after its successor is in the slice: until every node
+directs connections to the successor."""
 SLICE_CHECK_INTERVAL_S = 2.0
-"""How often the active one looks whether the slice still says so."""
+"""Seconds between two checks of the slice by the active router."""
 SLICE_RETRY_S = 0.5
+"""Seconds between two attempts to write the slice."""
 SUCCESSOR_POLL_S = 0.1
-"""How often a leaving router looks for its successor."""
+"""Seconds between two checks of a leaving router for its successor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEndpoint:
-    """Where one router listens, and under which names that is kept."""
+    """Address of one router, and the objects that direct traffic to it."""
 
     name: str
-    """Of the Lease and of the EndpointSlice."""
+    """Name of the Lease and of the EndpointSlice."""
     namespace: str
     identity: str
+    """Name of this router's pod."""
     address: str
+    """IP address of this router's pod."""
     port: int
     state_port: int
 
     def slice_ports(self) -> list[dict[str, Any]]:
-        """As the slice says it; the names are those of the Service's ports."""
+        """Ports of the EndpointSlice, named as in the Service."""
         named = (("http", self.port), ("state", self.state_port))
         return [{"name": name, "port": port, "protocol": "TCP"} for name, port in named]
 
     def slice_patch(self) -> dict[str, Any]:
-        """What makes the slice direct all traffic here."""
+        """Merge patch of the EndpointSlice that directs all traffic to this router."""
         pod = {"kind": "Pod", "namespace": self.namespace, "name": self.identity}
         ready = {"ready": True, "serving": True, "terminating": False}
         endpoint = {"addresses": [self.address], "conditions": ready, "targetRef": pod}
         return {"endpoints": [endpoint], "ports": self.slice_ports()}
 
     def matches_slice(self, found: Mapping[str, Any]) -> bool:
-        """Whether the slice does so already."""
+        """Whether an EndpointSlice directs all traffic to this router."""
         ports = {(port.get("name"), port.get("port")) for port in found.get("ports") or ()}
         here = {(port["name"], port["port"]) for port in self.slice_ports()}
         return _addresses(found) == [self.address] and ports == here
 
 
 class Failover:
-    """One router's part in it."""
+    """One router's part in the election: takes part, writes the slice while active, hands over at the end.
+
+    Args:
+        router: Router that becomes active; a standby until then.
+        objects: Access to the Lease and the EndpointSlice.
+        endpoint: Address of this router.
+        clock: Time of the Lease.
+        rng: Spreads the attempts of several routers.
+        sleep: Waits a number of seconds.
+    """
 
     def __init__(
         self,
@@ -74,8 +86,10 @@ class Failover:
         *,
         clock: Clock,
         rng: random.Random,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._router, self._objects, self._endpoint, self._clock = router, objects, endpoint, clock
+        self._sleep = sleep
         self._elector = LeaderElector(
             KubernetesLease(objects, endpoint.name, namespace=endpoint.namespace),
             identity=endpoint.identity,
@@ -86,15 +100,15 @@ class Failover:
             on_change=self._on_leadership_change,
         )
         self._leadership_changed = asyncio.Event()
-        self._last_active_s = -HANDOVER_TIMEOUT_S
+        self._last_active_s = float(-ROUTER_HANDOVER_TIMEOUT_S)
         self._slice_written = True
         router.active = False
 
     async def run(self) -> None:
-        """Stand for election, and direct the traffic here while elected, until cancelled.
+        """Take part in the election, and direct traffic here while elected, until cancelled.
 
-        What the store answers is dealt with below. After a fault of our own it begins anew: a router that
-        went on serving without standing for election would be one too many, and nobody would know.
+        Errors of the store are handled below. After an internal error the election starts again: nobody would
+        notice a router that serves without taking part in the election.
         """
         while True:
             try:
@@ -102,23 +116,24 @@ class Failover:
                     tasks.create_task(self._elector.run())
                     tasks.create_task(self._reconcile_slice())
             except Exception:
-                log.exception("election begins anew after a fault of the router")
-            await asyncio.sleep(SLICE_RETRY_S)
+                log.exception("election failed with an internal error; starting it again")
+            await self._sleep(SLICE_RETRY_S)
 
     async def hand_over(self) -> None:
-        """After `run`: let another one take over, serving on until clients are directed there.
+        """Release the Lease and wait until traffic is directed to a successor; call it after `run` has ended.
 
-        Returns after `HANDOVER_TIMEOUT_S` at the latest, also where no other one is left.
+        Returns after `ROUTER_HANDOVER_TIMEOUT_S` at the latest, with or without a successor; at once if this
+        router has not been active lately.
         """
-        end_s = self._clock.monotonic_s() + HANDOVER_TIMEOUT_S
+        end_s = self._clock.monotonic_s() + ROUTER_HANDOVER_TIMEOUT_S
         if self._elector.leading:
             await self._elector.release()
-        elif self._clock.monotonic_s() - self._last_active_s > HANDOVER_TIMEOUT_S:
+        elif self._clock.monotonic_s() - self._last_active_s > ROUTER_HANDOVER_TIMEOUT_S:
             return
         while self._clock.monotonic_s() < end_s and not await self._has_successor():
-            await asyncio.sleep(SUCCESSOR_POLL_S)
+            await self._sleep(SUCCESSOR_POLL_S)
         self._router.leaving = True
-        await asyncio.sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
+        await self._sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
 
     def _on_leadership_change(self, leading: bool) -> None:
         if leading:
@@ -141,12 +156,13 @@ class Failover:
                 continue
 
     async def _ensure_slice(self) -> bool:
-        """Whether the slice directs traffic here now."""
+        """Direct the slice here if it does not do so; False if that failed and must be retried."""
         try:
             found = await self._get_slice()
             if not self._endpoint.matches_slice(found):
                 if _addresses(found):
-                    await self._elector.try_to_lead()  # is it another active one's by now?
+                    # Another router's address: that router may be the active one by now, so check the Lease.
+                    await self._elector.try_to_lead()
                 if not self._elector.leading:
                     return True
                 await self._patch_slice(found)
@@ -154,7 +170,9 @@ class Failover:
             return False
         except StoreError as error:
             if self._slice_written:
-                log.warning("endpoint not written", slice=self._endpoint.name, reason=str(error))
+                log.warning(
+                    "cannot direct traffic here; retrying", slice=self._endpoint.name, reason=str(error)
+                )
             self._slice_written = False
             return False
         self._slice_written = True

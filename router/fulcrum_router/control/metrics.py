@@ -1,6 +1,6 @@
-"""`/metrics`: the counters as Prometheus families, built when somebody scrapes.
+"""`/metrics`: Prometheus families of the router, built at each scrape from counters, fleet and pairs.
 
-Per-instance series are drawn from the fleet of the moment, so those of an instance that is gone vanish.
+Per-instance series exist for the current instances only, so those of a removed instance disappear.
 """
 
 import time
@@ -27,53 +27,79 @@ from fulcrum_router.router import Router
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
-    ("serving", "Whether new work is sent to the instance.", lambda i: i.serving),
+    ("serving", "1 if the router sends new work to the instance, else 0.", lambda i: i.serving),
     (
         "prefill_queued_seconds",
-        "Predicted seconds of prefill in flight.",
+        "Predicted duration of the prefill work in flight on the instance, in seconds.",
         lambda i: i.ledger.prefill_queued_s,
     ),
-    ("prefill_tokens", "Prompt tokens of prefill in flight.", lambda i: i.ledger.prefill_tokens),
-    ("prefill_legs", "Prefill legs in flight.", lambda i: i.ledger.prefill_legs),
+    (
+        "prefill_tokens",
+        "Prompt tokens of the prefill work in flight on the instance.",
+        lambda i: i.ledger.prefill_tokens,
+    ),
+    (
+        "prefill_legs",
+        "Prefill legs in flight: requests to the instance to compute a prompt.",
+        lambda i: i.ledger.prefill_legs,
+    ),
     (
         "local_prefills",
-        "Decode legs that compute their prompt themselves now.",
+        "Decode legs in flight whose prompt the instance is computing itself, without a KV transfer.",
         lambda i: i.ledger.local_prefills,
     ),
-    ("decode_tokens", "KV tokens of decode legs in flight.", lambda i: i.ledger.decode_tokens),
-    ("decode_legs", "Decode legs in flight.", lambda i: i.ledger.decode_legs),
-    ("pending_transfers", "Prompts whose KV nobody has taken yet.", lambda i: i.ledger.pending_transfers),
-    ("missed_probes", "Probes in a row without an answer.", lambda i: i.missed_probes),
+    (
+        "decode_tokens",
+        "KV tokens of the decode legs in flight on the instance: prompt and output so far.",
+        lambda i: i.ledger.decode_tokens,
+    ),
+    (
+        "decode_legs",
+        "Decode legs in flight: requests to the instance to generate output.",
+        lambda i: i.ledger.decode_legs,
+    ),
+    (
+        "pending_transfers",
+        "Prompts computed on the instance whose KV no decode instance has fetched yet.",
+        lambda i: i.ledger.pending_transfers,
+    ),
+    ("missed_probes", "Failed probes of the instance in a row.", lambda i: i.missed_probes),
 )
 
 
 _PAIR_GAUGES: tuple[tuple[str, str, Callable[[TransferPair, float], float | None]], ...] = (
-    ("handshake_seconds", "What the last first hand-off took decode.", lambda p, _: p.handshake_s),
+    (
+        "handshake_seconds",
+        "Duration of the last KV transfer from the prefill to the decode instance that included the engines' "
+        "handshake, in seconds.",
+        lambda p, _: p.handshake_s,
+    ),
     (
         "seconds_per_1k_tokens",
-        "What hand-offs take decode, by 1,000 tokens of prompt.",
+        "Duration of a KV transfer from the prefill to the decode instance, in seconds per 1,000 prompt "
+        "tokens, smoothed.",
         lambda p, _: p.transfer_s_per_1k_tokens,
     ),
     (
         "verified_age_seconds",
-        "Since the last hand-off that was verified.",
+        "Seconds since the last verified KV transfer from the prefill to the decode instance.",
         lambda p, now_s: None if p.last_verified_at_s is None else now_s - p.last_verified_at_s,
     ),
 )
 
 
 class RouterCollector(Collector):
-    """One router's families."""
+    """Builds all families of one router."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not collect."""
+        """Return nothing, so that registration does not collect."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Build all families."""
         yield from _build_tier_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
@@ -83,7 +109,7 @@ class RouterCollector(Collector):
 
 
 def build_registry(router: Router) -> CollectorRegistry:
-    """The registry that `render_metrics` writes out."""
+    """Build the registry of one router, with the metrics of its process."""
     registry = CollectorRegistry()
     registry.register(RouterCollector(router))
     ProcessCollector(registry=registry)
@@ -93,23 +119,36 @@ def build_registry(router: Router) -> CollectorRegistry:
 
 
 def render_metrics(registry: CollectorRegistry) -> bytes:
-    """The text that Prometheus reads."""
+    """Render a registry in the Prometheus text format."""
     return generate_latest(registry)
 
 
 def _build_tier_families(counters: Counters) -> Iterator[Metric]:
-    requests = CounterMetricFamily("fulcrum_router_requests", "Requests ended.", labels=["tier", "outcome"])
+    requests = CounterMetricFamily(
+        "fulcrum_router_requests",
+        "Client requests that ended, by QoS tier and outcome: ok, invalid (refused), failed (before the "
+        "first byte of the response), broken (after it), cancelled (by the client).",
+        labels=["tier", "outcome"],
+    )
     offered = CounterMetricFamily(
-        "fulcrum_router_requests_offered", "Requests taken in, invalid ones left out.", labels=["tier"]
+        "fulcrum_router_requests_offered",
+        "Client requests that were accepted, without invalid ones.",
+        labels=["tier"],
     )
     met = CounterMetricFamily(
-        "fulcrum_router_requests_slo_met", "Requests that met TTFT and TPOT.", labels=["tier"]
+        "fulcrum_router_requests_slo_met",
+        "Client requests with outcome ok that met the TTFT and TPOT objectives of their tier.",
+        labels=["tier"],
     )
     ttft = HistogramMetricFamily(
-        "fulcrum_router_ttft_seconds", "Arrival to the first content byte.", labels=["tier"]
+        "fulcrum_router_ttft_seconds",
+        "Time from the arrival of a client request to the first content byte of its response, in seconds.",
+        labels=["tier"],
     )
     tpot = HistogramMetricFamily(
-        "fulcrum_router_tpot_seconds", "Time per output token after the first, streams.", labels=["tier"]
+        "fulcrum_router_tpot_seconds",
+        "Mean time per output token after the first, of streamed responses, in seconds.",
+        labels=["tier"],
     )
     for name, tier in sorted(counters.tiers.items()):
         for outcome, count in tier.requests_by_outcome.items():
@@ -128,28 +167,58 @@ def _add_histogram(family: HistogramMetricFamily, tier: str, histogram: Histogra
 
 
 def _build_counter_families(counters: Counters) -> Iterator[Metric]:
-    yield _build_counter_by_phase("legs", "Legs ended.", "outcome", counters.legs)
-    yield _build_counter_by_phase("retries", "Legs tried again elsewhere.", "reason", counters.retries)
-    yield _build_counter_by_phase("dispatches", "Choices of an instance.", "reason", counters.dispatches)
-    yield _build_counter_by_label(
-        "local_prefills", "Requests decoded without a hand-off.", "reason", counters.local_prefills
+    yield _build_counter_by_phase(
+        "legs",
+        "Requests to engines (legs) that ended, by phase and outcome: ok, or the failure.",
+        "outcome",
+        counters.legs,
+    )
+    yield _build_counter_by_phase(
+        "retries", "Legs retried on another instance, by phase and failure.", "reason", counters.retries
+    )
+    yield _build_counter_by_phase(
+        "dispatches",
+        "Choices of an instance, by phase and reason: within_slo (meets the SLO), least_cost (no instance "
+        "does), prefilled_here (the instance computed the prompt), other_role (no decode instance serves).",
+        "reason",
+        counters.dispatches,
     )
     yield _build_counter_by_label(
-        "flip_requests", "Findings of no instance within the SLO.", "role", counters.flip_requests
+        "local_prefills",
+        "Requests whose decode instance computed the prompt itself, without a KV transfer, by reason.",
+        "reason",
+        counters.local_prefills,
     )
     yield _build_counter_by_label(
-        "ejections", "Instances left out for their failures.", "reason", counters.ejections
+        "flip_requests",
+        "Requests to the autoscaler to flip an instance to the role, because no instance of that role met "
+        "the SLO.",
+        "role",
+        counters.flip_requests,
+    )
+    yield _build_counter_by_label(
+        "ejections",
+        "Ejections of an instance after failures, by the last failure; probe_ marks failures of a probe. An "
+        "ejected instance gets no new work until a probe of its health succeeds.",
+        "reason",
+        counters.ejections,
     )
     yield CounterMetricFamily(
-        "fulcrum_router_assignments_refused", "Assignments not applied.", counters.refused_assignments
+        "fulcrum_router_assignments_refused",
+        "PDAssignments that the router refused to apply; the last good one stays in force.",
+        counters.refused_assignments,
     )
-    text = "Prefix caches not used any more after a hand-off that was late."
-    yield CounterMetricFamily("fulcrum_router_cache_salt_rotations", text, counters.cache_salt_rotations)
+    yield CounterMetricFamily(
+        "fulcrum_router_cache_salt_rotations",
+        "Times that the router stopped using an instance's prefix cache, because a KV transfer may have been "
+        "fetched after its lease.",
+        counters.cache_salt_rotations,
+    )
     yield CounterMetricFamily(
         "fulcrum_router_takeovers", "Times that this router became the active one.", counters.takeovers
     )
     yield CounterMetricFamily(
-        "fulcrum_router_output_tokens", "Tokens streamed to clients.", counters.output_tokens
+        "fulcrum_router_output_tokens", "Output tokens streamed to clients.", counters.output_tokens
     )
 
 
@@ -184,8 +253,10 @@ def _build_instance_families(instances: Iterable[Instance]) -> Iterator[Metric]:
 
 
 def _build_transfer_family(pairs: TransferPairs) -> Metric:
-    """Only pairs of instances that there are: the map forgets the others."""
-    text = "Hand-offs by what decode said of them, canaries included."
+    text = (
+        "KV transfers from the prefill to the decode instance, canaries included, by outcome: verified "
+        "(decode used the KV), recomputed (decode computed the prompt), unknown (not reported by the engine)."
+    )
     labels = ["prefill", "decode", "outcome"]
     family = CounterMetricFamily("fulcrum_router_kv_transfers", text, labels=labels)
     for key, pair in sorted(pairs.pairs.items()):
@@ -195,7 +266,7 @@ def _build_transfer_family(pairs: TransferPairs) -> Metric:
 
 
 def _build_pair_families(pairs: TransferPairs, *, now_s: float) -> Iterator[Metric]:
-    """What is known of pairs, and only of those worth telling of: many instances have very many."""
+    """Build the gauges of the reported pairs; pairs without a measurement have no series."""
     reported = pairs.list_reported()
     for name, text, value in _PAIR_GAUGES:
         family = GaugeMetricFamily(f"fulcrum_router_kv_pair_{name}", text, labels=["prefill", "decode"])
@@ -210,10 +281,12 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
         return GaugeMetricFamily(f"fulcrum_router_{name}", text, value)
 
     yield gauge(
-        "assignment_generation", "PDAssignment generation applied.", router.applied_assignment.generation
+        "assignment_generation",
+        "Generation of the PDAssignment that the router uses.",
+        router.applied_assignment.generation,
     )
-    yield gauge("active", "Whether clients are directed to this router.", router.active)
-    yield gauge("tokens_per_byte", "Learned tokens per byte of prompt.", router.tokens_per_byte.value)
+    yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
+    yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
     if router.prediction_error.value is not None:
-        text = "Mean of (predicted - measured)/measured of recent prefills."
+        text = "Mean of (predicted - measured)/measured duration of recent prefill legs; 0.1: 10 % too long."
         yield gauge("prefill_prediction_error_ratio", text, router.prediction_error.value)

@@ -1,4 +1,4 @@
-"""What the router answers itself on the clients' port."""
+"""Responses that the router builds itself on the clients' port: models, health, readiness, metrics."""
 
 import orjson
 from prometheus_client import CollectorRegistry
@@ -13,14 +13,14 @@ ROUTER_PATHS = frozenset({b"/v1/models", b"/health", b"/ready", b"/metrics"})
 def build_router_response(
     router: Router, registry: CollectorRegistry, path: bytes, *, head_only: bool, close: bool
 ) -> bytes:
-    """The response to GET or HEAD of one of `ROUTER_PATHS`."""
+    """Build the response to GET or HEAD of one of `ROUTER_PATHS`."""
     status, body, content_type = 200, b"{}", b"application/json"
     if path == b"/metrics":
         body, content_type = render_metrics(registry), CONTENT_TYPE
     elif path == b"/v1/models":
         body = _build_model_list(router)
     elif path == b"/ready" and not router.ready:
-        status, body = 503, responses.build_error_body(503, "no instance serves")
+        status, body = 503, responses.build_error_body(503, "no instance is serving")
     return responses.build_response(status, body, content_type=content_type, close=close, head_only=head_only)
 
 

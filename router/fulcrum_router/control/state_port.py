@@ -1,4 +1,4 @@
-"""The router's state port: what the autoscaler and the operator pull, behind a token."""
+"""The state port: operator and autoscaler read the router's state and flip requests here, with a token."""
 
 import math
 import time
@@ -14,11 +14,12 @@ from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0
+"""Longest time that a long poll may wait, in seconds."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_router_state(router: Router, *, now_s: float) -> RouterState:
-    """One consistent picture of the router."""
+    """Build a consistent snapshot of the router; `now_s` is its Unix time."""
     flip_request = router.flip_requests.last
     return RouterState(
         service=router.settings.service if router.settings else "",
@@ -87,7 +88,10 @@ def _build_tier_state(name: str, counters: TierCounters) -> TierState:
 
 
 def make_app(router: Router, authenticator: Authenticator) -> web.Application:
-    """The application of the state port. A standby has nothing to tell: 503, and come back by another way."""
+    """Make the application of the state port.
+
+    A standby router responds 503 and closes the connection: a new connection reaches the active router.
+    """
 
     @web.middleware
     async def authenticate(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -100,8 +104,8 @@ def make_app(router: Router, authenticator: Authenticator) -> web.Application:
             response = await handler(request)
             if router.active:
                 return response
-        standby = web.json_response({"error": "not active"}, status=503)
-        standby.force_close()  # the next connection finds the active one
+        standby = web.json_response({"error": "this router is not the active one"}, status=503)
+        standby.force_close()
         return standby
 
     async def get_state(request: web.Request) -> web.Response:
@@ -126,7 +130,7 @@ def make_app(router: Router, authenticator: Authenticator) -> web.Application:
 
 
 def _read_number(request: web.Request, name: str, default: float) -> float:
-    """A query parameter ≥ 0; times are capped so that nobody holds a poll for ever."""
+    """Read a query parameter ≥ 0. Time-outs are capped, so that no poll stays open for ever."""
     text = request.query.get(name)
     if text is None:
         return default

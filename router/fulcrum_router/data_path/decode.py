@@ -12,6 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from fulcrum_router.data_path.request import Downstream
+from fulcrum_router.fleet.engine_metrics import fetch_expired_transfers
 from fulcrum_router.fleet.instances import IncomingTransfer, Instance
 from fulcrum_router.http1.engine_events import (
     ABORT,
@@ -27,7 +28,6 @@ from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.responses import build_error_event
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
-from fulcrum_router.observe.engines import fetch_expired_transfers
 from fulcrum_router.policy.ledger import DecodeEntry
 
 log = structlog.get_logger()

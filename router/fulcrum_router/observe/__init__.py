@@ -1,1 +1,1 @@
-"""What the router watches: the objects in the store, the service's pods, the engines' own metrics."""
+"""Observe the outside and update the fleet: objects of the store, pods of the service, engines' metrics."""

@@ -1,61 +1,54 @@
-"""From the objects of the store to the fleet: who plays which role, and where.
+"""Watch the store's objects of one service, and update the router's fleet and settings.
 
-The PDAssignment is the desired assignment and is judged on receipt, since a person may have patched it by
-hand; one
-that is refused leaves the last good map in force and is judged again when readiness changes. While the
-store is away the last known state stands.
+The PDAssignment is checked on receipt, since a person may have patched it; a refused one leaves the last
+good assignment in force and is checked again when readiness changes. While the store is unreachable, the last
+known state is used.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import structlog
 
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import ObjectApi
-from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.assignment import (
-    AssignmentRules,
-    awaits_restart,
-    build_assignment_rules,
-    find_restarted_by_flip,
-    group_by_compatibility,
-    may_apply,
-    resolve_effective_roles,
-)
+from fulcrum_core.assignment import AssignmentRules, build_assignment_rules, may_apply
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.values import Phase, Role
+from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.roles import phase_precedes_work, resolve_working_roles
 from fulcrum_router.router import Router
 from fulcrum_router.settings import resolve_settings
 
 log = structlog.get_logger()
 
 TYPICAL_REQUEST_TOKENS = 1_000
-"""Request size at which a profile's step is read as a decode model."""
-
-
-def phase_will_take_work(instance: PDInstance) -> bool:
-    """Whether the phase precedes `PDInstance.phase_takes_work`: it starts, or is being verified."""
-    return instance.status.phase in (Phase.STARTING, Phase.VERIFYING)
+"""Tokens per request for which a profile's step model is converted to a decode model."""
 
 
 class StoreWatcher:
-    """Keeps one router's fleet and settings as the store says.
+    """Updates one router's fleet and settings from the objects of its service.
 
-    With `objects` its instances are pods, which are watched, too.
+    Args:
+        router: Router to update.
+        store: Store of the project's objects.
+        service: Name of the PDService.
+        namespace: Namespace of all objects.
+        objects: Access to pods, which are watched, too; None: instances are not pods.
+        rng: Spreads the retries of the pod watch of many routers.
     """
 
     def __init__(
@@ -71,7 +64,7 @@ class StoreWatcher:
         self._router, self._service = router, service
         self._last_good_assignment: PDAssignmentSpec | None = None
         self._last_refusal: tuple[int, frozenset[str]] | None = None
-        """Generation and readiness on which the last refusal was judged."""
+        """Generation and ready instances of the last refusal: not checked again while both are the same."""
         self._services = Informer(store, PDService, namespace=namespace, on_change=self._service_changed)
         self._tiers = Informer(
             store, QoSTier, namespace=namespace, on_change=lambda *_: self._reconcile_settings()
@@ -92,13 +85,13 @@ class StoreWatcher:
             )
 
     async def run(self) -> None:
-        """Follow the store until cancelled."""
+        """Watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             for informer in self._all_informers():
                 group.create_task(informer.run())
 
     async def wait_until_synced(self) -> None:
-        """Returns once all was listed: from then on this router can do what any other can."""
+        """Return once every kind was listed: from then on the router can serve."""
         for informer in self._all_informers():
             await informer.synced.wait()
 
@@ -107,7 +100,7 @@ class StoreWatcher:
         if self._pods is not None:
             yield self._pods
 
-    # --- what changed --------------------------------------------------------------------------
+    # --- changes -------------------------------------------------------------------------------
 
     def _service_changed(self, old: PDService | None, new: PDService | None) -> None:
         if _name(new or old) == self._service:
@@ -123,12 +116,12 @@ class StoreWatcher:
         if _name(new or old) == self._service:
             self._reconcile_roles()
 
-    # --- what follows from it ------------------------------------------------------------------
+    # --- updates of the router -----------------------------------------------------------------
 
     def _reconcile_settings(self) -> None:
         service = self._services.objects.get(self._service)
         if service is None:
-            return  # a service that is gone takes its router with it; until then serve on
+            return  # deleting a service also ends its router; until then serve with the last settings
         last = self._last_good_assignment.last_prefill_to_decode if self._last_good_assignment else None
         self._router.configure(
             resolve_settings(service, self._tiers.objects.values()), last_prefill_to_decode_s=last
@@ -150,13 +143,13 @@ class StoreWatcher:
                 try:
                     instance.set_endpoint(*parse_endpoint(observed.status.endpoint))
                 except ValueError as error:
-                    log.warning("endpoint not understood", instance=name, reason=str(error))
+                    log.warning("endpoint ignored", instance=name, reason=str(error))
             if observed.status.identity is not None:
                 known = (i.identity for i in fleet.instances if i.identity is not None)
                 instance.set_identity(intern_identity(known, observed.status.identity.to_identity()))
 
     def _reconcile_roles(self) -> None:
-        """Apply the assignment if it may be, and draw the roles from the last good one either way."""
+        """Apply the desired assignment if it is allowed; then set roles by the last good one."""
         desired = self._assignments.objects.get(self._service)
         ready = frozenset(
             name for name, instance in self._list_own_instances().items() if self._takes_work(instance)
@@ -173,13 +166,14 @@ class StoreWatcher:
         return instance.phase_takes_work and self._is_available(instance)
 
     def _is_available(self, instance: PDInstance) -> bool:
-        """Whether it can be reached, and nobody ends it."""
-        endpoint = instance.status.endpoint
-        if endpoint is None or instance.metadata.deletion_timestamp is not None:
+        """Whether the instance has an endpoint, is not being deleted, and its pod is active there."""
+        if instance.status.endpoint is None or instance.metadata.deletion_timestamp is not None:
             return False
-        return self._pods is None or self._pods.is_active_at(
-            instance.metadata.name, endpoint.rpartition(":")[0].strip("[]")
-        )
+        if self._pods is None:
+            return True
+        known = self._router.fleet.get(instance.metadata.name)
+        pool = None if known is None else known.connection_pool
+        return pool is not None and self._pods.is_active_at(instance.metadata.name, pool.host)
 
     def _apply_desired(self, desired: PDAssignment, ready: frozenset[str]) -> None:
         generation = desired.metadata.generation
@@ -202,26 +196,18 @@ class StoreWatcher:
         self._router.applied_assignment.advance(generation, now_s)
 
     def _assign_roles(self, ready: frozenset[str]) -> None:
-        roles = self._last_good_assignment.roles if self._last_good_assignment else {}
-        found = self._list_own_instances()
-        own = found.values()
-        awaiting_restart = {i.metadata.name for i in own if _is_awaiting_restart(i, roles)}
-        effective = resolve_effective_roles(
-            roles,
-            ready - awaiting_restart,
-            group_by_compatibility(own),
-            restarted_by_flip=find_restarted_by_flip(own),
-        )
+        assigned = self._last_good_assignment.roles if self._last_good_assignment else {}
+        own = self._list_own_instances()
+        working = resolve_working_roles(assigned, own.values(), ready)
         for instance in self._router.fleet.instances:
-            entry = roles.get(instance.name)
-            role = None if entry is None or entry.cordoned else effective.get(instance.name)
+            role, entry = working.get(instance.name), assigned.get(instance.name)
             instance.assign(role)
-            observed = found.get(instance.name)
-            instance.starting = (
-                observed is not None and phase_will_take_work(observed) and self._is_available(observed)
-            )
             if role is None and entry is not None:
                 instance.role = Role(entry.role)
+            observed = own.get(instance.name)
+            instance.starting = (
+                observed is not None and phase_precedes_work(observed) and self._is_available(observed)
+            )
 
     def _load_rules(self) -> AssignmentRules:
         service = self._services.objects.get(self._service)
@@ -232,17 +218,12 @@ class StoreWatcher:
         )
 
 
-def _is_awaiting_restart(instance: PDInstance, roles: Mapping[str, RoleAssignment]) -> bool:
-    entry = roles.get(instance.metadata.name)
-    return entry is not None and awaits_restart(instance, entry)
-
-
 def _name(subject: PDService | PDAssignment | None) -> str:
     return subject.metadata.name if subject is not None else ""
 
 
 def _load_models(profile: str) -> tuple[PrefillModel, DecodeModel]:
-    """What a shipped profile predicts; another one is read where the engine runs, so start from caution."""
+    """Load the models of a shipped profile; any other profile is not known here: cautious defaults."""
     try:
         loaded = load_profile(profile)
     except InvalidInput:

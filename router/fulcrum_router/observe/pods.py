@@ -1,8 +1,8 @@
-"""Which pods are on their way out: the router hears it from the API server, not by way of the operator.
+"""Watch which engine pods of a service are active: neither ended nor being deleted.
 
-An instance whose pod is being deleted, or is gone, gets no new work at once, and its address may be another
-pod's by then. A pod that is not Ready is left to the router's own probes: they are faster, and go on
-while the API server is away.
+The store watcher sends no new work to an instance without an active pod, before the operator updates its
+status: its address may soon belong to another pod. Readiness of pods is ignored: the router's own probes are
+faster, and work while the API server is unreachable.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ _ENDED = frozenset({"Failed", "Succeeded"})
 
 
 class PodWatcher(Reflector[tuple[EventType, Object]]):
-    """The engine pods of one service. What is known stands while the API server is away.
+    """The active engine pods of one service; the last known ones while the API server is unreachable.
 
     Args:
-        objects: Where the pods are.
-        service: Whose.
-        namespace: Where.
-        on_change: Called whenever what `is_active_at` says may have changed.
+        objects: Access to pods.
+        service: Name of the PDService.
+        namespace: Namespace of the pods.
+        on_change: Called whenever a result of `is_active_at` may have changed.
         rng: Spreads the retries of many routers.
-        sleep: Waits so many seconds.
+        sleep: Waits a number of seconds.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class PodWatcher(Reflector[tuple[EventType, Object]]):
         self._labels = f"{SERVICE_LABEL}={service}"
         self._on_change = on_change
         self._active_pods: dict[str, str | None] = {}
-        """Pods that nobody ends, with their address."""
+        """IP address by name of pod; None: not assigned yet."""
 
     def is_active_at(self, name: str, host: str) -> bool:
-        """Whether the pod of that name stays and has that address; True as long as no pod could be listed."""
+        """Whether the pod `name` is active and has the address `host`; True before the first list."""
         return not self.synced.is_set() or (
             name in self._active_pods and self._active_pods[name] in (None, host)
         )
@@ -66,12 +66,12 @@ class PodWatcher(Reflector[tuple[EventType, Object]]):
     def _apply_event(self, event: tuple[EventType, Object]) -> str:
         change, pod = event
         if change is not EventType.BOOKMARK:
-            self._update(pod, gone=change is EventType.DELETED)
+            self._update(pod, deleted=change is EventType.DELETED)
         return str(pod["metadata"]["resourceVersion"])
 
-    def _update(self, pod: Object, *, gone: bool) -> None:
+    def _update(self, pod: Object, *, deleted: bool) -> None:
         name, before = _name(pod), dict(self._active_pods)
-        if gone or not _is_active(pod):
+        if deleted or not _is_active(pod):
             self._active_pods.pop(name, None)
         else:
             self._active_pods[name] = _address(pod)

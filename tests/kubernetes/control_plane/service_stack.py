@@ -13,8 +13,7 @@ from typing import Any
 
 import httpx
 
-from fulcrum_core.router_state import RouterState
-from fulcrum_router.control.auth import AUDIENCE
+from fulcrum_core.router_state import STATE_PORT_AUDIENCE, RouterState
 from tools.kubernetes.cluster import Cluster
 
 SERVICE = "chat"
@@ -139,7 +138,13 @@ class RoutedService:
 
     def reader_token(self) -> str:
         """A token of the account that may read state ports."""
-        command = ("create", "token", "reader", f"--namespace={self.namespace}", f"--audience={AUDIENCE}")
+        command = (
+            "create",
+            "token",
+            "reader",
+            f"--namespace={self.namespace}",
+            f"--audience={STATE_PORT_AUDIENCE}",
+        )
         return self.cluster.kubectl(*command).strip()
 
     def state(self, router: RouterProcess, **query: Any) -> RouterState | int:

@@ -7,7 +7,8 @@ import pytest
 
 from fulcrum_cluster.client import open_cluster
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_router.control.auth import AUDIENCE, ServiceAccountAuthenticator, Unauthorized
+from fulcrum_core.router_state import STATE_PORT_AUDIENCE
+from fulcrum_router.control.auth import ServiceAccountAuthenticator, Unauthorized
 from tools.kubernetes.cluster import API_SERVER, Cluster
 
 
@@ -28,7 +29,7 @@ async def authenticator(control_plane: Cluster, namespace: str) -> AsyncIterator
 async def test_only_the_named_account_with_a_token_for_this_port_is_accepted(
     control_plane: Cluster, namespace: str, authenticator: ServiceAccountAuthenticator
 ) -> None:
-    ours = f"--audience={AUDIENCE}"
+    ours = f"--audience={STATE_PORT_AUDIENCE}"
     await authenticator.authenticate(token(control_plane, namespace, "reader", ours))
     with pytest.raises(Unauthorized, match="is none of the callers"):
         await authenticator.authenticate(token(control_plane, namespace, "other", ours))
@@ -39,7 +40,7 @@ async def test_only_the_named_account_with_a_token_for_this_port_is_accepted(
 async def test_a_caller_is_accepted_during_an_api_server_outage(
     control_plane: Cluster, namespace: str, authenticator: ServiceAccountAuthenticator
 ) -> None:
-    given = token(control_plane, namespace, "reader", f"--audience={AUDIENCE}")
+    given = token(control_plane, namespace, "reader", f"--audience={STATE_PORT_AUDIENCE}")
     await authenticator.refresh_keys()
     control_plane.kill_component(API_SERVER)
     try:

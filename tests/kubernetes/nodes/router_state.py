@@ -4,12 +4,11 @@ import contextlib
 import http.client
 import json
 
-from fulcrum_core.router_state import RouterState
+from fulcrum_core.router_state import STATE_PORT_AUDIENCE, RouterState
 from tests.kubernetes.nodes.installation import NAMESPACE
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
-AUDIENCE = "fulcrum.dev/router-state"
 PORT = 9091
 MAX_ATTEMPTS = 20
 
@@ -70,7 +69,7 @@ def create_autoscaler_token(cluster: Cluster) -> str:
     request = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
-        "spec": {"audiences": [AUDIENCE]},
+        "spec": {"audiences": [STATE_PORT_AUDIENCE]},
     }
     path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{name}/token"
     status, body = cluster.request("POST", path, json.dumps(request).encode())

@@ -1,5 +1,4 @@
-"""Kubernetes objects in memory, as much of them as a router touches, with an API server that can be
-unavailable."""
+"""In-memory fake of the Kubernetes API that a router uses; it can be made unavailable."""
 
 # ruff: noqa: ARG002  # the signatures are ObjectApi's
 
@@ -9,24 +8,28 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fulcrum_cluster.objects import Object, ObjectKind
-from fulcrum_core.errors import Conflict, Forbidden, NotFound, StoreUnavailable
+from fulcrum_core.errors import Conflict, Forbidden, Gone, NotFound, StoreUnavailable
 from fulcrum_core.merge_patch import apply_merge_patch
 from fulcrum_core.ports import EventType
 
 
 class FakeObjectApi:
-    """`fulcrum_cluster.objects.ObjectApi`; what a router never calls is refused."""
+    """A `fulcrum_cluster.objects.ObjectApi` that refuses the calls that a router must never make."""
 
     def __init__(self) -> None:
         self.unavailable = False
+        self.internal_error: Exception | None = None
+        """Raised by the next `get`, once: stands for a bug of the router."""
+        self.lists = 0
+        """Calls of `list`, also those refused while unavailable."""
         self.writes: list[tuple[str, str]] = []
         """Kind and name of each object written, in order."""
         self._version = 0
         self._objects: dict[tuple[str, str], Object] = {}
-        self._watches: set[asyncio.Queue[tuple[EventType, Object] | None]] = set()
+        self._watches: set[asyncio.Queue[tuple[EventType, Object] | Gone]] = set()
 
     def put(self, kind: str, name: str, **fields: Any) -> None:
-        """The object from now on, whoever wrote it."""
+        """Create or replace an object."""
         self._version += 1
         metadata = {**fields.pop("metadata", {}), "name": name, "resourceVersion": str(self._version)}
         known = (kind, name) in self._objects
@@ -34,16 +37,20 @@ class FakeObjectApi:
         self._publish(EventType.MODIFIED if known else EventType.ADDED, self._objects[kind, name])
 
     def remove(self, kind: str, name: str) -> None:
-        """It is gone from now on."""
+        """Delete an object."""
         self._version += 1
-        gone = self._objects.pop((kind, name))
-        gone["metadata"]["resourceVersion"] = str(self._version)
-        self._publish(EventType.DELETED, gone)
+        deleted = self._objects.pop((kind, name))
+        deleted["metadata"]["resourceVersion"] = str(self._version)
+        self._publish(EventType.DELETED, deleted)
 
-    def end_watches(self) -> None:
-        """End all watches."""
+    def peek(self, kind: str, name: str) -> Object:
+        """Return the current object, also while the API server is unavailable."""
+        return copy.deepcopy(self._objects[kind, name])
+
+    def expire_watches(self) -> None:
+        """End all watches with 410 Gone: the next one must list again."""
         for queue in self._watches:
-            queue.put_nowait(None)
+            queue.put_nowait(Gone("too old"))
 
     def _publish(self, event: EventType, body: Object) -> None:
         for queue in self._watches:
@@ -55,6 +62,9 @@ class FakeObjectApi:
 
     async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
         self._check_available()
+        if self.internal_error is not None:
+            error, self.internal_error = self.internal_error, None
+            raise error
         if (kind.kind, name) not in self._objects:
             raise NotFound(name)
         return copy.deepcopy(self._objects[kind.kind, name])
@@ -67,6 +77,7 @@ class FakeObjectApi:
         labels: str = "",
         fields: str = "",
     ) -> tuple[list[Object], str]:
+        self.lists += 1
         self._check_available()
         found = [copy.deepcopy(body) for (of, _), body in sorted(self._objects.items()) if of == kind.kind]
         return found, str(self._version)
@@ -81,10 +92,13 @@ class FakeObjectApi:
         fields: str = "",
     ) -> AsyncGenerator[tuple[EventType, Object], None]:
         self._check_available()
-        queue: asyncio.Queue[tuple[EventType, Object] | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[EventType, Object] | Gone] = asyncio.Queue()
         self._watches.add(queue)
         try:
-            while (event := await queue.get()) is not None:
+            while True:
+                event = await queue.get()
+                if isinstance(event, Gone):
+                    raise event
                 if event[1]["kind"] == kind.kind:
                     yield event
         finally:

@@ -1,10 +1,15 @@
-"""Long polls: told at once, or at the end of their patience."""
+"""Long polls for the applied assignment and for flip requests: ended by a change or by their time-out."""
 
 import asyncio
 
+import pytest
+
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
+from fulcrum_router.flip_requests import FLIP_WAIT_S, AppliedAssignment, FlipRequests
+from tests.waiting import run_pending_tasks
+
+pytestmark = pytest.mark.looptime
 
 
 async def test_waiting_for_an_applied_generation_returns_at_once() -> None:
@@ -16,9 +21,9 @@ async def test_waiting_for_an_applied_generation_returns_at_once() -> None:
 async def test_a_waiter_wakes_when_its_generation_is_applied() -> None:
     applied = AppliedAssignment()
     waiting = asyncio.ensure_future(applied.wait_until_reached(2, 30.0))
-    await asyncio.sleep(0)
+    await run_pending_tasks()
     applied.advance(1, 1.0)
-    await asyncio.sleep(0)
+    await run_pending_tasks()
     assert not waiting.done()
     applied.advance(2, 2.0)
     assert await waiting
@@ -31,28 +36,31 @@ async def test_waiting_for_a_generation_times_out() -> None:
 async def test_a_flip_request_wakes_the_long_poll_and_gets_the_next_number() -> None:
     flip_requests = FlipRequests(AppliedAssignment())
     poll = asyncio.ensure_future(flip_requests.wait_after(0, 30.0))
-    await asyncio.sleep(0)
-    await flip_requests.submit(Role.PREFILL, "late")
-    assert await poll == FlipRequest(seq=1, role=Role.PREFILL, reason="late")
+    await run_pending_tasks()
+    await flip_requests.submit(Role.PREFILL, "SLO missed")
+    assert await poll == FlipRequest(seq=1, role=Role.PREFILL, reason="SLO missed")
     assert await flip_requests.wait_after(1, 0.0) is None
 
 
 async def test_a_request_waits_for_its_flip_only_in_auto_mode() -> None:
     applied = AppliedAssignment()
     flip_requests = FlipRequests(applied)
-    await flip_requests.submit(Role.DECODE, "nobody acts")  # would hang without a time-out if it waited
+    began_s = asyncio.get_running_loop().time()
+    await flip_requests.submit(Role.DECODE, "the autoscaler does not act on it")
+    assert asyncio.get_running_loop().time() == began_s
     flip_requests.wait_for_flip = True
-    asked = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "somebody acts"))
-    await asyncio.sleep(0)
-    assert not asked.done()
+    submitting = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "the autoscaler acts on it"))
+    await run_pending_tasks()
+    assert not submitting.done()
     applied.advance(1, 1.0)
-    await asked
+    await submitting
+    assert asyncio.get_running_loop().time() - began_s < FLIP_WAIT_S
 
 
 async def test_after_a_flip_request_times_out_the_next_request_does_not_wait() -> None:
     flip_requests = FlipRequests(AppliedAssignment())
     flip_requests.wait_for_flip = True
-    await flip_requests.submit(Role.DECODE, "not granted within the patience")
-    asked = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "at once"))
-    await asyncio.sleep(0)
-    assert (asked.done(), flip_requests.seq) == (True, 2)
+    await flip_requests.submit(Role.DECODE, "no flip within the wait")
+    submitting = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "returns at once"))
+    await run_pending_tasks()
+    assert (submitting.done(), flip_requests.seq) == (True, 2)

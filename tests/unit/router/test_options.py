@@ -1,4 +1,4 @@
-"""What a router may be started with, and the one line that says what is wrong."""
+"""Options of the router, and the error line of each invalid combination."""
 
 from pathlib import Path
 
@@ -31,6 +31,7 @@ def test_a_local_router_takes_a_store_and_a_token_file(token: Path) -> None:
     )
 
 
+OPERATOR = "system:serviceaccount:fulcrum:operator"
 IN_POD = (
     *("--service", "chat", "--namespace", "prod", "--store", "in-cluster", "--host", "0.0.0.0"),
     *("--port", "8000", "--state-port", "9091", "--lease", "chat-router"),
@@ -71,49 +72,61 @@ def test_static_endpoints_are_listed_with_their_roles() -> None:
     ("arguments", "line"),
     [
         pytest.param(
-            [], "--store (nothing) is required, unless --static is given in its place", id="neither"
+            [],
+            "--store (not given) is required, unless --static is given",
+            id="neither store nor static endpoints",
+        ),
+        pytest.param(
+            ["--store", "unix:/s", "--static", "decode=a:1"],
+            "--store (unix:/s) cannot be combined with --static",
+            id="store and static endpoints",
         ),
         pytest.param(
             ["--store", "unix:/s"],
-            "--token-file (nothing) or --state-callers, one of them, is required with --store",
-            id="no token",
+            "--token-file (not given) or --state-callers is required with --store",
+            id="neither token nor callers",
         ),
         pytest.param(
             [*IN_POD, "--token-file", "/t"],
-            "--token-file (both) or --state-callers, one of them, is required",
-            id="a token and callers",
+            "--token-file (/t) cannot be combined with --state-callers",
+            id="token and callers",
         ),
         pytest.param(
             [*IN_POD, "--state-callers", "operator"],
             "--state-callers (operator) is not system:serviceaccount:NAMESPACE:NAME",
-            id="a caller that is no account",
+            id="caller that is not a ServiceAccount",
         ),
         pytest.param(
             [*IN_POD, "--advertise-address", "chat-0"],
             "--advertise-address (chat-0) is not an IP address",
-            id="a name",
+            id="host name as address",
         ),
         pytest.param(
             [*IN_POD[:-4], "--advertise-address", "10.0.0.7"],
-            "--identity (nothing) and --lease go together",
-            id="a lease of nobody",
+            "--identity (not given) is required with --lease",
+            id="lease without an identity",
+        ),
+        pytest.param(
+            ["--store", "in-cluster", "--state-callers", OPERATOR, "--identity", "chat-router-x7"],
+            "--identity (chat-router-x7) is valid with --lease only",
+            id="identity without a lease",
         ),
         pytest.param(
             ["--store", "unix:/s", "--token-file", "/t", "--lease", "x"],
-            "--lease (x) has a meaning in a cluster only",
-            id="a lease in a local run",
+            "--lease (x) is valid in a cluster only",
+            id="lease in a local run",
         ),
-        pytest.param(["--static", "x=a:1"], "--static (x=a:1) is not prefill=", id="another role"),
-        pytest.param(["--static", "decode=a"], "--static (a) is not HOST:PORT", id="no port"),
+        pytest.param(["--static", "x=a:1"], "--static (x=a:1) is not prefill=", id="unknown role"),
+        pytest.param(["--static", "decode=a"], "--static (a) is not HOST:PORT", id="endpoint without a port"),
         pytest.param(
             ["--static", "decode=a:1", "--port", "70000"],
             "--port (70000) is not between 0 and 65535",
-            id="a port that is none",
+            id="port out of range",
         ),
         pytest.param(
             ["--store", "unix:/s", "--token-file", "/nowhere/token"],
             "--token-file (/nowhere/token) cannot be read: no such file or directory",
-            id="no such file",
+            id="missing token file",
         ),
     ],
 )

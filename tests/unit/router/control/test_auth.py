@@ -1,4 +1,4 @@
-"""Tokens of ServiceAccounts: who is let in, by keys made here."""
+"""Authentication at the state port, with ServiceAccount tokens signed by keys of this module."""
 
 import json
 import time
@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from fulcrum_core.errors import StoreUnavailable
+from fulcrum_core.router_state import STATE_PORT_AUDIENCE
 from fulcrum_router.control.auth import (
-    AUDIENCE,
     CLOCK_LEEWAY_S,
     KEY_REFRESH_INTERVAL_S,
     ServiceAccountAuthenticator,
@@ -38,7 +38,7 @@ class FakeClock:
 
 
 class FakeApiServer:
-    """The API server's keys."""
+    """The paths of an API server that hold its issuer and keys."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -64,7 +64,7 @@ def _jwk(name: str) -> dict[str, Any]:
 def token(key: str = "one", *, kid: str | None = None, algorithm: str = "RS256", **changes: Any) -> str:
     claims = {
         "iss": ISSUER,
-        "aud": [AUDIENCE],
+        "aud": [STATE_PORT_AUDIENCE],
         "sub": OPERATOR,
         "exp": NOW_S + 600,
         "nbf": NOW_S - 1,
@@ -80,18 +80,19 @@ def make_authenticator(server: FakeApiServer, clock: FakeClock) -> ServiceAccoun
 
 
 async def try_authenticate(authenticator: ServiceAccountAuthenticator, given: str) -> str:
+    """Return "accepted" or the reason of the refusal."""
     try:
         await authenticator.authenticate(given)
     except Unauthorized as error:
         return str(error)
-    return "let in"
+    return "accepted"
 
 
 async def test_a_valid_token_is_accepted_and_keys_are_read_once() -> None:
     server = FakeApiServer("one", "ec")
     authenticator = make_authenticator(server, FakeClock())
     given = [token(), token("ec", algorithm="ES256"), token()]
-    assert [await try_authenticate(authenticator, one) for one in given] == ["let in"] * 3
+    assert [await try_authenticate(authenticator, one) for one in given] == ["accepted"] * 3
     assert server.key_reads == 1
 
 
@@ -99,26 +100,35 @@ async def test_a_valid_token_is_accepted_and_keys_are_read_once() -> None:
     ("given", "reason"),
     [
         pytest.param(
-            token(sub="system:serviceaccount:fulcrum:other"), "is none of the callers", id="another account"
+            token(sub="system:serviceaccount:fulcrum:other"),
+            "may not call the state port",
+            id="another account",
         ),
-        pytest.param(token(aud=["https://kubernetes.default.svc"]), "Audience", id="for another audience"),
-        pytest.param(token(iss="https://elsewhere"), "issuer", id="of another cluster"),
-        pytest.param(token(exp=NOW_S - CLOCK_LEEWAY_S - 1), "the token is over", id="over"),
-        pytest.param(token(nbf=NOW_S + CLOCK_LEEWAY_S + 1), "is not valid yet", id="of the future"),
-        pytest.param(token(exp=None), "exp", id="for ever"),
-        pytest.param(token(sub=None), "sub", id="of nobody"),
-        pytest.param(token("two", kid="one"), "ignature", id="signed by somebody else"),
-        pytest.param(token("two"), "a key that the API server does not name", id="by an unknown key"),
-        pytest.param("", "a ServiceAccount's token", id="nothing"),
-        pytest.param("a.b.c", "a ServiceAccount's token", id="no token"),
+        pytest.param(token(aud=["https://kubernetes.default.svc"]), "Audience", id="another audience"),
+        pytest.param(token(iss="https://elsewhere"), "issuer", id="another cluster"),
+        pytest.param(token(exp=NOW_S - CLOCK_LEEWAY_S - 1), "the token has expired", id="expired"),
+        pytest.param(token(nbf=NOW_S + CLOCK_LEEWAY_S + 1), "is not valid yet", id="not valid yet"),
+        pytest.param(token(exp=None), "exp", id="without an expiry"),
+        pytest.param(token(sub=None), "sub", id="without a subject"),
+        pytest.param(token("two", kid="one"), "ignature", id="signed with another key than it names"),
         pytest.param(
-            jwt.encode({"sub": OPERATOR, "aud": AUDIENCE}, key="", algorithm="none", headers={"kid": "one"}),
-            "a ServiceAccount's token",
+            token("two"), "a key that the API server does not list", id="signed with an unknown key"
+        ),
+        pytest.param("", "a ServiceAccount token", id="empty"),
+        pytest.param("a.b.c", "a ServiceAccount token", id="not a token"),
+        pytest.param(
+            jwt.encode(
+                {"sub": OPERATOR, "aud": STATE_PORT_AUDIENCE},
+                key="",
+                algorithm="none",
+                headers={"kid": "one"},
+            ),
+            "a ServiceAccount token",
             id="not signed",
         ),
         pytest.param(
             jwt.encode({"sub": OPERATOR}, key="x" * 64, algorithm="HS256", headers={"kid": "one"}),
-            "a ServiceAccount's token",
+            "a ServiceAccount token",
             id="signed with a shared secret",
         ),
     ],
@@ -133,36 +143,36 @@ async def test_known_keys_stay_valid_during_an_api_server_outage() -> None:
     await authenticator.refresh_keys()
     server.unavailable = True
     clock.at_s += 3 * KEY_REFRESH_INTERVAL_S
-    assert await try_authenticate(authenticator, token()) == "let in"
-    assert "does not name" in await try_authenticate(authenticator, token("two"))
-    assert await try_authenticate(authenticator, token()) == "let in"
+    assert await try_authenticate(authenticator, token()) == "accepted"
+    assert "does not list" in await try_authenticate(authenticator, token("two"))
+    assert await try_authenticate(authenticator, token()) == "accepted"
 
 
 async def test_a_new_key_is_found_and_unknown_keys_cause_at_most_one_read_per_interval() -> None:
     server, clock = FakeApiServer("one"), FakeClock()
     authenticator = make_authenticator(server, clock)
-    assert await try_authenticate(authenticator, token()) == "let in"
+    assert await try_authenticate(authenticator, token()) == "accepted"
     server.names = ("two",)
     for _ in range(10):
-        assert "does not name" in await try_authenticate(authenticator, token("two"))
+        assert "does not list" in await try_authenticate(authenticator, token("two"))
     assert server.key_reads == 1
     clock.at_s += KEY_REFRESH_INTERVAL_S
-    assert await try_authenticate(authenticator, token("two")) == "let in"
-    assert "does not name" in await try_authenticate(authenticator, token()), "a key that was withdrawn"
+    assert await try_authenticate(authenticator, token("two")) == "accepted"
+    assert "does not list" in await try_authenticate(authenticator, token()), "a key that was withdrawn"
     assert server.key_reads == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "let_in"), [("secret", True), ("secre", False), ("", False), ("sécret", False)]
+    ("given", "accepted"), [("secret", True), ("secre", False), ("", False), ("sécret", False)]
 )
-async def test_only_the_exact_shared_token_is_accepted(given: str, let_in: bool) -> None:
+async def test_only_the_exact_shared_token_is_accepted(given: str, accepted: bool) -> None:
     try:
         await SharedTokenAuthenticator("secret").authenticate(given)
     except Unauthorized:
-        assert not let_in
+        assert not accepted
     else:
-        assert let_in
+        assert accepted
 
 
 def test_the_tokens_of_this_module_are_expired_by_the_real_clock() -> None:
-    assert abs(time.time() - NOW_S) > CLOCK_LEEWAY_S, "the clock given counts, not the machine's"
+    assert abs(time.time() - NOW_S) > CLOCK_LEEWAY_S, "the injected clock decides, not the machine's"

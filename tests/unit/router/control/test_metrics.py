@@ -1,4 +1,4 @@
-"""What Prometheus reads."""
+"""Prometheus families of a router."""
 
 import time
 

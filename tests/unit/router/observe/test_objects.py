@@ -1,4 +1,4 @@
-"""What the router makes of the store's objects."""
+"""Fleet and settings of a router, from the store's objects."""
 
 import asyncio
 import random
@@ -21,6 +21,7 @@ from fulcrum_router.observe.objects import StoreWatcher
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.unit.router.fake_object_api import FakeObjectApi
+from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
 SINCE = "2026-01-01T00:00:00.000000Z"
@@ -66,7 +67,7 @@ class WatchedService:
         await self.store.patch_status(PDInstance, name, full, namespace="default")
 
     async def patch_assignment(self, **spec: Any) -> int:
-        """Patch the assignment; its new generation."""
+        """Patch the assignment and return its new generation."""
         patched = await self.store.patch(PDAssignment, "s", {"spec": spec}, namespace="default")
         return patched.metadata.generation
 
@@ -99,10 +100,13 @@ async def watched() -> AsyncIterator[WatchedService]:
     await asyncio.wait([running])
 
 
-async def eventually(watched: WatchedService, expected: Fleet) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while watched.fleet() != expected:
-            await asyncio.sleep(0.001)
+async def wait_for_fleet(watched: WatchedService, expected: Fleet) -> None:
+    await wait_until(lambda: watched.fleet() == expected, f"the fleet is {expected}")
+
+
+async def wait_for_refusal(watched: WatchedService) -> None:
+    counters = watched.router.counters
+    await wait_until(lambda: counters.refused_assignments, "the assignment is refused")
 
 
 START: Fleet = {
@@ -114,11 +118,11 @@ START: Fleet = {
 
 
 async def test_roles_endpoints_and_settings_come_from_the_store(watched: WatchedService) -> None:
-    await eventually(watched, START)
+    await wait_for_fleet(watched, START)
     settings = watched.router.settings
     assert settings is not None
     gold = Tier("gold", Slo(ttft_s=0.1, tpot_s=0.01), -7)
-    assert settings.tiers == {"gold": gold}, "a tier that does not exist is none"
+    assert settings.tiers == {"gold": gold}, "a tier that does not exist is left out"
     assert [settings.find_tier(name) for name in ("gold", "absent", None)] == [
         gold,
         *[settings.default_tier] * 2,
@@ -141,20 +145,16 @@ async def test_an_assignment_below_the_floor_keeps_the_last_good_one_in_force(
     good = await watched.flip("s-0", "Decode")
     await watched.wait_until_acknowledged(good)
     await watched.flip("s-1", "Decode")
-    async with asyncio.timeout(DEADLINE_S):
-        while not watched.router.counters.refused_assignments:
-            await asyncio.sleep(0.001)
+    await wait_for_refusal(watched)
     assert watched.router.applied_assignment.generation == good
     assert watched.fleet() == {**START, "s-0": (Role.DECODE, True)}
 
 
 async def test_a_refused_assignment_is_checked_again_when_readiness_changes(watched: WatchedService) -> None:
     await watched.set_status("s-1", phase="Starting")
-    await eventually(watched, {**START, "s-1": (Role.PREFILL, False)})
+    await wait_for_fleet(watched, {**START, "s-1": (Role.PREFILL, False)})
     generation = await watched.flip("s-0", "Decode")
-    async with asyncio.timeout(DEADLINE_S):
-        while not watched.router.counters.refused_assignments:
-            await asyncio.sleep(0.001)
+    await wait_for_refusal(watched)
     await watched.set_status("s-1")
     assert await watched.wait_until_acknowledged(generation)
     assert watched.router.counters.refused_assignments == 1
@@ -166,12 +166,15 @@ async def test_a_refused_assignment_is_checked_again_when_readiness_changes(watc
         pytest.param({"phase": "Draining"}, False, False, id="draining"),
         pytest.param({"phase": "Terminating"}, False, False, id="terminating"),
         pytest.param({"phase": "Failed"}, False, False, id="failed"),
-        pytest.param({"phase": "Starting"}, False, True, id="its engine runs and is looked at"),
+        pytest.param({"phase": "Starting"}, False, True, id="starting"),
         pytest.param(
-            {"phase": "Verifying", "flipStrategy": "Relabel"}, True, True, id="verified while it serves"
+            {"phase": "Verifying", "flipStrategy": "Relabel"},
+            True,
+            True,
+            id="verified after a relabel",
         ),
         pytest.param(
-            {"phase": "Verifying", "flipStrategy": "Restart"}, False, True, id="verified before it serves"
+            {"phase": "Verifying", "flipStrategy": "Restart"}, False, True, id="verified after a restart"
         ),
     ],
 )
@@ -179,9 +182,12 @@ async def test_an_instance_serves_only_in_a_phase_that_takes_work(
     watched: WatchedService, status: dict[str, Any], serving: bool, starting: bool
 ) -> None:
     await watched.set_status("s-0", **status)
-    async with asyncio.timeout(DEADLINE_S):
-        while (pool := watched.router.fleet["s-0"].connection_pool) is None or pool.port != 9005:
-            await asyncio.sleep(0.001)
+
+    def has_new_endpoint() -> bool:
+        pool = watched.router.fleet["s-0"].connection_pool
+        return pool is not None and pool.port == 9005
+
+    await wait_until(has_new_endpoint, "the new status is applied")
     assert watched.fleet() == {**START, "s-0": (Role.PREFILL, serving)}
     assert [i.starting for i in watched.router.fleet.instances] == [starting, False, False, False]
 
@@ -195,23 +201,23 @@ async def test_a_single_serving_instance_serves_both(watched: WatchedService) ->
     for name in NAMES[1:]:
         await watched.set_status(name, phase="Failed")
     expected = {**START, "s-0": (Role.BOTH, True)}
-    await eventually(watched, expected | {n: (START[n][0], False) for n in NAMES[1:]})
+    await wait_for_fleet(watched, expected | {n: (START[n][0], False) for n in NAMES[1:]})
 
 
 async def test_an_engine_that_must_restart_for_its_role_gets_no_work_before_the_restart(
     watched: WatchedService,
 ) -> None:
-    """Between the assignment and the drain it still refuses what its new role would bring."""
+    """Between the assignment and the drain, the engine still refuses the work of its new role."""
     await watched.set_status("s-0", role="Prefill", flipStrategy="Restart")
     await watched.wait_until_acknowledged(await watched.flip("s-0", "Decode"))
     assert watched.fleet() == {**START, "s-0": (Role.DECODE, False)}
     await watched.set_status("s-0", role="Decode", flipStrategy="Restart")
-    await eventually(watched, {**START, "s-0": (Role.DECODE, True)})
+    await wait_for_fleet(watched, {**START, "s-0": (Role.DECODE, True)})
 
 
 async def test_an_instance_that_is_deleted_is_forgotten(watched: WatchedService) -> None:
     await watched.store.delete(PDInstance, "s-3", namespace="default")
-    await eventually(watched, {name: START[name] for name in NAMES[:3]})
+    await wait_for_fleet(watched, {name: START[name] for name in NAMES[:3]})
 
 
 async def test_a_new_endpoint_clears_the_health_of_the_instance(watched: WatchedService) -> None:
@@ -219,30 +225,26 @@ async def test_a_new_endpoint_clears_the_health_of_the_instance(watched: Watched
     instance.health.record_failure(0.0, eject_now=True)
     instance.update_serving()
     await watched.set_status("s-0")
-    await eventually(watched, START)
+    await wait_for_fleet(watched, START)
     assert instance.health.ejected is False
 
 
 async def wait_for_lease(instance: Instance, lease_s: float) -> None:
-    """Returns once the router goes by it."""
-    async with asyncio.timeout(DEADLINE_S):
-        while instance.kv_lease_s != lease_s:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: instance.kv_lease_s == lease_s, f"the lease is {lease_s} s")
 
 
 async def test_the_kv_lease_comes_from_the_identity_and_the_block_size_from_the_engine(
     watched: WatchedService,
 ) -> None:
     instance = watched.router.fleet["s-0"]
-    assert instance.kv_lease_s == 30.0  # engines that were told nothing
+    assert instance.kv_lease_s == 30.0, "the default without a kvLease in the identity"
     instance.reported_block_size = 32
     await watched.set_status("s-0", endpoint="127.0.0.1:9001", identity={**IDENTITY, "kvLease": "2s"})
     await wait_for_lease(instance, 2.0)
     assert instance.identity is not None
     assert (instance.identity.block_size, instance.identity.kv_lease_s) == (32, 2.0)
-    await watched.set_status(
-        "s-0", identity={**IDENTITY, "kvLease": "55s"}
-    )  # another process: it has not said
+    # A new endpoint is another engine process, which has not reported its block size yet.
+    await watched.set_status("s-0", identity={**IDENTITY, "kvLease": "55s"})
     await wait_for_lease(instance, 55.0)
     assert instance.identity.block_size == 16
 
@@ -262,7 +264,7 @@ async def test_the_cooldown_is_counted_from_the_assignment(watched: WatchedServi
 
 
 async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched: WatchedService) -> None:
-    """A second router watches pods, too: its last instance's is being deleted, and one has no pod at all."""
+    """A second router also watches pods: that of `s-2` is being deleted, and `s-3` has none."""
     objects, router = FakeObjectApi(), Router()
     for name in NAMES[:3]:
         objects.put("Pod", name, status={"phase": "Running", "podIP": "127.0.0.1"})
@@ -272,13 +274,11 @@ async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched
     running = asyncio.create_task(watches.run())
     try:
         await asyncio.wait_for(watches.wait_until_synced(), DEADLINE_S)
-        seen = {i.name: i.serving for i in router.fleet.instances}
+        serving = {i.name: i.serving for i in router.fleet.instances}
         objects.put("Pod", "s-2", metadata={"deletionTimestamp": SINCE}, status={"podIP": "127.0.0.1"})
-        async with asyncio.timeout(DEADLINE_S):
-            while router.fleet["s-2"].serving:
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: not router.fleet["s-2"].serving, "the instance gets no work")
     finally:
         running.cancel()
         await asyncio.wait([running])
-    assert seen == {"s-0": True, "s-1": True, "s-2": True, "s-3": False}
-    assert watched.fleet()["s-2"] == (Role.DECODE, True), "who does not watch them waits for the operator"
+    assert serving == {"s-0": True, "s-1": True, "s-2": True, "s-3": False}
+    assert watched.fleet()["s-2"] == (Role.DECODE, True), "a router without pods waits for the operator"

@@ -1,4 +1,4 @@
-"""Which pods take work, from what a watch of them tells."""
+"""Active pods, from a watch of the API server."""
 
 import asyncio
 import random
@@ -9,6 +9,7 @@ import pytest
 
 from fulcrum_router.observe.pods import PodWatcher
 from tests.unit.router.fake_object_api import FakeObjectApi
+from tests.waiting import run_pending_tasks, wait_until
 
 DEADLINE_S = 20.0
 ADDRESS = "10.0.0.1"
@@ -24,7 +25,7 @@ class WatchedPods:
             namespace="n",
             on_change=self._count,
             rng=random.Random(seed),
-            sleep=_yield_once,
+            sleep=_retry_at_once,
         )
 
     def _count(self) -> None:
@@ -38,8 +39,8 @@ class WatchedPods:
         return self.watch.is_active_at("s-0", ADDRESS)
 
 
-async def _yield_once(_seconds: float) -> None:
-    await asyncio.sleep(0)
+async def _retry_at_once(_seconds: float) -> None:
+    await run_pending_tasks()
 
 
 @pytest.fixture
@@ -51,12 +52,6 @@ async def pods(seed: int) -> AsyncIterator[WatchedPods]:
     yield made
     running.cancel()
     await asyncio.wait([running])
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_an_active_pod_is_active_at_its_own_address_only(pods: WatchedPods) -> None:
@@ -71,30 +66,31 @@ async def test_an_active_pod_is_active_at_its_own_address_only(pods: WatchedPods
 @pytest.mark.parametrize(
     "end",
     [
-        pytest.param(lambda pods: pods.put("s-0", deletionTimestamp="2026-01-01T00:00:00Z"), id="is deleted"),
-        pytest.param(lambda pods: pods.put("s-0", phase="Failed"), id="failed, or was evicted"),
-        pytest.param(lambda pods: pods.objects.remove("Pod", "s-0"), id="is gone"),
-        pytest.param(lambda pods: pods.put("s-0", ip="10.0.0.9"), id="is another one"),
+        pytest.param(
+            lambda pods: pods.put("s-0", deletionTimestamp="2026-01-01T00:00:00Z"), id="is being deleted"
+        ),
+        pytest.param(lambda pods: pods.put("s-0", phase="Failed"), id="has failed or was evicted"),
+        pytest.param(lambda pods: pods.objects.remove("Pod", "s-0"), id="was deleted"),
+        pytest.param(lambda pods: pods.put("s-0", ip="10.0.0.9"), id="has another address"),
     ],
 )
 async def test_a_pod_is_not_active_once_it(pods: WatchedPods, end: Callable[[WatchedPods], None]) -> None:
     assert pods.is_active()
     before = pods.changes
     end(pods)
-    await wait_until(lambda: pods.changes > before)
+    await wait_until(lambda: pods.changes > before, "the change is noticed")
     assert not pods.is_active()
 
 
 async def test_a_pod_deleted_during_an_api_server_outage_is_noticed_afterwards(pods: WatchedPods) -> None:
     pods.objects.unavailable = True
-    pods.objects.end_watches()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert pods.is_active(), "what was known stands"
-    pods.objects.unavailable = False
+    pods.objects.expire_watches()
+    lists = pods.objects.lists
+    await wait_until(lambda: pods.objects.lists > lists + 1, "two lists were refused")
+    assert pods.is_active(), "the last known state is used"
     pods.objects.remove("Pod", "s-0")
-    pods.watch._since = None  # as after 410 Gone
-    await wait_until(lambda: not pods.is_active())
+    pods.objects.unavailable = False
+    await wait_until(lambda: not pods.is_active(), "the pod is not active")
 
 
 def test_every_pod_counts_as_active_before_the_first_list(seed: int) -> None:

@@ -1,10 +1,11 @@
-"""What goes on beside the serving: ended with it, and not without a word before."""
+"""Background tasks of a router: cancelled at the end, and logged if they fail."""
 
 import asyncio
 
 from structlog.testing import capture_logs
 
-from fulcrum_router.control.background_task import background_task
+from fulcrum_router.server import background_task
+from tests.waiting import run_pending_tasks
 
 
 async def wait_forever(ended: asyncio.Event) -> None:
@@ -22,15 +23,14 @@ async def test_a_background_task_is_cancelled_when_the_block_ends() -> None:
     ended = asyncio.Event()
     with capture_logs() as logs:
         async with background_task(wait_forever(ended)):
-            await asyncio.sleep(0)
+            await run_pending_tasks()
     assert (ended.is_set(), logs) == (True, [])
 
 
 async def test_a_failed_background_task_is_logged_before_the_block_ends() -> None:
     with capture_logs() as logs:
         async with background_task(fail()):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await run_pending_tasks()
             assert [(line["log_level"], repr(line["exc_info"])) for line in logs] == [
                 ("error", "KeyError('type')")
             ]

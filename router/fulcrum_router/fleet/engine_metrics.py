@@ -1,0 +1,95 @@
+"""Read an engine's `/metrics`: a request to one engine, and the values that the router uses.
+
+`observe.engines` reads every engine once a second; `data_path` reads expired transfers during a lease check.
+"""
+
+import math
+import re
+
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.http1.failures import LegFailed
+from fulcrum_router.http1.inline_task import run_inline
+from fulcrum_router.http1.upstream import ConnectionPool, send_request
+
+RESPONSE_TIMEOUT_S = 1.0
+"""Time to connect, and then to respond, of a request for metrics or health, in seconds."""
+
+ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
+ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
+KV_USAGE = b"vllm:kv_cache_usage_perc"
+EXPIRED_TRANSFERS = b"vllm:nixl_num_kv_expired_reqs_total"
+_RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+_CACHE_CONFIG = b"\nvllm:cache_config_info{"
+_BLOCK_SIZE = re.compile(rb'\bblock_size="(\d+)"')
+
+
+def sum_samples(text: bytes, name: bytes) -> float | None:
+    """Add up all samples of one metric in an exposition.
+
+    None: there is no sample, a sample is not a number, or the sum is not finite.
+    """
+    total, found, start = 0.0, False, 0
+    while True:
+        start = text.find(name, start)
+        if start < 0:
+            return total if found and math.isfinite(total) else None
+        end = text.find(b"\n", start)
+        line = text[start : end if end >= 0 else len(text)]
+        at_line_start = start == 0 or text[start - 1 : start] == b"\n"
+        start += len(name)
+        if not at_line_start or line[len(name) : len(name) + 1] not in (b"{", b" "):
+            continue  # a comment, or a longer name
+        try:
+            total += float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
+        except (ValueError, IndexError):
+            return None
+        found = True
+
+
+def read_request_count(text: bytes) -> int | None:
+    """Read the number of requests that run or wait in an engine; None if the exposition lacks one of both."""
+    running, waiting = sum_samples(text, _RUNNING), sum_samples(text, _WAITING)
+    return None if running is None or waiting is None else int(running + waiting)
+
+
+def read_block_size(text: bytes) -> int | None:
+    """Read the engine's KV block size in tokens; None if the exposition does not contain it."""
+    start = text.find(_CACHE_CONFIG) + 1
+    found = _BLOCK_SIZE.search(text, start, text.find(b"\n", start)) if start else None
+    return int(found[1]) if found else None
+
+
+async def fetch_expired_transfers(instance: Instance) -> float | None:
+    """Fetch how many KV transfers from this instance have expired since its engine started.
+
+    None: there was no response, the engine does not report the number, or the endpoint changed meanwhile.
+    """
+    pool = instance.connection_pool
+    if pool is None:
+        return None
+    try:
+        status, text = await fetch_page(pool, b"/metrics")
+    except LegFailed:
+        return None
+    if status != 200 or instance.connection_pool is not pool:
+        return None
+    return sum_samples(text, EXPIRED_TRANSFERS)
+
+
+async def fetch_page(pool: ConnectionPool, path: bytes) -> tuple[int, bytes]:
+    """Fetch a page of an engine: status and content.
+
+    Raises:
+        LegFailed: without a response within `RESPONSE_TIMEOUT_S`.
+    """
+    head = b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, pool.address)
+    request = send_request(
+        pool,
+        head,
+        b"",
+        connect_timeout_s=RESPONSE_TIMEOUT_S,
+        response_timeout_s=RESPONSE_TIMEOUT_S,
+        retryable=False,
+    )
+    status, content, _ = await run_inline(request)
+    return status, content
