@@ -14,9 +14,15 @@ _PENDING_PASSES = 20
 
 
 async def wait_until(
-    condition: Callable[[], Any | Awaitable[Any]], description: str = "condition", *, timeout_s: float = 20.0
+    condition: Callable[[], Any | Awaitable[Any]],
+    description: str = "condition",
+    *,
+    timeout_s: float = 20.0,
+    interval_s: float = POLL_INTERVAL_S,
 ) -> None:
     """Poll `condition`, a function or a coroutine function, until it returns a true value.
+
+    `interval_s` is the time between two polls; use a longer one if a poll costs the machine something.
 
     Raises:
         TimeoutError: naming `description`, if the condition is still false after `timeout_s`.
@@ -30,7 +36,7 @@ async def wait_until(
             return
         if asyncio.get_running_loop().time() >= deadline_s:
             raise TimeoutError(f"not reached within {timeout_s:g} s: {description}")
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(interval_s)
 
 
 async def wait_until_time(deadline_s: float, reason: str) -> None:

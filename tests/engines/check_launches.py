@@ -1,7 +1,7 @@
-"""Run in the engine environment: judges launches by the engines' own parsers and configuration classes.
+"""Program for the engine environment: checks launches with the engines' own parsers and classes.
 
 Reads a JSON object from standard input, name → {"argv": […], "env": [names]}, and writes name → problems.
-Nothing is started and no model is read.
+Starts no engine and reads no model.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from vllm.envs import environment_variables
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-# What NixlConnector reads of its extra configuration; it ignores the rest without a word.
+# The keys of its extra configuration that NixlConnector reads; it silently ignores others.
 NIXL_KEYS = {"backends", "num_threads", "kv_lease_duration", "enforce_handshake_compat", "engine_ttl"}
 MP_KEYS = {"lmcache.mp.host", "lmcache.mp.port", "lmcache.mp.autostart", "lmcache.mp.autostart.server_args"}
 
 
 def check_launch(argv: list[str], env: list[str]) -> Iterator[str]:
-    """What is wrong with one launch."""
+    """Yield the problems of one launch, as text."""
     yield from (
         f"vLLM reads no variable {name}"
         for name in env
@@ -101,7 +101,7 @@ def _check_lmcache_server(extra: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Judge all that comes on standard input. The engines log to standard output: they are given another."""
+    """Check the launches on standard input. Standard output is replaced, because the engines log to it."""
     output, sys.stdout = sys.stdout, sys.stderr
     launches = json.load(sys.stdin)
     problems = {name: list(check_launch(launch["argv"], launch["env"])) for name, launch in launches.items()}

@@ -1,4 +1,4 @@
-"""Level 5: real engines, few of them for the whole run."""
+"""Fixtures of level 5: services with real vLLM engines, started once for the whole run."""
 
 import os
 import random
@@ -23,13 +23,13 @@ from tests.engines.short_lease import SHORT_LEASE_SPEC
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest, seed: int) -> random.Random:
-    """Of the run's seed and of the test: no other test has asked these engines the same."""
+    """Random numbers from the run's seed and the test's name, so no other test has sent the same prompts."""
     return random.Random(f"{seed} {request.node.name}")
 
 
 @pytest.fixture(scope="session")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices]:
-    """What is brought up with them leaves nothing in shared memory."""
+    """Start services; fail if they leave anything in shared memory."""
     require_engines()
     before = shared_memory()
     made = LocalServices(tmp_path_factory.mktemp("services"))
@@ -41,16 +41,16 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServices
 
 
 def shared_memory() -> set[str]:
-    """LMCache's pools on this machine."""
+    """Return the names of LMCache's pools in this machine's shared memory."""
     return {name for name in os.listdir("/dev/shm") if "lmcache" in name}
 
 
 @pytest.fixture(scope="session")
 def pair_service(services: LocalServices) -> RunningService:
-    """Two engines with NIXL, up for the whole run.
+    """Two engines with NIXL, running for the whole run.
 
-    ENGINE_TESTS_SERVICE names the folder (XDG_RUNTIME_DIR) of such a service that is up and stays up, for
-    work on a test.
+    To work on a test, name the folder (XDG_RUNTIME_DIR) of a running service in ENGINE_TESTS_SERVICE: it is
+    used and stays up.
     """
     if folder := os.environ.get("ENGINE_TESTS_SERVICE"):
         return find_running_service(Path(folder))
@@ -59,15 +59,16 @@ def pair_service(services: LocalServices) -> RunningService:
 
 @pytest.fixture(scope="session")
 def short_lease_service(services: LocalServices) -> RunningService:
-    """Two engines, configured by hand as `SHORT_LEASE_SPEC` says: another lease, another block size, little
-    memory."""
+    """Two engines with the arguments of `SHORT_LEASE_SPEC`: short lease, smaller blocks, little memory."""
     return services.start("short_lease", build_manifest(**SHORT_LEASE_SPEC))
 
 
 @pytest.fixture(scope="session")
 def older_engine_starting(pair_service: RunningService) -> Iterator[ExtraEngine]:
-    """One like the pair's, but older, on its way up."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # for sockets, by a short name
+    """An engine like those of the pair that reports an older version; it may still be starting."""
+    with tempfile.TemporaryDirectory(
+        ignore_cleanup_errors=True
+    ) as folder:  # a short path: socket names are limited to 107 bytes
         program = Path(folder, "older.py")
         program.write_text(OLDER_VLLM_PROGRAM, encoding="utf-8")
         with start_extra_engine(pair_service, Path(folder), program) as engine:
@@ -76,22 +77,20 @@ def older_engine_starting(pair_service: RunningService) -> Iterator[ExtraEngine]
 
 @pytest.fixture(scope="session")
 def start_older_engine_early(request: pytest.FixtureRequest) -> None:
-    """What later tests need comes up beside what this one needs: an engine on its way takes half a minute,
-    and one of two processors.
-    """
+    """Start the older engine now, while this fixture's engines load: each takes 30 s and one of two cores."""
     if any("older_engine_starting" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("older_engine_starting")
 
 
 @pytest.fixture
 async def short_lease(short_lease_service: RunningService) -> AsyncIterator[VllmService]:
-    """Those, at rest before each test."""
+    """The short-lease service; idle before each test."""
     async with short_lease_service.connect() as service:
         yield service
 
 
 @pytest.fixture
 async def pair(pair_service: RunningService) -> AsyncIterator[VllmService]:
-    """The pair, at rest before each test."""
+    """The pair; idle before each test."""
     async with pair_service.connect() as service:
         yield service

@@ -1,4 +1,4 @@
-"""A router of a test's own over real engines: it believes of them what the test tells it."""
+"""A router in the test's process over real engines; the test chooses the identities it believes."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,15 +32,17 @@ from tests.engines.requests import (
     with_cache_salt,
 )
 from tests.engines.services import DEADLINE_S, MODEL, START_S, D, P, RunningService, VllmService
+from tests.waiting import wait_until
+from tools.kubernetes.waiting import wait_for
 
 TOKEN_IDS = range(32, 1000)
-"""Token ids that the tiny model has."""
+"""Token ids of the tiny model's vocabulary."""
 CANARY_TOKENS = 261
-"""Two blocks and a little."""
+"""Prompt length of a canary: two blocks of 128 tokens and five more."""
 
 
 class RecordingRandom(random.Random):
-    """Remembers what it gave."""
+    """Records the numbers it drew."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -54,7 +55,7 @@ class RecordingRandom(random.Random):
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry:
-    """An engine as the router is told of it."""
+    """What the router believes about one engine."""
 
     name: str
     role: Role
@@ -63,39 +64,39 @@ class EngineEntry:
 
     @property
     def url(self) -> str:
-        """Of the engine itself."""
+        """URL of the engine."""
         return f"http://127.0.0.1:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class InProcessRouter:
-    """The router, and where its clients are."""
+    """The router, its URL and a client."""
 
     router: Router
     url: str
     client: httpx.AsyncClient
 
     def pair(self, prefill: str, decode: str) -> TransferPair:
-        """What it has found out."""
+        """Return what the router knows of this directed pair."""
         return self.router.pairs[PairKey(prefill, decode)]
 
     async def wait_for_outcome_counts(
         self, prefill: str, decode: str, count: int
     ) -> dict[TransferOutcome, int]:
-        """What so many hand-offs came to; an answer is counted when its connection has ended it."""
+        """Wait until the pair has `count` KV transfers with an outcome; return the counts."""
         found = self.pair(prefill, decode).counts
-        async with asyncio.timeout(DEADLINE_S):
-            while sum(found.values()) < count:
-                await asyncio.sleep(0.01)
+        await wait_until(
+            lambda: sum(found.values()) >= count, f"{count} KV transfers counted", timeout_s=DEADLINE_S
+        )
         return dict(found)
 
     async def send(self, request: CompletionRequest) -> CompletionResponse:
-        """Send it as a client."""
+        """Send the request through the router."""
         return await send(self.client, self.url, request)
 
     @asynccontextmanager
     async def canaries(self, rng: random.Random) -> AsyncIterator[None]:
-        """Canaries fly in here."""
+        """Send canaries while the block runs."""
         task = asyncio.create_task(CanaryScheduler(self.router, rng=rng).run())
         try:
             yield
@@ -105,10 +106,10 @@ class InProcessRouter:
                 await task
 
     async def wait_for_reasons(self, *reasons: str) -> None:
-        """Returns once every pair that was tried has one of these reasons, and there are such."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not self._have_reasons(reasons):
-                await asyncio.sleep(0.05)
+        """Wait until at least two pairs exist and each has one of these reasons."""
+        await wait_until(
+            lambda: self._have_reasons(reasons), f"all pairs {' or '.join(reasons)}", timeout_s=DEADLINE_S
+        )
 
     def _have_reasons(self, reasons: Sequence[str]) -> bool:
         found = [pair.reason for pair in self.router.pairs.pairs.values()]
@@ -117,7 +118,7 @@ class InProcessRouter:
 
 @asynccontextmanager
 async def run_in_process_router(*entries: EngineEntry) -> AsyncIterator[InProcessRouter]:
-    """A router that serves these engines until the end of the block."""
+    """Run a router over these engines while the block runs."""
     router = Router()
     tier = Tier("default", Slo(ttft_s=10.0, tpot_s=1.0))
     settings = ServiceSettings(
@@ -141,7 +142,7 @@ async def run_in_process_router(*entries: EngineEntry) -> AsyncIterator[InProces
 
 
 async def list_engine_entries(service: VllmService) -> tuple[EngineEntry, EngineEntry]:
-    """The service's engines, prefill first, as its own router knows them."""
+    """Return the service's engines, prefill first, with the identities from their PDInstances."""
     return await _build_engine_entry(service, P), await _build_engine_entry(service, D)
 
 
@@ -154,19 +155,19 @@ async def _build_engine_entry(service: VllmService, role: Role) -> EngineEntry:
 
 
 def generate_token_ids(rng: random.Random, length: int) -> list[int]:
-    """A prompt of exactly so many tokens that nobody has seen."""
+    """Return a random prompt of `length` tokens, so that no cache holds it."""
     return [rng.choice(TOKEN_IDS) for _ in range(length)]
 
 
 def build_token_request(prompt: list[int], tokens: int = 8, *, stream: bool = False) -> CompletionRequest:
-    """A completion of these very tokens."""
+    """Return a completion request with these token ids as its prompt."""
     return CompletionRequest("", tokens, stream=stream, extra={"prompt": prompt})
 
 
 async def transfer_kv_directly(
     client: httpx.AsyncClient, prefill: EngineEntry, decode: EngineEntry, request: CompletionRequest
 ) -> CompletionResponse:
-    """What decode answers to a hand-off that no router has judged. Its cache is left clean."""
+    """Send prefill's KV transfer parameters to decode without a router's checks, under an own cache salt."""
     transfer_params = await request_prefill(client, prefill.url, request)
     del transfer_params["remote_prefill_cached_tokens"]
     return await send(client, decode.url, with_cache_salt(request, kv_transfer_params=transfer_params))
@@ -174,28 +175,31 @@ async def transfer_kv_directly(
 
 @dataclass(frozen=True, slots=True)
 class ExtraEngine:
-    """An engine started like another one, but by another program."""
+    """An engine with the command line of another one, run by another program."""
 
     port: int
     process: subprocess.Popen[bytes] = field(repr=False)
     log: Path
 
     def is_running(self) -> bool:
-        """Whether it has not died."""
+        """Whether the process runs."""
         return self.process.poll() is None
 
     def wait_until_healthy(self) -> None:
-        """Returns once it serves."""
-        deadline_s = time.monotonic() + START_S
-        while not _is_healthy(self.port):
-            if not self.is_running() or time.monotonic() > deadline_s:
-                pytest.fail(f"the extra engine did not start: {self.log.read_text()}")
-            time.sleep(0.2)
+        """Wait until the engine serves; fail with its log if it ends or takes longer than `START_S`."""
+        with suppress(TimeoutError):
+            wait_for(
+                lambda: _is_healthy(self.port) or not self.is_running(),
+                "the extra engine is healthy",
+                timeout_s=START_S,
+            )
+        if not self.is_running() or not _is_healthy(self.port):
+            pytest.fail(f"the extra engine did not start: {self.log.read_text()}")
 
 
 @contextmanager
 def start_extra_engine(service: RunningService, folder: Path, program: Path) -> Iterator[ExtraEngine]:
-    """An engine like those of the service, run by this program; it comes up in its own time."""
+    """Start an engine with the service's command line, run by `program`; does not wait until it serves."""
     children = _read_proc_file(service.pid, f"task/{service.pid}/children").split()
     leader = next(pid for pid in map(int, children) if "serve" in _read_nul_separated(pid, "cmdline"))
     port, side_channel = find_free_ports("127.0.0.1", 2)

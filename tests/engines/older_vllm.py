@@ -1,4 +1,4 @@
-"""An engine that gives itself out for another version of vLLM, as engines do."""
+"""Program that runs vLLM and reports an older version of vLLM."""
 
 OLDER_VLLM_VERSION = "0.31.0"
 OLDER_VLLM_PROGRAM = f"""

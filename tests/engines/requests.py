@@ -28,16 +28,16 @@ _WORDS = (
 
 
 Route = tuple[str | None, str | None]
-"""Who computed a prompt, and who answered."""
+"""Prefill and decode instance; None where the response names none."""
 
 
 class BrokenStreamError(Exception):
-    """A stream that did not end as streams end; holds its last event."""
+    """A stream ended without `[DONE]`; the message is its last event."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One request."""
+    """A completion or chat request, without its URL."""
 
     prompt: str
     tokens: int = 12
@@ -47,11 +47,11 @@ class CompletionRequest:
 
     @property
     def path(self) -> str:
-        """Of the API."""
+        """Path of the API for this request."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self) -> dict[str, Any]:
-        """What is sent: no chance in it, and the ids of the tokens are requested."""
+        """Return the JSON body: greedy sampling, with token ids in the response."""
         prompt = (
             {"messages": [{"role": "user", "content": self.prompt}]} if self.chat else {"prompt": self.prompt}
         )
@@ -69,7 +69,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompletionResponse:
-    """What came back."""
+    """A response, with the token ids of all its events."""
 
     status: int
     tokens: tuple[int, ...]
@@ -79,33 +79,33 @@ class CompletionResponse:
 
     @property
     def prefill(self) -> str | None:
-        """Who computed the prompt; None: nobody before decode."""
+        """Name of the prefill instance; None if decode computed the prompt."""
         return self.headers.get("x-fulcrum-prefill")
 
     @property
     def decode(self) -> str | None:
-        """Who answered."""
+        """Name of the decode instance."""
         return self.headers.get("x-fulcrum-decode")
 
     @property
     def route(self) -> Route:
-        """Both."""
+        """Prefill and decode instance."""
         return self.prefill, self.decode
 
     @property
     def local_prefill_reason(self) -> str | None:
-        """Why decode computed the prompt itself; None: it did not."""
+        """Why decode computed the prompt itself; None if it did not."""
         return self.headers.get("x-fulcrum-local-prefill")
 
 
 def generate_prompts(rng: random.Random, count: int, words: tuple[int, int] = (10, 120)) -> list[str]:
-    """Prompts that begin differently: nothing of one is in a cache because of another."""
+    """Return prompts that begin differently, so that none shares cached blocks with another."""
     lengths = [rng.randint(*words) for _ in range(count)]
     return [f"{rng.random()} " + " ".join(rng.choices(_WORDS, k=length)) for length in lengths]
 
 
 def generate_mixed_requests(rng: random.Random, count: int) -> list[CompletionRequest]:
-    """Chat and completions, streaming and not, in turn."""
+    """Return chat and completion requests, streaming and not, in turn."""
     return [
         CompletionRequest(prompt, rng.randint(8, 56), chat=number % 2 == 1, stream=number % 4 > 1)
         for number, prompt in enumerate(generate_prompts(rng, count))
@@ -113,10 +113,10 @@ def generate_mixed_requests(rng: random.Random, count: int) -> list[CompletionRe
 
 
 async def send(client: httpx.AsyncClient, url: str, request: CompletionRequest) -> CompletionResponse:
-    """The whole response.
+    """Send the request and return the whole response.
 
     Raises:
-        BrokenStreamError: if a stream ends without its end.
+        BrokenStreamError: a stream ended without `[DONE]`, or with an error event.
     """
     if request.stream:
         return await _send_streaming(client, url, request)
@@ -143,7 +143,7 @@ async def _send_streaming(
             )
         async for last in iterate_events(response):
             if last == "[DONE]":
-                continue  # the end of the body comes behind it
+                continue  # the end of the body follows
             event = json.loads(last)
             if "error" in event:
                 raise BrokenStreamError(last)
@@ -156,7 +156,7 @@ async def _send_streaming(
 
 
 async def iterate_events(response: httpx.Response) -> AsyncIterator[str]:
-    """What stands in a stream's events. Only a line feed ends a line: answers may hold the other ends."""
+    """Yield the data of each SSE event. Splits at line feeds only: text may contain other separators."""
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -166,21 +166,21 @@ async def iterate_events(response: httpx.Response) -> AsyncIterator[str]:
 
 
 def with_cache_salt(request: CompletionRequest, **extra: Any) -> CompletionRequest:
-    """The same, with a salt: nothing of it is in any cache."""
+    """Return the request with a new cache salt, so that no cache holds any of its blocks."""
     return replace(request, extra={**request.extra, "cache_salt": secrets.token_hex(8), **extra})
 
 
 async def compute_reference_tokens(
     client: httpx.AsyncClient, engine_url: str, request: CompletionRequest
 ) -> tuple[int, ...]:
-    """What one engine answers that computes everything itself."""
+    """Return the tokens of one engine that computes the whole request itself."""
     return (await send(client, engine_url, with_cache_salt(replace(request, stream=False)))).tokens
 
 
 async def request_prefill(
     client: httpx.AsyncClient, engine_url: str, request: CompletionRequest
 ) -> dict[str, Any]:
-    """The hand-off that an engine returns to a prefill request like the router's."""
+    """Return the KV transfer parameters of an engine's response to a prefill request like the router's."""
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     body = {**replace(request, tokens=1, stream=False).body(), "kv_transfer_params": params}
     response_body: dict[str, Any] = (await client.post(engine_url + request.path, json=body)).json()
@@ -193,7 +193,7 @@ async def send_until_routed(
     request: CompletionRequest,
     right: tuple[int, ...],
 ) -> None:
-    """Asks the same over and over until an response has come by this route. Each has the right tokens."""
+    """Send the same request until this route served it; each response must have the expected tokens."""
     took: Route | None = None
     while took != route:
         response = await send(with_cache_salt(request))

@@ -1,6 +1,5 @@
-"""A service of real engines: `fulcrum up --local` in a process of its own, watched and hurt from here."""
+"""Starts `fulcrum up --local` with vLLM; tests pause, suspend and kill its engines."""
 
-import asyncio
 import os
 import re
 import signal
@@ -26,24 +25,22 @@ from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Store
 from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import Actor, Phase, Role
+from tests.waiting import wait_until
 
 START_S = 420.0
-"""Engines on a machine that is busy with other things."""
+"""Longest start of engines on a busy machine."""
 DEADLINE_S = 60.0
 MODEL = "tiny-model"
 MEMORY_BYTES = 8 * 2**30
-"""Of all that is up at once: seven engines, two of them with a cache server."""
+"""Memory of all engines that run at once: seven, two of them with a cache server."""
 KV_BYTES = 16 * 2**20
-"""16,384 tokens, twice the longest prompt: soon overwritten."""
+"""16,384 tokens, twice the longest prompt: freed blocks are soon overwritten."""
 NAMESPACE = "default"
 P, D = Role.PREFILL, Role.DECODE
 
 
 def require_engines() -> None:
-    """Skips where no engines can run, and says why; ENGINE_TESTS=required has it fail instead.
-
-    ENGINE_TESTS=off leaves them out.
-    """
+    """Skip with the reason if no engines can run here, or if ENGINE_TESTS=off; fail if it is `required`."""
     mode = os.environ.get("ENGINE_TESTS", "")
     missing = "ENGINE_TESTS=off leaves them out" if mode == "off" else _find_missing_requirement()
     if missing and mode == "required":
@@ -53,11 +50,11 @@ def require_engines() -> None:
 
 
 def _find_missing_requirement() -> str | None:
-    """What engines would need and this machine has not."""
+    """Return the first missing requirement, or None."""
     try:
         find_engine_environment()
     except InvalidInput:
-        return "no engine environment; make engine makes it"
+        return "no engine environment; `make engine` creates it"
     memory_info = Path("/proc/meminfo").read_text(encoding="utf-8")
     available = int(re.findall(r"MemAvailable: +(\d+) kB", memory_info)[0]) * 1024
     if available < MEMORY_BYTES:
@@ -66,7 +63,7 @@ def _find_missing_requirement() -> str | None:
 
 
 def build_manifest(**spec: Any) -> dict[str, Any]:
-    """Two engines that flip when a test says so, and never by themselves."""
+    """Return a PDService with two engines and without an autoscaler's flips."""
     made = {
         "model": MODEL,
         "engine": {
@@ -85,7 +82,7 @@ def build_manifest(**spec: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class VllmService:
-    """A service that is up."""
+    """A running service, with clients of its store and its router."""
 
     pid: int
     info: RunInfo
@@ -94,45 +91,45 @@ class VllmService:
 
     @property
     def url(self) -> str:
-        """Where clients are."""
+        """URL of the router for clients."""
         return self.info.router_url
 
     async def read_state(self) -> RouterState:
-        """What the router says of itself."""
+        """Read the router's state port."""
         headers = {"authorization": f"Bearer {self.info.token}"}
         response = await self.client.get(f"{self.info.router_state_url}/state", headers=headers)
         return RouterState.model_validate_json(response.raise_for_status().content)
 
     async def read_instance_state(self, name: str) -> InstanceState:
-        """The router's ledger of one engine."""
+        """Return the router's ledger of one instance."""
         return next(seen for seen in (await self.read_state()).instances if seen.name == name)
 
     async def list_instances(self) -> dict[str, PDInstance]:
-        """All instances by name."""
+        """Return all PDInstances by name."""
         found = await self.store.list(PDInstance, namespace=NAMESPACE)
         return {instance.metadata.name: instance for instance in found.items}
 
     async def find_instance(self, role: Role) -> str:
-        """The instance of that role."""
+        """Return the name of the instance with this role."""
         return next(seen.name for seen in (await self.read_state()).instances if seen.role is role)
 
     async def engine_url(self, name: str) -> str:
-        """Where the engine itself listens."""
+        """Return the URL of the engine itself."""
         return f"http://{(await self.list_instances())[name].status.endpoint}"
 
     async def find_leader_pid(self, name: str) -> int:
-        """The engine's first process, which leads its group."""
+        """Return the process id of the leader of the engine's process group."""
         port = (await self.engine_url(name)).rpartition(":")[2]
         listed = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8").split()
         return next(pid for pid in map(int, listed) if f"\0--port\0{port}\0" in _cmdline(pid))
 
     async def signal_engine(self, name: str, number: signal.Signals) -> None:
-        """Signal the engine and all that it started."""
+        """Send the signal to the engine's process group."""
         os.killpg(await self.find_leader_pid(name), number)
 
     @asynccontextmanager
     async def suspend_process(self, name: str) -> AsyncIterator[None]:
-        """The engine hangs in here."""
+        """Stop the engine's processes with SIGSTOP while the block runs: they hang."""
         leader = await self.find_leader_pid(name)
         os.killpg(leader, signal.SIGSTOP)
         try:
@@ -143,7 +140,7 @@ class VllmService:
 
     @asynccontextmanager
     async def pause_engine(self, name: str) -> AsyncIterator[None]:
-        """The engine is healthy in here, takes requests, and computes nothing."""
+        """Pause the engine while the block runs: healthy, accepts requests, computes nothing."""
         url = await self.engine_url(name)
         await self.client.post(f"{url}/pause", params={"mode": "keep"})
         try:
@@ -152,7 +149,7 @@ class VllmService:
             await self.client.post(f"{url}/resume")
 
     async def swap_roles(self) -> int:
-        """Give both engines the other role, in one write; returns its generation."""
+        """Swap the roles of both engines in one write; return its generation."""
         now = await self.store.get(PDAssignment, "chat", namespace=NAMESPACE)
         spec = now.spec
         for name, entry in now.spec.roles.items():
@@ -166,26 +163,24 @@ class VllmService:
         return made.metadata.generation
 
     async def read_metric(self, name: str, metric: str) -> float:
-        """The sum of an engine's samples of that name."""
+        """Return the sum of an engine's samples of this metric."""
         text = (await self.client.get(f"{await self.engine_url(name)}/metrics")).text
         found = re.findall(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(float(value) for value in found)
 
-    async def wait_until(self, holds: Callable[[], Any], *, limit_s: float = DEADLINE_S) -> None:
-        """Returns once it holds; an engine that does not answer does not yet."""
-        async with asyncio.timeout(limit_s):
-            while not await self._evaluate(holds):
-                await asyncio.sleep(0.05)
+    async def wait_until(self, condition: Callable[[], Any], *, limit_s: float = DEADLINE_S) -> None:
+        """Wait until the condition is true; a request that fails counts as false."""
+        await wait_until(lambda: self._evaluate(condition), timeout_s=limit_s, interval_s=0.05)
 
     @staticmethod
-    async def _evaluate(holds: Callable[[], Any]) -> bool:
+    async def _evaluate(condition: Callable[[], Any]) -> bool:
         try:
-            return bool(await holds())
+            return bool(await condition())
         except (httpx.HTTPError, StopIteration):
             return False
 
     async def wait_until_idle(self) -> None:
-        """Returns once both engines serve, one in each role, with nothing in flight."""
+        """Wait until both engines serve, one in each role, with nothing in flight."""
         await self.wait_until(self._is_idle, limit_s=START_S)
 
     async def _is_idle(self) -> bool:
@@ -208,14 +203,14 @@ def _cmdline(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """The process that keeps a service up."""
+    """The process that runs a service."""
 
     pid: int
     info: RunInfo
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[VllmService]:
-        """The service, at rest."""
+        """Connect to the service once it is idle."""
         async with (
             open_store(self.info.store_address) as store,
             httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client,
@@ -226,22 +221,22 @@ class RunningService:
 
 
 def find_running_service(folder: Path) -> RunningService:
-    """The service whose run lies in this folder."""
+    """Return the service whose local run is in this folder."""
     (info,) = find_runs(folder / f"fulcrum-{os.getuid()}")
     return RunningService(info.pid, info)
 
 
 class LocalServices:
-    """Services that come up one after the other and end side by side: each takes 10 s for it."""
+    """Starts services one by one and stops them in parallel: one stop takes 10 s."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._programs: dict[Path, subprocess.Popen[bytes]] = {}
-        """By the folder where their logs stay."""
+        """Processes by the folder with their logs."""
         self._ending: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, body: dict[str, Any]) -> RunningService:
-        """Brings a manifest up as a person would."""
+        """Start a manifest with `fulcrum up --local`."""
         folder = self._folder / name
         folder.mkdir()
         file = folder / "service.yaml"
@@ -256,13 +251,13 @@ class LocalServices:
                 start_new_session=True,
             )
         assert process.stdout is not None
-        for line in process.stdout:  # ends with the process, which gives up by itself
+        for line in process.stdout:  # ends with the process, which has a deadline of its own
             if b"instances serve" in line:
                 return find_running_service(folder)
         pytest.fail(f"the service did not come up: {(folder / 'up.log').read_text()}")
 
     def stop(self, name: str) -> None:
-        """This one is not needed any more; it ends while others are used."""
+        """Ask the service to end and keep its logs; does not wait for the end."""
         folder = self._folder / name
         for path in folder.glob(f"fulcrum-{os.getuid()}/*/*.log"):
             (folder / path.name).write_bytes(path.read_bytes())
@@ -271,7 +266,7 @@ class LocalServices:
         self._ending.append(process)
 
     def stop_all(self) -> None:
-        """Returns when all are gone."""
+        """Stop all services and wait for their ends; fail if one had to be killed."""
         for folder in list(self._programs):
             self.stop(folder.name)
         killed = [process.pid for process in self._ending if not _wait_for_exit(process)]
@@ -279,7 +274,7 @@ class LocalServices:
 
 
 def _wait_for_exit(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether it ended by itself; it is killed if not, and its engines die with it."""
+    """Wait for the process; return False if it had to be killed (its engines die with it)."""
     try:
         process.wait(DEADLINE_S)
     except subprocess.TimeoutExpired:

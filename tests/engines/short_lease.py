@@ -1,4 +1,4 @@
-"""A service whose engines a person has configured by hand: a short lease, smaller blocks, little memory."""
+"""Spec of a service with user arguments: a short KV lease, smaller blocks, little memory."""
 
 import json
 
@@ -6,7 +6,7 @@ LEASE_S = 2
 BLOCK = 64
 MAX_MODEL_LENGTH = 2048
 KV_BYTES = 8 * 2**20
-"""8,192 tokens: what has run out is soon overwritten."""
+"""8,192 tokens: blocks of an expired lease are soon overwritten."""
 KV_TRANSFER_CONFIG = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",

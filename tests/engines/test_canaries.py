@@ -1,4 +1,4 @@
-"""Canaries on real engines: accepted, and in nobody's way, also for whoever asks the very same."""
+"""Canaries on real engines: accepted, and without effect on client requests, even with the same prompt."""
 
 import random
 import re
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 async def test_requests_with_the_prompt_of_a_canary_get_right_tokens_and_their_own_kv_transfer(
     pair: VllmService, rng: random.Random, seed: int
 ) -> None:
-    """Its token ids and its priority are taken by the engines: both directions are verified."""
+    """The engines accept a canary's token ids and priority: both directions are verified."""
     chosen = RecordingRandom(seed)
     prefill, decode = await list_engine_entries(pair)
     async with run_in_process_router(prefill, decode) as in_process:
@@ -49,12 +49,12 @@ async def test_requests_with_the_prompt_of_a_canary_get_right_tokens_and_their_o
 
 
 async def read_computed_tokens(pair: VllmService, name: str) -> float:
-    """Prompt tokens that the engine has computed."""
+    """Return the prompt tokens that the engine has computed."""
     return await _read_prompt_tokens(pair, name, "local_compute")
 
 
 async def read_fetched_tokens(pair: VllmService, name: str) -> float:
-    """Prompt tokens whose KV it has fetched."""
+    """Return the prompt tokens whose KV the engine has fetched."""
     return await _read_prompt_tokens(pair, name, "external_kv_transfer")
 
 

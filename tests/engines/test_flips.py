@@ -1,4 +1,4 @@
-"""Flips of real engines while requests run, and that every token is the right one."""
+"""Flips of real engines while requests run: no request fails and every token is right."""
 
 import asyncio
 import random
@@ -19,6 +19,7 @@ from tests.engines.requests import (
     send_until_routed,
 )
 from tests.engines.services import D, P, VllmService
+from tests.waiting import wait_until_time
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -56,7 +57,7 @@ async def test_flips_each_second_fail_no_request_and_change_no_token(
     record_measurement(
         f"{REQUESTS} requests, {CONCURRENCY} at a time, {swaps} swaps of both roles in {took_s:.1f} s: "
         f"{REQUESTS - len(wrong)} token-identical, {transferred} transferred between engines; "
-        f"{verified} hand-offs verified, {recomputed} recomputed, {unknown} unknown"
+        f"{verified} KV transfers verified, {recomputed} recomputed, {unknown} unknown"
     )
     assert ([response.status for response in responses], wrong) == ([200] * REQUESTS, [])
     assert swaps >= 3
@@ -66,7 +67,7 @@ async def test_flips_each_second_fail_no_request_and_change_no_token(
 
 
 async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they all return."""
+    """Await all, at most `CONCURRENCY` at a time; return their results in order."""
     limit = asyncio.Semaphore(CONCURRENCY)
 
     async def one(each: Coroutine[Any, Any, T]) -> T:
@@ -77,11 +78,11 @@ async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T
 
 
 async def swap_roles_each_second(pair: VllmService) -> int:
-    """Swaps the roles until cancelled; how often."""
+    """Swap the roles once a second until cancelled; return the number of swaps."""
     swaps = 0
     try:
         while True:
-            await asyncio.sleep(1.0)
+            await wait_until_time(time.monotonic() + 1.0, "the published figure is for a swap each second")
             await pair.swap_roles()
             swaps += 1
     except asyncio.CancelledError:
@@ -89,12 +90,12 @@ async def swap_roles_each_second(pair: VllmService) -> int:
 
 
 def count_failures(state: RouterState) -> tuple[int, int]:
-    """Requests that failed and streams that broke."""
+    """Return the numbers of failed requests and broken streams."""
     return sum(tier.failed for tier in state.tiers), sum(tier.broken for tier in state.tiers)
 
 
 def count_transfer_outcomes(state: RouterState) -> tuple[int, int, int]:
-    """Hand-offs that were verified, recomputed, and of which nobody can tell."""
+    """Return the numbers of verified, recomputed and unknown KV transfers."""
     pairs = state.pairs
     return sum(p.verified for p in pairs), sum(p.recomputed for p in pairs), sum(p.unknown for p in pairs)
 
@@ -102,7 +103,7 @@ def count_transfer_outcomes(state: RouterState) -> tuple[int, int, int]:
 async def test_first_token_after_a_flip_of_a_warm_pair_is_right(
     pair: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
-    for _ in range(2):  # both directions have handed over before
+    for _ in range(2):  # both directions have a KV transfer before the measurement
         await send(pair.client, pair.url, CompletionRequest(generate_prompts(rng, 1)[0], 2))
         await pair.swap_roles()
         await pair.wait_until_idle()
@@ -111,7 +112,7 @@ async def test_first_token_after_a_flip_of_a_warm_pair_is_right(
 
 
 async def measure_flip_to_token_s(pair: VllmService, rng: random.Random) -> float:
-    """From the write of a flip to the first token of a request that took the new way."""
+    """Return the time from the write of a flip to the first token of a request with the new route."""
     request = CompletionRequest(generate_prompts(rng, 1, (60, 60))[0], 1)
     old = await pair.find_instance(P), await pair.find_instance(D)
     right = await compute_reference_tokens(pair.client, await pair.engine_url(old[1]), request)

@@ -1,6 +1,6 @@
-"""What real engines do wrong, or what is done to them, and that a client sees none of it.
+"""Faults of real engines: each client gets the right tokens or a clear error.
 
-Each test names the hazard, and begins with both engines at rest.
+Each test names the fault and begins with idle engines.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ from tests.engines.test_flips import format_ms, measure_flip_to_token_s
 pytestmark = pytest.mark.timeout(900)
 
 LONG_STREAM = CompletionRequest("count the clocks", 3000, stream=True)
-"""Decode is at it for seconds."""
+"""Keeps the decode engine busy for seconds."""
 GENERATED = "vllm:generation_tokens_total"
 
 
 def build_unseen_request(rng: random.Random, tokens: int = 12) -> CompletionRequest:
-    """A prompt of a few blocks that nobody has seen."""
+    """Return a request with a prompt of a few blocks that no cache holds."""
     return CompletionRequest(generate_prompts(rng, 1, (80, 90))[0], tokens)
 
 
 async def compute_expected(pair: VllmService, request: CompletionRequest, name: str) -> tuple[int, ...]:
-    """What that engine returns by itself."""
+    """Return the tokens of this engine without KV transfer."""
     return await compute_reference_tokens(pair.client, await pair.engine_url(name), request)
 
 
@@ -57,7 +57,7 @@ async def compute_expected(pair: VllmService, request: CompletionRequest, name: 
     "params",
     [
         pytest.param({"do_remote_prefill": True}, id="incomplete"),
-        pytest.param({"do_remote_decode": True, "do_remote_prefill": False}, id="as the router's own"),
+        pytest.param({"do_remote_decode": True, "do_remote_prefill": False}, id="like the router's own"),
         pytest.param(
             {
                 "do_remote_prefill": True,
@@ -69,15 +69,15 @@ async def compute_expected(pair: VllmService, request: CompletionRequest, name: 
             },
             id="complete and pointing elsewhere",
         ),
-        pytest.param("nonsense", id="no object"),
+        pytest.param("nonsense", id="text instead of an object"),
     ],
 )
 async def test_kv_transfer_parameters_of_a_client_reach_no_engine(
     pair: VllmService, rng: random.Random, params: object
 ) -> None:
-    """Incomplete ones kill a real engine; others make it dial any address, or keep KV that nobody fetches.
+    """Incomplete parameters crash a real engine; others make it connect anywhere, or keep KV for nobody.
 
-    A hand-off of the router's stands in their place; several prompts at once have none.
+    The router replaces them by its own; a request with several prompts gets none.
     """
     leaders = [await pair.find_leader_pid(await pair.find_instance(role)) for role in (P, D)]
     request = build_unseen_request(rng)
@@ -91,7 +91,7 @@ async def test_kv_transfer_parameters_of_a_client_reach_no_engine(
             response = await send(pair.client, pair.url, replace(request, extra=extra))
             assert (response.status, response.tokens) == (200, expected)
             assert json.loads(response.text).get("kv_transfer_params") is None
-        with pytest.raises(BlockingIOError):  # nobody has called
+        with pytest.raises(BlockingIOError):  # no engine has connected
             elsewhere.accept()
     assert [await pair.find_leader_pid(await pair.find_instance(role)) for role in (P, D)] == leaders
 
@@ -99,7 +99,7 @@ async def test_kv_transfer_parameters_of_a_client_reach_no_engine(
 async def test_disconnected_client_leaves_no_kv_on_either_engine(
     short_lease: VllmService, rng: random.Random
 ) -> None:
-    """In mid-stream, and between the legs: there prefill holds it until the lease is over."""
+    """In mid-stream, and between the legs: there the prefill engine keeps the KV until the lease expires."""
     decode, prefill = await short_lease.find_instance(D), await short_lease.find_instance(P)
     generated = await short_lease.read_metric(decode, GENERATED)
     cancelled_request = asyncio.create_task(
@@ -137,7 +137,7 @@ async def _has_decode_requests(pair: VllmService, name: str, legs: int = 1) -> b
 async def test_requests_survive_a_prefill_engine_killed_between_prefill_and_decode_leg(
     pair: VllmService, rng: random.Random, record_measurement: RecordMeasurement
 ) -> None:
-    """One prompt's KV lies with it, another one is computed. What its peer knew of its memory is not used."""
+    """One prompt's KV is in the killed engine, a second is being computed; the old handshake is not used."""
     prefill, decode = await pair.find_instance(P), await pair.find_instance(D)
     requests = build_unseen_request(rng), build_unseen_request(rng)
     expected = [await compute_expected(pair, one, decode) for one in requests]
@@ -169,14 +169,14 @@ async def _has_prefill_tokens(pair: VllmService, name: str) -> bool:
 
 
 async def _all_pairs_verified_since(pair: VllmService, before: RouterState) -> bool:
-    """Whether canaries have shown of both directions that KV moves."""
+    """Whether canaries have verified both directions since `before`."""
     verified = {(seen.prefill, seen.decode): seen.verified for seen in before.pairs}
     now = (await pair.read_state()).pairs
     return len(now) == 2 and all(seen.verified > verified[seen.prefill, seen.decode] for seen in now)
 
 
 async def count_right_responses(pair: VllmService, rng: random.Random, decode: str) -> int:
-    """Ten requests now; how many of the responses are right."""
+    """Send ten requests; return the number of right responses."""
     requests = [build_unseen_request(rng) for _ in range(10)]
     responses = await asyncio.gather(*(send(pair.client, pair.url, one) for one in requests))
     expected = [await compute_expected(pair, one, decode) for one in requests]
@@ -228,7 +228,7 @@ async def test_hung_engine_is_ejected_and_serves_again_when_it_responds(
     expected = [await compute_expected(pair, one, prefill) for one in requests]
     async with pair.suspend_process(decode):
         began_s = time.monotonic()
-        async with asyncio.timeout(30):  # half of what an engine gets that is only slow
+        async with asyncio.timeout(30):  # half the time-out of an engine that is only slow
             responses = await asyncio.gather(*(send(pair.client, pair.url, one) for one in requests))
         took_s = time.monotonic() - began_s
     assert [(response.status, response.tokens) for response in responses] == [
@@ -236,14 +236,14 @@ async def test_hung_engine_is_ejected_and_serves_again_when_it_responds(
     ]
     await pair.wait_until_idle()
     record_measurement(
-        f"decode hangs: {len(requests)} requests that were sent to it are answered right after {took_s:.1f} s"
+        f"decode hangs: {len(requests)} requests sent to it got right responses after {took_s:.1f} s"
     )
 
 
 async def test_blocked_side_channel_sets_handshake_failed_and_requests_still_get_right_tokens(
     pair: VllmService, rng: random.Random, record_measurement: RecordMeasurement
 ) -> None:
-    """A decode engine that starts anew has to ask for its peers' memory there."""
+    """A restarted decode engine must ask for its peers' memory on this port."""
     prefill, decode = await pair.find_instance(P), await pair.find_instance(D)
     restarts = (await pair.list_instances())[decode].status.restarts
     with block_port(await read_side_channel_port(pair, prefill)):
@@ -272,7 +272,7 @@ async def test_blocked_side_channel_sets_handshake_failed_and_requests_still_get
 
 @contextmanager
 def block_port(port: int) -> Iterator[None]:
-    """Nobody of this machine gets through to the port; needs root."""
+    """Reject local connections to the port while the block runs; needs root."""
     rule = ("INPUT", "-i", "lo", "-p", "tcp", "--dport", str(port), "-j", "REJECT")
 
     def change_rule(action: str) -> None:
@@ -281,7 +281,7 @@ def block_port(port: int) -> Iterator[None]:
     try:
         change_rule("-I")
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no firewall rule can be set here")
+        pytest.skip("cannot set a firewall rule (needs root and iptables)")
     try:
         yield
     finally:
@@ -289,7 +289,7 @@ def block_port(port: int) -> Iterator[None]:
 
 
 async def read_side_channel_port(pair: VllmService, name: str) -> int:
-    """Where the engine tells peers about its memory."""
+    """Return the port on which other engines ask for this engine's memory."""
     environment = Path(f"/proc/{await pair.find_leader_pid(name)}/environ").read_text(encoding="utf-8")
     return int(re.findall(r"VLLM_NIXL_SIDE_CHANNEL_PORT=(\d+)", environment)[0])
 
@@ -307,13 +307,13 @@ async def _has_transfer_condition(pair: VllmService, status: str, reason: str) -
 async def test_engine_shutting_down_reports_healthy_and_no_request_gets_an_aborted_response(
     pair: VllmService, rng: random.Random
 ) -> None:
-    """Draining, vLLM's health is 200; new prompts get 500, in ids 200 with `abort` and no token."""
+    """While vLLM drains, /health is 200; text prompts get 500, token prompts 200 with finish_reason abort."""
     prefill, decode = await pair.find_instance(P), await pair.find_instance(D)
     url = await pair.engine_url(decode)
     long = asyncio.create_task(send(pair.client, pair.url, replace(LONG_STREAM, tokens=1500)))
     await pair.wait_until(lambda: _metric_exceeds(pair, decode, "vllm:num_requests_running", 0))
     leader = await pair.find_leader_pid(decode)
-    os.kill(leader, signal.SIGTERM)  # by somebody else: nobody has told the router
+    os.kill(leader, signal.SIGTERM)  # not by the operator: the router is not informed
     requests = [
         build_unseen_request(rng)
         if n % 3 == 2
@@ -333,6 +333,6 @@ async def test_engine_shutting_down_reports_healthy_and_no_request_gets_an_abort
         whole = await long
         assert len(whole.tokens) == 1500
     except (BrokenStreamError, httpx.RemoteProtocolError):
-        pytest.fail("a stream that ran was not let end")
+        pytest.fail("a running stream was cut off")
     with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)  # its end takes a while; it starts anew while others are tested
+        os.killpg(leader, signal.SIGKILL)  # draining takes long; the restart overlaps with the next tests

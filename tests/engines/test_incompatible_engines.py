@@ -1,13 +1,13 @@
-"""Engines that cannot read each other's KV: not paired by what is known of them, and right tokens if paired.
+"""Engines that cannot read each other's KV are not paired; if they are paired by mistake, tokens are right.
 
-What vLLM 0.32 does with such a pair, seen here on CPUs:
+What vLLM 0.32 does with such a pair, observed on CPUs:
 
-* Another version, and whatever else is in its compatibility hash (model spelling, data types, attention back
-  end): decode refuses the handshake at once, every time, and computes the prompt. Right tokens.
-* Prefill has larger blocks than decode: an assertion in the handshake, and the same.
-* Prefill has *smaller* blocks than decode: handshake and transfer succeed, decode's usage says that it was
-  given all, nothing is counted as failed, and the tokens are wrong. Block sizes are not in the hash. So for
-  the size of its blocks the router takes the engine's own word, from its metrics, over everybody's.
+* Different version, or another difference in its compatibility hash (model spelling, data types, attention
+  backend): decode refuses each handshake at once and computes the prompt. Right tokens.
+* Prefill has larger blocks than decode: an assertion fails in the handshake; otherwise the same.
+* Prefill has *smaller* blocks than decode: handshake and transfer succeed, decode reports all tokens as
+  cached, no failure is counted, and the tokens are wrong. Block sizes are not in the hash. Therefore the
+  router trusts the block size in the engine's metrics over any declared one.
 """
 
 import random
@@ -48,13 +48,13 @@ PROMPT_LENGTHS = (2 * BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 60, 70, 64, 65)
 
 @pytest.fixture
 async def engine(pair: VllmService) -> EngineEntry:
-    """One of the pair's."""
+    """The pair's prefill engine."""
     return (await list_engine_entries(pair))[0]
 
 
 @pytest.fixture
 def older(older_engine_starting: ExtraEngine, engine: EngineEntry) -> Iterator[EngineEntry]:
-    """The other version, as what it is."""
+    """The engine with an older version, with its true identity."""
     assert engine.identity is not None
     older_engine_starting.wait_until_healthy()
     yield EngineEntry(
@@ -65,14 +65,14 @@ def older(older_engine_starting: ExtraEngine, engine: EngineEntry) -> Iterator[E
 
 @pytest.fixture
 async def smaller(short_lease: VllmService) -> EngineEntry:
-    """One with smaller blocks, as what it is."""
+    """An engine with smaller blocks, with its true identity."""
     return replace((await list_engine_entries(short_lease))[0], name="smaller")
 
 
 def assign_roles(
     engine: EngineEntry, other: EngineEntry, *, other_prefills: bool, claim_same_identity: bool
 ) -> tuple[EngineEntry, EngineEntry]:
-    """Prefill and decode; with `claim_same_identity` as if both were alike."""
+    """Return prefill and decode; with `claim_same_identity` the router believes both identities are equal."""
     other = replace(other, identity=engine.identity) if claim_same_identity else other
     prefill, decode = (other, engine) if other_prefills else (engine, other)
     return replace(prefill, role=P), replace(decode, role=D)
@@ -93,7 +93,7 @@ async def test_engines_with_different_identities_are_not_paired(
     rng: random.Random,
     name: str,
 ) -> None:
-    """The size of blocks stands in the user's own arguments here."""
+    """The block size is in `engine.args` here."""
     other = {"smaller": smaller, "older": older}[name]
     prefill, decode = assign_roles(engine, other, other_prefills=False, claim_same_identity=False)
     assert prefill.identity is not None
@@ -108,7 +108,7 @@ async def test_engines_with_different_identities_are_not_paired(
 async def assert_not_paired(
     pair: VllmService, in_process: InProcessRouter, decode: EngineEntry, request: Any
 ) -> None:
-    """Decode computes it, and nothing is handed over, by canaries neither."""
+    """Decode computes the prompt; neither the request nor a canary transfers KV."""
     response = await in_process.send(request)
     assert (response.status, response.decode, response.local_prefill_reason) == (
         200,
@@ -138,7 +138,7 @@ async def test_wrong_declared_block_size_is_overruled_by_engine_metrics(
         f"blocks of {BLOCK} and {SMALLER_BLOCK}, smaller {'prefills' if other_prefills else 'decodes'}: "
         f"{unguarded.status}, {'wrong' if wrong else 'right'} tokens, {cached}"
     )
-    assert (unguarded.status, wrong) == (200, other_prefills)  # so the hazard is there
+    assert (unguarded.status, wrong) == (200, other_prefills)  # the hazard is real
     async with run_in_process_router(prefill, decode) as in_process:
         await pair.wait_until(lambda: _metrics_were_read(in_process))
         for length in PROMPT_LENGTHS:
@@ -151,7 +151,7 @@ async def test_wrong_declared_block_size_is_overruled_by_engine_metrics(
 
 
 async def _metrics_were_read(in_process: InProcessRouter) -> bool:
-    """Whether both have reported something of themselves."""
+    """Whether the router has read the metrics of both engines."""
     return all(instance.expired_transfers is not None for instance in in_process.router.fleet.instances)
 
 
@@ -159,7 +159,7 @@ async def _metrics_were_read(in_process: InProcessRouter) -> bool:
 async def test_engines_that_refuse_the_handshake_give_right_tokens_and_set_not_compatible(
     pair: VllmService, engine: EngineEntry, older: EngineEntry, rng: random.Random, *, other_prefills: bool
 ) -> None:
-    """Paired by a version that is reported wrong. Nothing counts as verified, whatever decode had cached."""
+    """Paired because one reports a wrong version. No transfer counts as verified, whatever decode had cached."""
     prefill, decode = assign_roles(engine, older, other_prefills=other_prefills, claim_same_identity=True)
     known = generate_token_ids(rng, BLOCK)
     await send(pair.client, decode.url, build_token_request([*known, *generate_token_ids(rng, 9)], 1))
@@ -187,7 +187,7 @@ async def test_engines_that_refuse_the_handshake_give_right_tokens_and_set_not_c
 async def compute_transfer_condition(
     pair: VllmService, in_process: InProcessRouter, *names: str
 ) -> tuple[str, str]:
-    """What the operator would say of a service with these two instances."""
+    """Return status and reason of KVTransferVerified for a service with these two instances."""
     instances = tuple((await pair.list_instances()).values())
     seen = Observed(
         service=await pair.store.get(PDService, "chat", namespace=NAMESPACE),

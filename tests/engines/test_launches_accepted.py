@@ -1,4 +1,4 @@
-"""Every flag, variable and key that is made is one that the engines take: asked of the engines themselves."""
+"""Engines accept each generated flag, variable and key, by their own parsers."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.unit.operator.engine_cases import CASES, plan_case
 
 
 def find_launch_problems(launches: dict[str, dict[str, list[str]]]) -> dict[str, list[str]]:
-    """What the engines object to, by launch: one process for all, because importing them takes its time."""
+    """Return the problems by launch; one process checks all, because importing the engines takes 15 s."""
     require_engines()
     run = subprocess.run(
         [find_engine_environment() / "bin/python", Path(__file__).with_name("check_launches.py")],
@@ -54,7 +54,7 @@ def test_engines_accept_every_generated_flag_variable_and_key() -> None:
         "env": ["VLLM_NO_SUCH_VARIABLE"],
     }
     problems = find_launch_problems({**launches, "wrong": wrong})
-    found = problems.pop("wrong")  # the check itself is checked: it does find what is wrong
+    found = problems.pop("wrong")  # a wrong launch is found, so the check works
     assert problems == {name: [] for name in launches}
     assert found == [
         "vLLM reads no variable VLLM_NO_SUCH_VARIABLE",

@@ -1,6 +1,6 @@
-"""A lease of two seconds: what decode fetches after it reaches no client, however near to it.
+"""With a KV lease of two seconds: KV that decode fetches after the lease reaches no client.
 
-The lease is one value: an engine is started with it, and the router goes by what the engine was started with.
+The router uses the lease that the engine was started with.
 """
 
 import asyncio
@@ -32,8 +32,9 @@ from tests.engines.requests import (
     request_prefill,
     send,
 )
-from tests.engines.services import D, P, VllmService
+from tests.engines.services import DEADLINE_S, D, P, VllmService
 from tests.engines.short_lease import BLOCK, KV_BYTES, KV_TRANSFER_CONFIG, LEASE_S, MAX_MODEL_LENGTH
+from tests.waiting import wait_until, wait_until_time
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,8 +44,7 @@ EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 async def test_engine_status_reports_the_lease_that_the_engine_was_started_with(
     short_lease: VllmService,
 ) -> None:
-    """It stands in the user's own arguments here. That nothing has expired is reported before anything
-    has."""
+    """The lease is in `engine.args` here. The counter of expired transfers exists before one has expired."""
     for name, instance in (await short_lease.list_instances()).items():
         command = (
             Path(f"/proc/{await short_lease.find_leader_pid(name)}/cmdline")
@@ -63,7 +63,7 @@ async def test_engine_status_reports_the_lease_that_the_engine_was_started_with(
         assert f"\n{EXPIRED}{{" in metrics
 
 
-# --- held back ----------------------------------------------------------------------------------------------
+# --- withheld responses -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -87,29 +87,28 @@ async def test_decode_leg_delayed_beyond_the_lease_gives_right_tokens(
         direct = asyncio.create_task(
             send(short_lease.client, url, replace(bare, extra={**bare.extra, "kv_transfer_params": params}))
         )
-        await asyncio.sleep(LEASE_S)  # the lease itself
+        await wait_until_time(time.monotonic() + LEASE_S, "the lease has to expire")
         await churn.wait_for_overwrite()
     unguarded, response = await direct, await routed
-    assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # so the hazard is there
+    assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # the hazard is real
     assert (response.status, response.tokens) == (200, expected[0])
 
 
 @dataclass(slots=True)
 class BlockChurn:
-    """How many long prompts an engine has computed one after the other."""
+    """Long prompts that an engine has computed, one after the other."""
 
     prompts: int = 0
 
     async def wait_for_overwrite(self) -> None:
-        """Returns once every block that is free now holds something else."""
+        """Wait until each block that is free now was overwritten."""
         enough = self.prompts + 2 + KV_BYTES // (1024 * MAX_MODEL_LENGTH)
-        while self.prompts < enough:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: self.prompts >= enough, f"{enough} prompts computed", timeout_s=DEADLINE_S)
 
 
 @asynccontextmanager
 async def churn_blocks(short_lease: VllmService, name: str, rng: random.Random) -> AsyncIterator[BlockChurn]:
-    """The engine looks at leases in here, and reuses what is free: it is never without work."""
+    """Give the engine work while the block runs: only a busy engine checks leases and reuses free blocks."""
     url, done = await short_lease.engine_url(name), BlockChurn()
 
     async def churn() -> None:
@@ -135,13 +134,13 @@ TRANSFER_AGES_S = {
     "near it": [LEASE_S + 0.05 * (n - 10) for n in range(20)],
     "late": [LEASE_S + 0.1 * n for n in range(20)],
 }
-"""How long before decode is resumed its requests are sent."""
+"""Age of each KV transfer when the decode engine is resumed."""
 
 
 async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
     short_lease: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
-    """Twenty at a time, each of another age; and who asks the same while decode may hold wrong KV for it."""
+    """20 transfers of different age at once; the same prompts again while decode may have cached wrong KV."""
     prefill, decode = await short_lease.find_instance(P), await short_lease.find_instance(D)
     url = await short_lease.engine_url(decode)
     for name, ages_s in TRANSFER_AGES_S.items():
@@ -160,8 +159,8 @@ async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
             wrong = [n for n, one in enumerate(given) if (one.status, one.tokens) != (200, expected[n])]
             local = [one.local_prefill_reason for one in given if one.local_prefill_reason]
             record_measurement(
-                f"20 hand-offs let go {min(ages_s):.2f} to {max(ages_s):.2f} s old, lease {LEASE_S} s{what}: "
-                f"{len(given) - len(local)} handed on, {len(local)} computed again, {len(wrong)} wrong"
+                f"20 KV transfers {min(ages_s):.2f} to {max(ages_s):.2f} s old, lease {LEASE_S} s{what}: "
+                f"{len(given) - len(local)} used, {len(local)} computed again, {len(wrong)} wrong"
             )
             assert (name, wrong) == (name, [])
         sources = [one.local_prefill_reason for one in responses]
@@ -174,35 +173,33 @@ async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
 async def resume_decode_together(
     short_lease: VllmService, decode: str, requests: list[CompletionRequest], ages_s: list[float]
 ) -> list[asyncio.Task[CompletionResponse]]:
-    """Send each request that long before decode, which is paused, is resumed."""
+    """Pause decode, send each request its age before decode is resumed, and resume decode."""
     resume_at_s = time.monotonic() + max(ages_s) + 0.1
     waiting: dict[int, asyncio.Task[CompletionResponse]] = {}
     async with short_lease.pause_engine(decode):
         for number in sorted(range(len(requests)), key=lambda n: -ages_s[n]):
-            await asyncio.sleep(max(0.0, resume_at_s - ages_s[number] - time.monotonic()))
+            await wait_until_time(resume_at_s - ages_s[number], "each transfer has an age of its own")
             waiting[number] = asyncio.create_task(send(short_lease.client, short_lease.url, requests[number]))
-        await asyncio.sleep(max(0.0, resume_at_s - time.monotonic()))
+        await wait_until_time(resume_at_s, "each transfer has an age of its own")
     return [waiting[number] for number in range(len(requests))]
 
 
-# --- a canary that is late ----------------------------------------------------------------------------------
+# --- late canaries ------------------------------------------------------------------------------------------
 
 
 async def test_late_canary_counts_as_recomputed_and_its_cached_kv_reaches_no_client(
     short_lease: VllmService, rng: random.Random, seed: int
 ) -> None:
-    """What it has cached is another prompt's KV: under its own salt."""
+    """The late canary caches another prompt's KV, under the canary's own cache salt."""
     prefill, decode = await list_engine_entries(short_lease)
     chosen = RecordingRandom(seed)
     async with run_in_process_router(prefill, decode) as in_process, AsyncExitStack() as held:
         churn = await held.enter_async_context(churn_blocks(short_lease, prefill.name, rng))
         await held.enter_async_context(short_lease.pause_engine(decode.name))
         async with in_process.canaries(chosen):
-            await asyncio.sleep(LEASE_S)  # the lease itself
+            await wait_until_time(time.monotonic() + LEASE_S, "the lease has to expire")
             await churn.wait_for_overwrite()
-            in_process.router.active = (
-                False  # no other one is sent after it, as to a suspect pair it would be
-            )
+            in_process.router.active = False  # otherwise the suspect pair would get another canary
             await held.aclose()
             counts = in_process.pair(prefill.name, decode.name).counts
             await short_lease.wait_until(lambda: _has_outcome(counts))

@@ -1,4 +1,4 @@
-"""Real engines with LMCache's tiers beside NIXL: what an engine has forgotten comes back from memory."""
+"""Real engines with NIXL and LMCache: blocks that an engine has dropped are read back from memory."""
 
 import random
 import re
@@ -28,7 +28,7 @@ def tiers_service(services: LocalServices, start_older_engine_early: None) -> It
 
 @pytest.fixture
 async def tiers(tiers_service: RunningService) -> AsyncIterator[VllmService]:
-    """The engines, at rest."""
+    """The engines with LMCache; idle before each test."""
     async with tiers_service.connect() as service:
         yield service
 
@@ -55,7 +55,7 @@ async def test_second_turns_hit_the_lmcache_tier_while_roles_flip(
 
 
 async def send_and_collect_errors(tiers: VllmService, requests: list[CompletionRequest]) -> list[str]:
-    """Send them all with half of the flips on the way; what was not right."""
+    """Send all requests, with half of the flips meanwhile; return the wrong responses as text."""
     wrong = []
     for number, one in enumerate(requests):
         if number % (len(requests) // (FLIPS // 2)) == 5:
@@ -68,14 +68,14 @@ async def send_and_collect_errors(tiers: VllmService, requests: list[CompletionR
 
 
 async def reset_prefix_caches(tiers: VllmService) -> None:
-    """The engines' own caches are empty afterwards; the tiers' are not."""
+    """Empty the engines' own prefix caches, not LMCache's."""
     for name in ("chat-0", "chat-1"):
         response = await tiers.client.post(f"{await tiers.engine_url(name)}/reset_prefix_cache")
         response.raise_for_status()
 
 
 async def count_cache_hits(tiers: VllmService) -> float:
-    """Tokens that both cache servers looked up and found."""
+    """Return the tokens that both cache servers looked up and found."""
     total = 0.0
     for name in ("chat-0", "chat-1"):
         command_line = Path(f"/proc/{await tiers.find_leader_pid(name)}/cmdline").read_text(encoding="utf-8")

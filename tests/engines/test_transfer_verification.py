@@ -1,4 +1,4 @@
-"""The proof of a hand-off on real engines: exact at the borders of blocks, unseen by who did not ask."""
+"""Verification of KV transfers: exact at block boundaries, invisible to clients without usage."""
 
 import asyncio
 import random
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.timeout(600)
 
 BLOCK = 128
 PROMPT_LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK, 500)
-"""Lengths of prompts, each sent twice. Of one token nothing is to be fetched, so it proves nothing."""
+"""Prompt lengths in tokens, each sent twice. For one token nothing is fetched, so nothing can be verified."""
 
 
 async def test_every_kv_transfer_is_verified_whatever_the_prompt_length(
     pair: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
-    """And the wire of one machine is not found slow."""
+    """The pair's reason stays Verified: loopback does not count as a slow transport."""
     prefill, decode = await list_engine_entries(pair)
     async with run_in_process_router(prefill, decode) as in_process:
         pair_state, verified = in_process.pair(prefill.name, decode.name), 0
@@ -52,7 +52,7 @@ async def test_every_kv_transfer_is_verified_whatever_the_prompt_length(
         assert pair_state.reason == "Verified"
         assert pair_state.transfer_s_per_1k_tokens is not None
         record_measurement(
-            f"a hand-off of a warm pair: {pair_state.transfer_s_per_1k_tokens * 1000:.0f} ms for 1,000 tokens"
+            f"KV transfer, warm pair: {pair_state.transfer_s_per_1k_tokens * 1000:.0f} ms for 1,000 tokens"
         )
 
 
@@ -61,16 +61,16 @@ async def test_every_kv_transfer_is_verified_whatever_the_prompt_length(
 
 @dataclass(slots=True)
 class RecordingProxy:
-    """Stands between a router and an engine, and keeps what the engine says."""
+    """Relays between a router and an engine, and records the engine's bytes."""
 
     port: int
     responses: list[bytearray] = field(default_factory=list)
-    """On each connection."""
+    """The engine's bytes on each connection."""
 
 
 @asynccontextmanager
 async def run_recording_proxy(port: int) -> AsyncIterator[RecordingProxy]:
-    """A proxy on the engine at `port`."""
+    """Run a proxy in front of the engine at `port`."""
     proxy = RecordingProxy(0)
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
@@ -97,7 +97,7 @@ async def run_recording_proxy(port: int) -> AsyncIterator[RecordingProxy]:
 
 
 USAGE_EVENT_PATTERN = re.compile(rb'data: \{[^\n]*"choices":\[\][^\n]*\n\n')
-"""The event that has nothing but the usage."""
+"""The SSE event that contains only the usage."""
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -132,14 +132,14 @@ async def test_stream_is_relayed_byte_for_byte_except_a_usage_event_the_client_d
 
 
 async def read_stream(in_process: InProcessRouter, path: str, body: dict[str, Any]) -> bytes:
-    """The whole stream as the client gets it."""
+    """Return the whole stream as the client receives it."""
     response = await in_process.client.post(in_process.url + path, json=body)
     assert response.status_code == 200
     return response.content
 
 
 def join_engine_chunks(proxy: RecordingProxy) -> bytes:
-    """The one stream among what the engine said: chunks put together."""
+    """Return the body of the only stream that the engine sent, without chunk framing."""
     (response,) = [
         bytes(response) for response in proxy.responses if b"content-type: text/event-stream" in response
     ]

@@ -1,4 +1,4 @@
-"""Renders the chart with Helm's library, for each JSON line `{"values", "namespace", "release"}` that it reads.
+"""Renders the chart with Helm's library, one JSON line `{"values", "namespace", "release"}` at a time.
 
 A process of its own, because the library starts Go's runtime, whose threads would stay in the tests' process.
 """
