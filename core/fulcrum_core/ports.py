@@ -162,8 +162,14 @@ class EngineObservation:
     endpoint: str | None = None
     exit_reason: str | None = None
     """Why its last life ended; None in its first."""
+    reason: str = ""
+    """Why the engine cannot start, as a reason of the condition Degraded (`conditions.IMAGE_PULL_FAILED`,
+    `UNSCHEDULABLE` or `ENGINE_START_FAILED`); empty while nothing prevents the start."""
     message: str = ""
-    """Why it is in this state, where that is known: the image does not pull, no node fits, it was evicted."""
+    """Why the engine is in this state, for people: the image cannot be pulled, no node fits, the pod was
+    evicted. Empty if not known."""
+    out_of_memory: bool = False
+    """Whether its last run was killed because it used more memory than its limit."""
     image: str | None = None
     """The image it runs, by digest, where there is one."""
     since_s: float | None = None

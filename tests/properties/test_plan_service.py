@@ -21,6 +21,7 @@ from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
 from fulcrum_operator.plan.assignment import AssignableInstance, plan_first_split
+from fulcrum_operator.plan.instance_state import active_names, ready_instances
 from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
@@ -193,7 +194,7 @@ def test_every_assignment_written_by_the_operator_passes_may_apply(observed: Obs
     verdict = may_apply(
         observed.accepted_assignment,
         planned_assignment(plan),
-        observed.ready_instances,
+        ready_instances(observed),
         rules,
         now_s=observed.now_s,
     )
@@ -204,7 +205,7 @@ def test_every_assignment_written_by_the_operator_passes_may_apply(observed: Obs
 def test_every_instance_has_an_entry_and_every_entry_an_instance(observed: Observed) -> None:
     plan = plan_service(observed)
     existing = {obj.metadata.name for obj in (*plan.objects, *plan.delete) if isinstance(obj, PDInstance)}
-    counted = existing - ({i.metadata.name for i in observed.instances} - observed.active_names)
+    counted = existing - ({i.metadata.name for i in observed.instances} - active_names(observed))
     assert counted <= set(planned_assignment(plan).roles) <= existing
 
 
@@ -274,6 +275,6 @@ def test_no_edit_of_the_assignment_takes_a_role_below_its_floor(observed: Observ
     )
     floors = observed.service.spec.roles.to_floors()
     for phase in (Role.PREFILL, Role.DECODE):
-        before = list_serving(observed.accepted_assignment.roles, observed.ready_instances, phase)
-        now = list_serving(planned_assignment(plan).roles, observed.ready_instances, phase)
+        before = list_serving(observed.accepted_assignment.roles, ready_instances(observed), phase)
+        now = list_serving(planned_assignment(plan).roles, ready_instances(observed), phase)
         assert len(now) >= min(len(before), floors.for_role(phase))

@@ -10,7 +10,7 @@ from fulcrum_core.assignment import apply_flip
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import plan_service
 from fulcrum_operator.plan.assignment import rebuild_accepted_assignment
-from fulcrum_operator.plan.rollout import revision_of
+from fulcrum_operator.plan.instance_state import engine_lost, revision_of
 from tests.properties.simulated_service import BAD_PROFILE, BOTH, SimulatedService, make_settled_service
 
 POOL = "chat-flex"
@@ -112,7 +112,7 @@ class ServiceMachine(RuleBasedStateMachine):
         }
         floors = simulated.service.spec.roles.to_floors()
         for role in BOTH:
-            taken = {i.metadata.name for i in observed.instances if observed.engine_lost(i)}
+            taken = {i.metadata.name for i in observed.instances if engine_lost(observed, i)}
             had = {name for name in before[role] if name not in taken and name in observed.engines}
             now = simulated.serving_names(simulated.assignment.spec, role)
             assert len(now) >= min(len(had), floors.for_role(role)), (role, had, now, simulated.describe())

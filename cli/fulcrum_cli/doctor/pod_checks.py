@@ -6,8 +6,8 @@ from typing import NamedTuple
 from fulcrum_cli.doctor.facts import Body
 from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
 from fulcrum_cli.doctor.quantities import Resources, format_amount, parse_resources
+from fulcrum_core.api import conditions
 from fulcrum_core.formatting import format_count, format_list
-from fulcrum_operator.plan.status.degraded import PULL_FAILURES
 
 _BLOCKING_EFFECTS = ("NoSchedule", "NoExecute")
 _PODS_NAMED_MAX = 4
@@ -145,7 +145,7 @@ def image_pull_failures(pod: Body) -> list[ImagePullFailure]:
     found = []
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}
-        if waiting.get("reason") in PULL_FAILURES:
+        if waiting.get("reason") in conditions.IMAGE_PULL_ERRORS:
             image, message = container.get("image", ""), waiting.get("message") or ""
             found.append(ImagePullFailure(pod["metadata"]["name"], image, waiting["reason"], message))
     return found

@@ -22,6 +22,10 @@ DEGRADED = "Degraded"
 """Something that was wanted does not work, and is being repaired."""
 INSTANCES_FAILED = "InstancesFailed"
 IMAGE_PULL_FAILED = "ImagePullFailed"
+IMAGE_PULL_ERRORS = frozenset(
+    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+)
+"""Reasons of the kubelet for a container that waits because its image cannot be pulled."""
 UNSCHEDULABLE = "Unschedulable"
 ENGINE_START_FAILED = "EngineStartFailed"
 NODE_LOST = "NodeLost"

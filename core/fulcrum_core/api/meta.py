@@ -286,11 +286,14 @@ def _is_qualified_name(key: str) -> bool:
     return bool(_QUALIFIED_NAME_PART.fullmatch(name))
 
 
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
 class Condition(ApiModel):
     """A state that lasts, with the generation it was judged on."""
 
     type: str = Field(description="Name of the condition.")
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    status: ConditionStatus = Field(description="Whether it holds.")
     reason: str = Field(description="One word for programs.")
     message: str = Field(default="", description="Object, numbers, what happens next.")
     observed_generation: int = Field(default=0, description="Generation of the spec this was judged on.")

@@ -22,7 +22,6 @@ from fulcrum_operator.controller.cached_store import check_is_leader
 from fulcrum_operator.controller.field_ownership import FIELD_MANAGER
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.pools import wanted_replicas
-from fulcrum_operator.plan.status.degraded import start_failure_reason
 
 NORMAL, WARNING = "Normal", "Warning"
 
@@ -177,20 +176,17 @@ def _engine_events(before: Observed, last: dict[str, EngineObservation]) -> Iter
         if engine.terminating and engine.state is EngineState.RUNNING and ours[name] is Phase.SERVING:
             if was is not None and not was.terminating:
                 yield pod_deleted_externally(name)
-        elif (reason := start_failure_reason(engine)) and (
-            was is None or _start_failure(engine) != _start_failure(was)
-        ):
-            yield engine_cannot_start(name, reason, engine.message)
+        elif engine.reason and (was is None or _start_failure(engine) != _start_failure(was)):
+            yield engine_cannot_start(name, engine.reason, engine.message)
 
 
-def _start_failure(engine: EngineObservation) -> tuple[str | None, str]:
+def _start_failure(engine: EngineObservation) -> tuple[str, str]:
     """What keeps an engine from starting; told again when this changes.
 
     The words belong to it: a kubelet says first what it waited for in vain, and only then what is missing.
     But an image that does not pull has two messages that take turns for ever; the first one says it all.
     """
-    reason = start_failure_reason(engine)
-    return reason, "" if reason == conditions.IMAGE_PULL_FAILED else engine.message
+    return engine.reason, "" if engine.reason == conditions.IMAGE_PULL_FAILED else engine.message
 
 
 def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:

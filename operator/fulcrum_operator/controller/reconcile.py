@@ -26,8 +26,9 @@ from fulcrum_operator.plan import (
     plan_service,
     router_poll_interval_s,
 )
-from fulcrum_operator.plan.observed import EngineFacts, ModelReadAttempt, mark_reachable_engines_running
-from fulcrum_operator.plan.status.slo_met import SloWindow, update_window
+from fulcrum_operator.plan.instance_state import mark_reachable_engines_running
+from fulcrum_operator.plan.observed import EngineFacts, ModelReadAttempt
+from fulcrum_operator.plan.slo_window import SloWindow, update_window
 
 STATUS_INTERVAL_S = 10.0
 """Shortest time between two writes of a service's status in which no condition changed, in seconds."""

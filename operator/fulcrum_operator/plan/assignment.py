@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from fulcrum_core.api import Floors, PDAssignmentSpec, PDService, Refusal, RoleAssignment
 from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, apply_flip, list_serving, may_apply
 from fulcrum_core.values import Actor, FlipStrategy, Role
+from fulcrum_operator.plan.instance_state import current_role, flip_strategy, instance_order, ready_instances
 from fulcrum_operator.plan.instances import Removal
-from fulcrum_operator.plan.observed import Observed, current_role, instance_order
+from fulcrum_operator.plan.observed import Observed
 
 REFUSED_FOR_S = 30.0
 """How long a refused wish is refused without a second look."""
@@ -103,7 +104,7 @@ def rebuild_accepted_assignment(observed: Observed) -> PDAssignmentSpec | None:
     current_roles = {
         instance.metadata.name: current_role(instance)
         for instance in observed.instances
-        if observed.flip_strategy(instance) is FlipStrategy.RESTART
+        if flip_strategy(observed, instance) is FlipStrategy.RESTART
     }
     roles = {name: _entry_with_role(entry, current_roles.get(name)) for name, entry in spec.roles.items()}
     return spec.model_copy(update={"roles": roles})
@@ -121,7 +122,7 @@ def _accept_or_refuse(observed: Observed, rules: AssignmentRules) -> PDAssignmen
         observed.assignment.spec,
         observed.accepted_assignment or rebuild_accepted_assignment(observed) or observed.assignment.spec,
     )
-    verdict = may_apply(last, desired, observed.ready_instances, rules, now_s=observed.now_s)
+    verdict = may_apply(last, desired, ready_instances(observed), rules, now_s=observed.now_s)
     if verdict.allowed:
         return desired
     return refuse_changes(last, desired, verdict.reason, now_s=observed.now_s)
@@ -227,7 +228,7 @@ def _cordon_leaving(
         for name in removal.candidates:
             proposed = _set_cordon(spec, name, removal.reason)
             verdict = (
-                may_apply(spec, proposed, observed.ready_instances, rules, now_s=observed.now_s)
+                may_apply(spec, proposed, ready_instances(observed), rules, now_s=observed.now_s)
                 if left
                 else None
             )
@@ -255,16 +256,16 @@ def _flip_to_make_room(
 ) -> PDAssignmentSpec:
     """One of those that stay given the role of one that cannot leave: it goes once the other has it."""
     unremovable = [
-        name for name in removal.candidates if name not in leaving and name in observed.ready_instances
+        name for name in removal.candidates if name not in leaving and name in ready_instances(observed)
     ]
     for name in unremovable[:1]:
         role = Role(spec.roles[name].role)
-        others = list_serving(spec.roles, observed.ready_instances - set(removal.candidates), role.other)
+        others = list_serving(spec.roles, ready_instances(observed) - set(removal.candidates), role.other)
         for other in others:
             proposed = apply_flip(
                 spec, other, role, by=Actor.OPERATOR, reason=f"{name} leaves", now_s=observed.now_s
             )
-            if may_apply(spec, proposed, observed.ready_instances, rules, now_s=observed.now_s).allowed:
+            if may_apply(spec, proposed, ready_instances(observed), rules, now_s=observed.now_s).allowed:
                 return proposed
     return spec
 

@@ -7,12 +7,17 @@ from typing import Any
 
 from fulcrum_core.api import ObjectMeta, PDInstance, PDInstanceSpec, PDService
 from fulcrum_core.api.labels import POOL_LABEL, SERVICE_LABEL
-from fulcrum_core.values import Phase
+from fulcrum_operator.plan.instance_state import (
+    WORKING_PHASES,
+    active_instances,
+    instance_number,
+    instance_order,
+    members_of,
+    revision_of,
+)
 from fulcrum_operator.plan.model import choose_model_facts, waits_for_model
-from fulcrum_operator.plan.observed import Observed, instance_number, instance_order
-from fulcrum_operator.plan.rollout import PoolView, members_of, revision_of
-
-_WORKING_PHASES = (Phase.SERVING, Phase.DRAINING)
+from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.rollout import PoolView
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,14 @@ def plan_new_instances(observed: Observed, views: tuple[PoolView, ...]) -> tuple
 def plan_removals(observed: Observed, views: tuple[PoolView, ...]) -> tuple[Removal, ...]:
     """Who shall leave each pool. A pool that the spec no longer names has to let all of them go."""
     named = {view.name for view in views}
-    dropped = sorted({i.spec.pool for i in observed.active_instances} - named)
+    dropped = sorted({i.spec.pool for i in active_instances(observed)} - named)
     unnamed = tuple(_remove_whole_pool(observed, pool) for pool in dropped)
     requested = (removal for view in views for removal in _pool_removals(observed, view))
     return (*unnamed, *(removal for removal in requested if removal.count > 0))
 
 
 def _remove_whole_pool(observed: Observed, pool: str) -> Removal:
-    found = members_of(observed.active_instances, pool)
+    found = members_of(active_instances(observed), pool)
     return Removal(pool, removal_order(observed, found), len(found), "its pool is wanted no more")
 
 
@@ -85,7 +90,7 @@ def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tup
     def cost(instance: PDInstance) -> tuple[bool, bool, bool, int, int]:
         name = instance.metadata.name
         cordoned = name in entries and entries[name].cordoned
-        working = instance.status.phase in _WORKING_PHASES
+        working = instance.status.phase in WORKING_PHASES
         return working, not cordoned, name in last, legs.get(name, 0), -instance_order(name)[0]
 
     return tuple(instance.metadata.name for instance in sorted(candidates, key=cost))
@@ -96,7 +101,7 @@ def _last_of_role(observed: Observed) -> frozenset[str]:
     entries = observed.assignment.spec.roles if observed.assignment else {}
     serving = [
         (revision_of(i), entries[i.metadata.name].role, i.metadata.name)
-        for i in observed.active_instances
+        for i in active_instances(observed)
         if i.is_serving and i.metadata.name in entries and not entries[i.metadata.name].cordoned
     ]
     revisions = [revision for revision, _, _ in serving]

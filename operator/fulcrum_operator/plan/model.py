@@ -9,7 +9,7 @@ exchange KV are started alike. A model that cannot be read holds up no engine th
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fulcrum_core.api import LaunchSpec, PDInstance
@@ -126,6 +126,15 @@ def choose_model_facts(
     if like is not None:
         return like.spec.config_excerpt
     return known.config_excerpt if known is not None and known.key == key else None
+
+
+def with_model_status(observed: Observed, known: ModelStatus | None) -> Observed:
+    """`observed` with this model status in the status of its service."""
+    status = observed.service.status
+    if status.model == known:
+        return observed
+    service = observed.service.replace(status=status.model_copy(update={"model": known}))
+    return replace(observed, service=service)
 
 
 def _model_to_read(observed: Observed, views: tuple[PoolView, ...]) -> LaunchSpec | None:

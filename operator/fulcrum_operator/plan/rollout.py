@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from fulcrum_core.api import LaunchSpec, PDInstance, PDPool, RefusedRevision
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Phase
-from fulcrum_operator.plan.observed import Observed, ever_served, instance_order
+from fulcrum_operator.plan.instance_state import (
+    active_instances,
+    engine_lost,
+    ever_served,
+    members_of,
+    revision_of,
+    startup_s,
+)
+from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import wanted_replicas
 
 PROGRESS_TIMEOUT_MIN_S = 120.0
@@ -95,22 +103,10 @@ class PoolView:
         return max(0, min(missing, room - len(self.members), 2 * self.wanted - self.lost))
 
 
-def revision_of(instance: PDInstance) -> str:
-    """The revision that an instance was started with."""
-    return instance.spec.revision or instance.spec.launch_revision
-
-
-def members_of(instances: Iterable[PDInstance], pool: str) -> tuple[PDInstance, ...]:
-    """The instances of one pool, by number."""
-    return tuple(
-        sorted((i for i in instances if i.spec.pool == pool), key=lambda i: instance_order(i.metadata.name))
-    )
-
-
 def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     """What a pool that the spec names shall have and has."""
     pool_members = members_of(observed.instances, pool.metadata.name)
-    members = members_of(observed.active_instances, pool.metadata.name)
+    members = members_of(active_instances(observed), pool.metadata.name)
     target, refused = _choose_target(observed, pool, members)
     revision = target.launch_revision
     return PoolView(
@@ -121,7 +117,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
         members=members,
         updated=tuple(member for member in members if revision_of(member) == revision),
         outdated=tuple(member for member in members if revision_of(member) != revision),
-        lost=sum(observed.engine_lost(instance) for instance in pool_members),
+        lost=sum(engine_lost(observed, instance) for instance in pool_members),
         paused=observed.service.spec.rollout.paused,
         refused=refused,
     )
@@ -131,7 +127,7 @@ def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
     """How long a new instance may take to serve for the first time."""
     requested = observed.service.spec.rollout.progress_deadline
     return (
-        PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * observed.startup_s(instance)
+        PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * startup_s(observed, instance)
         if requested is None
         else requested
     )

@@ -30,19 +30,23 @@ from fulcrum_operator.plan.assignment import (
     plan_assignment,
     refuse_changes,
 )
+from fulcrum_operator.plan.instance_state import (
+    active_instances,
+    current_role,
+    engine_lost,
+    flip_strategy,
+    instance_number,
+    lost_node_endpoints,
+    revision_of,
+    sort_instances,
+    startup_s,
+)
 from fulcrum_operator.plan.instances import plan_new_instances, plan_removals
-from fulcrum_operator.plan.model import ModelPlan, ModelReadRequest, plan_model_read
-from fulcrum_operator.plan.observed import Observed, current_role, instance_number, instance_order
+from fulcrum_operator.plan.model import ModelPlan, ModelReadRequest, plan_model_read, with_model_status
+from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTransition, plan_transition
 from fulcrum_operator.plan.pools import desired_pools
-from fulcrum_operator.plan.rollout import (
-    LOST_SHOWN_S,
-    PoolView,
-    next_rollout_deadline_s,
-    revision_of,
-    view_pool,
-)
-from fulcrum_operator.plan.status.degraded import start_failure_reason
+from fulcrum_operator.plan.rollout import LOST_SHOWN_S, PoolView, next_rollout_deadline_s, view_pool
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -79,7 +83,7 @@ def needs_router_state(observed: Observed) -> bool:
 
     Someone drains or is verified, somebody must go, or a node is said to be lost.
     """
-    if observed.lost_node_endpoints or any(
+    if lost_node_endpoints(observed) or any(
         i.status.phase in _PHASES_NEEDING_ROUTER for i in observed.instances
     ):
         return True
@@ -109,11 +113,11 @@ def plan_service(observed: Observed) -> Plan:
         return Plan(objects=pools, accepted_assignment=observed.accepted_assignment, requeue_after_s=0.0)
     views = tuple(view_pool(observed, pool) for pool in pools)
     model = plan_model_read(observed, views)
-    observed = observed.with_model(model.status)
+    observed = with_model_status(observed, model.status)
     created = plan_new_instances(observed, views)
     rules = build_assignment_rules(observed.service.spec, pools, (*observed.instances, *created))
     members = tuple(
-        _assignable_instance(i, rules) for i in sort_instances((*observed.active_instances, *created))
+        _assignable_instance(i, rules) for i in sort_instances((*active_instances(observed), *created))
     )
     assignment_plan = plan_assignment(observed, members, plan_removals(observed, views), rules)
     instances = sort_instances((*observed.instances, *created))
@@ -177,11 +181,6 @@ def _assemble_plan(
     )
 
 
-def sort_instances(instances: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
-    """Instances by their numbers."""
-    return tuple(sorted(instances, key=lambda instance: instance_order(instance.metadata.name)))
-
-
 def _assignable_instance(instance: PDInstance, rules: AssignmentRules) -> AssignableInstance:
     name = instance.metadata.name
     return AssignableInstance(name, rules.fixed_roles.get(name), revision_of(instance))
@@ -216,7 +215,7 @@ def _instance_facts(
         engine=observed.engines.get(name),
         assigned_role=entry.role if entry else None,
         current_role=current_role(instance),
-        flip_strategy=observed.flip_strategy(instance),
+        flip_strategy=flip_strategy(observed, instance),
         cordoned=entry is not None and entry.cordoned,
         leaving=name in assignment_plan.leaving,
         drained=_acknowledged(observed)
@@ -224,8 +223,8 @@ def _instance_facts(
         and _all_leases_known(observed, status.phase_since),
         reachable=state is not None and not state.missed_probes,
         open_requests=max(state.legs, state.engine_requests or 0) if state else None,
-        startup_s=observed.startup_s(instance),
-        engine_lost=observed.engine_lost(instance),
+        startup_s=startup_s(observed, instance),
+        engine_lost=engine_lost(observed, instance),
         show_failed_until_s=min(phase_since_s + LOST_SHOWN_S, enough_serving_at_s),
     )
 
@@ -320,7 +319,7 @@ def _observed_status(
             "phase_since": observed.now_s if entered else before.phase_since,
             "endpoint": endpoint,
             "identity": facts.identity if facts and endpoint else before.identity,
-            "flip_strategy": observed.flip_strategy(instance) if probed and runs else before.flip_strategy,
+            "flip_strategy": flip_strategy(observed, instance) if probed and runs else before.flip_strategy,
             "restarts": engine.restarts if engine else before.restarts,
             "kv_verified_at": verified_at(observed, instance, same_engine=same),
             "reason": _phase_reason(transition, engine),
@@ -332,7 +331,7 @@ def _observed_status(
 def _phase_reason(transition: PhaseTransition, engine: EngineObservation | None) -> str:
     """Constant for programs that says why the instance is in its phase; empty if nothing is unusual."""
     if transition.phase is Phase.STARTING and engine is not None:
-        return start_failure_reason(engine) or ""
+        return engine.reason
     return transition.reason
 
 
@@ -358,7 +357,7 @@ def _with_effective_role(
         role = role_before or (Role(entry.role) if entry else None)
     made = instance.replace(status=instance.status.model_copy(update={"role": role}))
     starts = transition.action is EngineAction.START and name not in observed.engines
-    if not starts or entry is None or observed.flip_strategy(instance) is not FlipStrategy.RESTART:
+    if not starts or entry is None or flip_strategy(observed, instance) is not FlipStrategy.RESTART:
         return made
     return made.replace(spec=made.spec.model_copy(update={"role": entry.role}))
 

@@ -137,14 +137,14 @@ def observe_reader_pod(pod: Object) -> ModelReadAttempt | None:
     if MODEL_KEY_ANNOTATION not in annotations:
         return None
     facts, error = _termination_message(status)
-    number = annotations.get(ATTEMPT_ANNOTATION, "")
+    number, start_failure = annotations.get(ATTEMPT_ANNOTATION, ""), start_failure_of(pod)
     return ModelReadAttempt(
         key=annotations[MODEL_KEY_ANNOTATION],
         attempt=int(number) if number.isdecimal() else 0,
         started_s=parse_time(meta["creationTimestamp"]),
         facts=facts,
         error=error,
-        start_failure=start_failure_of(pod),
+        start_failure=start_failure.message if start_failure else "",
     )
 
 

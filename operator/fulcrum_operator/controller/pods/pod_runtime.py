@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from fulcrum_cluster.objects import POD, Object, ObjectApi
-from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api import PDInstance, PDService, conditions
 from fulcrum_core.api.labels import INSTANCE_LABEL, ROLE_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound, StoreError
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
@@ -129,7 +129,11 @@ class PodRuntime:
         for key, refused in self._refused_pods.items():
             if key.namespace == namespace and key.name not in engines:
                 engines[key.name] = EngineObservation(
-                    key.name, EngineState.STARTING, 0, message=refused.error
+                    key.name,
+                    EngineState.STARTING,
+                    restarts=0,
+                    reason=conditions.ENGINE_START_FAILED,
+                    message=refused.error,
                 )
         return tuple(engines[name] for name in sorted(engines))
 

@@ -6,8 +6,9 @@ node that it does not hear of. The latter cannot be told from the pod's conditio
 kubelet never writes that a pod is not ready while all its containers are, unless a readiness gate is open.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from fulcrum_core.api import conditions
 from fulcrum_core.api.meta import parse_time
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_operator.manifests.engine_pod import ENGINE_CONTAINER
@@ -20,11 +21,21 @@ _OPEN_GATE_REASON = "ReadinessGatesNotReady"
 _NORMAL_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing", ""})
 """What a container waits for in an ordinary start."""
 _CRASH_LOOP = "CrashLoopBackOff"
+_OOM_KILLED = "OOMKilled"
+_SCHEDULING_ERRORS = frozenset({"Unschedulable", "SchedulerError"})
+"""Reasons of the scheduler for a pod that it cannot place."""
 _DIGEST_LENGTH = 12
 _MESSAGE_LENGTH_MAX = 400
 """Longest text of a reason that is kept; the rest is in the pod."""
 _MESSAGE_HEAD_LENGTH = 120
 """Of a longer one so much of its beginning, which names what failed, and the end, which says why."""
+
+
+class StartFailure(NamedTuple):
+    """Why a pod cannot start: a reason of the condition Degraded, and a message for people."""
+
+    reason: str
+    message: str
 
 
 def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
@@ -39,6 +50,7 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
     state, message, since = _engine_state(pod, terminating=terminating)
     if stopped and state is EngineState.LOST:
         state = EngineState.RUNNING  # on its way out, as wanted
+    start_failure = start_failure_of(pod) if state is EngineState.STARTING else None
     address, container = status.get("podIP"), _engine_container(pod)
     runs = state is EngineState.RUNNING and address
     return EngineObservation(
@@ -47,7 +59,9 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         restarts=container.get("restartCount", 0),
         endpoint=f"{_format_host(address)}:{HTTP_PORT}" if runs else None,
         exit_reason=_last_exit(container),
-        message=message,
+        reason=start_failure.reason if start_failure else "",
+        message=start_failure.message if start_failure else message,
+        out_of_memory=_last_termination(container).get("reason") == _OOM_KILLED,
         image=container.get("imageID") or None,
         since_s=parse_time(since) if since else None,
         terminating=terminating,
@@ -86,7 +100,7 @@ def _engine_state(pod: Pod, *, terminating: bool) -> tuple[EngineState, str, str
         return EngineState.RUNNING, "its readiness probe fails", since
     return (
         EngineState.STARTING,
-        start_failure_of(pod),
+        "",
         status.get("startTime") or pod["metadata"].get("creationTimestamp"),
     )
 
@@ -128,29 +142,45 @@ def _was_ready(ready: dict[str, Any], state: dict[str, Any]) -> bool:
     return bool(started and changed and parse_time(changed) > parse_time(started))
 
 
-def start_failure_of(pod: Pod) -> str:
-    """What keeps a pod from starting; nothing in an ordinary start."""
+def start_failure_of(pod: Pod) -> StartFailure | None:
+    """Why the pod cannot start; None in an ordinary start."""
     scheduled = _find_condition(pod, "PodScheduled")
     if scheduled.get("status") == "False":
-        return _format_reason(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
+        return _start_failure(scheduled.get("reason") or "Unschedulable", scheduled.get("message"))
     status = pod.get("status", {})
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason", "") not in _NORMAL_WAITING_REASONS:
-            return _format_reason(waiting["reason"], waiting.get("message"))
-    return ""
+            return _start_failure(waiting["reason"], waiting.get("message"))
+    return None
+
+
+def _start_failure(cluster_reason: str, message: str | None) -> StartFailure:
+    """The failure with the cluster's own reason in front of its message."""
+    if cluster_reason in conditions.IMAGE_PULL_ERRORS:
+        reason = conditions.IMAGE_PULL_FAILED
+    elif cluster_reason in _SCHEDULING_ERRORS:
+        reason = conditions.UNSCHEDULABLE
+    else:
+        reason = conditions.ENGINE_START_FAILED
+    return StartFailure(reason, _format_reason(cluster_reason, message))
 
 
 def _last_exit(container: dict[str, Any]) -> str | None:
-    """How the last life of the container ended, with its last words."""
-    for state in (container.get("state", {}), container.get("lastState", {})):
-        terminated = state.get("terminated")
-        if terminated is not None:
-            code, reason = terminated.get("exitCode", 0), terminated.get("reason", "")
-            suffix = "" if reason in ("", "Error", "Completed") else f" ({reason})"
-            last = (terminated.get("message") or "").strip().splitlines()[-1:]
-            return _format_reason(f"exit code {code}{suffix}", last[0] if last else None)
-    return None
+    """Exit code and last log line of the container's last run; None if no run has ended yet."""
+    terminated = _last_termination(container)
+    if not terminated:
+        return None
+    code, reason = terminated.get("exitCode", 0), terminated.get("reason", "")
+    suffix = "" if reason in ("", "Error", "Completed") else f" ({reason})"
+    last = (terminated.get("message") or "").strip().splitlines()[-1:]
+    return _format_reason(f"exit code {code}{suffix}", last[0] if last else None)
+
+
+def _last_termination(container: dict[str, Any]) -> dict[str, Any]:
+    """The `terminated` state of the container's last run that has ended; empty if there is none."""
+    found = (container.get(state, {}).get("terminated") for state in ("state", "lastState"))
+    return next((terminated for terminated in found if terminated is not None), {})
 
 
 def _engine_container(pod: Pod) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """One condition of an object's status; when it came to be so is found out by `with_transition_times`."""
 
 from collections.abc import Iterable
-from typing import Literal
 
 from fulcrum_core.api import Condition, PDService, Resource
-
-ConditionStatus = Literal["True", "False", "Unknown"]
+from fulcrum_core.api.meta import ConditionStatus
 
 
 def make_condition(

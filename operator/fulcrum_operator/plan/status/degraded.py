@@ -9,15 +9,11 @@ from typing import NamedTuple
 from fulcrum_core.api import Condition, PDInstance, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase
-from fulcrum_operator.plan.observed import Observed, ever_served
+from fulcrum_operator.plan.instance_state import engine_lost, ever_served
+from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.rollout import FAILED_STARTS_MAX, PoolView
 from fulcrum_operator.plan.status.condition import true_or_false
 
-PULL_FAILURES = frozenset(
-    {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
-)
-"""What a container that waits for its image says."""
-_SCHEDULING_FAILURES = frozenset({"Unschedulable", "SchedulerError"})
 _CAUSES_LISTED_MAX = 8
 """So many troubles are told one by one."""
 
@@ -84,28 +80,17 @@ def _find_in_instance(observed: Observed, instance: PDInstance) -> Iterator[Fail
 
 def _reason(observed: Observed, instance: PDInstance, engine: EngineObservation | None) -> str | None:
     status = instance.status
-    if status.phase is Phase.FAILED and observed.engine_lost(_as_observed(observed, instance)):
+    if status.phase is Phase.FAILED and engine_lost(observed, _as_observed(observed, instance)):
         on_node = engine is not None and engine.node_lost
         return conditions.NODE_LOST if on_node else conditions.INSTANCE_LOST
     if engine is None or engine.state is EngineState.RUNNING:
         return None
-    start_failure = start_failure_reason(engine)
-    if start_failure is not None:
-        return start_failure
+    if engine.reason:
+        return engine.reason
     never_starts = engine.exit_reason and (not ever_served(instance) or engine.restarts >= FAILED_STARTS_MAX)
     if never_starts:
         return conditions.ENGINE_START_FAILED
     return conditions.INSTANCES_FAILED if status.phase is Phase.FAILED else None
-
-
-def start_failure_reason(engine: EngineObservation) -> str | None:
-    """What keeps it from starting, as a condition's reason; a message in plain words is none."""
-    prefix = engine.message.partition(":")[0]
-    if engine.state is not EngineState.STARTING or not prefix or " " in prefix:
-        return None
-    if prefix in PULL_FAILURES:
-        return conditions.IMAGE_PULL_FAILED
-    return conditions.UNSCHEDULABLE if prefix in _SCHEDULING_FAILURES else conditions.ENGINE_START_FAILED
 
 
 def _as_observed(observed: Observed, instance: PDInstance) -> PDInstance:

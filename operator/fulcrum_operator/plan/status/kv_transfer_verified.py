@@ -9,11 +9,13 @@ from collections.abc import Collection, Iterable
 from itertools import permutations
 
 from fulcrum_core.api import Condition, PDInstance, conditions
+from fulcrum_core.api.meta import ConditionStatus
 from fulcrum_core.formatting import format_list
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.router_state import PairState
-from fulcrum_operator.plan.observed import Observed, instance_order
-from fulcrum_operator.plan.status.condition import ConditionStatus, make_condition
+from fulcrum_operator.plan.instance_state import active_instances, instance_order
+from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.status.condition import make_condition
 
 ROUTER_POLL_S = 10.0
 """How often the router is asked what became of the hand-offs, and of the requests."""
@@ -36,7 +38,7 @@ def router_poll_interval_s(observed: Observed) -> float:
 
 def kv_transfer_verified(observed: Observed, wanted: int) -> Condition:
     """The condition KVTransferVerified of a service that wants so many instances."""
-    serving = tuple(i for i in observed.active_instances if i.is_serving)
+    serving = tuple(i for i in active_instances(observed) if i.is_serving)
     if wanted <= 1:
         return _condition(
             observed, "Unknown", conditions.NOT_APPLICABLE, "a single instance hands nothing over"

@@ -9,13 +9,12 @@ the same.
 from fulcrum_core.api import Condition, LaunchSpec, PDInstance, conditions
 from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.models import MODEL_UNKNOWN, Fit
+from fulcrum_operator.plan.instance_state import revision_of
 from fulcrum_operator.plan.model import model_key
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.rollout import PoolView, revision_of
+from fulcrum_operator.plan.rollout import PoolView
 from fulcrum_operator.plan.status.condition import make_condition
 
-_OOM_KILLED = "OOMKilled"
-"""How a kernel's kill for want of memory is called in the end of a container."""
 _WORST_FIRST = ("False", "Unknown", "True")
 
 
@@ -98,8 +97,9 @@ def _was_last_good(view: PoolView) -> bool:
 
 def _out_of_memory(observed: Observed, instance: PDInstance) -> str | None:
     engine = observed.engines.get(instance.metadata.name)
-    ended = (engine and engine.exit_reason) or ""
-    return f"{instance.metadata.name} took more memory than it has: {ended}" if _OOM_KILLED in ended else None
+    if engine is None or not engine.out_of_memory:
+        return None
+    return f"{instance.metadata.name} used more memory than its limit: {engine.exit_reason}"
 
 
 def _describe_location(start: LaunchSpec) -> str:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDPoolStatus
 from fulcrum_core.api.labels import POOL_LABEL
+from fulcrum_operator.plan.instance_state import active_names, revision_of
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.rollout import PoolView, revision_of
+from fulcrum_operator.plan.rollout import PoolView
 from fulcrum_operator.plan.status.condition import with_transition_times
 from fulcrum_operator.plan.status.scaling_limited import scaling_limited
 
@@ -24,7 +25,7 @@ def report_pool(
     observed: Observed, view: PoolView, desired: tuple[PDInstance, ...], blocked_by: str | None
 ) -> PoolReport:
     """A pool with what is seen of it, given its instances as they shall stand."""
-    pool, leaving = view.pool, {i.metadata.name for i in observed.instances} - observed.active_names
+    pool, leaving = view.pool, {i.metadata.name for i in observed.instances} - active_names(observed)
     members = tuple(i for i in desired if i.spec.pool == view.name and i.metadata.name not in leaving)
     limited = scaling_limited(pool, blocked_by)
     status = PDPoolStatus(

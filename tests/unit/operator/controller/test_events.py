@@ -116,12 +116,8 @@ def test_a_new_replica_count_is_reported_once() -> None:
 
 START_FAILURES = [
     ("ImagePullBackOff: no such image", "ImagePullFailed"),
-    ("ErrImagePull: no such image", "ImagePullFailed"),
     ("Unschedulable: 0/3 nodes are available", "Unschedulable"),
     ("CreateContainerConfigError: no such secret", "EngineStartFailed"),
-    ("PodRefused: exceeded quota", "EngineStartFailed"),
-    ("CreateContainerError", "EngineStartFailed"),
-    ("RegistryUnavailable: no such host", "ImagePullFailed"),
     ("its roles are probed", None),
     ("", None),
 ]
@@ -129,7 +125,7 @@ START_FAILURES = [
 
 @pytest.mark.parametrize(("message", "reason"), START_FAILURES)
 def test_a_start_failure_is_reported_once(message: str, reason: str | None) -> None:
-    engines = {"chat-1": engine("chat-1", STARTING, message=message)}
+    engines = {"chat-1": engine("chat-1", STARTING, reason=reason or "", message=message)}
     seen = replace(OBSERVED, engines=engines)
     assert reported(seen, SETTLED) == ([(reason, f"chat-1: {message}")] if reason else [])
     assert reported(seen, SETTLED, engines) == []
@@ -137,7 +133,7 @@ def test_a_start_failure_is_reported_once(message: str, reason: str | None) -> N
 
 def test_a_failing_image_pull_is_reported_once_for_both_of_its_reasons() -> None:
     tried, waits = (
-        {"chat-1": engine("chat-1", STARTING, message=f"{word}: no such image")}
+        {"chat-1": engine("chat-1", STARTING, reason="ImagePullFailed", message=f"{word}: no such image")}
         for word in ("ErrImagePull", "ImagePullBackOff")
     )
     assert reported(replace(OBSERVED, engines=tried), SETTLED, waits) == []
@@ -145,7 +141,11 @@ def test_a_failing_image_pull_is_reported_once_for_both_of_its_reasons() -> None
 
 def test_a_more_precise_start_failure_is_reported_again() -> None:
     late, named = (
-        {"chat-1": engine("chat-1", STARTING, message=f"CreateContainerConfigError: {why}")}
+        {
+            "chat-1": engine(
+                "chat-1", STARTING, reason="EngineStartFailed", message=f"CreateContainerConfigError: {why}"
+            )
+        }
         for why in ("failed to sync secret cache: timed out", 'secret "token" not found')
     )
     message = 'chat-1: CreateContainerConfigError: secret "token" not found'

@@ -89,6 +89,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         pod(phase="Pending", node="", conditions=[UNSCHEDULABLE]),
         {
             "state": STARTING,
+            "reason": "Unschedulable",
             "message": "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.",
             "since_s": AT[T0],
         },
@@ -112,6 +113,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         ),
         {
             "state": STARTING,
+            "reason": "ImagePullFailed",
             "message": 'ImagePullBackOff: Back-off pulling image "x:1"',
             "since_s": AT[T0],
         },
@@ -125,6 +127,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         ),
         {
             "state": STARTING,
+            "reason": "ImagePullFailed",
             "message": f"{f'ErrImagePull: {REGISTRY}'[:120]} … {REGISTRY[-277:]}",
             "since_s": AT[T0],
         },
@@ -196,6 +199,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
             "state": STARTING,
             "restarts": 1,
             "exit_reason": "exit code 137 (OOMKilled)",
+            "out_of_memory": True,
             "image": DIGEST,
             "since_s": AT[T0],
         },
@@ -278,3 +282,21 @@ def test_an_engine_we_stopped_is_not_lost() -> None:
     )
     engine = observe_pod(seen, stopped=True)
     assert (engine.state, engine.endpoint, engine.terminating) == (RUNNING, None, True)
+
+
+@pytest.mark.parametrize(
+    ("cluster_reason", "reason"),
+    [
+        ("ErrImagePull", "ImagePullFailed"),
+        ("InvalidImageName", "ImagePullFailed"),
+        ("RegistryUnavailable", "ImagePullFailed"),
+        ("CreateContainerConfigError", "EngineStartFailed"),
+        ("CreateContainerError", "EngineStartFailed"),
+    ],
+)
+def test_a_waiting_containers_reason_becomes_a_reason_of_the_condition_degraded(
+    cluster_reason: str, reason: str
+) -> None:
+    waiting = container({"waiting": {"reason": cluster_reason, "message": "why"}}, image="")
+    found = observe_pod(pod(phase="Pending", conditions=conditions("False"), containerStatuses=[waiting]))
+    assert (found.reason, found.message) == (reason, f"{cluster_reason}: why")

@@ -6,7 +6,8 @@ from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan import needs_router_state
-from fulcrum_operator.plan.observed import Observed, mark_reachable_engines_running
+from fulcrum_operator.plan.instance_state import mark_reachable_engines_running, ready_instances
+from fulcrum_operator.plan.observed import Observed
 from tests.unit.operator.builders import NOW_S, D, engine, instance, router, service
 
 LOST = engine("chat-0", EngineState.LOST, message="its node n1 does not answer", node_lost=True)
@@ -37,7 +38,7 @@ def test_engine_that_the_router_reaches_counts_as_running_on_a_lost_node() -> No
         "127.0.0.1:9000",
         True,
     )
-    assert found.ready_instances == {"chat-0"}
+    assert ready_instances(found) == {"chat-0"}
 
 
 @pytest.mark.parametrize(

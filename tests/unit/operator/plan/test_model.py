@@ -18,6 +18,7 @@ from fulcrum_operator.plan.model import (
     model_key,
     parse_model_facts,
     retry_pause_s,
+    with_model_status,
 )
 from fulcrum_operator.plan.observed import ModelReadAttempt
 from fulcrum_operator.plan.pools import desired_pools
@@ -49,7 +50,7 @@ def new_service(
     """A service of real engines that has its pools and no instance yet."""
     requested = service(**{**VLLM, **spec})
     observed = Observed(service=requested, now_s=NOW_S, can_read_models=True, model_read_attempt=attempt)
-    return replace(observed, pools=tuple(desired_pools(requested, ()))).with_model(known)
+    return with_model_status(replace(observed, pools=tuple(desired_pools(requested, ()))), known)
 
 
 def running_service(
@@ -62,7 +63,7 @@ def running_service(
     made = {"revision": start.launch_revision, "config_excerpt": facts}
     update = {**{name: getattr(start, name) for name in type(start).model_fields}, **made}
     members = tuple(i.replace(spec=i.spec.model_copy(update=update)) for i in observed.instances)
-    return replace(observed, instances=members, can_read_models=True).with_model(known)
+    return with_model_status(replace(observed, instances=members, can_read_models=True), known)
 
 
 def created_instances(plan: Plan, observed: Observed) -> list[PDInstance]:

@@ -10,7 +10,7 @@ from fulcrum_core.assignment import apply_flip
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
-from fulcrum_operator.plan.rollout import revision_of
+from fulcrum_operator.plan.instance_state import revision_of
 from tests.properties.simulated_service import BAD_PROFILE, SimulatedService, make_settled_service
 from tests.unit.operator.builders import STARTING, D, P, engine, engines, pool, settled
 
@@ -289,8 +289,8 @@ def test_the_operator_never_lifts_a_persons_cordon() -> None:
     )
 
 
-def with_start_failure(message: str) -> Observed:
-    stuck = {**engines(FOUR), "chat-3": engine("chat-3", STARTING, message=message)}
+def with_start_failure(reason: str, message: str) -> Observed:
+    stuck = {**engines(FOUR), "chat-3": engine("chat-3", STARTING, reason=reason, message=message)}
     return settled(FOUR, engines=stuck)
 
 
@@ -303,7 +303,7 @@ def with_start_failure(message: str) -> Observed:
     ],
 )
 def test_start_failure_is_reported_and_the_other_instances_serve(message: str, reason: str) -> None:
-    plan = plan_service(with_start_failure(message))
+    plan = plan_service(with_start_failure(reason, message))
     status = plan.objects[-1].status  # type: ignore[attr-defined]
     (starting,) = (o for o in plan.objects if isinstance(o, PDInstance) and o.metadata.name == "chat-3")
     assert starting.status.reason == reason

@@ -19,9 +19,14 @@ LOADED = ("True", "Loaded", "pool chat-flex: its engines have loaded the model")
 
 
 def observed_engines(
-    fit: Fit | None, *, served: bool = False, ended: str | None = None, **spec: Any
+    fit: Fit | None,
+    *,
+    served: bool = False,
+    ended: str | None = None,
+    out_of_memory: bool = False,
+    **spec: Any,
 ) -> Observed:
-    """Two vLLM engines of which so much is worked out; they serve, or start, or ended with these words."""
+    """Two vLLM engines with this estimate; they serve, start, or ended for this reason."""
     spec_fields = {"instances": 2, "engine": {"type": "vLLM"}, **spec}
     observed = settled(PAIR, spec=spec_fields)
     state = RUNNING if served else EXITED if ended else STARTING
@@ -38,7 +43,7 @@ def observed_engines(
     return replace(
         observed,
         instances=instances,
-        engines={name: engine(name, state, exit_reason=ended) for name in PAIR},
+        engines={name: engine(name, state, exit_reason=ended, out_of_memory=out_of_memory) for name in PAIR},
         engine_facts=dict.fromkeys(PAIR, replace(ENGINE_FACTS, fit=fit)),
     )
 
@@ -104,11 +109,11 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
             id="the numbers stay when an engine serves",
         ),
         pytest.param(
-            observed_engines(FITS, ended="exit code 137 (OOMKilled)"),
+            observed_engines(FITS, ended="exit code 137 (OOMKilled)", out_of_memory=True),
             (
                 "False",
                 "OutOfMemory",
-                "pool chat-flex: chat-0 took more memory than it has: exit code 137 (OOMKilled)",
+                "pool chat-flex: chat-0 used more memory than its limit: exit code 137 (OOMKilled)",
             ),
             id="an engine that was killed for its memory",
         ),
@@ -127,7 +132,7 @@ def test_model_fits_condition_prefers_what_was_observed_over_the_estimate(
 
 def test_oom_kill_of_an_engine_that_served_does_not_change_model_fits() -> None:
     observed = observed_engines(CONFIG_NOT_READ, served=True)
-    killed = engine("chat-0", EXITED, exit_reason="exit code 137 (OOMKilled)")
+    killed = engine("chat-0", EXITED, exit_reason="exit code 137 (OOMKilled)", out_of_memory=True)
     assert verdict(replace(observed, engines={**observed.engines, "chat-0": killed})) == LOADED
 
 

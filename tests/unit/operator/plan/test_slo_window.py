@@ -1,4 +1,4 @@
-"""SLOMet and its figures: what a router's counts come to, and how seldom that changes."""
+"""The SLO window turns the router's counters into a report, and the report rarely changes."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -13,7 +13,7 @@ from fulcrum_core.router_state import RouterState, TierState
 from fulcrum_operator.controller.events import derive_events
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan import plan_service
-from fulcrum_operator.plan.status.slo_met import (
+from fulcrum_operator.plan.slo_window import (
     MIN_REQUESTS,
     REPORT_INTERVAL_S,
     SloCounts,
@@ -21,9 +21,9 @@ from fulcrum_operator.plan.status.slo_met import (
     SloSample,
     SloWindow,
     count_added,
-    slo_met_condition,
     update_window,
 )
+from fulcrum_operator.plan.status.slo_met import slo_met_condition
 from tests.unit.operator.builders import NOW_S, D, P, router, service, settled
 from tests.unit.operator.controller.test_reconcile import KEY, World
 from tests.unit.operator.controller.test_reconcile import world as world  # a fixture
@@ -48,7 +48,7 @@ def default_tier_counts(ended: int, met: int, *, ledger_s: float = 0.0) -> Route
 def window_after(
     states: Iterable[RouterState | None], chat: PDService | None = None, *, interval_s: float = POLL_S
 ) -> SloWindow:
-    """The window after so many looks."""
+    """The window after one pass for each of these router states."""
     chat, window = chat or service(instances=2), SloWindow()
     for number, state in enumerate(states):
         window = update_window(window, state, chat, now_s=NOW_S + number * interval_s)
@@ -61,21 +61,21 @@ def report_values(window: SloWindow) -> tuple[str, str, str, str | None] | None:
 
 
 def service_with_verdict(status: str) -> PDService:
-    """A service of which an earlier operator has said that."""
+    """A service whose status has the verdict of an earlier operator process."""
     before = SloReport(status=status, reason="Attained", message="as it was", attainment="99.9")  # type: ignore[arg-type]
     made = service(instances=2)
     figures = {"attainment": "99.9", "conditions": (slo_met_condition(made, before),)}
     return made.replace(status=made.status.model_copy(update=figures))
 
 
-MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 % are asked for", "99.0")
+MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 % are required", "99.0")
 
 
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
-        pytest.param([], None, id="never window_after at"),
-        pytest.param([None] * 60, None, id="a router that never answers says nothing"),
+        pytest.param([], None, id="no router was queried"),
+        pytest.param([None] * 60, None, id="a router that never responds gives no report"),
         pytest.param(
             [default_tier_counts(0, 0)],
             ("Unknown", "NoTraffic", "no request ended in 5m", None),
@@ -84,14 +84,14 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
         pytest.param(
             [default_tier_counts(5000, 10)],
             ("Unknown", "NoTraffic", "no request ended in 5m", None),
-            id="what came before the first look may be of any age",
+            id="requests before the first sample are of unknown age",
         ),
         pytest.param(
             [None, default_tier_counts(1, 1), None, None, default_tier_counts(20, 1)],
             (
                 "Unknown",
                 "TooFewRequests",
-                "19 requests ended in 5m, of fewer than 20 nothing is said",
+                "19 requests ended in 5m, too few for a figure: at least 20 are needed",
                 None,
             ),
             id="too few",
@@ -106,7 +106,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
             (
                 "False",
                 "Missed",
-                "98.9 % of 10000 requests in 5m met TTFT and TPOT; 99 % are asked for",
+                "98.9 % of 10000 requests in 5m met TTFT and TPOT; 99 % are required",
                 "98.9",
             ),
             id="just not enough is not rounded up",
@@ -114,7 +114,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
         pytest.param(
             [None, default_tier_counts(900, 0), None, None, default_tier_counts(1100, 198)],
             MET,
-            id="only what was added counts, not what was",
+            id="only requests since the first sample count",
         ),
         pytest.param(
             [
@@ -125,7 +125,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
                 default_tier_counts(210, 198, ledger_s=1.0),
             ],
             MET,
-            id="a router that started anew counts from where it was first seen",
+            id="a restarted router counts from its first sample",
         ),
         pytest.param(
             [
@@ -136,7 +136,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
                 default_tier_counts(1100, 198, ledger_s=1.0),
             ],
             MET,
-            id="what a router counted before it stepped in is of any age",
+            id="requests before the first sample of a new active router are of unknown age",
         ),
         pytest.param(
             [
@@ -147,7 +147,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
                 default_tier_counts(200, 198),
             ],
             MET,
-            id="counts that fall begin anew",
+            id="an interval in which counts decrease is skipped",
         ),
         pytest.param(
             [
@@ -158,7 +158,7 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
                 router_counts(tier("t", 200, 198, in_flight=90, cancelled=50)),
             ],
             MET,
-            id="neither in flight nor cancelled",
+            id="requests in flight and cancelled ones do not count",
         ),
         pytest.param(
             [default_tier_counts(0, 0), default_tier_counts(200, 0), *[default_tier_counts(400, 198)] * 34],
@@ -184,7 +184,7 @@ def test_each_tier_is_compared_with_the_objective_and_attainment_is_over_all() -
         status="False",
         reason="Missed",
         message="tier premium: 80.0 % of 100 requests, tier standard: 100.0 % of 900 requests in 5m met TTFT "
-        "and TPOT; 99 % are asked for",
+        "and TPOT; 99 % are required",
         attainment="97.5",
         tiers=(
             TierStatus(name="premium", attainment="80.0", offered=100),
@@ -197,7 +197,7 @@ def test_each_tier_is_compared_with_the_objective_and_attainment_is_over_all() -
 def test_objective_and_window_come_from_the_service() -> None:
     chat = service(instances=2, slo={"attainment": 90, "window": "1m"})
     window = window_after([None, default_tier_counts(0, 0), None, None, default_tier_counts(100, 95)], chat)
-    message = "95.0 % of 100 requests in 1m met TTFT and TPOT; 90 % are asked for"
+    message = "95.0 % of 100 requests in 1m met TTFT and TPOT; 90 % are required"
     assert report_values(window) == ("True", "Attained", message, "95.0")
 
 
@@ -247,7 +247,7 @@ def test_verdict_becomes_unknown_after_a_window_without_the_router() -> None:
         report_values(window_after([None] * count, service_with_verdict("False"))) for count in (30, 31)
     ] == [
         None,
-        ("Unknown", "RouterNotReporting", "no word of the router in 5m", None),
+        ("Unknown", "RouterNotReporting", "the router has not reported for 5m", None),
     ]
 
 

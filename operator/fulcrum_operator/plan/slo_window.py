@@ -1,0 +1,218 @@
+"""How many requests meet their objectives, by what the router counts: the condition SLOMet and its figures.
+
+A router counts from its start. Here its counts, looked at now and then, become a window of the last minutes:
+only what was added between two looks at one ledger is known to lie in it. As every live figure this one
+speaks of requests that have ended; those that their client cancelled count as neither.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from fulcrum_core.api import PDService, ServiceSloSpec, TierStatus, conditions
+from fulcrum_core.api.meta import ConditionStatus, format_duration
+from fulcrum_core.formatting import format_count
+from fulcrum_core.router_state import RouterState, TierState
+
+SAMPLE_INTERVAL_S = 5.0
+"""Least time between two samples, and between two looks at all of them: passes may come many a second."""
+REPORT_INTERVAL_S = 30.0
+"""Figures change at most once in so long."""
+MIN_REQUESTS = 20
+"""Of fewer requests nothing is said: one that missed would be more than 5 %."""
+
+
+class SloCounts(NamedTuple):
+    """Requests that have ended, and those of them that met TTFT and TPOT."""
+
+    ended: int
+    met: int
+
+    @property
+    def attainment(self) -> str | None:
+        """The share that met, in per cent, rounded down: what shows as 99.0 is no less. None: too few."""
+        return f"{1000 * self.met // self.ended / 10:.1f}" if self.ended >= MIN_REQUESTS else None
+
+
+@dataclass(frozen=True, slots=True)
+class SloSample:
+    """What a router had counted."""
+
+    at_s: float
+    ledger_since_s: float
+    """When the ledger begins: another router has another one."""
+    tiers: Mapping[str, SloCounts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloReport:
+    """What the status says."""
+
+    status: ConditionStatus
+    reason: str
+    message: str
+    attainment: str | None = None
+    tiers: tuple[TierStatus, ...] = ()
+
+    def same_as(self, other: "SloReport | None") -> bool:
+        """Whether the other one says the same, whatever its counts."""
+        return other is not None and _reported_values(self) == _reported_values(other)
+
+
+def _reported_values(report: SloReport) -> tuple[object, ...]:
+    return (
+        report.status,
+        report.reason,
+        report.attainment,
+        *((tier.name, tier.attainment) for tier in report.tiers),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloWindow:
+    """The samples of the last minutes, and what was told of them. Lost with the process."""
+
+    sampling_since_s: float = math.inf
+    """When samples were first taken."""
+    samples: tuple[SloSample, ...] = ()
+    report: SloReport | None = None
+    """None: nothing yet; what the status says stands."""
+    reported_s: float = -math.inf
+    evaluated_s: float = -math.inf
+    """When it was last worked out what the samples come to."""
+    slo: ServiceSloSpec = field(default_factory=ServiceSloSpec)
+    """What that was held against."""
+
+
+def update_window(
+    before: SloWindow, router: RouterState | None, service: PDService, *, now_s: float
+) -> SloWindow:
+    """The window after a look at the router, or after none: None is that it was not asked or is silent.
+
+    What is told changes with what is shown, and at most once in `REPORT_INTERVAL_S`; another objective is
+    told at once.
+    """
+    slo = service.spec.slo
+    window = replace(
+        before,
+        samples=_recent_samples(before, router, now_s, slo.window),
+        sampling_since_s=min(before.sampling_since_s, now_s),
+        slo=slo,
+    )
+    due_s = max(before.reported_s + REPORT_INTERVAL_S, before.evaluated_s + SAMPLE_INTERVAL_S)
+    if now_s < due_s and slo == before.slo:
+        return window
+    window = replace(window, evaluated_s=now_s)
+    report = _judge_window(window, service, now_s)
+    if report is None or (report.same_as(before.report) and slo == before.slo):
+        return window
+    changed = (
+        before.report is not None or report.reason != conditions.NO_TRAFFIC
+    )  # of a new service that is known
+    return replace(window, report=report, reported_s=now_s if changed else before.reported_s)
+
+
+def _recent_samples(
+    before: SloWindow, router: RouterState | None, now_s: float, window_s: float
+) -> tuple[SloSample, ...]:
+    samples = tuple(sample for sample in before.samples if sample.at_s >= now_s - window_s)
+    if router is None or (samples and now_s < samples[-1].at_s + SAMPLE_INTERVAL_S):
+        return samples
+    counts = {tier.name: _count_ended(tier) for tier in router.tiers}
+    return (*samples, SloSample(now_s, router.ledger_since_s, counts))
+
+
+def _count_ended(tier: TierState) -> SloCounts:
+    return SloCounts(tier.ok + tier.failed + tier.broken, tier.slo_met)
+
+
+def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
+    """By tier, what was added between two samples of one ledger. Counts that fall are another one's."""
+    ended: Counter[str] = Counter()
+    met: Counter[str] = Counter()
+    for before, after in pairwise(samples):
+        known = {name: before.tiers.get(name, SloCounts(0, 0)) for name in after.tiers}
+        fell = any(after.tiers[name].ended < counts.ended for name, counts in known.items())
+        if fell or after.ledger_since_s != before.ledger_since_s:
+            continue
+        for name, counts in known.items():
+            ended[name] += after.tiers[name].ended - counts.ended
+            met[name] += after.tiers[name].met - counts.met
+    return {name: SloCounts(count, met[name]) for name, count in sorted(ended.items()) if count}
+
+
+def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloReport | None:
+    """What the window comes to; None while it is too short to say other than what stands."""
+    slo, tiers = window.slo, count_added(window.samples)
+    total = SloCounts(
+        sum(tier_counts.ended for tier_counts in tiers.values()),
+        sum(tier_counts.met for tier_counts in tiers.values()),
+    )
+    if total.ended < MIN_REQUESTS:
+        short, first = now_s < window.sampling_since_s + slo.window, window.report is None
+        has_verdict = _has_earlier_verdict(service)
+        if window.samples:
+            return None if short and first and has_verdict else _too_few_requests(slo, tiers, total.ended)
+        return _router_silent(slo) if has_verdict and not short else None
+    judged_tiers = {name: counts for name, counts in tiers.items() if counts.ended >= MIN_REQUESTS} or {
+        "": total
+    }
+    missed = any(
+        100 * tier_counts.met < slo.attainment * tier_counts.ended for tier_counts in judged_tiers.values()
+    )
+    figures = ", ".join(
+        _format_attainment(name, tier_counts, alone=len(judged_tiers) == 1)
+        for name, tier_counts in judged_tiers.items()
+    )
+    return SloReport(
+        status="False" if missed else "True",
+        reason=conditions.MISSED if missed else conditions.ATTAINED,
+        message=f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are required",
+        attainment=total.attainment,
+        tiers=_tier_statuses(tiers),
+    )
+
+
+def _has_earlier_verdict(service: PDService) -> bool:
+    """Whether an earlier process came to a verdict that a short window says nothing against."""
+    return any(c.type == conditions.SLO_MET and c.status != "Unknown" for c in service.status.conditions)
+
+
+def _too_few_requests(slo: ServiceSloSpec, tiers: Mapping[str, SloCounts], ended: int) -> SloReport:
+    if not ended:
+        return SloReport(status="Unknown", reason=conditions.NO_TRAFFIC, message=no_request_ended(slo))
+    requests = format_count(ended, "request")
+    message = (
+        f"{requests} ended in {_format_window(slo)}, too few for a figure: at least {MIN_REQUESTS} are needed"
+    )
+    return SloReport(
+        status="Unknown", reason=conditions.TOO_FEW_REQUESTS, message=message, tiers=_tier_statuses(tiers)
+    )
+
+
+def _router_silent(slo: ServiceSloSpec) -> SloReport:
+    message = f"the router has not reported for {_format_window(slo)}"
+    return SloReport(status="Unknown", reason=conditions.ROUTER_NOT_REPORTING, message=message)
+
+
+def no_request_ended(slo: ServiceSloSpec) -> str:
+    return f"no request ended in {_format_window(slo)}"
+
+
+def _tier_statuses(tiers: Mapping[str, SloCounts]) -> tuple[TierStatus, ...]:
+    return tuple(
+        TierStatus(name=name, attainment=tier_counts.attainment, offered=tier_counts.ended)
+        for name, tier_counts in tiers.items()
+    )
+
+
+def _format_attainment(name: str, counts: SloCounts, *, alone: bool) -> str:
+    figure = f"{counts.attainment} % of {counts.ended} requests"
+    return figure if alone else f"tier {name}: {figure}"
+
+
+def _format_window(slo: ServiceSloSpec) -> str:
+    return format_duration(slo.window)
