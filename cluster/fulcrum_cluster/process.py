@@ -1,40 +1,73 @@
-"""What every program does at its start and end: the contract with whoever started it."""
+"""Start and end of every program: command line errors, sockets, the ready line, the parent process.
+
+It imports nothing else of this room, because the simulated engine server uses it too.
+"""
 
 import argparse
 import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from typing import NoReturn
+
+from fulcrum_core.errors import InvalidInput
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Be sent SIGTERM when the thread that started this process ends. Linux only; elsewhere nothing happens.
+def die_with_parent(*, parent_pid: int | None = None, end_signal: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends.
 
-    To be called first of all: a parent that dies before the call is not noticed. A container's first process
-    has no such parent but a runtime, whose threads come and go.
+    Linux only; elsewhere nothing happens. Nor does the first process of a container (pid 1) need this: its
+    parent is the container runtime, whose threads end at any time.
+
+    Args:
+        parent_pid: `os.getppid()` as early as possible after the start. If the parent has another pid by
+            now, it has ended already and this process exits at once. By default a parent that ended before
+            the call goes unnoticed.
+        end_signal: Signal to send.
     """
-    if sys.platform == "linux" and os.getpid() != 1:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if sys.platform != "linux" or os.getpid() == 1:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, end_signal, 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(0)
+
+
+def bind_socket(host: str, port: int, *, option: str) -> socket.socket:
+    """Return a bound TCP socket that does not listen yet, so that a port in use is reported at the start.
+
+    Raises:
+        InvalidInput: naming the option, if the address cannot be bound.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidInput(option, f"{host}:{port}", f"cannot be bound: {reason.lower()}") from error
+    bound.setblocking(False)
+    return bound
 
 
 def announce_ready(**ports: int) -> None:
-    """Say on standard output, in one line, that this process serves and on which ports."""
+    """Print the ready line on standard output: this process serves, on these ports."""
     print(f"ready {json.dumps(ports)}", flush=True)
 
 
 def exit_with_error(message: object) -> NoReturn:
-    """End with one line for the user on standard error and exit code 2."""
+    """Print one line for the user on standard error and exit with code 2."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line; argparse's own prints its usage, too."""
+    """An argument parser that reports a wrong command line in one line, without argparse's usage text."""
 
     def error(self, message: str) -> NoReturn:
-        """See `exit_with_error`."""
+        """Print the message and exit (`exit_with_error`)."""
         exit_with_error(message)

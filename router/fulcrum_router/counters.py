@@ -3,10 +3,10 @@
 `control.metrics` builds Prometheus families from them when `/metrics` is scraped.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
 from enum import StrEnum
 
+from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.settings import Tier
 
@@ -61,22 +61,6 @@ class LocalPrefillReason(StrEnum):
 
 
 _OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read
-
-
-class Histogram:
-    """Counts per bucket; the last bucket counts values above all bounds."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
 
 class TierCounters:

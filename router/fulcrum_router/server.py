@@ -14,9 +14,9 @@ from aiohttp import web
 
 from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.process import bind_socket
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
-from fulcrum_core.errors import InvalidInput
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
@@ -102,9 +102,9 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     Raises:
         InvalidInput: if a port cannot be bound or the store's address is wrong.
     """
-    clients, state = bind_socket(options.host, options.port, "--port"), None
+    clients, state = bind_socket(options.host, options.port, option="--port"), None
     if options.has_state_port:
-        state = bind_socket(options.host, options.state_port, "--state-port")
+        state = bind_socket(options.host, options.state_port, option="--state-port")
     router = Router()
     ports = {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
@@ -213,24 +213,6 @@ def configure_statically(router: Router, options: RouterOptions) -> None:
         instance.set_endpoint(host, port)
         instance.assign(role)
         router.fleet.add(instance)
-
-
-def bind_socket(host: str, port: int, option: str) -> socket.socket:
-    """Bind a TCP socket before the server starts, so that a port in use becomes one line for the user.
-
-    Raises:
-        InvalidInput: naming `option`, if the address cannot be bound.
-    """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidInput(option, f"{host}:{port}", f"cannot be bound: {reason.lower()}") from error
-    bound.setblocking(False)
-    return bound
 
 
 def _port(bound: socket.socket) -> int:

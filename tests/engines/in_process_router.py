@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from fulcrum_cli.local.engines import find_free_ports
+from fulcrum_cluster.process import bind_socket
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
@@ -22,7 +23,7 @@ from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.policy.pair_record import TransferPair
 from fulcrum_router.router import Router
-from fulcrum_router.server import RouterServer, bind_socket
+from fulcrum_router.server import RouterServer
 from fulcrum_router.settings import ServiceSettings, Tier, Timeouts
 from tests.engines.requests import (
     CompletionRequest,
@@ -132,7 +133,7 @@ async def run_in_process_router(*entries: EngineEntry) -> AsyncIterator[InProces
             instance.set_identity(entry.identity)
         instance.assign(entry.role)
         router.fleet.add(instance)
-    bound = bind_socket("127.0.0.1", 0, "--port")
+    bound = bind_socket("127.0.0.1", 0, option="--port")
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     async with (
         RouterServer(router).listening(bound),

@@ -18,8 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
-from fulcrum_router.counters import Counters, Histogram, LocalPrefillReason
+from fulcrum_router.counters import Counters, LocalPrefillReason
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.router import Router

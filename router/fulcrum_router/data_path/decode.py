@@ -25,7 +25,7 @@ from fulcrum_router.http1.engine_events import (
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead, frame_chunk
 from fulcrum_router.http1.inline_task import Completion
-from fulcrum_router.http1.responses import build_error_event
+from fulcrum_router.http1.responses import build_broken_stream_event
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.policy.ledger import DecodeEntry
@@ -327,7 +327,7 @@ class DecodeLeg(Completion[None]):
         head = self.head
         if not self.streaming or self._mid_chunk or head is None:
             return b""
-        event = build_error_event(message)
+        event = build_broken_stream_event(message)
         if head.length == CHUNKED:
             return frame_chunk(event)
         return event if head.length == UNTIL_CLOSE else b""

@@ -54,7 +54,7 @@ def build_error_response(
     )
 
 
-def build_error_event(message: str) -> bytes:
+def build_broken_stream_event(message: str) -> bytes:
     """Build the last event of a broken stream: an error; no `[DONE]` follows."""
     return b"data: %b\n\n" % orjson.dumps(
         {"error": {"message": message, "type": "upstream_error", "code": 502}}

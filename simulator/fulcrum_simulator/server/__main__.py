@@ -16,11 +16,11 @@ import orjson  # noqa: E402
 import uvloop  # noqa: E402
 from aiohttp import web  # noqa: E402
 
+from fulcrum_cluster.process import bind_socket, die_with_parent  # noqa: E402
 from fulcrum_core.errors import InvalidInput  # noqa: E402
 from fulcrum_simulator.server.app import EngineApp  # noqa: E402
 from fulcrum_simulator.server.log import log  # noqa: E402
 from fulcrum_simulator.server.options import Options, parse_options  # noqa: E402
-from fulcrum_simulator.server.process import die_with_parent  # noqa: E402
 from fulcrum_simulator.server.service import EngineService  # noqa: E402
 from fulcrum_simulator.server.side_channel_server import SideChannelServer, start_side_channel_server  # noqa: E402
 
@@ -30,25 +30,6 @@ KEEP_ALIVE_TIMEOUT_S = 5.0
 """vLLM's limit for idle connections. The router's connection pool must cope with it."""
 SHUTDOWN_TIMEOUT_S = 0.5
 """Time that open connections get to finish at shutdown."""
-
-
-def bind(host: str, port: int, *, option: str) -> socket.socket:
-    """Return a bound socket that does not listen yet, so that a port in use is reported before the start-up
-    time.
-
-    Raises:
-        InvalidInput: if the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        bound.close()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InvalidInput(option, f"{host}:{port}", f"cannot be bound: {reason.lower()}") from error
-    return bound
 
 
 async def serve(
@@ -115,11 +96,11 @@ async def _wait_for_end(service: EngineService, stop: asyncio.Event, died: async
 def main(arguments: Sequence[str]) -> int:
     """Run one engine server; returns the exit code."""
     started_s = time.monotonic()
-    die_with_parent(_PARENT_PID)
+    die_with_parent(parent_pid=_PARENT_PID, end_signal=signal.SIGKILL)
     try:
         options = parse_options(arguments)
-        http = bind(options.host, options.port, option="--port")
-        side_channel = bind(options.host, options.side_channel_port, option="--side-channel-port")
+        http = bind_socket(options.host, options.port, option="--port")
+        side_channel = bind_socket(options.host, options.side_channel_port, option="--side-channel-port")
     except InvalidInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -30,7 +30,7 @@ from fulcrum_simulator.server.responses import (
     ENGINE_DEAD,
     ResponseTemplate,
     TokenUsage,
-    error_event,
+    build_vllm_error_event,
     error_object,
 )
 from fulcrum_simulator.server.service import EngineService
@@ -173,7 +173,7 @@ class EngineApp:
         try:
             ending = await sink.ending
         except EngineDead:
-            tail = error_event(ENGINE_DEAD, kind="InternalServerError", status=500)
+            tail = build_vllm_error_event(ENGINE_DEAD, kind="InternalServerError", status=500)
         else:
             tail = (
                 call.template.format_usage(_measure_usage(call.parsed, ending))

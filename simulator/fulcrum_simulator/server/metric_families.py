@@ -6,9 +6,10 @@ costs several milliseconds per scrape, which delays steps; this costs a fraction
 prometheus_client (sorted labels, `_created` as a separate gauge family), because vLLM uses it.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
+
+from fulcrum_core.histogram import Histogram
 
 
 class MetricFamily(Protocol):
@@ -129,31 +130,28 @@ class HistogramFamily:
         buckets: Sequence[float],
         created_s: float,
     ) -> None:
-        self._bucket_edges = tuple(float(edge) for edge in buckets)
+        self._histogram = Histogram([float(edge) for edge in buckets])
         self._header = _format_header(name, "histogram", help_text)
         self._prefixes = [
             f"{name}_bucket{format_labels({**labels, 'le': format_number(edge)})} "
-            for edge in (*self._bucket_edges, float("inf"))
+            for edge in (*self._histogram.bounds, float("inf"))
         ]
         labels_text = format_labels(labels)
         self._count_prefix, self._sum_prefix = f"{name}_count{labels_text} ", f"{name}_sum{labels_text} "
         self._created = _format_created_lines(name, help_text, [labels_text], created_s)
-        self._counts = [0] * (len(self._bucket_edges) + 1)
-        self._sum = 0.0
         self._text = ""
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self._bucket_edges, value)] += 1
-        self._sum += value
+        self._histogram.observe(value)
         self._text = ""
 
     def quantile(self, share: float) -> float:
         """Upper edge of the `share`-quantile's bucket; 0 without observations, inf past the last edge."""
-        target, cumulative = share * sum(self._counts), 0
+        target, cumulative = share * sum(self._histogram.counts), 0
         if target == 0:
             return 0.0
-        for edge, count in zip((*self._bucket_edges, float("inf")), self._counts, strict=True):
+        for edge, count in zip((*self._histogram.bounds, float("inf")), self._histogram.counts, strict=True):
             cumulative += count
             if cumulative >= target:
                 return edge
@@ -167,10 +165,12 @@ class HistogramFamily:
 
     def _format_bucket_lines(self) -> str:
         cumulative, lines = 0, []
-        for prefix, count in zip(self._prefixes, self._counts, strict=True):
+        for prefix, count in zip(self._prefixes, self._histogram.counts, strict=True):
             cumulative += count
             lines.append(f"{prefix}{cumulative}.0\n")
-        lines.append(f"{self._count_prefix}{cumulative}.0\n{self._sum_prefix}{format_number(self._sum)}\n")
+        lines.append(
+            f"{self._count_prefix}{cumulative}.0\n{self._sum_prefix}{format_number(self._histogram.sum)}\n"
+        )
         return "".join(lines)
 
 

@@ -113,6 +113,9 @@ def error_object(message: str, *, kind: str, status: int, param: str | None = No
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
-def error_event(message: str, *, kind: str, status: int) -> bytes:
-    """Format the event that reports an error after the stream has started."""
+def build_vllm_error_event(message: str, *, kind: str, status: int) -> bytes:
+    """Imitate the event that vLLM sends when a stream fails: an error of the engine, with vLLM's fields.
+
+    The router's own event (`build_broken_stream_event`) reports that the connection to an engine broke.
+    """
     return b"data: " + error_object(message, kind=kind, status=status) + b"\n\n"

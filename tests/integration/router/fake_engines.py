@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fulcrum_cluster.process import bind_socket
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.router import Router
-from fulcrum_router.server import RouterServer, bind_socket
+from fulcrum_router.server import RouterServer
 from fulcrum_router.settings import ServiceSettings, Tier, Timeouts
 from tests.integration.simulator.servers import MODEL
 from tests.integration.simulator.servers import Server as Engine
@@ -307,7 +308,7 @@ async def run_router(
         instance = _instance_at(engine.name, engine.port)
         instance.identity = EngineIdentity("m", "fake 1", "bf16", 16, 1)
         router.fleet.add(instance)
-    bound = bind_socket("127.0.0.1", 0, "--port")
+    bound = bind_socket("127.0.0.1", 0, option="--port")
     served = RouterServer(router, sweep_s=0.01, grace_s=grace_s)
     world = RunningRouter(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
     try:
@@ -329,7 +330,7 @@ async def route_to_servers(
     )
     for name, engine in engines.items():
         router.fleet.add(_instance_at(name, engine.port))
-    bound = bind_socket("127.0.0.1", 0, "--port")
+    bound = bind_socket("127.0.0.1", 0, option="--port")
     async with RouterServer(router).listening(bound):
         yield router, f"http://127.0.0.1:{bound.getsockname()[1]}/v1/completions"
 
