@@ -16,7 +16,8 @@ import httpx
 import pytest
 import yaml
 
-from fulcrum_cli.local import RunInfo, find_engine_environment, find_runs
+from fulcrum_cli.local.engine_environment import find_engine_environment
+from fulcrum_cli.local.run_folder import RunInfo, find_runs
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDAssignment, PDInstance
 from fulcrum_core.assignment import apply_flip

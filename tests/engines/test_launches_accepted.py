@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.local import find_engine_environment
+from fulcrum_cli.local.engine_environment import find_engine_environment
 from tests.engines.services import require_engines
 from tests.unit.operator.engine_cases import CASES, plan_case
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.local import LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRunOptions, run_local
 from fulcrum_core.api.manifest import load_manifest
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Slo

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fulcrum_cli.local.engine_environment import find_local_model
-from fulcrum_cli.local.model_config import read_model_config
+from fulcrum_cli.local.engine_environment import find_local_model, read_model_config
 from fulcrum_cli.manifest_files import read_manifest
 from fulcrum_cli.option_values import parse_choice
 from fulcrum_cli.terminal.output import OutputFormat, render_document

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import uvloop
 
-from fulcrum_cli.local import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions

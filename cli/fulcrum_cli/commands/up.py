@@ -5,7 +5,7 @@ from pathlib import Path
 
 import uvloop
 
-from fulcrum_cli.local import LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRunOptions, run_local
 from fulcrum_cli.local.vllm_cpu import LocalEngine, replace_engine_with_vllm_cpu
 from fulcrum_cli.manifest_files import find_built_in, read_manifest
 from fulcrum_cli.option_values import check_port, parse_choice

@@ -1,6 +1,7 @@
 """`python -m fulcrum_cli.local.die_with_parent PROGRAM …`: exec a program that ends with its parent process.
 
-For programs that are not ours and do not see to that themselves.
+For programs of others, such as vLLM, which would go on after a killed `fulcrum up`. Fulcrum's own programs
+call `fulcrum_cluster.process.die_with_parent` themselves.
 """
 
 import os
@@ -10,7 +11,7 @@ from fulcrum_cluster.process import die_with_parent, exit_with_error
 
 
 def main() -> None:
-    """Becomes the program; returns never."""
+    """Replace this process by the program; on an error exit with code 2."""
     die_with_parent()
     try:
         os.execvp(sys.argv[1], sys.argv[1:])

@@ -1,37 +1,40 @@
-"""Where this machine's real engines are: the environment that `make engine` made, or one that is
-configured."""
+"""The real engines and the models of this machine: the environment of `make engine`, and config.json files.
+
+Used by `engines` to start vLLM and by `fulcrum plan` to read a model without a cluster.
+"""
 
 import functools
+import json
 import os
 import subprocess
 from pathlib import Path
 
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.models import ModelFacts, parse_model_config
 
 ENVIRONMENT_VARIABLE = "FULCRUM_ENGINE"
-"""Names an environment to be used in place of the one that `make engine` made."""
+"""Name of the variable with the folder of another environment than the one of `make engine`."""
 
 _ENGINE_ENV_TOOL = Path(__file__).parents[3] / "tools" / "engine" / "engine-env"
 
 
 def find_engine_environment() -> Path:
-    """The environment's folder.
+    """Return the folder of the engine environment.
 
     Raises:
-        InvalidInput: if it is not there.
+        InvalidInput: if there is none.
     """
     configured = os.environ.get(ENVIRONMENT_VARIABLE)
     folder = Path(configured) if configured else _default_environment()
     if folder is None or not (folder / "bin" / "vllm").exists():
-        raise InvalidInput(
-            "spec.engine.type", "vLLM", "needs the engine environment: make engine makes it, once"
-        )
+        rule = "needs the engine environment on this machine; install it with `make engine`"
+        raise InvalidInput("spec.engine.type", "vLLM", rule)
     return folder
 
 
 @functools.cache
 def _default_environment() -> Path | None:
-    """Where `make engine` puts it for this checkout; None outside a checkout, and where it was not made."""
+    """The folder that `make engine` filled for this checkout; None if there is none."""
     if not _ENGINE_ENV_TOOL.exists():
         return None
     result = subprocess.run([_ENGINE_ENV_TOOL, "--path"], capture_output=True, text=True, check=False)
@@ -40,6 +43,33 @@ def _default_environment() -> Path | None:
 
 
 def find_local_model(name: str) -> Path | None:
-    """The folder of a model that came with the environment and goes by the folder's name, if it did."""
+    """Return the folder of a model that the engine environment contains under this name, if it does.
+
+    Raises:
+        InvalidInput: if there is no engine environment.
+    """
     folder = find_engine_environment() / name
     return folder if "/" not in name and (folder / "config.json").is_file() else None
+
+
+@functools.cache
+def read_model_config(path: Path) -> ModelFacts:
+    """Read the facts of a model from its config.json.
+
+    Args:
+        path: The config.json, or the folder that contains it.
+
+    Raises:
+        InvalidInput: if the file cannot be read or does not describe a model.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    rule = "must be a model's config.json"
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(str(path), error.strerror or "unreadable", rule) from error
+    except ValueError as error:
+        raise InvalidInput(str(path), "not JSON", rule) from error
+    if not isinstance(loaded, dict):
+        raise InvalidInput(str(path), "not a JSON object", rule)
+    return parse_model_config(loaded, source=str(path))

@@ -1,7 +1,7 @@
-"""How an engine of this machine is started, by its type, and what it then is.
+"""Process specs and facts of the engines of a local run, by engine type.
 
-An adapter says everything of a real engine; what is added here is this machine: where the engine's
-environment is, free ports, and that there are no accelerators.
+The adapters in `fulcrum_operator.engines` know a real engine's options. This module adds the machine: the
+engine environment, free ports, local model folders, and that there are CPUs only.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulcrum_cli.local.engine_environment import find_engine_environment, find_local_model
-from fulcrum_cli.local.model_config import read_model_config
-from fulcrum_cli.local.process_spec import ProcessSpec
+import fulcrum_simulator.server as engine_server
+from fulcrum_cli.local import die_with_parent
+from fulcrum_cli.local.engine_environment import find_engine_environment, find_local_model, read_model_config
+from fulcrum_cli.local.supervised_process import ProcessSpec
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.pdpool import LaunchSpec, PoolRole
 from fulcrum_core.errors import InvalidInput
@@ -30,41 +31,46 @@ from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.plan.pools import desired_pools, pool_role
 
 READY_TIMEOUT_S = 300.0
-"""A real engine may take so long to start: it imports for 20 s where it is alone, and many times that on a
-machine that is busy."""
+"""Shortest ready timeout of a real engine: it imports for 20 s on an idle machine, and for minutes on a busy
+one."""
 STOP_GRACE_S = 10.0
-"""A real engine gets so long from SIGTERM to SIGKILL."""
+"""Time of a real engine from SIGTERM to SIGKILL, in seconds."""
 
 _ENGINE_PORTS = range(20_000, 32_000)
-"""Below those that a kernel gives to connections: an engine binds some of its ports late."""
+"""Below the kernel's ports for outgoing connections, one of which an engine could otherwise find taken."""
 _PORTS_PER_ENGINE = 8
-"""Ports that are kept free after each one, for an engine's further ranks."""
+"""Distance between the ports of two engines: further ranks of an engine bind the ports that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What an engine's start depends on besides its instance."""
+    """What an engine's process spec needs besides the PDInstance."""
 
     service: PDService
     host: str
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
 
 
 def build_process_spec(instance: PDInstance, context: EngineContext) -> ProcessSpec:
-    """The next life of an instance's engine.
+    """Build what the instance's engine is started with next, on free ports.
 
     Raises:
-        InvalidInput: if it cannot be started as the service asks.
+        InvalidInput: if the engine cannot run as the service specifies.
     """
     if instance.spec.engine.type == "Simulated":
-        return ProcessSpec(command=simulated.command(instance, python=sys.executable, host=context.host))
+        return ProcessSpec(command=simulated_engine_command(instance, host=context.host))
     place = _choose_place(instance.metadata.name, context)
     return _vllm_process_spec(vllm.build_launch(_instance_request(instance, context.service), place), place)
 
 
+def simulated_engine_command(instance: PDInstance, *, host: str) -> tuple[str, ...]:
+    """Command line of the engine server for an instance, on free ports of `host`."""
+    return (sys.executable, "-m", engine_server.__name__, *simulated.arguments(instance, host=host))
+
+
 def engine_facts(instance: PDInstance, context: EngineContext) -> EngineFacts:
-    """What the instance's engine is to its peers, whether it runs or not."""
+    """Identity, flip strategy, start-up time and fit of an instance's engine, whether it runs or not."""
     if instance.spec.engine.type == "Simulated":
         profile = _load_profile_cached(instance.spec.engine.profile)
         return EngineFacts(
@@ -76,7 +82,7 @@ def engine_facts(instance: PDInstance, context: EngineContext) -> EngineFacts:
 
 
 def check_engines(service: PDService) -> None:
-    """Refuse what engines of this machine cannot do, before anything is started.
+    """Check that this machine can run the service's engines.
 
     Raises:
         InvalidInput: for the first rule broken.
@@ -88,14 +94,16 @@ def check_engines(service: PDService) -> None:
     for pool in desired_pools(service, ()):
         hardware, source = pool.spec.hardware, pool.spec.model_source
         if hardware is not None and hardware.resource != "cpu":
-            raise InvalidInput("hardware.resource", hardware.resource, "does not run locally: write cpu")
+            raise InvalidInput(
+                "hardware.resource", hardware.resource, "is not available to a local run; write cpu"
+            )
         if source is not None and source.pvc is not None:
-            raise InvalidInput("modelSource.pvc", source.pvc, "is of a cluster: write hostPath")
+            raise InvalidInput("modelSource.pvc", source.pvc, "exists in a cluster only; write hostPath")
         vllm.build_launch(_engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACE)
 
 
 def expected_startup_s(service: PDService) -> float:
-    """From an engine's start to serving, all going well."""
+    """Seconds from an engine's start until it serves, if nothing fails."""
     if service.spec.engine.type == "Simulated":
         return load_profile(service.spec.engine.profile).startup_s
     pool = desired_pools(service, ())[0]
@@ -111,7 +119,7 @@ def _instance_request(instance: PDInstance, service: PDService) -> LaunchRequest
 def _engine_request(
     start: LaunchSpec, pool_role: PoolRole, service: PDService, role: Role | None = None
 ) -> LaunchRequest:
-    """What is asked for, on this machine: its CPUs, and a model of the environment by its name there."""
+    """Launch request on this machine's CPUs, with the model's local folder if there is one."""
     memory_bytes = start.hardware and start.hardware.memory
     hardware = dataclasses.replace(CPU, memory_bytes=memory_bytes or 0)
     request = build_launch_request(service, start, pool_role=pool_role, role=role, hardware=hardware)
@@ -125,7 +133,7 @@ def _engine_request(
 
 def _vllm_process_spec(launch: EngineLaunch, place: EnginePlacement) -> ProcessSpec:
     return ProcessSpec(
-        command=(sys.executable, "-m", "fulcrum_cli.local.die_with_parent", *launch.command),
+        command=(sys.executable, "-m", die_with_parent.__name__, *launch.command),
         env={variable.name: variable.value for variable in launch.env if _has_value(variable)},
         ports={"port": place.port, "side_channel_port": place.side_channel_port},
         health_url=f"http://{place.host}:{place.port}{launch.health_path}",
@@ -136,7 +144,7 @@ def _vllm_process_spec(launch: EngineLaunch, place: EnginePlacement) -> ProcessS
 
 
 def _has_value(variable: LaunchEnvVar) -> bool:
-    """Whether its value is known; a token for the hub is in this user's own environment, or nowhere."""
+    """Whether the value is known here; a secret, such as the hub's token, is inherited from the user."""
     return not variable.secret and not variable.pod_field
 
 
@@ -149,7 +157,7 @@ _PLACEHOLDER_PLACE = EnginePlacement(
     model_folder="",
     loopback=True,
 )
-"""For what does not depend on ports."""
+"""Stands in for ports and folders where a result does not depend on them."""
 
 
 def _choose_place(name: str, context: EngineContext) -> EnginePlacement:
@@ -167,7 +175,7 @@ def _choose_place(name: str, context: EngineContext) -> EnginePlacement:
 
 
 def find_free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Ports that nobody listens on now, each with the ones after it that further ranks take."""
+    """Return `count` ports that are free now, each far enough from the next for an engine's further ranks."""
     return tuple(port for port, _ in zip(_iter_free_ports(host), range(count), strict=False))
 
 
@@ -176,18 +184,18 @@ def _iter_free_ports(host: str) -> Iterator[int]:
     first = secrets.randbelow(slots)
     for slot in range(slots):
         port = _ENGINE_PORTS[(first + slot) % slots * _PORTS_PER_ENGINE]
-        if _is_port_free(host, port):
-            yield port
+        try:
+            bind_port(host, port)
+        except OSError:
+            continue
+        yield port
 
 
-def _is_port_free(host: str, port: int) -> bool:
+def bind_port(host: str, port: int) -> None:
+    """Bind a port and release it; raises `OSError` or `OverflowError` if it cannot be bound."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        probe.bind((host, port))
 
 
 _load_profile_cached = functools.cache(load_profile)

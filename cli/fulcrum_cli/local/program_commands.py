@@ -1,18 +1,24 @@
-"""The command lines of a local run."""
+"""Command lines of the programs of a local run: router, autoscaler and engines.
+
+The packages are imported for their names, so that a program that is moved breaks an import here and the
+import contracts see that a local run needs them. Each package's `__init__` imports nothing else.
+"""
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fulcrum_autoscaler
+import fulcrum_router
 from fulcrum_cli.local.engines import EngineContext, build_process_spec
-from fulcrum_cli.local.process_spec import ProcessSpec
+from fulcrum_cli.local.supervised_process import ProcessSpec
 from fulcrum_core.api import PDInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOptions:
-    """What the programs of one run are told about each other."""
+    """Options that the router and the autoscaler of one run share."""
 
     service: str
     namespace: str
@@ -22,17 +28,17 @@ class SharedOptions:
 
 
 def router_command(options: SharedOptions, port: int, state_port: int) -> tuple[str, ...]:
-    """The router on these ports; 0 is any."""
+    """Command line of the router on these ports; 0 is any free port."""
     return (
-        *(sys.executable, "-m", "fulcrum_router", *_shared_arguments(options)),
+        *(sys.executable, "-m", fulcrum_router.__name__, *_shared_arguments(options)),
         *("--port", str(port), "--state-port", str(state_port)),
     )
 
 
 def autoscaler_command(options: SharedOptions, port: int, router_state: str) -> tuple[str, ...]:
-    """The autoscaler on this port, 0 for any, told where the router's state port is."""
+    """Command line of the autoscaler on this port, 0 for any; `router_state` is the state port's URL."""
     return (
-        *(sys.executable, "-m", "fulcrum_autoscaler", *_shared_arguments(options)),
+        *(sys.executable, "-m", fulcrum_autoscaler.__name__, *_shared_arguments(options)),
         *("--port", str(port), "--router-state", router_state),
     )
 
@@ -46,7 +52,7 @@ def _shared_arguments(options: SharedOptions) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCommands:
-    """Which programs a run starts."""
+    """What starts each program of a run; a test passes its own."""
 
     engine: Callable[[PDInstance, EngineContext], ProcessSpec] = build_process_spec
     router: Callable[[SharedOptions, int, int], tuple[str, ...]] = router_command

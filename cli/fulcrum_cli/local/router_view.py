@@ -1,4 +1,4 @@
-"""The router's state port, as the operator reads it."""
+"""`RouterView` of a local run: endpoint and state of the router process."""
 
 import httpx
 
@@ -11,13 +11,13 @@ from fulcrum_operator.controller.reconcile import ServiceKey
 _RESPONSE_TIMEOUT_S = 0.5
 
 
-class LocalRouter:
-    """`RouterView` of a router that runs as a process of this machine. To be closed.
+class LocalRouterView:
+    """`RouterView` of the one router of a local run. The owner calls `aclose`.
 
     Args:
-        program: The router.
-        host: The address that it listens on.
-        token: What its state port asks for.
+        program: The router process.
+        host: Address that the router listens on.
+        token: Token for the router's state port.
     """
 
     def __init__(self, program: Program, *, host: str, token: str) -> None:
@@ -25,17 +25,17 @@ class LocalRouter:
         self._client = httpx.AsyncClient(headers={"authorization": f"Bearer {token}"}, trust_env=False)
 
     def endpoint(self, key: ServiceKey) -> str | None:
-        """Where clients reach it; None while it is down. A run has one service."""
+        """URL for clients; None while the router does not run. A local run has one service."""
         del key
         return self.url("port") if self._program.state is EngineState.RUNNING else None
 
     def url(self, port_name: str) -> str:
-        """The URL of one of its ports, by the name in its ready line."""
+        """URL of one of the router's ports, by the port's name in the ready line."""
         ports = self._program.ports or {}
         return f"http://{self._host}:{ports.get(port_name, 0)}"
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
-        """What it says of its instances; None if it does not answer."""
+        """State of the router; None if the router does not run or does not respond."""
         del key
         if self._program.state is not EngineState.RUNNING:
             return None
@@ -46,5 +46,5 @@ class LocalRouter:
             return None
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._client.aclose()

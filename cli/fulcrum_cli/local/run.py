@@ -1,7 +1,7 @@
-"""A whole run on this machine: store, operator, engines, router, autoscaler; up together, down together.
+"""One local run from start to end: store, operator, engines, router and autoscaler.
 
-The store and the operator live in the calling process; everything else is a supervised process. Whatever
-ends the run (the context's end, an error half-way, Ctrl-C) ends all of it.
+The store and the operator's reconcile loop run in the calling process, everything else is a supervised
+process. Leaving the context ends all of it, also after an error or Ctrl-C.
 """
 
 import asyncio
@@ -17,12 +17,11 @@ import structlog
 
 from fulcrum_cli.local.engines import EngineContext, engine_facts, expected_startup_s
 from fulcrum_cli.local.preflight import check_manifest, check_port_free
-from fulcrum_cli.local.process_spec import Ports, ProcessSpec
 from fulcrum_cli.local.program_commands import ProgramCommands, SharedOptions
-from fulcrum_cli.local.router_view import LocalRouter
+from fulcrum_cli.local.router_view import LocalRouterView
 from fulcrum_cli.local.run_folder import RunInfo, open_run_folder, write_info, write_token
 from fulcrum_cli.local.runtime import LocalRuntime
-from fulcrum_cli.local.supervised_process import Program, ProgramTimeouts, StartFailed
+from fulcrum_cli.local.supervised_process import Ports, ProcessSpec, Program, ProgramTimeouts, StartFailed
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.memory_store import MemoryStore
@@ -32,9 +31,10 @@ from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, 
 from fulcrum_operator.controller.work_queue import WorkQueue
 
 STATUS_INTERVAL_S = 1.0
-"""A service's status is written at most once in so long: memory bears more writes than etcd."""
+"""Shortest time between two status writes in seconds: a store in memory takes more writes than etcd."""
 
 RESYNC_S = 30.0
+"""Longest time between two reconciles of the service, in seconds."""
 
 _WATCHED: tuple[type[Resource], ...] = (PDService, PDPool, PDInstance, PDAssignment, QoSTier)
 
@@ -43,13 +43,13 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRunOptions:
-    """How a local run is laid out."""
+    """Options of a local run."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """Where the router listens; 0: any free port."""
+    """Port of the router for clients; 0: any free port."""
     run_dir: Path | None = None
-    """The folder of the run; None: one of its own, removed at the end."""
+    """Folder of the run; None: a temporary one, removed at the end."""
     program_timeouts: ProgramTimeouts = field(default_factory=ProgramTimeouts)
 
 
@@ -61,13 +61,13 @@ async def run_local(
     commands: ProgramCommands | None = None,
     on_start: Callable[[PDService], None] = lambda _service: None,
 ) -> AsyncIterator["LocalRun"]:
-    """Bring up the PDService of `objects`: router and autoscaler serve when this is entered, engines start.
+    """Bring up the PDService of `objects`; on entry router and autoscaler serve and the engines are starting.
 
-    `on_start` is called when nothing was found to refuse, before anything is started.
+    `on_start` is called after all checks, before anything is started.
 
     Raises:
-        InvalidInput: if the manifest or an option breaks a rule: nothing was started.
-        StartFailed: if the router or the autoscaler does not come to serve: everything is ended again.
+        InvalidInput: if the manifest or an option breaks a rule; nothing was started.
+        StartFailed: if the router or the autoscaler does not become ready; everything was stopped again.
     """
     options = options or LocalRunOptions()
     service = check_manifest(objects)
@@ -84,7 +84,7 @@ async def run_local(
 
 
 class LocalRun:
-    """A run as `run_local` gives it. `store` is the store itself: read it, watch it, write wishes to it."""
+    """A run that `run_local` started. Callers may read, watch and write `store` directly."""
 
     def __init__(
         self, service: PDService, folder: Path, options: LocalRunOptions, commands: ProgramCommands
@@ -112,7 +112,7 @@ class LocalRun:
         )
         self._router = self._make_program("router", self._router_command)
         self._autoscaler = self._make_program("autoscaler", self._autoscaler_command)
-        self._router_view = LocalRouter(self._router, host=options.host, token=token_file.read_text())
+        self._router_view = LocalRouterView(self._router, host=options.host, token=token_file.read_text())
         context = ReconcileContext(
             store=self.store,
             runtime=self.runtime,
@@ -127,7 +127,7 @@ class LocalRun:
 
     @property
     def info(self) -> RunInfo:
-        """Where everything is, as `run.json` says it."""
+        """Addresses of the run's parts, as in run.json."""
         host, ports = self._options.host, self._autoscaler.ports or {}
         return RunInfo(
             pid=os.getpid(),
@@ -144,12 +144,12 @@ class LocalRun:
 
     @property
     def startup_s(self) -> float:
-        """From an engine's start to serving, all going well."""
+        """Seconds from an engine's start until it serves, if nothing fails."""
         return expected_startup_s(self._engine_context.service)
 
     async def start(self, objects: Sequence[Resource]) -> None:
-        """Put the objects into the store and start everything; engines and router side by side."""
-        for obj in sorted(objects, key=lambda obj: isinstance(obj, PDService)):  # tiers before who names them
+        """Create the objects and start everything; engines and router start at the same time."""
+        for obj in sorted(objects, key=lambda obj: isinstance(obj, PDService)):  # its tiers must exist first
             await self.store.create(obj)
         for kind in _WATCHED:
             informer = Informer(self.store, kind, namespace=self.key.namespace, on_change=self._on_object)
@@ -162,10 +162,10 @@ class LocalRun:
         write_info(self.info)
 
     async def wait_serving(self) -> tuple[PDInstance, ...]:
-        """All instances, once every one of them serves.
+        """Return all instances once every instance serves.
 
         Raises:
-            StartFailed: if an engine never will.
+            StartFailed: if an engine failed permanently.
         """
         while True:
             for name, reason in self.runtime.permanent_failures().items():
@@ -176,22 +176,26 @@ class LocalRun:
             await self.wait_change()
 
     async def wait_change(self) -> None:
-        """Returns when something of the run has changed: an object, a program."""
+        """Return after the next change of an object or a program."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter
 
     def kill(self, instance: str) -> None:
-        """Kill an engine as a crash would; it is started again. `KeyError` if there is none of that name."""
+        """Kill an engine as a crash would; it is restarted.
+
+        Raises:
+            KeyError: if there is no engine of that name.
+        """
         self.runtime.kill(instance)
 
     def pids(self) -> dict[str, int]:
-        """Process ids of everything that runs, by name."""
+        """Process ids of all running programs, by name."""
         others = {p.name: p.pid for p in (self._router, self._autoscaler) if p.pid is not None}
         return {**self.runtime.pids(), **others}
 
     async def close(self) -> None:
-        """End everything, side by side; nothing is left afterwards."""
+        """Stop everything at the same time; returns when all processes have ended."""
         await self._queue.aclose()
         for task in self._tasks:
             task.cancel()
@@ -204,7 +208,7 @@ class LocalRun:
         self._wake()
 
     def _wake(self) -> None:
-        """Something happened: have the operator look, and whoever waits for it."""
+        """Requeue the service and wake the waiters of `wait_change`."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -222,14 +226,14 @@ class LocalRun:
         )
 
     def _router_command(self, last_ports: Ports | None) -> tuple[str, ...]:
-        """A router that is started again keeps its ports: clients and the autoscaler know it by them."""
+        """A restarted router keeps its ports, which clients and the autoscaler know."""
         port, state_port = (
             (last_ports["port"], last_ports["state_port"]) if last_ports else (self._options.port, 0)
         )
         return self._commands.router(self._shared_options, port, state_port)
 
     def _autoscaler_command(self, last_ports: Ports | None) -> tuple[str, ...]:
-        """Keeps its port, too: whoever reads its decisions knows it from `run.json`."""
+        """A restarted autoscaler keeps its port, which run.json names."""
         return self._commands.autoscaler(
             self._shared_options, last_ports["port"] if last_ports else 0, self._router_view.url("state_port")
         )
@@ -243,4 +247,4 @@ class LocalRun:
 def _log_crash(task: asyncio.Task[None]) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         if error := task.exception():
-            _log.error("watch ended", error=repr(error))
+            _log.error("store watch failed", error=repr(error))

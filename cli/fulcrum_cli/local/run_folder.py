@@ -1,9 +1,9 @@
-"""The folder of a local run, and how other terminals find it.
+"""The folder of a local run, in which commands in other terminals find the run.
 
-FOLDER/run.json     where everything is (`RunInfo`); there while the run lasts
-FOLDER/store.sock   the store
-FOLDER/token        what the router's state port asks for; readable by its owner alone
-FOLDER/NAME.log     what each program logs
+FOLDER/run.json     addresses of the run's parts (`RunInfo`); exists while the run does
+FOLDER/store.sock   socket of the store
+FOLDER/token        token for the router's state port; readable by its owner only
+FOLDER/NAME.log     log of each program
 """
 
 import json
@@ -24,7 +24,7 @@ _USER_FOLDER = f"fulcrum-{os.getuid()}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Where the parts of a run are."""
+    """Addresses of a run's parts; the content of run.json."""
 
     pid: int
     started_at_s: float
@@ -32,7 +32,7 @@ class RunInfo:
     namespace: str
     run_dir: str
     store_address: str
-    """As `unix:PATH`."""
+    """Address for `open_store`: `unix:PATH`."""
     token_file: str
     router_url: str
     router_state_url: str
@@ -40,24 +40,28 @@ class RunInfo:
 
     @property
     def token(self) -> str:
-        """The token of the router's state port."""
+        """Token for the router's state port."""
         return Path(self.token_file).read_text(encoding="utf-8").strip()
 
 
 def runs_root() -> Path:
-    """The folder that holds the folders of all runs of this user."""
+    """The folder with the folders of all runs of this user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base) / _USER_FOLDER if base else _scratch_root()
 
 
 def _scratch_root() -> Path:
-    """The folder for temporary files: a short name, since a socket's path takes 107 bytes."""
+    """The folder for temporary files. Its path is short: a socket's path has at most 107 bytes."""
     return Path(tempfile.gettempdir()) / _USER_FOLDER
 
 
 @contextmanager
 def open_run_folder(own_folder: Path | None, *, service: str) -> Iterator[Path]:
-    """The folder of a run. A folder of the user's own keeps its logs; one made here is gone afterwards."""
+    """Create the folder of a run and remove it afterwards; in `own_folder` the logs remain.
+
+    Raises:
+        InvalidInput: if the folder cannot be created, belongs to another user, or is used by a live run.
+    """
     for root in {_scratch_root()} if own_folder else {_scratch_root(), runs_root()}:
         _remove_stale_folders(_ensure_folder(root))
     if own_folder:
@@ -75,17 +79,17 @@ def open_run_folder(own_folder: Path | None, *, service: str) -> Iterator[Path]:
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the temporary files of one life of a program. Not in the run's, whose name may be long."""
+    """A folder for a program's temporary files; not in the run's folder, whose path may be long."""
     folder, prefix = _ensure_folder(_scratch_root()), f"tmp-{os.getpid()}-"
     return tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True)
 
 
 def _ensure_folder(path: Path) -> Path:
-    """The folder, for this user alone; somebody else's is refused, for they could change what is in it."""
+    """Create a folder for this user only; one of another user is refused, who could change its content."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        rule = f"cannot be made: {(error.strerror or 'unknown error').lower()}"
+        rule = f"cannot be created: {(error.strerror or 'unknown error').lower()}"
         raise InvalidInput("run folder", path, rule) from error
     if not _is_owned_by_user(path):
         raise InvalidInput("run folder", path, "belongs to another user")
@@ -93,12 +97,12 @@ def _ensure_folder(path: Path) -> Path:
 
 
 def _is_owned_by_user(path: Path) -> bool:
-    """Whether it is this user's; of a link, the link itself, for whoever made it chose where it leads."""
+    """Whether this user owns the path. A link is not followed: its owner decides where it points."""
     return path.lstat().st_uid == os.getuid()
 
 
 def _remove_stale_folders(root: Path) -> None:
-    """Remove what runs that were killed have left. A folder's name tells the process."""
+    """Remove the folders of runs that were killed. A folder's name ends in its process id and a suffix."""
     for folder in root.iterdir():
         pid = folder.name.split("-")[-2:][0]
         if pid.isdecimal() and not _process_exists(int(pid)):
@@ -116,7 +120,7 @@ def _process_exists(pid: int) -> bool:
 
 
 def write_token(folder: Path) -> Path:
-    """A file with a fresh token that only this user can read."""
+    """Write a new token to a file that only this user can read; returns the file."""
     path = folder / "token"
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -125,7 +129,7 @@ def write_token(folder: Path) -> Path:
 
 
 def write_info(info: RunInfo) -> None:
-    """Put `run.json` into the run's folder, whole or not at all."""
+    """Write run.json into the run's folder, atomically."""
     folder = Path(info.run_dir)
     temporary = folder / f"{_INFO_FILE}.new"
     temporary.write_text(json.dumps(asdict(info), indent=2), encoding="utf-8")
@@ -133,7 +137,7 @@ def write_info(info: RunInfo) -> None:
 
 
 def read_live_run(folder: Path) -> RunInfo | None:
-    """What `run.json` of that folder says, if its run is still there."""
+    """Read run.json of a folder; None if there is none or its process has ended."""
     try:
         info = RunInfo(**json.loads((folder / _INFO_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -142,7 +146,7 @@ def read_live_run(folder: Path) -> RunInfo | None:
 
 
 def find_runs(root: Path | None = None) -> tuple[RunInfo, ...]:
-    """The runs of this user that are there now, the latest first. A folder that is not theirs holds none."""
+    """Live runs of this user, the latest first. A folder that another user owns is not read."""
     folder = root or runs_root()
     found = (
         [read_live_run(path) for path in folder.iterdir()]

@@ -1,12 +1,11 @@
-"""`EngineRuntime` over processes of this machine."""
+"""`EngineRuntime` of a local run: one supervised process for each PDInstance."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fulcrum_cli.local.process_spec import ProcessSpec
-from fulcrum_cli.local.supervised_process import Program, ProgramTimeouts
+from fulcrum_cli.local.supervised_process import ProcessSpec, Program, ProgramTimeouts
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
 
@@ -15,11 +14,11 @@ class LocalRuntime:
     """Engines as supervised processes; `fulcrum_core.ports.EngineRuntime`.
 
     Args:
-        process_spec: What is started for an instance, asked anew at each start.
-        host: The address on which engines are told to listen.
-        logs: The folder where `<name>.log` is written; a run has one namespace.
-        on_change: Called with an engine's name whenever what `observe` says of it has changed.
-        timeouts: How long programs may take.
+        process_spec: Returns what to start for an instance; called for each start.
+        host: Address that engines listen on.
+        logs: Folder of the files `<name>.log`; names are unique, since a run has one namespace.
+        on_change: Called with an engine's name after each change of its observation.
+        timeouts: Timeouts of the processes.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class LocalRuntime:
         self._stopping: dict[InstanceKey, asyncio.Task[None]] = {}
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
-        """See `EngineRuntime`. An engine that is not ready `ready_timeout_s` after `startup_s` is ended."""
+        """See `EngineRuntime`. The ready timeout is `startup_s` plus that of the other programs."""
         key = instance_key(instance)
         if key in self._programs:
             return
@@ -54,28 +53,28 @@ class LocalRuntime:
         self._on_change(key.name)
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
-        """See `EngineRuntime`. Here no engine gets more than seconds."""
+        """See `EngineRuntime`. Drained or not, an engine has a few seconds before it is killed."""
         program = self._programs.get(key)
         if program is not None and key not in self._stopping:
             self._stopping[key] = asyncio.get_running_loop().create_task(self._stop_and_forget(key, program))
 
     async def wait_stopped(self, key: InstanceKey) -> None:
-        """Returns when the engine that was asked to end has done so."""
+        """Return when the engine has ended, if `stop` was called for it."""
         if key in self._stopping:
             await asyncio.shield(self._stopping[key])
 
     async def close(self) -> None:
-        """End every engine; returns when all are gone."""
+        """Stop every engine; returns when all processes have ended."""
         keys = list(self._programs)
         for key in keys:
             await self.stop(key)
         await asyncio.gather(*(self.wait_stopped(key) for key in keys))
 
     def kill(self, name: str) -> None:
-        """Kill the engine as a crash would; it is started again.
+        """Kill an engine as a crash would; it is restarted.
 
         Raises:
-            KeyError: if no engine of that name was started.
+            KeyError: if there is no engine of that name.
         """
         self._programs_by_name()[name].kill()
 
@@ -85,7 +84,7 @@ class LocalRuntime:
         return tuple(self._observation(key, self._programs[key]) for key in keys)
 
     def permanent_failures(self) -> dict[str, str]:
-        """Engines that never served and never will, with the reason."""
+        """Reason of each engine that never served and is not waited for any longer, by name."""
         return {
             name: program.permanent_failure
             for name, program in self._programs_by_name().items()
@@ -93,7 +92,7 @@ class LocalRuntime:
         }
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the engines that have one now."""
+        """Process ids of the running engines, by name."""
         return {
             name: program.pid for name, program in self._programs_by_name().items() if program.pid is not None
         }

@@ -1,8 +1,8 @@
-"""One supervised process: started, waited for, started again with back-off, ended for good.
+"""Supervision of one process of a local run: start, wait until it is ready, restart with back-off, stop.
 
-A program of ours says on standard output, in one line, that it serves and on which ports (`ready {json}`),
-and logs to standard error, which goes to its file. Another one is told its ports and asked for its health.
-Each is ended with SIGTERM, and with SIGKILL after a grace; with it end its children and its temporary files.
+Fulcrum's programs print one line with their ports on standard output (`ready {json}`) and log to standard
+error. Other programs get their ports as arguments and are polled for their health. Stopping is SIGTERM, then
+SIGKILL after a grace period; child processes and temporary files of the program are removed with it.
 """
 
 import asyncio
@@ -11,23 +11,22 @@ import json
 import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import structlog
 
-from fulcrum_cli.local.process_spec import Ports, ProcessSpec
 from fulcrum_cli.local.run_folder import scratch_folder
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import EngineState
 
 STABLE_AFTER_S = 10.0
-"""A program that served for so long starts with the shortest back-off again."""
+"""Time that a program must have been ready for its next restart to have the shortest back-off, in seconds."""
 
 FAILED_STARTS_MAX = 3
-"""A program that ended so often without ever serving is not waited for any longer."""
+"""Number of starts without ever becoming ready after which a program counts as permanently failed."""
 
 _RESTART_DELAY_MIN_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0
@@ -38,19 +37,45 @@ _HEALTH_TIMEOUT_S = 2.0
 
 _log = structlog.get_logger()
 
+Ports = Mapping[str, int]
+"""Ports that a program listens on, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """What one run of a program is started with.
+
+    Args:
+        command: Program and arguments.
+        env: Variables added to the environment of the calling process.
+        ports: Ports that are among the arguments; None if the program chooses them and prints a ready line.
+        health_url: URL that returns 200 once the program serves; used only where `ports` are given.
+        ready_timeout_s: Minimum ready timeout, in seconds.
+        stop_grace_s: Time from SIGTERM to SIGKILL, in seconds; None: the supervisor's default.
+        leftover_files: Files to remove after the program has ended.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    ports: Ports | None = None
+    health_url: str = ""
+    ready_timeout_s: float = 0.0
+    stop_grace_s: float | None = None
+    leftover_files: tuple[Path, ...] = ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTimeouts:
-    """How long a program may take. All in seconds."""
+    """Default timeouts of the programs of a run."""
 
     ready_timeout_s: float = 30.0
-    """From its start to its ready line; an engine's own start-up time comes on top."""
+    """Time from a start to the ready line, in seconds; for an engine its start-up time is added."""
     stop_grace_s: float = 1.2
-    """From SIGTERM to SIGKILL."""
+    """Time from SIGTERM to SIGKILL, in seconds."""
 
 
 class StartFailed(FulcrumError):
-    """A program turned down its arguments or never came to serve. The text is one line: program, reason."""
+    """A program refused its arguments or never became ready. The text is one line: program and reason."""
 
     def __init__(self, program: str, reason: str) -> None:
         super().__init__(f"{program} does not start: {reason}")
@@ -60,11 +85,11 @@ class Program:
     """Keeps one program running from `start` until `stop`.
 
     Args:
-        name: What it is called in logs.
-        next_spec: What is started next, given the ports of its last life (None before the first), so that one
-            that others know by its port can keep it.
-        log: Where its standard error goes, appended.
-        on_change: Called after every change of what is public here.
+        name: Name of the program in logs and errors.
+        next_spec: Returns what to start next, given the ports of the last run (None before the
+            first): a program whose clients know its port keeps it.
+        log: File to which standard error is appended.
+        on_change: Called after every change of a public attribute.
     """
 
     def __init__(
@@ -92,25 +117,25 @@ class Program:
 
     @property
     def pid(self) -> int | None:
-        """Its process id while it has one."""
+        """Id of the running process; None between two runs."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Have it run from now on; once only."""
+        """Start the program and keep it running. To be called once."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
     def permanent_failure(self) -> str | None:
-        """Why it will never serve: it turned down its arguments, or never got that far; None while it may."""
+        """Why the program will never be ready: it refused its arguments or failed too often; else None."""
         if self.ports is not None or self.exit_reason is None:
             return None
         return self.exit_reason if self._refused_arguments or self._short_runs >= FAILED_STARTS_MAX else None
 
     async def wait_ready(self) -> Ports:
-        """Its ports, once it has served.
+        """Return the program's ports once it has been ready.
 
         Raises:
-            StartFailed: if it never will.
+            StartFailed: if it failed permanently.
         """
         await self._ready_or_failed.wait()
         if self.permanent_failure:
@@ -119,12 +144,12 @@ class Program:
         return self.ports
 
     def kill(self) -> None:
-        """Kill the process as a crash would; it is started again."""
+        """Kill the process as a crash would; the program is restarted."""
         if self._process:
             _send_signal(self._process, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End it for good; returns when it is gone."""
+        """Stop the program for good; returns when the process has ended."""
         self._stopping.set()
         self._terminate()
         if self._task:
@@ -155,7 +180,7 @@ class Program:
         return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
 
     async def _run_once(self) -> str:
-        """One life, from start to end; returns why it ended."""
+        """Run the program once; returns why it ended."""
         with scratch_folder() as scratch:
             return await self._run_once_in(scratch)
 
@@ -184,7 +209,7 @@ class Program:
         return kill_reason or _exit_reason(code, self._log_path)
 
     async def _follow_output(self, process: Process, spec: ProcessSpec) -> str | None:
-        """Follow its output until that ends; returns why it was killed, if it was."""
+        """Wait for readiness, then read the output to the end; returns why the process was killed, if so."""
         ready_timeout_s = max(self._timeouts.ready_timeout_s, spec.ready_timeout_s)
         try:
             async with asyncio.timeout(ready_timeout_s):
@@ -194,13 +219,13 @@ class Program:
             return f"not ready within {ready_timeout_s:g} s"
         except (ValueError, TypeError, AttributeError):
             _send_signal(process, signal.SIGKILL)
-            return "its ready line cannot be read"
+            return "the ready line cannot be parsed"
         if ports is not None:
             self.ports = ports
             self._ready_since_s = asyncio.get_running_loop().time()
             self._set_state(EngineState.RUNNING)
         while process.stdout is not None and await process.stdout.read(65536):
-            pass  # nothing more is promised there, but a full pipe would stop the program
+            pass  # output after the ready line is not used, but a full pipe would block the program
         return None
 
     def _terminate(self) -> None:
@@ -226,17 +251,17 @@ class Program:
 
 
 def count_short_runs(before: int, *, ready_for_s: float) -> int:
-    """Short lives in a row after one more, which served for so long; 0: it never came to serve."""
+    """Number of consecutive short runs after another run, which was ready for `ready_for_s` (0: never)."""
     return 1 if ready_for_s >= STABLE_AFTER_S else before + 1
 
 
 def restart_delay_s(short_runs: int) -> float:
-    """The wait before a start after so many short lives in a row: at once, then doubling."""
+    """Seconds before the next start after so many consecutive short runs: doubles from 0.1 s to 5 s."""
     return float(min(_RESTART_DELAY_MAX_S, _RESTART_DELAY_MIN_S * 2 ** min(short_runs - 1, 20)))
 
 
 def last_log_line(log: Path) -> str:
-    """The last line of a log that holds anything, without the `error: ` of a line for users."""
+    """Return the last line of a log that is not blank, without the prefix of `exit_with_error`."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
@@ -244,7 +269,7 @@ def last_log_line(log: Path) -> str:
 
 
 async def _wait_ready(process: Process, spec: ProcessSpec) -> Ports | None:
-    """The ports on which it serves, once it does; None if it ends before."""
+    """Ports of the program once it is ready; None if it ends before."""
     if process.stdout is not None:
         return await _read_ready_line(process.stdout)
     async with httpx.AsyncClient(timeout=_HEALTH_TIMEOUT_S, trust_env=False, verify=False) as client:
@@ -257,7 +282,7 @@ async def _wait_ready(process: Process, spec: ProcessSpec) -> Ports | None:
 
 
 async def _read_ready_line(output: asyncio.StreamReader) -> Ports | None:
-    """The ports of the ready line; None if the output ends without one."""
+    """Ports of the ready line; None if the output ends without one."""
     async for line in output:
         keyword, _, rest = line.decode(errors="replace").partition(" ")
         if keyword == "ready":
@@ -266,14 +291,14 @@ async def _read_ready_line(output: asyncio.StreamReader) -> Ports | None:
 
 
 def _send_signal(process: Process, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended meanwhile."""
+    """Send a signal; nothing happens if the process has ended."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
 
 def _clean_up(leader: int, spec: ProcessSpec) -> None:
-    """End what a program that has ended has started, and remove what it leaves."""
+    """Kill the remaining processes of an ended program's process group and remove its leftover files."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for path in spec.leftover_files:

@@ -1,4 +1,4 @@
-"""What `fulcrum up --local --engine` puts in the place of a manifest's engines."""
+"""`fulcrum up --local --engine vllm-cpu`: run a manifest made for GPUs on vLLM for CPUs with a tiny model."""
 
 from enum import StrEnum
 
@@ -6,19 +6,22 @@ from fulcrum_core.api import PDService, parse_object
 from fulcrum_core.api.meta import Resource
 
 TINY_MODEL = "tiny-model"
-"""The model that `make engine` makes beside the engines; a local run finds it by this name."""
+"""Name of the model that `make engine` creates in the engine environment."""
 
 _ENGINE_SPECIFIC_FIELDS = ("hardware", "parallelism", "quantization", "settings", "template")
 
 
 class LocalEngine(StrEnum):
-    """Which engine, on this machine."""
+    """Values of `--engine`."""
 
     VLLM_CPU = "vllm-cpu"
 
 
 def replace_engine_with_vllm_cpu(obj: Resource) -> Resource:
-    """A service on vLLM for CPUs with the tiny model, without what was said of another engine."""
+    """Return a PDService on vLLM for CPUs with the tiny model, without the fields of its own engine.
+
+    Other objects are returned unchanged.
+    """
     if not isinstance(obj, PDService):
         return obj
     document = obj.dump()

@@ -80,7 +80,7 @@ def choose_target(options: TargetOptions, environment: Mapping[str, str] = os.en
         InvalidInput: if the options name what does not exist, or there is nothing to speak to.
     """
     if not options.means_cluster:
-        from fulcrum_cli.local import find_runs
+        from fulcrum_cli.local.run_folder import find_runs
 
         if runs := find_runs():
             return LocalTarget(runs)

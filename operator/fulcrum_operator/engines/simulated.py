@@ -14,11 +14,6 @@ _ENGINE = "simulated"
 _KV_DTYPE = "auto"
 
 
-def command(instance: PDInstance, *, python: str, host: str) -> tuple[str, ...]:
-    """The command line that serves this instance on free ports of `host`."""
-    return (python, "-m", SERVER_MODULE, *arguments(instance, host=host))
-
-
 def arguments(
     instance: PDInstance,
     *,

@@ -1,11 +1,11 @@
-"""A run with every real part, and no requests: canaries prove its pairs."""
+"""In a local run without requests, canaries verify the KV transfer of each pair."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
-from fulcrum_cli.local import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_core.api import PDInstance, PDService, parse_object
 
 DEADLINE_S = 60.0
@@ -19,7 +19,7 @@ SERVICE = {
 
 @pytest.fixture
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
-    """Two instances that serve."""
+    """A service of two serving instances."""
     options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
     async with run_local([parse_object(SERVICE)], options) as made:
         async with asyncio.timeout(DEADLINE_S):

@@ -1,4 +1,4 @@
-"""A whole run on this machine: up, hurt, down, and nothing left."""
+"""A local run serves, survives killed programs, and leaves no process or file when it ends."""
 
 import asyncio
 import contextlib
@@ -15,19 +15,15 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cli.local import (
-    LocalRun,
-    LocalRunOptions,
-    ProcessSpec,
-    ProgramCommands,
-    StartFailed,
-    find_runs,
-    run_local,
-)
+from fulcrum_cli.local.program_commands import ProgramCommands
+from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.local.run_folder import find_runs
+from fulcrum_cli.local.supervised_process import ProcessSpec, StartFailed
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDInstance, PDService, Resource, parse_object
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
+from tests.waiting import wait_until
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 FAKE_PROGRAMS = ProgramCommands(
@@ -56,14 +52,14 @@ def manifest(**spec: Any) -> list[Resource]:
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs of this test lie, away from those of the user."""
+    """The folder for the runs of a test, apart from the user's."""
     folder = tmp_path_factory.mktemp("r")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     return folder
 
 
 def running(pids: dict[str, int]) -> list[str]:
-    """Names of those that run; one that has ended and whom nobody has asked about (a zombie) does not."""
+    """Names of the processes that run; a zombie does not."""
     return [name for name, pid in pids.items() if state_of(pid) not in ("gone", "Z")]
 
 
@@ -78,7 +74,7 @@ def state_of(pid: int) -> str:
 async def serving(
     commands: ProgramCommands = FAKE_PROGRAMS, objects: list[Resource] | None = None
 ) -> AsyncIterator[LocalRun]:
-    """A run in which every instance serves."""
+    """Bring up a run and wait until every instance serves."""
     async with run_local(objects or manifest(), LocalRunOptions(port=0), commands=commands) as run:
         async with asyncio.timeout(DEADLINE_S):
             await run.wait_serving()
@@ -86,7 +82,7 @@ async def serving(
 
 
 async def wait_for_instance(run: LocalRun, condition: Callable[[PDInstance], bool]) -> PDInstance:
-    """Waits until this holds for chat-0; returns what it then is."""
+    """Wait until the condition is true for chat-0; returns the instance."""
     listing = await run.store.list(PDInstance, namespace="default")
     async with asyncio.timeout(DEADLINE_S):
         async with contextlib.aclosing(
@@ -130,7 +126,7 @@ async def test_a_run_removes_folders_of_killed_runs(runs: Path) -> None:
         assert list(runs.glob("fulcrum-*/*")) == [Path(run.info.run_dir)]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can create a file of another user")
 async def test_a_run_folder_owned_by_another_user_is_refused(
     runs: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -207,9 +203,12 @@ async def test_a_killed_autoscaler_restarts_on_its_port() -> None:
         host, port = run.info.autoscaler_url.removeprefix("http://").rsplit(":", 1)
         first = run.pids()["autoscaler"]
         os.kill(first, signal.SIGKILL)
-        async with asyncio.timeout(DEADLINE_S):
-            while run.pids().get("autoscaler") in (None, first) or not await _is_listening(host, int(port)):
-                await asyncio.sleep(0.02)
+
+        async def restarted() -> bool:
+            pid = run.pids().get("autoscaler")
+            return pid not in (None, first) and await _is_listening(host, int(port))
+
+        await wait_until(restarted, "a new autoscaler listens on the old port", timeout_s=DEADLINE_S)
 
 
 async def _is_listening(host: str, port: int) -> bool:
@@ -236,14 +235,16 @@ async def _wait_for_endpoint(run: LocalRun, address: str) -> PDService:
         pytest.param(
             manifest(engine={"profile": "/nowhere/x.yaml"}),
             "profile (/nowhere/x.yaml) cannot be read: no such file or directory",
-            id="a profile that is not there",
+            id="a missing profile",
         ),
         pytest.param(
             manifest(qosTiers=["gold"]),
             "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier of this manifest",
-            id="a tier that is not there",
+            id="a missing tier",
         ),
-        pytest.param([], "PDService (none) is not one: a local run serves exactly one", id="no service"),
+        pytest.param(
+            [], "PDService (none) must be exactly one: a local run serves one PDService", id="no service"
+        ),
     ],
 )
 async def test_bad_input_is_refused_before_anything_starts(
@@ -285,7 +286,7 @@ async def test_a_program_that_fails_to_start_ends_the_whole_run(program: str, ru
 
 
 def children() -> list[str]:
-    """Processes of ours that have not ended."""
+    """Process ids of this process' children that run `tiny_program.py`."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return [
         pid for pid in listed if "tiny_program" in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
@@ -304,7 +305,7 @@ async def test_an_engine_that_cannot_start_is_reported() -> None:
 SCRIPT = """
 import asyncio, json, signal, sys
 from fulcrum_core.api import parse_object
-from fulcrum_cli.local import LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRunOptions, run_local
 
 async def main():
     objects = [parse_object(json.loads(sys.argv[1]))]
@@ -313,7 +314,7 @@ async def main():
         print("pids", json.dumps(run.pids()), flush=True)
         await asyncio.Event().wait()
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts without
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with SIGINT ignored
 try:
     asyncio.run(main())
 except KeyboardInterrupt:
@@ -322,13 +323,13 @@ except KeyboardInterrupt:
 
 
 async def read_pids(output: asyncio.StreamReader) -> dict[str, int]:
-    """What the script says of its processes, among what it logs."""
+    """Read the process ids from the script's output."""
     async for line in output:
         keyword, _, rest = line.decode().partition(" ")
         if keyword == "pids":
             pids: dict[str, int] = json.loads(rest)
             return pids
-    raise AssertionError("the script ended without a word")
+    raise AssertionError("the script ended without printing its process ids")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -345,8 +346,7 @@ async def test_a_signal_that_ends_the_run_ends_all_of_its_processes(number: sign
         process.send_signal(number)
         async with asyncio.timeout(DEADLINE_S):
             code = await process.wait()
-            while running(pids):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not running(pids), "all processes have ended", timeout_s=DEADLINE_S)
     finally:
         if process.returncode is None:
             process.kill()

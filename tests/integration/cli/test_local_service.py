@@ -1,4 +1,4 @@
-"""A run with every real part: engine servers, router, autoscaler."""
+"""A local run with simulated engines, router and autoscaler serves, flips and scales."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 
-from fulcrum_cli.local import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
+from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, parse_object
 from fulcrum_core.assignment import apply_flip
 from fulcrum_core.merge_patch import create_merge_patch
@@ -28,7 +29,7 @@ SERVICE = {
 
 @pytest.fixture
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
-    """A service of two instances, up to three, of which all serve."""
+    """A service of two serving instances that can be scaled to three."""
     options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
     async with run_local([parse_object(SERVICE)], options) as made:
         async with asyncio.timeout(DEADLINE_S):
@@ -47,10 +48,8 @@ async def instance_names(run: LocalRun) -> list[str]:
 
 
 async def read_state(run: LocalRun) -> RouterState:
-    headers = {"authorization": f"Bearer {run.info.token}"}
-    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=DEADLINE_S) as client:
-        response = await client.get(f"{run.info.router_state_url}/state")
-    return RouterState.model_validate_json(response.raise_for_status().content)
+    async with open_http_client(run.info.router_state_url, token=run.info.token) as client:
+        return await HttpRouterClient(client).get_state(response_margin_s=DEADLINE_S)
 
 
 async def test_a_request_is_served_by_a_prefill_and_a_decode_instance(run: LocalRun) -> None:
@@ -74,16 +73,16 @@ async def test_a_flip_changes_the_role_in_the_router_and_in_the_instances_status
     await scale(run, 3)
     await wait_until(run, lambda: is_ready(run, "3/3"))
     now = await run.store.get(PDAssignment, "chat", namespace="default")
-    spec = apply_flip(now.spec, "chat-2", Role.PREFILL, by=Actor.PERSON, reason="asked", now_s=0.0)
+    spec = apply_flip(now.spec, "chat-2", Role.PREFILL, by=Actor.PERSON, reason="requested", now_s=0.0)
     written = await run.store.patch(
         PDAssignment, "chat", {"spec": create_merge_patch(now.spec.dump(), spec.dump())}, namespace="default"
     )
 
-    async def shown() -> bool:
+    async def role_changed() -> bool:
         instance = await run.store.get(PDInstance, "chat-2", namespace="default")
         return instance.status.role is Role.PREFILL
 
-    await wait_until(run, shown)
+    await wait_until(run, role_changed)
     router = await read_state(run)
     assert router.generation >= written.metadata.generation
     assert {i.name: i.role for i in router.instances}["chat-2"] is Role.PREFILL
@@ -94,10 +93,10 @@ async def test_scaling_up_adds_a_serving_instance_and_scaling_down_removes_it(ru
     await wait_until(run, lambda: is_ready(run, "3/3"))
     await scale(run, 2)
 
-    async def gone() -> bool:
+    async def scaled_down() -> bool:
         return await instance_names(run) == ["chat-0", "chat-1"]
 
-    await wait_until(run, gone)
+    await wait_until(run, scaled_down)
     assert sorted(run.pids()) == ["autoscaler", "chat-0", "chat-1", "router"]
 
 

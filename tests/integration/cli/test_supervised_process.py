@@ -1,4 +1,4 @@
-"""Supervised processes: started, seen to die, started again, ended; with a program that does nothing else."""
+"""Supervised processes start, are restarted after they end, and stop; the program is `tiny_program.py`."""
 
 import asyncio
 import os
@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.local import LocalRuntime, ProcessSpec, ProgramTimeouts, StartFailed
 from fulcrum_cli.local.engines import find_free_ports
+from fulcrum_cli.local.runtime import LocalRuntime
 from fulcrum_cli.local.supervised_process import (
     STABLE_AFTER_S,
+    ProcessSpec,
     Program,
+    ProgramTimeouts,
+    StartFailed,
     count_short_runs,
     last_log_line,
     restart_delay_s,
 )
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, instance_key
+from tests.waiting import wait_until
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 DEADLINE_S = 20.0
@@ -36,7 +40,7 @@ INSTANCE = instance("e-0")
 
 
 class RecordedRuntime:
-    """A runtime, and all that was ever seen of its engines."""
+    """A `LocalRuntime` that records every observation of its engines in `trace`."""
 
     def __init__(self, logs: Path, timeouts: ProgramTimeouts | None = None) -> None:
         self.changed = asyncio.Event()
@@ -47,21 +51,21 @@ class RecordedRuntime:
         )
 
     def _note(self, name: str) -> None:
-        self.trace += [seen for seen in self.runtime.observe(NAMESPACE) if seen.name == name]
+        self.trace += [engine for engine in self.runtime.observe(NAMESPACE) if engine.name == name]
         self.changed.set()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits until this holds."""
+        """Wait until the condition is true, checking it after each change."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
 
     def state(self, name: str = "e-0") -> EngineState:
-        return next(seen.state for seen in self.runtime.observe(NAMESPACE) if seen.name == name)
+        return next(engine.state for engine in self.runtime.observe(NAMESPACE) if engine.name == name)
 
     async def stop(self) -> None:
-        """Ask the engine to end; returns when it is gone."""
+        """Stop the engine; returns when its process has ended."""
         await self.runtime.stop(instance_key(INSTANCE))
         await self.runtime.wait_stopped(instance_key(INSTANCE))
 
@@ -93,12 +97,12 @@ def is_gone(pid: int) -> bool:
 
 async def test_a_ready_engine_runs_at_the_port_of_its_ready_line(recorded: RecordedRuntime) -> None:
     await recorded.start_and_wait()
-    seen = recorded.runtime.observe(NAMESPACE)[0]
-    host, _, port = (seen.endpoint or "").partition(":")
+    engine = recorded.runtime.observe(NAMESPACE)[0]
+    host, _, port = (engine.endpoint or "").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     writer.close()
     await writer.wait_closed()
-    assert seen == EngineObservation("e-0", RUNNING, 0, f"127.0.0.1:{port}")
+    assert engine == EngineObservation("e-0", RUNNING, 0, f"127.0.0.1:{port}")
 
 
 async def test_starting_an_engine_twice_changes_nothing(recorded: RecordedRuntime) -> None:
@@ -164,7 +168,7 @@ async def test_an_engine_that_ignores_sigterm_is_killed(recorded: RecordedRuntim
     began_s = loop.time()
     await recorded.stop()
     assert is_gone(pid)
-    assert loop.time() - began_s > 0.25  # its grace
+    assert loop.time() - began_s > 0.25  # the grace period
 
 
 async def test_an_engine_can_be_stopped_before_it_is_ready(recorded: RecordedRuntime) -> None:
@@ -178,7 +182,7 @@ async def test_an_engine_that_is_not_ready_in_time_is_restarted(tmp_path: Path) 
     await recorded.start(*TINY, "--never-ready", startup_s=0.25)
     await recorded.wait_until(lambda: recorded.runtime.observe(NAMESPACE)[0].restarts == 1)
     await recorded.stop()
-    assert recorded.trace[1].exit_reason == "not ready within 0.375 s"  # its start-up time, then the time-out
+    assert recorded.trace[1].exit_reason == "not ready within 0.375 s"  # start-up time plus ready timeout
 
 
 async def test_the_start_up_time_of_an_engine_extends_the_ready_timeout(tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ async def test_the_start_up_time_of_an_engine_extends_the_ready_timeout(tmp_path
     await recorded.start(*TINY, startup_s=60.0)
     await recorded.wait_until(lambda: recorded.state() is not STARTING)
     await recorded.stop()
-    assert [seen.state for seen in recorded.trace] == [STARTING, RUNNING]
+    assert [engine.state for engine in recorded.trace] == [STARTING, RUNNING]
 
 
 async def test_an_engine_that_refuses_its_arguments_reports_why(recorded: RecordedRuntime) -> None:
@@ -242,9 +246,9 @@ async def test_a_restarted_program_can_keep_its_port(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ready_for_s", "runs"),
     [
-        pytest.param(STABLE_AFTER_S, 1, id="one that served for long begins anew"),
-        pytest.param(STABLE_AFTER_S - 0.1, 3, id="one that served for a moment counts"),
-        pytest.param(0.0, 3, id="however long it took, one that never served counts"),
+        pytest.param(STABLE_AFTER_S, 1, id="a long run resets the count"),
+        pytest.param(STABLE_AFTER_S - 0.1, 3, id="a short run is counted"),
+        pytest.param(0.0, 3, id="a run that never became ready is counted"),
     ],
 )
 def test_only_runs_shorter_than_ten_seconds_count_as_short(ready_for_s: float, runs: int) -> None:
@@ -260,7 +264,7 @@ async def test_an_unreadable_ready_line_restarts_the_program(tmp_path: Path) -> 
     async with asyncio.timeout(10):
         await changed.wait()
     await program.stop()
-    assert program.exit_reason == "its ready line cannot be read"
+    assert program.exit_reason == "the ready line cannot be parsed"
 
 
 def test_the_restart_delay_doubles_up_to_five_seconds() -> None:
@@ -271,10 +275,12 @@ def test_the_restart_delay_doubles_up_to_five_seconds() -> None:
     ("log", "line"),
     [
         pytest.param(
-            "started\nerror: port (8000) is in use\n", "port (8000) is in use", id="a line for users"
+            "started\nerror: port (8000) is in use\n",
+            "port (8000) is in use",
+            id="the line of exit_with_error",
         ),
         pytest.param("Traceback\nValueError: no\n\n", "ValueError: no", id="the end of a traceback"),
-        pytest.param("", "", id="nothing"),
+        pytest.param("", "", id="an empty log"),
     ],
 )
 def test_the_last_log_line_is_the_exit_reason(tmp_path: Path, log: str, line: str) -> None:
@@ -325,14 +331,12 @@ async def test_a_program_without_ready_line_is_polled_for_health_and_its_childre
     child = int(log.read_text())
     running = not is_gone(child)
     await program.stop()
-    async with asyncio.timeout(DEADLINE_S):
-        while not _is_dead_or_zombie(child):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: _is_dead_or_zombie(child), "the program's child has ended")
     assert (ports, running, leftover.exists()) == ({"port": port}, True, False)
 
 
 def _is_dead_or_zombie(pid: int) -> bool:
-    """Whether it is gone, or dead and only not asked about yet."""
+    """Whether the process has ended, also if its parent has not collected its exit code yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fulcrum_cli.local import find_engine_environment
+from fulcrum_cli.local.engine_environment import find_engine_environment
 from fulcrum_core.api import conditions
 from tests.conftest import RecordMeasurement
 from tests.engines.requests import (

@@ -158,7 +158,7 @@ def test_local_run_imports_no_kubernetes_library() -> None:
     started = (
         "fulcrum_cli.__main__",
         "fulcrum_cli.commands.up",
-        "fulcrum_cli.local",
+        "fulcrum_cli.local.run",
         "fulcrum_router.__main__",
     )
     loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.__main__; print(*sys.modules)"

@@ -210,5 +210,7 @@ def test_real_engines_without_their_environment_are_one_line_that_says_how_to_ma
     refused: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FULCRUM_ENGINE", "/nowhere")
-    rule = "spec.engine.type (vLLM) needs the engine environment: make engine makes it, once"
+    rule = (
+        "spec.engine.type (vLLM) needs the engine environment on this machine; install it with `make engine`"
+    )
     assert refused("up", "--local", "--engine", "vllm-cpu") == rule

@@ -1,4 +1,4 @@
-"""Real engines of this machine: what a manifest becomes, with an environment that only looks like one."""
+"""Process specs of vLLM engines of a local run, with an engine environment of empty files."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ MODEL = (MODELS / "llama-3.1-8b" / "config.json").read_text(encoding="utf-8")
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds a program `vllm` and a model `tiny-model`."""
+    """An engine environment with a program `vllm` and a model `tiny-model`."""
     for name, text in (("bin/vllm", ""), ("tiny-model/config.json", MODEL)):
         file = tmp_path / name
         file.parent.mkdir()
@@ -111,9 +111,9 @@ def test_engines_of_one_service_have_compatible_identities(environment: Path, tm
 @pytest.mark.parametrize(
     ("memory", "expected"),
     [
-        pytest.param({}, ("Unknown", "HardwareUnknown"), id="nobody says how much memory there is"),
-        pytest.param({"memory": "64Gi"}, ("True", "Fits"), id="enough"),
-        pytest.param({"memory": "2Gi"}, ("False", "WeightsTooLarge"), id="less than the engine itself takes"),
+        pytest.param({}, ("Unknown", "HardwareUnknown"), id="the spec names no memory"),
+        pytest.param({"memory": "64Gi"}, ("True", "Fits"), id="enough memory"),
+        pytest.param({"memory": "2Gi"}, ("False", "WeightsTooLarge"), id="less memory than the weights need"),
     ],
 )
 @pytest.mark.usefixtures("environment")
@@ -144,18 +144,18 @@ def test_a_cache_server_has_its_own_ports_and_its_shared_memory_is_removed(tmp_p
     [
         pytest.param(
             {"pools": [{"name": "p", "instances": {"min": 2}, "hardware": {"resource": "nvidia.com/gpu"}}]},
-            "hardware.resource (nvidia.com/gpu) does not run locally: write cpu",
+            "hardware.resource (nvidia.com/gpu) is not available to a local run; write cpu",
             id="a local run has CPUs",
         ),
         pytest.param(
             {"modelSource": {"pvc": "models"}},
-            "modelSource.pvc (models) is of a cluster: write hostPath",
-            id="a claim is of a cluster",
+            "modelSource.pvc (models) exists in a cluster only; write hostPath",
+            id="a claim exists in a cluster only",
         ),
         pytest.param(
             {"pools": [{"name": "p", "instances": {"min": 2}, "quantization": {"weights": "fp8"}}]},
             "spec.engine (vLLM) cannot be started: weights fp8: CPUs run the checkpoint's own data type",
-            id="what the adapter refuses is refused before a start",
+            id="an option that the adapter refuses",
         ),
     ],
 )
@@ -166,15 +166,14 @@ def test_a_local_run_refuses_a_spec_that_needs_a_cluster(spec: dict[str, Any], r
     assert str(refused.value) == refusal
 
 
-def test_a_missing_engine_environment_is_refused_with_the_command_that_makes_it(
+def test_a_missing_engine_environment_is_refused_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path))
     with pytest.raises(InvalidInput) as refused:
         find_engine_environment()
-    assert (
-        str(refused.value)
-        == "spec.engine.type (vLLM) needs the engine environment: make engine makes it, once"
+    assert str(refused.value) == (
+        "spec.engine.type (vLLM) needs the engine environment on this machine; install it with `make engine`"
     )
 
 

@@ -1,7 +1,9 @@
-"""Command lines: what is written is what the programs read."""
+"""The command lines of a local run are the ones that its programs parse."""
 
+import sys
 from pathlib import Path
 
+from fulcrum_cli.local.engines import simulated_engine_command
 from fulcrum_cli.local.program_commands import SharedOptions, autoscaler_command, router_command
 from fulcrum_core.api import EngineIdentitySpec
 from fulcrum_core.profiles import load_profile
@@ -22,10 +24,10 @@ SHARED_ARGUMENTS = (
 
 
 def test_the_engine_server_parses_the_command_line_made_for_it() -> None:
-    command = simulated.command(instance("chat-3"), python="python", host="127.0.0.1")
+    command = simulated_engine_command(instance("chat-3"), host="127.0.0.1")
     options = parse_options(command[3:])
     assert (command[:3], options.name, options.model, options.profile, options.host, options.port) == (
-        ("python", "-m", "fulcrum_simulator.server"),
+        (sys.executable, "-m", simulated.SERVER_MODULE),
         "chat-3",
         "m",
         load_profile("laptop"),

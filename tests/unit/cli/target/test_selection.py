@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.local import RunInfo
-from fulcrum_cli.local.run_folder import open_run_folder, write_info
+from fulcrum_cli.local.run_folder import RunInfo, open_run_folder, write_info
 from fulcrum_cli.program_name import program_name
 from fulcrum_cli.target.connection import find_run
 from fulcrum_cli.target.kubeconfig import read_context
