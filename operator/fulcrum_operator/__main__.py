@@ -201,7 +201,7 @@ class Candidate:
 
 def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
     from fulcrum_operator.controller.leader import OperatorOptions
-    from fulcrum_operator.controller.router import STATE_URL_TEMPLATE
+    from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE
 
     operator_account = ServiceAccount(args.lease_namespace, args.service_account)
     return OperatorOptions(

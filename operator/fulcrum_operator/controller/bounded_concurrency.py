@@ -1,4 +1,4 @@
-"""Many calls of one kind, a few at a time: an API server, and a lease to be renewed, have to stand it."""
+"""Run many calls with bounded concurrency, so that a large service does not overload the API server."""
 
 import asyncio
 from collections.abc import Awaitable, Iterable
@@ -8,7 +8,10 @@ CONCURRENCY_MAX = 8
 
 
 async def run_bounded(calls: Iterable[Awaitable[Any]]) -> None:
-    """Begin them in order; a failure is raised once all have come to their end."""
+    """Await the calls, at most `CONCURRENCY_MAX` at a time, started in order.
+
+    The first failure is raised after all calls have ended.
+    """
     waiting = iter(calls)
     failures: list[Exception] = []
 

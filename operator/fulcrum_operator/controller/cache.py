@@ -1,7 +1,7 @@
-"""What the operator last heard of every object that it cares for: passes read this, never the API server.
+"""Last known state of every object that the operator watches; reconciles read it instead of the API server.
 
-Watches, lists and the answers to the operator's own writes all end here, in any order: of two states of one
-object the newer one stays, and what is known to be deleted does not come back with a late event.
+Watches, lists and the results of the operator's own writes arrive here in any order. Of two versions of an
+object the newer one stays, and a late event does not restore a deleted object.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,22 +20,21 @@ from fulcrum_operator.controller.reconcile import ServiceKey
 R = TypeVar("R", bound=Resource)
 CachedObject = Resource | Object
 _KindInNamespace = tuple[ObjectKind, str]
-"""A kind and a namespace."""
 
 _MODELS = {kind_of_resource(kind): kind for kind in KINDS}
 _SERVICE = kind_of_resource(PDService)
 _STATUS_FIELDS = ("status", "endpoints")
 OWNED_FIELDS = "owned"
-"""Under this key an object that is not a pod has which of its fields are ours."""
+"""Key under which a cached object of another kind than Pod has the operator's own fields, as JSON."""
 _DELETED_MAX = 10_000
-"""So many of the deleted are known, the latest: events are late by seconds."""
+"""Number of deleted objects that are remembered, the latest: events can arrive seconds late."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableObject:
-    """An object of ours that its model cannot read: of another version, or edited by force."""
+    """A stored Fulcrum object that its model cannot parse, such as one of another version."""
 
     namespace: str
     name: str
@@ -43,18 +42,18 @@ class UnreadableObject:
     uid: str
     version: int
     service: str | None
-    """Whom it belongs to; None for a QoSTier, which is of every service in its namespace."""
+    """Name of its service; None for a QoSTier, which every service of the namespace can use."""
     error: str
-    """The field and the rule."""
+    """The field and the rule that it breaks."""
 
     @property
     def meta(self) -> ObjectMeta:
-        """As much of its metadata as an Event about it needs."""
+        """The part of its metadata that an Event needs."""
         return ObjectMeta.model_construct(namespace=self.namespace, name=self.name, uid=self.uid)
 
     @property
     def description(self) -> str:
-        """Which object, which field, and what is wrong with it."""
+        """The object, the field and the rule that it breaks."""
         return f"{self.kind.kind_name()} {self.name} cannot be read: {self.error}"
 
 
@@ -62,7 +61,7 @@ class ObjectCache:
     """Objects by kind, namespace and name.
 
     Args:
-        on_change: Called with each service that a change may concern.
+        on_change: Called with each service that a change may affect.
     """
 
     def __init__(self, on_change: Callable[[ServiceKey], None]) -> None:
@@ -72,7 +71,7 @@ class ObjectCache:
         self._unreadable: dict[tuple[ObjectKind, str, str], UnreadableObject] = {}
 
     def put_object(self, kind: ObjectKind, body: Object) -> None:
-        """Hold an object as a watch, a list or an answer said it."""
+        """Store an object from a watch, a list or the result of a write, unless a newer version is known."""
         stored = _parse_body(kind, body)
         if isinstance(stored, UnreadableObject):
             self._put_unreadable(kind, stored)
@@ -80,11 +79,11 @@ class ObjectCache:
             self._put(kind, stored)
 
     def put_resource(self, obj: Resource) -> None:
-        """Hold an object of ours as the store answered it."""
+        """Store a Fulcrum object from the result of a write, unless a newer version is known."""
         self._put(kind_of_resource(type(obj)), obj)
 
     def remove(self, kind: ObjectKind, namespace: str, name: str, *, version: str = "") -> None:
-        """Forget an object that was deleted, at `version` if that is known."""
+        """Remove a deleted object; `version` is that of the deletion, if known."""
         objects = self._objects.get((kind, namespace), {})
         before = objects.get(name)
         self._clear_unreadable(kind, namespace, name, version=_version_number(version))
@@ -101,7 +100,7 @@ class ObjectCache:
             self._notify(before)
 
     def replace_all(self, kind: ObjectKind, namespace: str, bodies: Iterable[Object], version: str) -> None:
-        """Take in a whole list of a kind, in one namespace or in all (""), and forget what it lacks."""
+        """Replace the objects of one kind in a namespace ("": in all) by a complete list of `version`."""
         listed = set()
         for body in bodies:
             meta = body["metadata"]
@@ -120,37 +119,39 @@ class ObjectCache:
                 self._clear_unreadable(kind, object_namespace, name, version=at)
 
     def get_resource(self, kind: type[R], namespace: str, name: str) -> R | None:
-        """One object of ours."""
+        """A Fulcrum object; None if it does not exist or was never readable."""
         return cast(R | None, self._objects.get((kind_of_resource(kind), namespace), {}).get(name))
 
     def list_resources(self, kind: type[R], namespace: str) -> tuple[R, ...]:
-        """All objects of one of our kinds in a namespace ("": in all), by namespace and name."""
+        """All objects of a Fulcrum kind in a namespace ("": in all), sorted by namespace and name."""
         found = sorted(self._all(kind_of_resource(kind), namespace), key=lambda item: item[:2])
         return tuple(cast(R, stored) for _, _, stored in found)
 
     def get_object(self, kind: ObjectKind, namespace: str, name: str) -> Object | None:
-        """One object of any other kind, as far as the operator reads it."""
+        """The fields that the operator reads of an object of another kind; None if it does not exist."""
         return cast(Object | None, self._objects.get((kind, namespace), {}).get(name))
 
     def list_objects(self, kind: ObjectKind, namespace: str) -> tuple[Object, ...]:
-        """All objects of another kind in a namespace, by name."""
-        held = self._objects.get((kind, namespace), {})
-        return tuple(cast(Object, held[name]) for name in sorted(held))
+        """All objects of another kind in a namespace, sorted by name."""
+        objects = self._objects.get((kind, namespace), {})
+        return tuple(cast(Object, objects[name]) for name in sorted(objects))
 
     def unreadable_objects(self, key: ServiceKey) -> tuple[UnreadableObject, ...]:
-        """What cannot be read of a service, or of what it may name."""
+        """Unreadable objects of a service, and unreadable QoSTiers of its namespace."""
         found = (each for each in self._unreadable.values() if each.namespace == key.namespace)
         return tuple(each for each in found if each.service in (None, key.name))
 
     def list_services(self) -> tuple[ServiceKey, ...]:
-        """Every service that there is, whether it can be read or not."""
-        read = {ServiceKey(object_namespace, name) for object_namespace, name, _ in self._all(_SERVICE, "")}
-        unread = {
+        """Every service, readable or not."""
+        readable = {
+            ServiceKey(object_namespace, name) for object_namespace, name, _ in self._all(_SERVICE, "")
+        }
+        unreadable = {
             ServiceKey(object_namespace, name)
             for kind, object_namespace, name in self._unreadable
             if kind == _SERVICE
         }
-        return tuple(sorted(read | unread))
+        return tuple(sorted(readable | unreadable))
 
     def _services_of(self, namespace: str) -> tuple[ServiceKey, ...]:
         return tuple(key for key in self.list_services() if key.namespace == namespace)
@@ -172,17 +173,17 @@ class ObjectCache:
         self._notify(stored)
 
     def _put_unreadable(self, kind: ObjectKind, found: UnreadableObject) -> None:
-        """What was last read of it stands, if it ever was."""
+        """Record that this version cannot be parsed; the last readable version stays cached."""
         key = kind, found.namespace, found.name
-        held = self._objects.get((kind, found.namespace), {}).get(found.name)
+        cached = self._objects.get((kind, found.namespace), {}).get(found.name)
         known = self._unreadable.get(key)
-        newest = max(_version(held), self._deleted_versions.get(key, 0), known.version if known else 0)
+        newest = max(_version(cached), self._deleted_versions.get(key, 0), known.version if known else 0)
         if found.version <= newest:
             return
         self._unreadable[key] = found
         if known is None or known.error != found.error:
             _log.error(
-                "object cannot be read",
+                "object cannot be parsed",
                 kind=kind.kind,
                 name=found.name,
                 namespace=found.namespace,
@@ -253,7 +254,7 @@ def _service_of(kind: type[Resource], body: Object) -> str | None:
 
 
 def _keep_read_fields(kind: ObjectKind, body: Object) -> Object:
-    """What the operator reads of objects that are not its own kinds: their specs it wrote itself."""
+    """The fields that the operator reads of other kinds. It wrote their specs and need not read them."""
     meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
     parts = {key: body[key] for key in _STATUS_FIELDS if key in body}
     if kind == POD:
@@ -280,5 +281,5 @@ def _version(stored: CachedObject | None) -> int:
 
 
 def _version_number(version: str) -> int:
-    """Versions of one API server can be compared as numbers (since 1.35 that is promised)."""
+    """Resource versions of one API server compare as numbers (guaranteed since Kubernetes 1.35)."""
     return int(version) if version.isdigit() else 0

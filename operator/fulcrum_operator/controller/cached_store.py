@@ -1,4 +1,4 @@
-"""The store as a pass sees it: read from the cache, written through to the API server."""
+"""Store of the reconcile loop: reads come from the object cache, writes go to the API server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -14,50 +14,50 @@ R = TypeVar("R", bound=Resource)
 
 
 class NotLeader(StoreUnavailable):
-    """This process may not write: another one leads, or may do so by now."""
+    """This process must not write: another process is, or may be by now, the leader."""
 
     def __init__(self) -> None:
-        super().__init__("this operator does not lead")
+        super().__init__("this operator is not the leader")
 
 
 def check_is_leader(is_leader: Callable[[], bool]) -> None:
-    """Raise `NotLeader` unless this process leads now."""
+    """Raise `NotLeader` unless this process is the leader."""
     if not is_leader():
         raise NotLeader
 
 
 class CachedStore:
-    """`fulcrum_core.ports.Store` for one pass after the other.
+    """`fulcrum_core.ports.Store` of the leader.
 
-    The answers to its own writes are in the cache before a write returns. A write that is refused because
-    the cache is behind has it catch up with that object and raises `Conflict`: look again.
+    The result of a write is in the cache before the call returns. If a write fails because the cache is
+    stale, the object is read again and `Conflict` is raised: reconcile again.
 
     Args:
-        store: Where writes go.
-        cache: What is read.
-        is_leader: Whether this process may write now.
+        store: The API server.
+        cache: Source of all reads.
+        is_leader: Returns whether this process may write now.
     """
 
     def __init__(self, store: Store, cache: ObjectCache, is_leader: Callable[[], bool]) -> None:
         self._store, self._cache, self._is_leader = store, cache, is_leader
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
-        """The object as last heard of, or `NotFound`."""
+        """See `Store`; from the cache."""
         found = self._cache.get_resource(kind, namespace, name)
         if found is None:
             raise NotFound(f'{kind.plural} "{name}" not found')
         return found
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        """All objects as last heard of; there is no one version of them."""
+        """See `Store`; from the cache, so the list has no resource version."""
         return Listing(self._cache.list_resources(kind, namespace), "")
 
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
-        """Straight from the store."""
+        """See `Store`; from the API server."""
         return self._store.watch(kind, namespace=namespace, since=since)
 
     async def create(self, obj: R) -> R:
-        """See `Store`; `Conflict` if there is one that was not known."""
+        """See `Store`; raises `Conflict` if the object exists and was not in the cache."""
         check_is_leader(self._is_leader)
         try:
             return self._cache_result(await self._store.create(obj))
@@ -121,7 +121,7 @@ class CachedStore:
         return obj
 
     async def _refresh(self, kind: type[R], namespace: str, name: str) -> None:
-        """Have the cache know how the object stands now; one that ends in the foreground is still there."""
+        """Read the object into the cache; an object that waits for its finalizers still exists."""
         try:
             self._cache.put_resource(await self._store.get(kind, name, namespace=namespace))
         except NotFound:

@@ -1,8 +1,7 @@
-"""What stands around a service's engines, brought to what `service_children` says and kept there.
+"""Applies a service's children: the router's Deployment, Services, RBAC objects, PDB and NetworkPolicies.
 
-A child is applied when it is not there, when what it was last applied from, by hash, is not what it shall
-be now, and when somebody else has changed what was applied. Those that are made once belong to somebody else
-afterwards and are only looked for.
+A child is applied if it is missing, if its hash annotation differs from the manifest, or if somebody changed
+an applied field. Kinds in `CREATE_ONLY_KINDS` are created once and belong to the router afterwards.
 """
 
 import hashlib
@@ -34,13 +33,13 @@ from fulcrum_operator.manifests.children import CREATE_ONLY_KINDS, service_child
 from fulcrum_operator.manifests.names import InstallationSettings
 
 APPLIED_HASH = "fulcrum.dev/applied-hash"
-"""Annotation: the hash of what the object was last applied from."""
+"""Annotation with the hash of the manifest that was applied last."""
 
 WATCHED_CHILDREN = (
     *(DEPLOYMENT, SERVICE, ENDPOINT_SLICE, SERVICE_ACCOUNT),
     *(ROLE, ROLE_BINDING, PDB, NETWORK_POLICY),
 )
-"""Kinds of children whose changes are followed. Leases are renewed all the time and are not."""
+"""Kinds of children that are watched. Leases are not: routers renew them every few seconds."""
 
 _log = structlog.get_logger()
 
@@ -49,10 +48,10 @@ class Children:
     """The children of all services.
 
     Args:
-        objects: Where they are applied.
-        cache: Where they are seen.
-        settings: What holds for all services.
-        is_leader: Whether this process may write now.
+        objects: API to apply them with.
+        cache: Last known state of the watched kinds.
+        settings: Settings of the installation.
+        is_leader: Returns whether this process may write now.
     """
 
     def __init__(
@@ -65,19 +64,21 @@ class Children:
     ) -> None:
         self._objects, self._cache, self._settings, self._is_leader = objects, cache, settings, is_leader
         self._found_unwatched: dict[tuple[ObjectKind, str, str], str] = {}
-        """Children of kinds that are not watched, as last looked for, with their owner's identity."""
+        """Uid of the service whose child of an unwatched kind was found."""
         self._current_versions: dict[tuple[ObjectKind, str, str], str] = {}
-        """The version in which a child was last found, or made, as it shall be."""
+        """Resource version in which a child was last found, or applied, as wanted."""
 
     async def sync(self, service: PDService, *, wanted: int) -> None:
-        """Make and change what differs; nothing differs: nothing is written. Owners' ends delete them."""
-        for child in service_children(
-            service, self._settings, wanted=wanted
-        ):  # in order: a binding needs its role
+        """Create and change the children that differ. Deletion is left to owner references.
+
+        `wanted` is the number of instances that the service wants.
+        """
+        # One after the other, in this order: a RoleBinding needs its Role.
+        for child in service_children(service, self._settings, wanted=wanted):
             await self._sync_child(child, service)
 
     def recheck_all(self) -> None:
-        """Have the next pass of each service see whether what is not watched is still there."""
+        """Check every child again in the next reconcile of its service, unwatched kinds too."""
         self._found_unwatched.clear()
         self._current_versions.clear()
 
@@ -94,12 +95,13 @@ class Children:
         check_is_leader(self._is_leader)
         applied = await self._objects.apply(body, manager=FIELD_MANAGER, force=True)
         self._cache.put_object(kind, applied)
-        # What is not ours in the answer never will be: the server drops the field, or a webhook sets it.
+        # Fields that are not ours now never will be: the server drops them or a webhook sets them.
+        # So this version counts as current, otherwise every reconcile would apply the child again.
         self._current_versions[key] = applied["metadata"].get("resourceVersion", "")
         _log.info("child applied", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
 
     def _is_current(self, key: tuple[ObjectKind, str, str], body: Object) -> bool:
-        """Whether the child is as it was applied, and was applied from this."""
+        """Whether the child was applied from this manifest and nobody has changed an applied field since."""
         held = self._cache.get_object(*key)
         if held is None:
             return False
@@ -131,10 +133,11 @@ class Children:
         if kind in WATCHED_CHILDREN:
             self._cache.put_object(kind, stored)
         elif any(owner["uid"] == service.metadata.uid for owner in owners):
-            self._found_unwatched[key] = service.metadata.uid  # else it is its predecessor's, and goes soon
+            # An object of a deleted service of this name does not count: garbage collection removes it soon.
+            self._found_unwatched[key] = service.metadata.uid
 
 
 def hash_child(child: Object) -> str:
-    """A hash of everything that a child shall be."""
+    """Hash of a child's whole manifest."""
     text = json.dumps(child, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

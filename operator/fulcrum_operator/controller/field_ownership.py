@@ -1,8 +1,7 @@
-"""Who changed a field last, as the API server keeps account of it in `managedFields`: pure.
+"""Whether the fields that the operator applied are still its own, from `managedFields`: pure.
 
-What we apply is ours until somebody else gives a field another value or takes it away: then it is not among
-our fields any more. Fields that others add are theirs to keep. So an edit by hand is seen without comparing
-values, which the server fills up with defaults and spells in its own way.
+A field that another manager changes or removes leaves the operator's set of fields. So a manual edit is found
+without comparing values, which the API server completes with defaults and normalises.
 """
 
 import json
@@ -10,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FIELD_MANAGER = "fulcrum-operator"
-"""Who applies what stands around a service's engines."""
+"""Name under which the operator applies fields."""
 
 _COMPARED_METADATA = ("labels", "annotations", "ownerReferences")
 _UNTRACKED_FIELDS = ("apiVersion", "kind", "metadata", "status")
 
 
 def owned_fields(body: Mapping[str, Any]) -> str | None:
-    """Our fields of an object, as JSON; None where the server keeps no account of it."""
+    """The operator's fields of an object as JSON; None if the object has no managedFields."""
     entries = body["metadata"].get("managedFields")
     if entries is None:
         return None
@@ -28,7 +27,7 @@ def owned_fields(body: Mapping[str, Any]) -> str | None:
 
 
 def owns_all_fields(owned: str, wanted: Mapping[str, Any]) -> bool:
-    """Whether all that `wanted` says is among these fields."""
+    """Whether every field of `wanted` is among the fields `owned`."""
     fields = json.loads(owned)
     meta = {name: wanted["metadata"][name] for name in _COMPARED_METADATA if name in wanted["metadata"]}
     parts = {name: part for name, part in wanted.items() if name not in _UNTRACKED_FIELDS}
@@ -40,7 +39,7 @@ def owns_all_fields(owned: str, wanted: Mapping[str, Any]) -> bool:
 
 
 def _owns_value(fields: Mapping[str, Any], value: Any, *, whole: bool = True) -> bool:
-    """Whether a value is ours. A field without fields of its own is ours as a whole, if it may be."""
+    """Whether the value is owned. With `whole`, a field without subfields is owned as a whole."""
     if whole and not fields:
         return True
     if isinstance(value, Mapping):
@@ -55,7 +54,10 @@ def _owns_field(fields: Mapping[str, Any] | None, value: Any) -> bool:
 
 
 def _item_fields(fields: Mapping[str, Any], item: Any) -> Mapping[str, Any] | None:
-    """The fields of a list's item: by its keys, of which the server knows those with a default, or itself."""
+    """The owned fields of a list item, found by the item's merge keys (`k:`) or by its value (`v:`).
+
+    The API server adds merge keys that have a default; such a key may be absent from our item.
+    """
     for name, found in fields.items():
         kind, _, text = name.partition(":")
         if (kind == "v" and json.loads(text) == item) or (kind == "k" and _has_keys(item, json.loads(text))):

@@ -33,7 +33,7 @@ from fulcrum_operator.controller.pods.pod_runtime import PodRuntime
 from fulcrum_operator.controller.pods.pod_status import short_digest
 from fulcrum_operator.controller.pods.role_probe import RoleProbes, probe_roles
 from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
-from fulcrum_operator.controller.router import STATE_URL_TEMPLATE, ClusterRouterView
+from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE, ClusterRouterView
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 from fulcrum_operator.controller.work_queue import WorkQueue
 from fulcrum_operator.engines import simulated, vllm

@@ -1,4 +1,4 @@
-"""What Prometheus reads of the operator, and what the kubelet asks it: served by leader and standby alike."""
+"""Metrics and health endpoints of an operator process, served by the leader and by standbys."""
 
 from collections.abc import Callable
 
@@ -10,41 +10,41 @@ _RECONCILE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Metrics:
-    """The metrics of one process, in a registry of their own."""
+    """Prometheus metrics of one process, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "fulcrum_operator_reconciles",
-            "Passes over a service, by outcome: ok, conflict, unreadable, error.",
+            "Reconciles of a service, by outcome: ok, conflict, unreadable, error.",
             ["outcome"],
             registry=self.registry,
         )
         self.reconcile_seconds = Histogram(
             "fulcrum_operator_reconcile_seconds",
-            "How long a pass takes.",
+            "Duration of a reconcile in seconds.",
             buckets=_RECONCILE_BUCKETS_S,
             registry=self.registry,
         )
         self.active_reconciles = Gauge(
             "fulcrum_operator_active_reconciles",
-            "Services being looked at, or to be at once.",
+            "Reconciles that are running.",
             registry=self.registry,
         )
         self.leader = Gauge(
-            "fulcrum_operator_leader", "1 if this process leads, else 0.", registry=self.registry
+            "fulcrum_operator_leader", "1 if this process is the leader, else 0.", registry=self.registry
         )
 
 
 def make_http_app(
     metrics: Metrics, unready_reason: Callable[[], str | None], unhealthy_reason: Callable[[], str | None]
 ) -> web.Application:
-    """`/healthz`: it is of use. `/readyz`: it leads and has seen everything, or stands by. `/metrics`.
+    """Build the application with `/healthz`, `/readyz` and `/metrics`.
 
     Args:
-        metrics: What is measured.
-        unready_reason: Why the process is not ready; None if it is.
-        unhealthy_reason: Why it has to be started anew; None while it is of use.
+        metrics: The metrics to serve.
+        unready_reason: Returns why the process is not ready, None if it is.
+        unhealthy_reason: Returns why the process must be restarted, None if it need not.
     """
 
     async def serve_healthz(_request: web.Request) -> web.Response:

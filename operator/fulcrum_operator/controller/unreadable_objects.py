@@ -1,8 +1,7 @@
-"""Objects that this version cannot read: told once, and never taken for objects that are not there.
+"""Services with objects that this version cannot parse are reported and not reconciled.
 
-An API server refuses what breaks the rules of its CRDs, but rules change with a version, and what was stored
-before stays. To act on half a picture would end engines whose PDInstance, or whose whole service, seems to be
-gone.
+An object that was stored before an upgrade can break the rules of the new version. Reconciling without it
+would stop engines whose PDInstance, or whose whole PDService, only seems to be deleted.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,10 +13,10 @@ from fulcrum_operator.controller.reconcile import ServiceKey
 
 
 class UnreadableObjects:
-    """What cannot be read of each service.
+    """Unreadable objects of each service, reported once as Events.
 
     Args:
-        cache: Where that is known.
+        cache: Knows the unreadable objects.
         record: Writes Events about a PDService.
     """
 
@@ -28,9 +27,10 @@ class UnreadableObjects:
         self._reported: dict[ServiceKey, tuple[str, ...]] = {}
 
     async def blocks_reconcile(self, key: ServiceKey) -> bool:
-        """Whether so much of a service is hidden that nothing may be done to it.
+        """Whether an object of the service was never readable, so that the service must not be reconciled.
 
-        What was read once stands as it was, and hides nothing; a tier is missed by its own condition.
+        An object that was readable before does not block: its last readable version is used. Neither does a
+        QoSTier: a missing tier has a condition of its own. New unreadable objects are reported as Events.
         """
         found = self._cache.unreadable_objects(key)
         reported, descriptions = self._reported.pop(key, ()), tuple(each.description for each in found)

@@ -1,9 +1,8 @@
-"""The operator's keyed queue: what woke a key is forgotten, that it was woken is not.
+"""Work queue of the operator: which services to reconcile and when, not why.
 
-A key waits in it once, however often it is added, and is never worked on twice at the same time: what is
-added meanwhile is looked at again afterwards. A failed key comes back later and later; every key comes
-back after `resync_s` even if nothing happened, since an event may have been missed, until its handler
-says that there is nothing left to look after.
+A key is handled at most once at a time; a key that is added meanwhile is handled once more afterwards. After
+a failure the delay doubles. Without events a key is handled every `resync_s`, since an event may have been
+missed, until its handler returns infinity.
 """
 
 import asyncio
@@ -18,21 +17,24 @@ from fulcrum_core.errors import Conflict, StoreUnavailable
 K = TypeVar("K", bound=Hashable)
 
 RETRY_DELAY_MIN_S = 0.05
+"""Delay after the first failure, in seconds."""
 RETRY_DELAY_MAX_S = 5.0
+"""Longest delay after failures, in seconds."""
 CONFLICT_DELAY_MIN_S = 0.005
-"""Somebody else wrote first: there is hardly anything to wait for, unless they go on and on."""
+"""Delay after the first conflict, in seconds. The object can be read again at once, so it is short."""
 CONFLICT_DELAY_MAX_S = 0.5
+"""Longest delay after repeated conflicts, in seconds."""
 
 _log = structlog.get_logger()
 
 
 class WorkQueue(Generic[K]):
-    """Runs `handle(key)` for every key added, each key by itself, different keys side by side.
+    """Calls `handle(key)` for every key added; different keys run concurrently.
 
     Args:
-        handle: Looks after one key; returns in how many seconds it wants to look again, None if it need not,
-            infinity to be done with the key.
-        resync_s: A key not looked at for so long is looked at again.
+        handle: Handles one key; returns the seconds until the next call, None for the resync period, or
+            infinity to forget the key.
+        resync_s: Longest time between two calls for a key, in seconds.
     """
 
     def __init__(self, handle: Callable[[K], Awaitable[float | None]], *, resync_s: float) -> None:
@@ -45,7 +47,7 @@ class WorkQueue(Generic[K]):
         self._closed = False
 
     def add(self, key: K) -> None:
-        """Have the key looked at as soon as it is free."""
+        """Handle the key now, or once more after the call that is running."""
         if self._closed:
             return
         if key in self._running:
@@ -55,7 +57,7 @@ class WorkQueue(Generic[K]):
         self._running[key] = asyncio.get_running_loop().create_task(self._run_key(key))
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """Have the key looked at in `delay_s`, or earlier if that is arranged already."""
+        """Handle the key in `delay_s` seconds, unless it is due earlier already."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + delay_s
         timer = self._timers.get(key)
@@ -66,11 +68,11 @@ class WorkQueue(Generic[K]):
 
     @property
     def running_count(self) -> int:
-        """How many keys are worked on now."""
+        """Number of keys that are being handled."""
         return len(self._running)
 
     async def aclose(self) -> None:
-        """Take no more keys and end what is being worked on."""
+        """Ignore keys from now on and cancel the running calls; returns when they have ended."""
         self._closed = True
         for key in list(self._timers):
             self._cancel_timer(key)
@@ -98,7 +100,7 @@ class WorkQueue(Generic[K]):
             self.add_after(key, requeue_after_s)
 
     async def _handle_once(self, key: K) -> float:
-        """Work on the key once; returns in how many seconds to look again."""
+        """Handle the key once; returns the seconds until the next time."""
         try:
             requeue_after_s = await self._handle(key)
         except Conflict:
@@ -119,10 +121,10 @@ class WorkQueue(Generic[K]):
 
 
 def backoff_s(failures: int, *, min_s: float = RETRY_DELAY_MIN_S, max_s: float = RETRY_DELAY_MAX_S) -> float:
-    """The wait after so many failures in a row: doubling from `min_s` to `max_s`."""
+    """Seconds to wait after this number of consecutive failures: doubles from `min_s` to `max_s`."""
     return float(min(max_s, min_s * 2 ** min(failures - 1, 20)))
 
 
 def _retry_after_s(error: Exception) -> float:
-    """How long the store asked to be left alone."""
+    """Seconds that the API server asked to wait (Retry-After)."""
     return error.retry_after_s or 0.0 if isinstance(error, StoreUnavailable) else 0.0

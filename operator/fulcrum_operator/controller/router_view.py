@@ -1,4 +1,4 @@
-"""The active router of a service, as the operator reads it: its address, and its state port."""
+"""`RouterView` of a cluster: a router's endpoint from the object cache, its state from its state port."""
 
 from pathlib import Path
 
@@ -14,12 +14,12 @@ _RESPONSE_TIMEOUT_S = 1.0
 
 
 class ClusterRouterView:
-    """`RouterView` of all services of a cluster. To be closed.
+    """`RouterView` of all services of a cluster. The owner calls `aclose`.
 
     Args:
-        cache: Where the EndpointSlice is seen in which the active router says that it is there.
-        token_file: What its state port asks for; read at each use, since the kubelet replaces it.
-        state_url: Where the state port is, with `{service}` and `{namespace}`.
+        cache: Contains the EndpointSlice in which the active router of a service publishes its address.
+        token_file: Token for the state ports; read for each request, since the kubelet replaces the file.
+        state_url: URL of the state ports, with `{service}` and `{namespace}`.
     """
 
     def __init__(self, cache: ObjectCache, *, token_file: Path, state_url: str = STATE_URL_TEMPLATE) -> None:
@@ -27,7 +27,7 @@ class ClusterRouterView:
         self._client = open_http_client_for_all(token_file)
 
     def endpoint(self, key: ServiceKey) -> str | None:
-        """Where clients reach it; None while no router is active."""
+        """URL for the service's clients; None while no router is active."""
         endpoint_slice = self._cache.get_object(ENDPOINT_SLICE, key.namespace, f"{key.name}-router")
         endpoints = (endpoint_slice or {}).get("endpoints") or ()
         if not any(endpoint.get("conditions", {}).get("ready", True) for endpoint in endpoints):
@@ -36,7 +36,7 @@ class ClusterRouterView:
         return f"http://{key.name}.{key.namespace}.svc{port}"
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
-        """What it says of its instances; None if it does not answer."""
+        """State of the active router; None if the router does not respond."""
         client = HttpRouterClient(
             self._client, self._state_url.format(service=key.name, namespace=key.namespace)
         )
@@ -46,5 +46,5 @@ class ClusterRouterView:
             return None
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._client.aclose()
