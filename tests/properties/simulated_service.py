@@ -1,4 +1,6 @@
-"""A cluster as a plan sees it, in dictionaries: objects, a clock, engines that start, die or get lost."""
+"""A simulated cluster for the operator's plan: objects in dictionaries, a clock, engines that start, die or
+get lost.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,13 +26,13 @@ from tests.unit.core.router_states import instance_state, router_state
 STARTUP_S = 4.0
 TERMINATION_S = 2.0
 BAD_PROFILE = "bad"
-"""An engine of this profile ends as soon as it is started."""
+"""Engines of this profile exit as soon as they are started."""
 BOTH = (Role.PREFILL, Role.DECODE)
 
 
 @dataclass(slots=True)
 class SimulatedEngine:
-    """One engine. Its instance's spec, as it was when it was started, is what it runs."""
+    """One engine. It runs with the spec that its instance had at its start."""
 
     created_from: PDInstance
     ready_at_s: float
@@ -38,13 +40,13 @@ class SimulatedEngine:
     restarts: int = 0
     ends_at_s: float | None = None
     endpoint: str | None = None
-    """Where it is known to listen before it serves."""
+    """Endpoint that is known before the engine serves."""
     exit_reason: str | None = None
 
 
 @dataclass(slots=True)
 class SimulatedService:
-    """One service and all that was made for it."""
+    """One service, its objects and its engines."""
 
     service: PDService
     now_s: float = 1_800_000_000.0
@@ -55,10 +57,10 @@ class SimulatedService:
     accepted: PDAssignmentSpec | None = None
     router_up: bool = True
     disturbed: set[str] = field(default_factory=set)
-    """Instances that lost their engine, or part of it, since the last pass."""
+    """Instances that lost their engine, or part of it, since the last reconcile."""
 
     def observe(self) -> Observed:
-        """What a pass sees now."""
+        """Return the operator's observation at this time."""
         return Observed(
             service=self.service,
             now_s=self.now_s,
@@ -73,7 +75,7 @@ class SimulatedService:
         )
 
     def reconcile(self) -> tuple[Observed, Plan]:
-        """One pass of the operator."""
+        """Run one reconcile; returns the observation and the plan that was applied."""
         observed = self.observe()
         plan = plan_service(observed)
         for obj in plan.objects:
@@ -92,7 +94,7 @@ class SimulatedService:
         return observed, plan
 
     def advance(self, seconds: float) -> None:
-        """Time goes on, and the engines with it."""
+        """Move the clock; engines finish starting or stopping."""
         self.now_s += seconds
         for name, engine in list(self.engines.items()):
             if engine.ends_at_s is not None and engine.ends_at_s <= self.now_s:
@@ -103,7 +105,7 @@ class SimulatedService:
                 self._finish_startup(engine)
 
     def settle(self, passes: int = 400) -> int:
-        """Passes and time until nothing changes any more; how many it took."""
+        """Reconcile and advance until nothing changes; returns the number of reconciles."""
         for number in range(passes):
             before = (dict(self.instances), dict(self.pools), self.assignment, self.service.status)
             self.reconcile()
@@ -111,10 +113,10 @@ class SimulatedService:
             if before == (self.instances, self.pools, self.assignment, self.service.status) and not moving:
                 return number
             self.advance(2.0)
-        raise AssertionError(f"does not come to rest: {self.describe()}")
+        raise AssertionError(f"does not settle: {self.describe()}")
 
     def describe(self) -> str:
-        """The instances in one line."""
+        """Describe the instances in one line."""
         roles = self.assignment.spec.roles if self.assignment else {}
         return ", ".join(
             f"{n} {i.status.phase} {i.spec.revision[:4]} {roles[n].role if n in roles else '-'}"
@@ -123,7 +125,7 @@ class SimulatedService:
         )
 
     def serving_names(self, spec: PDAssignmentSpec, role: Role) -> set[str]:
-        """Who serves the role by this assignment with an engine that does."""
+        """Return the instances that serve `role` under this assignment and have an engine."""
         ready = {
             name
             for name, instance in self.instances.items()
@@ -134,11 +136,11 @@ class SimulatedService:
         return set(list_serving(spec.roles, ready, role))
 
     def groups_missing_a_role(self) -> list[list[str]]:
-        """Groups of serving instances of which one role is nobody's, while there are several groups.
+        """Return the compatible groups of serving instances that lack a role, if there are several groups.
 
-        Engines that were started to prefill can do nothing else: where the floors need all instances that
-        there are, the last of them may idle until the next of the new revision serves, as long as others
-        serve both roles.
+        Engines started for prefill only cannot decode. Where the floors need all instances, the last such
+        engine of the old revision may idle until the next one of the new revision serves, as long as other
+        groups serve both roles.
         """
         up = [i for i in self.instances.values() if i.status.phase is Phase.SERVING]
         group = group_by_compatibility(up)
@@ -151,7 +153,7 @@ class SimulatedService:
         return [sorted(i.metadata.name for i in members[n]) for n in incomplete] if len(numbers) > 1 else []
 
     def edit_service(self, **spec: Any) -> None:
-        """A person edits the service."""
+        """Edit the spec as a user would."""
         dump = self.service.dump()
         dump["spec"] = {**dump["spec"], **spec}
         changed = PDService.model_validate(dump)
@@ -159,12 +161,12 @@ class SimulatedService:
         self.service = self.service.replace(spec=changed.spec, metadata=meta)
 
     def scale(self, pool: str, replicas: int) -> None:
-        """`kubectl scale`."""
+        """Scale a pool, like `kubectl scale`."""
         spec = self.pools[pool].spec.model_copy(update={"replicas": replicas})
         self.pools[pool] = self.pools[pool].replace(spec=spec)
 
     def write_assignment(self, spec: PDAssignmentSpec) -> None:
-        """Somebody writes the assignment."""
+        """Write the assignment as any actor would."""
         assert self.assignment
         meta = self.assignment.metadata
         if spec != self.assignment.spec:
@@ -172,22 +174,22 @@ class SimulatedService:
         self.assignment = self.assignment.replace(spec=spec, metadata=meta)
 
     def crash(self, name: str) -> None:
-        """The engine's process ends; it is started again where it is."""
+        """End an engine's process, which is restarted in place."""
         engine = self.engines[name]
         engine.state, engine.ready_at_s = EngineState.EXITED, self.now_s + STARTUP_S
         engine.restarts, engine.exit_reason = engine.restarts + 1, "signal SIGKILL"
         self.disturbed.add(name)
 
-    def lose_engine(self, name: str, *, gone: bool) -> None:
-        """The engine's node does not answer any more, or the engine is just not there."""
+    def lose_engine(self, name: str, *, deleted: bool) -> None:
+        """Lose an engine: its node stops responding, or the engine disappears (`deleted`)."""
         self.disturbed.add(name)
-        if gone:
+        if deleted:
             del self.engines[name]
         else:
             self.engines[name].state = EngineState.LOST
 
     def evict(self, name: str) -> None:
-        """Somebody else tells the engine to end."""
+        """Terminate an engine without the operator."""
         self.engines[name].ends_at_s = self.now_s + TERMINATION_S
         self.disturbed.add(name)
 
@@ -249,7 +251,7 @@ def _create(obj: Any, now_s: float) -> Any:
 
 
 def _facts(instance: PDInstance) -> EngineFacts:
-    """What is known of an engine; the image is its version."""
+    """Return the facts of an engine; its image is its version."""
     identity = EngineIdentitySpec(
         model=instance.spec.model,
         engine=instance.spec.engine.image or "first",
@@ -261,7 +263,7 @@ def _facts(instance: PDInstance) -> EngineFacts:
 
 
 def make_settled_service(spec: Mapping[str, Any]) -> SimulatedService:
-    """A service `chat` with this spec that has come to rest."""
+    """Create a service `chat` with this spec and let it settle."""
     meta = {"name": "chat", "uid": "u-service", "generation": 1}
     service = PDService.model_validate({"metadata": meta, "spec": {"model": "m", **spec}})
     simulated = SimulatedService(service)

@@ -1,4 +1,4 @@
-"""What no sequence of allowed changes can do, whoever writes and whatever crashes in between."""
+"""Properties of `may_apply` under any sequence of allowed changes, by any writer, with crashes in between."""
 
 from collections.abc import Iterable
 from random import Random
@@ -25,7 +25,7 @@ COOLDOWN_S = 10.0
 
 
 def count(spec: PDAssignmentSpec, names: Iterable[str], role: Role) -> int:
-    """An independent count of who is there for a role."""
+    """Count the instances of a role that are not cordoned, independently of the code under test."""
     return sum(
         1
         for name in names
@@ -34,7 +34,7 @@ def count(spec: PDAssignmentSpec, names: Iterable[str], role: Role) -> int:
 
 
 class ManyWriters(RuleBasedStateMachine):
-    """Autoscalers, operators and persons write what is allowed; instances crash and come back."""
+    """Autoscalers, operators and persons write what is allowed; instances crash and recover."""
 
     @initialize(
         roles=st.lists(ROLES, min_size=2, max_size=6),
@@ -64,7 +64,7 @@ class ManyWriters(RuleBasedStateMachine):
         return count(self.spec, self.spec.roles, role)
 
     def _write(self, proposed: PDAssignmentSpec) -> None:
-        """Write if it is allowed, and check what a writer may count on."""
+        """Write the assignment if allowed, and check a writer's guarantees."""
         verdict = may_apply(self.spec, proposed, self.ready, self.assignment_rules, now_s=self.now_s)
         assert verdict.reason
         if not verdict.allowed:
@@ -75,10 +75,10 @@ class ManyWriters(RuleBasedStateMachine):
         for name, after in proposed.roles.items():
             before = self.spec.roles.get(name)
             if before is not None and before.role is not after.role:
-                self._flipped(before, after)
+                self._check_flip(before, after)
         self.spec = proposed
 
-    def _flipped(self, before: RoleAssignment, after: RoleAssignment) -> None:
+    def _check_flip(self, before: RoleAssignment, after: RoleAssignment) -> None:
         if after.by is not Actor.PERSON:
             assert before.pinned_until is None or before.pinned_until <= after.since
         if after.role is not Role.DECODE:
@@ -95,18 +95,18 @@ class ManyWriters(RuleBasedStateMachine):
         lag_s=st.sampled_from([0.0, 0.0, 3.0]),
     )
     def flip(self, name: str, to: Role, by: Actor, lag_s: float) -> None:
-        """A writer whose clock may be behind."""
+        """Flip by a writer whose clock may be late."""
         if name in self.spec.roles:
             self._write(apply_flip(self.spec, name, to, by=by, reason="because", now_s=self.now_s - lag_s))
 
     @rule(name=st.sampled_from(NAMES), to=ROLES, by=st.sampled_from(Actor))
     def patch_the_role_alone(self, name: str, to: Role, by: Actor) -> None:
-        """As with a careless patch that forgets the record of the cooldown."""
+        """Patch the role without the time of the last flip, like a careless user."""
         if name in self.spec.roles:
             fields = {"role": to, "by": by, "since": self.now_s}
             entry = self.spec.roles[name].model_copy(update=fields)
             if to is Role.DECODE and by is not Actor.AUTOSCALER:
-                return  # leaves no record by which a later writer could wait
+                return  # without a record of the flip, no later writer could keep the cooldown
             self._write(self.spec.model_copy(update={"roles": {**self.spec.roles, name: entry}}))
 
     @rule(name=st.sampled_from(NAMES), lasts_s=st.sampled_from([5.0, 30.0]))
@@ -219,11 +219,11 @@ def test_a_verdict_does_not_depend_on_the_order_of_keys(
 
 
 @given(specs(), specs(), READY, TIMES, TIMES)
-def test_a_later_reader_comes_to_the_same_verdict(
+def test_a_verdict_does_not_depend_on_the_time_of_the_reader(
     current: PDAssignmentSpec, proposed: PDAssignmentSpec, ready: set[str], now_s: float, later_s: float
 ) -> None:
-    """All but the guard against dates ahead counts between times in the objects."""
-    rules, latest_s = AssignmentRules(COOLDOWN_S), 100.0  # after every date in the objects
+    """Apart from the check for future times, a verdict depends only on times in the objects."""
+    rules, latest_s = AssignmentRules(COOLDOWN_S), 100.0  # after every time in the objects
     first = may_apply(current, proposed, ready, rules, now_s=latest_s + now_s)
     assert may_apply(current, proposed, ready, rules, now_s=latest_s + later_s) == first
 
@@ -237,7 +237,6 @@ def test_no_change_is_always_allowed(spec: PDAssignmentSpec, ready: set[str], no
 def test_a_person_may_make_every_flip_that_any_actor_may(
     spec: PDAssignmentSpec, name: str, to: Role, ready: set[str], now_s: float
 ) -> None:
-    """Whatever some writer may flip, a person may flip, too."""
     if name not in spec.roles:
         return
     rules = AssignmentRules(COOLDOWN_S)
@@ -263,7 +262,7 @@ def test_a_longer_cooldown_never_allows_more(
 def test_the_merge_patch_reproduces_the_proposed_assignment(
     current: PDAssignmentSpec, proposed: PDAssignmentSpec
 ) -> None:
-    """What a writer sends, applied by a store and read back, is what it meant."""
+    """A merge patch that a store applies and returns equals the assignment that the writer proposed."""
     patch = create_merge_patch(current.dump(), proposed.dump())
     assert PDAssignmentSpec.model_validate(apply_merge_patch(current.dump(), patch)) == proposed
 

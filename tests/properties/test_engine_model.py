@@ -1,8 +1,8 @@
-"""Two engine models, a giver and a taker, under whatever order of calls Hypothesis finds.
+"""Two engine models, a prefill instance P and a decode instance D, under any order of calls.
 
-What must hold after every call: no block lost, none owned twice without a count; every request ends exactly
-once; prompt tokens are computed, cached or pulled and nothing else; a living lease protects its blocks, and a
-stale read is right exactly as long as nobody wrote over it.
+After every call: no block is lost or held without a reference; every request ends exactly once; prompt tokens
+are computed, cached or pulled; a lease protects its blocks, and a read without a lease is right exactly until
+the blocks are overwritten.
 """
 
 import random
@@ -50,7 +50,7 @@ PROMPTS = st.builds(
 
 
 class TrackedEngine:
-    """One engine with the books that the checks need."""
+    """One engine with the records that the checks need."""
 
     def __init__(self, name: str, blocks: int) -> None:
         self.engine = Engine(profile(blocks), engine_id=name, lease_s=LEASE_S)
@@ -102,7 +102,7 @@ class TrackedEngine:
             assert event.request_id in self.live
 
     def record_end(self, end: Finished) -> None:
-        request = self.live.pop(end.request_id)  # KeyError: it ended twice
+        request = self.live.pop(end.request_id)  # KeyError: the request ended twice
         self.fetches.pop(end.request_id, None)
         self.ends.append(end)
         accounted = end.computed_tokens + end.cached_tokens + end.external_tokens
@@ -119,13 +119,13 @@ class TrackedEngine:
         self.record_end(end)
 
     def count_references(self) -> Counter[int]:
-        """How often each block is held, counted from its holders."""
+        """Count the references on each block from the requests and leases that hold it."""
         runs = [run.blocks for run in self.engine._runs.values()]
         leases = [lease.blocks for lease in self.engine._leases._leases.values()]
         return Counter(block for blocks in (*runs, *leases) for block in blocks)
 
     def still_right(self, export: ExportedKv, prompt: bytes) -> bool:
-        """Whether the pool's blocks still hold this prompt, judged by its bytes."""
+        """Whether the pool's blocks still hold this prompt, compared by its bytes."""
         for i, block in enumerate(export.block_ids):
             pool = self.engine._pool
             wrote = self.prompts[pool._written_by[block].digest]
@@ -137,7 +137,7 @@ class TrackedEngine:
 
 
 class KvTransferMachine(RuleBasedStateMachine):
-    """A giver `p` and a taker `d`, both also serving plain requests, on one clock."""
+    """A prefill instance `p` and a decode instance `d` on one clock; both also serve plain requests."""
 
     @initialize(p_blocks=st.integers(8, 20), d_blocks=st.integers(8, 20))
     def start(self, p_blocks: int, d_blocks: int) -> None:
@@ -169,7 +169,7 @@ class KvTransferMachine(RuleBasedStateMachine):
     @rule(on_d=st.booleans(), half_steps=st.integers(1, 8))
     def advance(self, *, on_d: bool, half_steps: int) -> None:
         side = self.d if on_d else self.p
-        for _ in range(half_steps):  # of steps: an odd count leaves one under way
+        for _ in range(half_steps):  # an odd count leaves a step under way
             side.advance(self.now_s)
             self.now_s = max(self.now_s, side.due_s)
 
@@ -181,13 +181,13 @@ class KvTransferMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
     def end_fetch(self, data: st.DataObject, fails: bool) -> None:
         fetch = self.d.fetches.pop(data.draw(st.sampled_from(sorted(self.d.fetches))))
-        given = fetch.source.request_id or ""
+        remote_id = fetch.source.request_id or ""
         if fails:
             self.d.engine.fail_kv_fetch(fetch.request_id, self.now_s)
             return
         own = self.d.live[fetch.request_id].digest
         held = pulled_digest(self.p.engine.read_blocks(fetch.remote_block_ids), own_digest=own)
-        alive = self.p.engine.release_lease(given, self.now_s)
+        alive = self.p.engine.release_lease(remote_id, self.now_s)
         assert held == own or not alive, "a lease protects what it pins"
         self.d.engine.complete_kv_fetch(fetch.request_id, held, self.now_s)
         self.d.prompts.setdefault(held, b"")
@@ -228,7 +228,7 @@ class KvTransferMachine(RuleBasedStateMachine):
             assert (read == own) == self.p.still_right(export, prompt)
 
     def teardown(self) -> None:
-        """Give every request the chance to end, then let the leases run out: nothing is left."""
+        """Let every request end and every lease expire: no block is left in use."""
         if not hasattr(self, "p"):
             return
         for _ in range(2000):
@@ -255,7 +255,7 @@ TestKvTransferMachine = KvTransferMachine.TestCase
 
 
 def run_random_requests(seed: int) -> list[object]:
-    """A random life of one engine, told in full."""
+    """Run random requests on one engine; returns all events and times."""
     rng = random.Random(seed)
     side = TrackedEngine("e", 12)
     jitter_rng = random.Random(seed)

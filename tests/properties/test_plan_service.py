@@ -1,4 +1,4 @@
-"""What holds for every service, whatever its instances, engines and router are at."""
+"""Properties of the operator's plan for any state of instances, engines and router."""
 
 from random import Random
 from typing import Any
@@ -70,7 +70,7 @@ STRATEGIES = st.one_of(st.none(), st.sampled_from(FlipStrategy))
 def observations(
     draw: st.DrawFn, strategies: st.SearchStrategy[FlipStrategy | None] = STRATEGIES
 ) -> Observed:
-    """A service in any state: half-made, scaled, flipped, crashed."""
+    """Draw a service in any state: partly created, scaled, flipped, crashed."""
     count, ceiling = draw(st.integers(1, 6)), 8
     pool = {"name": "flex", "instances": {"min": 1, "max": ceiling}}
     floors = {"prefill": {"min": draw(st.integers(1, 2))}, "decode": {"min": draw(st.integers(1, 2))}}
@@ -129,10 +129,10 @@ def planned_assignment(plan: Plan) -> PDAssignmentSpec:
 
 
 def apply_plan(observed: Observed, plan: Plan) -> Observed:
-    """The same moment with the plan's objects written, the engines not having moved yet."""
+    """Return the observation after the plan's objects were written and before any engine changed."""
     written = [obj for obj in plan.objects if isinstance(obj, PDInstance)]
-    gone = {obj.metadata.name for obj in plan.delete if isinstance(obj, PDInstance)}
-    leaving = [i for i in observed.instances if i.metadata.name in gone]
+    deleted = {obj.metadata.name for obj in plan.delete if isinstance(obj, PDInstance)}
+    leaving = [i for i in observed.instances if i.metadata.name in deleted]
     return Observed(
         service=next(obj for obj in plan.objects if isinstance(obj, PDService)),
         now_s=observed.now_s,
@@ -147,7 +147,7 @@ def apply_plan(observed: Observed, plan: Plan) -> Observed:
 
 @given(observations())
 def test_repeated_planning_reaches_a_fixed_point(observed: Observed) -> None:
-    """As long as engines and router do not move, the objects come to rest after a few passes."""
+    """While engines and router do not change, the objects stop changing after a few reconciles."""
     for _ in range(6):
         plan = plan_service(observed)
         if apply_plan(observed, plan) == observed:
@@ -185,7 +185,7 @@ def test_the_order_of_instances_does_not_matter(observed: Observed, seed: int) -
 def test_every_assignment_written_by_the_operator_passes_may_apply(observed: Observed) -> None:
     """No cordon, removal or new entry takes a role below its floor.
 
-    Only a flip that failed is rolled back whatever follows, and Relabel has none.
+    Only a failed flip is rolled back unconditionally, and the strategy Relabel has no rollback.
     """
     if observed.assignment is None or observed.accepted_assignment is None:
         return
@@ -231,16 +231,16 @@ def test_no_instance_is_started_and_stopped_in_one_plan(observed: Observed) -> N
     st.integers(1, 4),
     st.integers(1, 4),
 )
-def test_the_first_split_holds_the_floors_where_it_can(
+def test_the_first_split_keeps_the_floors_if_possible(
     fixed: list[Role | None], prefill_floor: int, decode_floor: int
 ) -> None:
     members = [AssignableInstance(f"chat-{number}", role) for number, role in enumerate(fixed)]
     split = plan_first_split(members, prefill_floor=prefill_floor, decode_floor=decode_floor)
     had = {role: list(split.values()).count(role) for role in (Role.PREFILL, Role.DECODE)}
     free = fixed.count(None)
-    lacking = max(0, decode_floor - fixed.count(Role.DECODE))
+    missing = max(0, decode_floor - fixed.count(Role.DECODE))
     assert had[Role.DECODE] >= min(decode_floor, fixed.count(Role.DECODE) + free)
-    assert had[Role.PREFILL] >= min(prefill_floor, fixed.count(Role.PREFILL) + max(0, free - lacking))
+    assert had[Role.PREFILL] >= min(prefill_floor, fixed.count(Role.PREFILL) + max(0, free - missing))
     assert {name: split[name] for name, role in _fixed(members)} == dict(_fixed(members))
 
 
@@ -250,7 +250,7 @@ def _fixed(members: list[AssignableInstance]) -> list[tuple[str, Role]]:
 
 @given(observations(), ROLES)
 def test_no_edit_of_the_assignment_takes_a_role_below_its_floor(observed: Observed, role: Role) -> None:
-    """Whatever somebody wrote into the assignment: what stands after the operator's pass holds the floors."""
+    """After the operator's reconcile the assignment keeps the floors, whatever a user wrote into it."""
     if observed.assignment is None or observed.accepted_assignment is None:
         return
     everyone = {

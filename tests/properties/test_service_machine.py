@@ -1,4 +1,6 @@
-"""Whatever happens to a service, in any order: floors hold, groups stay able, it comes to rest as asked."""
+"""A service under any sequence of faults and edits: floors are kept, groups serve both roles, the service
+settles as specified.
+"""
 
 from typing import Any
 
@@ -18,7 +20,7 @@ BY = st.sampled_from([Actor.PERSON, Actor.AUTOSCALER])
 
 
 class ServiceMachine(RuleBasedStateMachine):
-    """Pods die, nodes are lost, people scale, roll out, flip and cordon, the operator starts anew."""
+    """Pods die, nodes are lost, people scale, roll out, flip and cordon, the operator restarts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(passes=st.integers(1, 6), wait_s=st.sampled_from([0.0, 1.0, 4.0]))
     def operator(self, passes: int, wait_s: float) -> None:
         for _ in range(passes):
-            self._pass()
+            self._reconcile()
             self.simulated.advance(wait_s)
 
     @rule(replicas=st.integers(0, 9))
@@ -63,7 +65,7 @@ class ServiceMachine(RuleBasedStateMachine):
         spec = self.simulated.assignment.spec
         name = data.draw(st.sampled_from(sorted(spec.roles)))
         self.simulated.write_assignment(
-            apply_flip(spec, name, to, by=by, reason="so", now_s=self.simulated.now_s)
+            apply_flip(spec, name, to, by=by, reason="test", now_s=self.simulated.now_s)
         )
 
     @rule(data=st.data(), cordoned=st.booleans())
@@ -84,7 +86,7 @@ class ServiceMachine(RuleBasedStateMachine):
         elif kind == "evicted":
             self.simulated.evict(name)
         else:
-            self.simulated.lose_engine(name, gone=kind == "gone")
+            self.simulated.lose_engine(name, deleted=kind == "gone")
 
     @rule(up=st.booleans())
     def router(self, up: bool) -> None:
@@ -94,8 +96,8 @@ class ServiceMachine(RuleBasedStateMachine):
     def operator_restart(self) -> None:
         self.simulated.accepted = None
 
-    def _pass(self) -> None:
-        """One pass: what it takes from a role voluntarily never goes below the floor."""
+    def _reconcile(self) -> None:
+        """Reconcile once, and check that the operator takes no role below its floor."""
         simulated = self.simulated
         accepted = simulated.accepted or rebuild_accepted_assignment(simulated.observe())
         disturbed = set(simulated.disturbed)
@@ -112,14 +114,14 @@ class ServiceMachine(RuleBasedStateMachine):
         }
         floors = simulated.service.spec.roles.to_floors()
         for role in BOTH:
-            taken = {i.metadata.name for i in observed.instances if engine_lost(observed, i)}
-            had = {name for name in before[role] if name not in taken and name in observed.engines}
+            lost = {i.metadata.name for i in observed.instances if engine_lost(observed, i)}
+            had = {name for name in before[role] if name not in lost and name in observed.engines}
             now = simulated.serving_names(simulated.assignment.spec, role)
             assert len(now) >= min(len(had), floors.for_role(role)), (role, had, now, simulated.describe())
         assert simulated.groups_missing_a_role() == [], simulated.describe()
 
     def teardown(self) -> None:
-        """Once the faults end and nobody asks for the impossible, all is as asked."""
+        """Once the faults have ended and the edits are possible to satisfy, the service reaches its spec."""
         if not hasattr(self, "simulated"):
             return
         simulated = self.simulated
@@ -127,8 +129,8 @@ class ServiceMachine(RuleBasedStateMachine):
         simulated.edit_service(engine={"image": "z"}, rollout={"maxSurge": 1, "progressDeadline": "60s"})
         assert simulated.assignment
         entries = simulated.assignment.spec.roles.items()
-        lifted = {n: e.model_copy(update={"cordoned": False, "cordoned_by": None}) for n, e in entries}
-        simulated.write_assignment(simulated.assignment.spec.model_copy(update={"roles": lifted}))
+        uncordoned = {n: e.model_copy(update={"cordoned": False, "cordoned_by": None}) for n, e in entries}
+        simulated.write_assignment(simulated.assignment.spec.model_copy(update={"roles": uncordoned}))
         floors = simulated.service.spec.roles.to_floors()
         replicas = max(simulated.pools[POOL].spec.replicas, floors.prefill + floors.decode)
         simulated.scale(POOL, replicas)

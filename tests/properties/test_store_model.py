@@ -1,7 +1,7 @@
-"""The memory store against a dictionary: whatever is written in whatever order, both say the same.
+"""The memory store against a dictionary: after any sequence of writes, both have the same content.
 
-The dictionary knows nothing of versions, events or ownership; beside it run checkers for what holds of these
-in every history: versions only grow, a replayed watch ends in what a list shows, generations follow spec.
+The dictionary has no versions, events or field managers. Further checks cover these: versions only grow, a
+watch replayed from the start ends in the listed state, and the generation changes with the spec.
 """
 
 from collections.abc import Coroutine
@@ -25,6 +25,8 @@ numbers = st.integers(1, 3)
 
 
 class StoppedClock:
+    """A clock that always shows 0."""
+
     def now_s(self) -> float:
         return 0.0
 
@@ -33,7 +35,7 @@ class StoppedClock:
 
 
 def run_without_waiting(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call that never waits."""
+    """Return the result of a coroutine that never waits."""
     try:
         call.send(None)
     except StopIteration as stop:
@@ -43,7 +45,7 @@ def run_without_waiting(call: Coroutine[Any, Any, T]) -> T:
 
 
 class StoreAgainstDictionary(RuleBasedStateMachine):
-    """`model` maps a name to (instances, flips)."""
+    """Random writes; `model` maps a name to (instances, flips)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     @precondition(lambda self: self.versions)
     @rule(data=st.data(), instances=numbers)
-    def patch_what_was_read(self, data: st.DataObject, instances: int) -> None:
+    def patch_with_a_remembered_version(self, data: st.DataObject, instances: int) -> None:
         name = data.draw(st.sampled_from(sorted(self.versions)))
         version, patch = self.versions.pop(name), {"spec": {"instances": instances}}
         current = self.read(name).metadata.resource_version if name in self.model else None
@@ -111,7 +113,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             assert current == version
             self.model[name] = (instances, self.model[name][1])
 
-    @rule(name=names, instances=numbers, manager=st.sampled_from(["me", "you"]))
+    @rule(name=names, instances=numbers, manager=st.sampled_from(["first", "second"]))
     def apply(self, name: str, instances: int, manager: str) -> None:
         spec = PDServiceSpec(model="m", instances=instances)
         desired = PDService(metadata=ObjectMeta(name=name), spec=spec)
@@ -132,10 +134,10 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
             del self.model[name]
 
     @invariant()
-    def both_hold_the_same(self) -> None:
+    def store_and_dictionary_are_equal(self) -> None:
         items = run_without_waiting(self.store.list(PDService, namespace=NAMESPACE)).items
-        held = {obj.metadata.name: (obj.spec.instances, obj.status.flips) for obj in items}
-        assert held == self.model
+        stored = {obj.metadata.name: (obj.spec.instances, obj.status.flips) for obj in items}
+        assert stored == self.model
         assert [obj.metadata.name for obj in items] == sorted(self.model)
 
     @invariant()
@@ -145,7 +147,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
         self.last_version = version
 
     def teardown(self) -> None:
-        """A watch from the beginning ends in what a list shows, and each generation follows its spec."""
+        """A watch from the beginning ends in the listed state, and each generation follows its spec."""
         listing = run_without_waiting(self.store.list(PDService, namespace=NAMESPACE))
         events = self.store.watch(PDService, namespace=NAMESPACE, since="0")
         replayed: dict[str, PDService] = {}

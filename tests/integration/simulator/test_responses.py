@@ -200,10 +200,10 @@ class TestRoleAtStart:
         statuses: tuple[int, int, int],
     ) -> None:
         server = start("--role", role)
-        kv_transfer_params = await client.prefill(pair[0], "handed over")
+        kv_transfer_params = await client.prefill(pair[0], "prefilled")
         received = []
         for params in (PREFILL_ONLY, None, kv_transfer_params):
-            body = {"model": MODEL, "prompt": "handed over", "max_tokens": 1, "kv_transfer_params": params}
+            body = {"model": MODEL, "prompt": "prefilled", "max_tokens": 1, "kv_transfer_params": params}
             status, _ = await client.post(server, "/v1/completions", body)
             received.append(status)
         assert tuple(received) == statuses

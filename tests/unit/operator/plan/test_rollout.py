@@ -193,7 +193,7 @@ def test_changed_bounds_move_the_replicas_only_where_fulcrum_owns_them(owner: st
 
 
 def lose_node(chat_fleet: SimulatedService) -> None:
-    chat_fleet.lose_engine("chat-1", gone=False)
+    chat_fleet.lose_engine("chat-1", deleted=False)
 
 
 def evict(chat_fleet: SimulatedService) -> None:
@@ -230,7 +230,7 @@ def test_repeatedly_lost_instances_are_replaced_more_slowly() -> None:
         made |= set(chat_fleet.instances)
         for name, one in chat_fleet.engines.items():
             if one.state is not EngineState.LOST:
-                chat_fleet.lose_engine(name, gone=False)
+                chat_fleet.lose_engine(name, deleted=False)
         chat_fleet.advance(1.0)
     assert len(made) <= 6
 
