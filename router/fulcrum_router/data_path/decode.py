@@ -151,6 +151,7 @@ class DecodeLeg(Completion[None]):
         if self._withheld is not None:
             self._withheld.append(data)
             return
+        # Without a token nothing is sent yet: another instance can still take the request.
         if not self._committed and not self._mid_chunk and has_no_token(data):
             if DONE_EVENT in data:
                 self._abort(Failure.ABORTED, "the engine ended the stream before its first token")
@@ -158,7 +159,7 @@ class DecodeLeg(Completion[None]):
                 self._buffered = data + self._buffered
             return
         transfer = self.transfer
-        # The usage event, for the verification of the transfer. It is not counted as output if it is removed.
+        # The usage shows whether the KV was fetched; if only the router requested it, it is removed.
         if transfer is not None and EMPTY_CHOICES in data and not self._mid_chunk:
             data = transfer.extract_usage(data, chunked=self.head is not None and self.head.length == CHUNKED)
         events = data.count(b"\ndata:")

@@ -206,7 +206,7 @@ class Exchange:
         """
         prefill_leg, timeouts = self._prefill_leg, self._timeouts
         pool, transfer = instance.require_connection_pool(), prefill_leg.start_transfer(instance)
-        # A salt that no other request has: the engine reuses no cached KV, which may be another prompt's.
+        # After an expired lease: a salt that no other request has, so that the engine reuses no cached KV.
         cache_salt = None if self._must_recompute else instance.cache_salt
         body = build_decode_body(
             prefill_leg.request_body,
@@ -345,9 +345,10 @@ class Exchange:
             self._must_recompute = True
             return
         self._excluded += (instance.name,)
+        # An engine that cannot fetch the KV returns 5xx: counted against the pair.
         if error.failure is Failure.STATUS and prefill_leg.kv_transfer_params is not None:
             prefill_leg.record_miss_by(instance, conditions.RECOMPUTED)
-        if error.may_have_started:
+        if error.may_have_started:  # KV transfer parameters are used once
             prefill_leg.release_transfer()
 
     # --- headers and errors for the client -----------------------------------------------------

@@ -4,6 +4,8 @@ from http import HTTPStatus
 
 import orjson
 
+from fulcrum_core.openai_errors import build_error_object
+
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
 
 
@@ -14,7 +16,7 @@ def build_error_body(status: int, message: str, error_type: str | None = None) -
         or _ERROR_TYPES.get(status)
         or ("invalid_request_error" if status < 500 else "upstream_error")
     )
-    return orjson.dumps({"error": {"message": message, "type": error_type, "param": None, "code": status}})
+    return orjson.dumps(build_error_object(message, error_type=error_type, status=status))
 
 
 def build_response(
@@ -56,6 +58,4 @@ def build_error_response(
 
 def build_broken_stream_event(message: str) -> bytes:
     """Build the last event of a broken stream: an error; no `[DONE]` follows."""
-    return b"data: %b\n\n" % orjson.dumps(
-        {"error": {"message": message, "type": "upstream_error", "code": 502}}
-    )
+    return b"data: %b\n\n" % build_error_body(502, message)

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from fulcrum_core.openai_errors import build_error_object
+
 DONE = b"data: [DONE]\n\n"
 """The last event of every stream."""
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -110,7 +112,7 @@ class ResponseTemplate:
 
 def error_object(message: str, *, kind: str, status: int, param: str | None = None) -> bytes:
     """Format vLLM's error body."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+    return orjson.dumps(build_error_object(message, error_type=kind, status=status, param=param))
 
 
 def build_vllm_error_event(message: str, *, kind: str, status: int) -> bytes:

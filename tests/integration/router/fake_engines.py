@@ -24,6 +24,8 @@ from tests.waiting import wait_until
 
 DEADLINE_S = 20.0
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
+"""A completion request."""
 
 
 @dataclass
@@ -89,6 +91,12 @@ def build_json_response(status: int, body: object) -> bytes:
         f"HTTP/1.1 {status} Some\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     )
     return head.encode() + content
+
+
+def build_post(body: bytes, *header_lines: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    """The bytes of a request with this body."""
+    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *header_lines, "", ""]
+    return "\r\n".join(lines).encode() + body
 
 
 def frame_event(text: str) -> bytes:

@@ -19,6 +19,7 @@ from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.policy import PairKey, TransferOutcome
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
+    PROMPT,
     FakeEngine,
     ResponseWriter,
     RunningRouter,
@@ -29,7 +30,6 @@ from tests.integration.router.fake_engines import (
 )
 from tests.waiting import wait_until
 
-PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 BOTH_WAYS = [PairKey("d1", "p1"), PairKey("p1", "d1")]
 
 

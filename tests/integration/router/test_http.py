@@ -11,20 +11,13 @@ from tests.integration.router.fake_engines import (
     FakeEngine,
     ResponseWriter,
     RunningRouter,
+    build_post,
     run_router,
     send_source_name,
 )
 from tests.waiting import run_pending_tasks, wait_until
 
 BODY = b'{"model": "m", "prompt": "hello"}'
-
-
-def build_post(
-    body: bytes = BODY, *fields: str, path: str = "/v1/completions", version: str = "1.1"
-) -> bytes:
-    """The bytes of a completion request."""
-    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *fields, "", ""]
-    return "\r\n".join(lines).encode() + body
 
 
 async def send_pieces(
@@ -64,7 +57,7 @@ def statuses(got: list[tuple[int, bytes]]) -> list[int]:
 
 
 async def test_a_request_may_be_split_anywhere() -> None:
-    request = build_post()
+    request = build_post(BODY)
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         for split in range(1, len(request)):
             assert statuses(await send_pieces(world, request[:split], request[split:])) == [200]
@@ -92,8 +85,11 @@ async def test_responses_to_pipelined_requests_come_in_order() -> None:
 
 async def test_a_connection_is_kept_alive_unless_the_client_asks_to_close_it() -> None:
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert statuses(await send_pieces(world, build_post(), build_post(), response_count=2)) == [200, 200]
-        response = await read_until_closed(world, build_post(BODY, "Connection: close") + build_post())
+        assert statuses(await send_pieces(world, build_post(BODY), build_post(BODY), response_count=2)) == [
+            200,
+            200,
+        ]
+        response = await read_until_closed(world, build_post(BODY, "Connection: close") + build_post(BODY))
         assert (response.count(b"HTTP/1.1 200"), response.count(b"connection: close")) == (1, 1)
 
 
@@ -125,7 +121,7 @@ async def test_expect_100_continue_gets_an_interim_response_before_the_body() ->
 async def test_an_upgrade_header_is_ignored() -> None:
     offer = build_post(BODY, "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AA")
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert statuses(await send_pieces(world, offer, build_post(), response_count=2)) == [200, 200]
+        assert statuses(await send_pieces(world, offer, build_post(BODY), response_count=2)) == [200, 200]
         assert [body["prompt"] for body in world["d1"].decodes] == ["hello", "hello"]
 
 
@@ -225,7 +221,7 @@ async def test_requests_in_flight_may_finish_during_the_shutdown_grace_period() 
     async with run_router(
         FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond), grace_s=DEADLINE_S
     ) as world:
-        request = asyncio.ensure_future(read_until_closed(world, build_post()))
+        request = asyncio.ensure_future(read_until_closed(world, build_post(BODY)))
         await wait_until(lambda: bool(world["d1"].requests), "the decode leg was sent")
         world.when_stopping(go_on.set)
     assert (await request).startswith(b"HTTP/1.1 200")

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import aiohttp
@@ -23,22 +23,13 @@ from tests.integration.router.fake_engines import (
     run_router,
     settings_with_short_timeouts,
 )
-from tests.integration.simulator.servers import DEADLINE_S, MODEL, expected_text, launch, ready
+from tests.integration.simulator.servers import MODEL, expected_text, launch, ready
 from tests.integration.simulator.servers import Server as Engine
 from tests.waiting import run_pending_tasks, wait_until
 
 TOKENS = 8
 EJECTION_DEADLINE_S = 6.0
 """Three probes of a second each, the time to the first one, and a margin for a busy machine."""
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(force_close=True, limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(DEADLINE_S)
-    ) as session:
-        yield session
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.policy import PairKey
 from tests.integration.router.fake_engines import (
+    PROMPT,
     FakeEngine,
     ResponseWriter,
     RunningRouter,
@@ -39,21 +40,11 @@ from tests.integration.simulator.servers import (
 from tests.integration.simulator.servers import Server as Engine
 from tests.waiting import run_pending_tasks, wait_until
 
-PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
 CHUNKS = [
     frame_event(json.dumps({"choices": [{"text": word}], "usage": None}, separators=(",", ":")))
     for word in ("a ", 'a "usage":{"prompt_tokens":9} \\"choices\\":[] ', "c ")
 ]
 DONE = frame_event("[DONE]")
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(DEADLINE_S)
-    ) as session:
-        yield session
 
 
 def build_usage(cached: int | None, *, details: bool = True) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import pytest
 
+from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.policy import PairKey, TransferOutcome
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
+    PROMPT,
     FakeEngine,
     ResponseWriter,
     RunningRouter,
     Script,
+    build_post,
     close_connection,
     make_kv_transfer_params,
     never_respond,
@@ -29,18 +31,6 @@ from tests.integration.router.fake_engines import (
 )
 from tests.waiting import wait_until
 
-PROMPT = {"model": "m", "prompt": "once upon a time", "max_tokens": 3}
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    """A client that opens a connection per request, so that tests do not affect each other."""
-    connector = aiohttp.TCPConnector(force_close=True)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=aiohttp.ClientTimeout(DEADLINE_S)
-    ) as session:
-        yield session
-
 
 def build_four_engines(**scripts: Script) -> list[FakeEngine]:
     """Two prefill and two decode engines; a keyword such as `p1` replaces the script of that engine."""
@@ -49,6 +39,11 @@ def build_four_engines(**scripts: Script) -> list[FakeEngine]:
         if engine.name in scripts:
             setattr(engine, "prefill" if engine.name.startswith("p") else "decode", scripts[engine.name])
     return engines
+
+
+def prefer_first_prefill_instance(world: RunningRouter) -> None:
+    """Predict slow prefills on p2: a busy machine makes p1 look slower than p2 after its first prompt."""
+    world.router.fleet["p2"].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
 
 
 async def read_text(response: aiohttp.ClientResponse) -> str:
@@ -180,6 +175,7 @@ async def test_a_decode_failure_before_the_first_byte_is_invisible_to_the_client
 ) -> None:
     settings = settings_with_short_timeouts(first_byte=0.1)
     async with run_router(*build_four_engines(d1=script), settings=settings) as world:
+        prefer_first_prefill_instance(world)
         response = await request_completion(client, world, stream=stream)
         fulcrum_headers = {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"}
         assert response == (200, "p1 p1 p1 ", fulcrum_headers)
@@ -199,6 +195,7 @@ async def respond_with_abort(response: ResponseWriter) -> None:
 
 async def test_finish_reason_abort_counts_as_a_failed_leg(client: aiohttp.ClientSession) -> None:
     async with run_router(*build_four_engines(d1=respond_with_abort)) as world:
+        prefer_first_prefill_instance(world)
         status, text, _ = await request_completion(client, world)
         assert (status, text) == (200, "p1 p1 p1 ")
         assert world.router.counters.retries == {("decode", "aborted"): 1}
@@ -217,6 +214,7 @@ async def test_a_stream_without_a_token_counts_as_a_failed_leg(
 ) -> None:
     """vLLM sends this for a new stream while it shuts down."""
     async with run_router(*build_four_engines(d1=stream_tokens_then(0, script))) as world:
+        prefer_first_prefill_instance(world)
         response = await request_completion(client, world, stream=True)
         assert response == (200, "p1 p1 p1 ", {"x-fulcrum-prefill": "p1", "x-fulcrum-decode": "d2"})
         assert world.router.counters.retries == {("decode", "aborted"): 1}
@@ -376,7 +374,7 @@ async def read_raw_stream(world: RunningRouter, seen: asyncio.Event) -> str:
     """Read a stream until the router closes; set `seen` after two events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     body = json.dumps({**PROMPT, "stream": True}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    writer.write(build_post(body))
     content = b""
     async with asyncio.timeout(DEADLINE_S):
         while data := await reader.read(65536):
@@ -391,7 +389,7 @@ async def disconnect_after(world: RunningRouter, engine: FakeEngine, *, after: b
     """Request a stream and disconnect when the engine has the request, or after these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
     body = json.dumps({**PROMPT, "stream": True}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    writer.write(build_post(body))
     await wait_until(lambda: bool(engine.requests), "the engine has the request")
     if after:
         async with asyncio.timeout(DEADLINE_S):
@@ -480,8 +478,7 @@ async def test_a_slow_client_applies_backpressure_to_the_engine() -> None:
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=send_endless_stream)) as world:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1024)
         body = json.dumps({**PROMPT, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-        writer.write(head + body)
+        writer.write(build_post(body))
         await reader.readuntil(b"\r\n\r\n")
         history: list[int] = []
 
