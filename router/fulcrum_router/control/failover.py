@@ -7,7 +7,7 @@ for a moment do no harm: both serve requests.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,6 @@ class Failover:
         endpoint: Address of this router.
         clock: Time of the Lease.
         rng: Spreads the attempts of several routers.
-        sleep: Waits a number of seconds.
     """
 
     def __init__(
@@ -86,10 +85,8 @@ class Failover:
         *,
         clock: Clock,
         rng: random.Random,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._router, self._objects, self._endpoint, self._clock = router, objects, endpoint, clock
-        self._sleep = sleep
         self._elector = LeaderElector(
             KubernetesLease(objects, endpoint.name, namespace=endpoint.namespace),
             identity=endpoint.identity,
@@ -117,7 +114,7 @@ class Failover:
                     tasks.create_task(self._reconcile_slice())
             except Exception:
                 log.exception("election failed with an internal error; starting it again")
-            await self._sleep(SLICE_RETRY_S)
+            await asyncio.sleep(SLICE_RETRY_S)
 
     async def hand_over(self) -> None:
         """Release the Lease and wait until traffic is directed to a successor; call it after `run` has ended.
@@ -131,9 +128,9 @@ class Failover:
         elif self._clock.monotonic_s() - self._last_active_s > ROUTER_HANDOVER_TIMEOUT_S:
             return
         while self._clock.monotonic_s() < end_s and not await self._has_successor():
-            await self._sleep(SUCCESSOR_POLL_S)
+            await asyncio.sleep(SUCCESSOR_POLL_S)
         self._router.leaving = True
-        await self._sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
+        await asyncio.sleep(max(0.0, min(LINGER_S, end_s - self._clock.monotonic_s())))
 
     def _on_leadership_change(self, leading: bool) -> None:
         if leading:

@@ -6,7 +6,7 @@ cache use, and the requests of other routers. A probe uses the instance's connec
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -60,7 +60,6 @@ class EngineProber:
     Args:
         fleet: Instances to probe, added and removed by others.
         on_ejection: Called with an instance that a probe has ejected, and the reason as a metric label.
-        sleep: Waits a number of seconds.
     """
 
     def __init__(
@@ -68,9 +67,8 @@ class EngineProber:
         fleet: Fleet,
         *,
         on_ejection: Callable[[Instance, str], None],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._fleet, self._on_ejection, self._sleep = fleet, on_ejection, sleep
+        self._fleet, self._on_ejection = fleet, on_ejection
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -78,7 +76,7 @@ class EngineProber:
         try:
             while True:
                 self._sync_tasks()
-                await self._sleep(PROBE_INTERVAL_S / 4)
+                await asyncio.sleep(PROBE_INTERVAL_S / 4)
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -101,7 +99,7 @@ class EngineProber:
                 await self._probe_ejected(instance)
             elif pool is not None:
                 previous = await self._scrape(instance, pool, previous)
-            await self._sleep(max(0.0, self._next_probe_s(instance, began_s) - time.monotonic()))
+            await asyncio.sleep(max(0.0, self._next_probe_s(instance, began_s) - time.monotonic()))
 
     @staticmethod
     def _next_probe_s(instance: Instance, began_s: float) -> float:

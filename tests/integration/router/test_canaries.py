@@ -1,4 +1,4 @@
-"""Canaries over loopback: they warm and prove every pair, stand in no books, and get in nobody's way."""
+"""Canaries over loopback: they verify and warm every pair, and add no load that dispatch or metrics count."""
 
 import asyncio
 import random
@@ -28,19 +28,24 @@ from tests.integration.router.fake_engines import (
     respond_with_status,
     run_router,
 )
-from tests.waiting import wait_until
+from tests.waiting import wait_until, wait_until_time
 
 BOTH_WAYS = [PairKey("d1", "p1"), PairKey("p1", "d1")]
 
 
-def reports_cached_tokens(cached: int | None, *, after_s: float = 0.0, again: int | None = None) -> Script:
-    """A decode that reports so many cached tokens to a hand-off, and `again` to a plain request."""
+def reports_cached_tokens(
+    cached: int | None, *, handshake_s: float = 0.0, without_transfer: int | None = None
+) -> Script:
+    """A decode engine that reports `cached` tokens after a KV transfer, `without_transfer` without one.
+
+    Its response to a transfer takes `handshake_s`.
+    """
 
     async def script(response: ResponseWriter) -> None:
-        handed = "kv_transfer_params" in response.request.body
-        if handed:
-            await asyncio.sleep(after_s)
-        count = cached if handed else again
+        is_transfer = "kv_transfer_params" in response.request.body
+        if is_transfer:
+            await wait_until_time(time.monotonic() + handshake_s, "the router measures this time")
+        count = cached if is_transfer else without_transfer
         details = None if count is None else {"cached_tokens": count}
         usage = {"prompt_tokens": 261, "prompt_tokens_details": details}
         await response.json(200, {"choices": [{"text": "a"}], "usage": usage})
@@ -52,7 +57,7 @@ def reports_cached_tokens(cached: int | None, *, after_s: float = 0.0, again: in
 async def canaries_running(
     world: RunningRouter, *, interval_s: float = 300.0
 ) -> AsyncIterator[RunningRouter]:
-    """With canaries flying."""
+    """Send canaries during the block."""
     canaries = asyncio.ensure_future(
         CanaryScheduler(world.router, interval_s=interval_s, rng=random.Random(1)).run()
     )
@@ -85,9 +90,7 @@ async def test_both_directions_are_verified_before_the_first_request() -> None:
         assert world.ledgers_are_empty()
         assert world.router.counters.tiers == {}
         sent = bodies(world)
-        assert len({body["cache_salt"] for body in sent}) == 2, (
-            "a salt for each canary, the same on both legs"
-        )
+        assert len({body["cache_salt"] for body in sent}) == 2, "each canary has its own salt, on both legs"
         assert {len(body["prompt"]) > 2 * 16 for body in sent} == {True}
         assert {body["priority"] for body in sent} == {1_000_000}
         assert {
@@ -129,21 +132,21 @@ async def _waits_for_an_unresponsive_engine(world: RunningRouter) -> None:
 @pytest.mark.parametrize(
     "state",
     [_is_standby, _is_busy, _has_one_instance, _waits_for_an_unresponsive_engine],
-    ids=["standby", "busy", "alone", "waits for an engine that does not answer"],
+    ids=["is a standby", "is busy", "has one instance", "waits for an engine that does not respond"],
 )
 async def test_no_canary_is_sent_by_a_router_that(state: Any) -> None:
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         await state(world)
         async with canaries_running(world):
             original_refresh = world.router.pairs.refresh
-            seen: list[float] = []
+            refreshed_at_s: list[float] = []
 
             def refresh(instances: Any, *, now_s: float) -> None:
-                seen.append(now_s)
+                refreshed_at_s.append(now_s)
                 original_refresh(instances, now_s=now_s)
 
             world.router.pairs.refresh = refresh  # type: ignore[method-assign]
-            await wait_until(lambda: len(seen) >= 2, "it has looked twice")
+            await wait_until(lambda: len(refreshed_at_s) >= 2, "the scheduler has checked the pairs twice")
             assert bodies(world) == []
 
 
@@ -152,43 +155,50 @@ async def test_engines_that_refuse_a_role_are_left_alone_until_roles_change() ->
     prefill = FakeEngine("p1", decode=reports_cached_tokens(261))
     async with run_router(prefill, refusing) as world, canaries_running(world, interval_s=0.05):
         verified = world.router.pairs[PairKey("p1", "d1")].counts
-        await wait_until(lambda: sum(verified.values()) >= 2, "the other direction is tried again and again")
+        await wait_until(lambda: sum(verified.values()) >= 2, "the other direction gets more canaries")
         assert len(refusing.prefills) == 1
         assert sum(world.router.pairs[PairKey("d1", "p1")].counts.values()) == 0
         world.router.fleet["d1"].assign(Role.BOTH)
-        await wait_until(lambda: len(refusing.prefills) == 2, "its role has changed")
+        await wait_until(lambda: len(refusing.prefills) == 2, "a canary after the change of its role")
 
 
 async def test_an_unreachable_side_channel_is_detected_and_bypassed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fulcrum_router.kv_transfer.verification.HANDSHAKE_TIMEOUT_S", 0.1)
-    decode = FakeEngine("d1", decode=reports_cached_tokens(0, after_s=0.2))
+    decode = FakeEngine("d1", decode=reports_cached_tokens(0, handshake_s=0.2))
     async with (
         run_router(FakeEngine("p1", decode=reports_cached_tokens(261)), decode) as world,
         canaries_running(world),
     ):
-        await wait_until(lambda: reasons(world).get(BOTH_WAYS[1]) == "HandshakeFailed", "found")
         await wait_until(
-            lambda: world.router.pairs.broken_prefill_instances == ("p1",), "drawn the conclusion"
+            lambda: reasons(world).get(BOTH_WAYS[1]) == "HandshakeFailed", "the failed handshake"
+        )
+        await wait_until(
+            lambda: world.router.pairs.broken_prefill_instances == ("p1",), "the prefill instance is broken"
         )
         before = len(world["p1"].prefills)
-        async with aiohttp.ClientSession() as client, client.post(world.url(), json=PROMPT) as answer:
-            assert (answer.status, answer.headers["x-fulcrum-local-prefill"]) == (200, "kv_transfer_broken")
+        async with aiohttp.ClientSession() as client, client.post(world.url(), json=PROMPT) as response:
+            assert response.status == 200
+            assert response.headers["x-fulcrum-local-prefill"] == "kv_transfer_broken"
         assert len(world["p1"].prefills) == before
         decode.decode = reports_cached_tokens(261)
-        world.router.pairs.invalidate("p1")  # what a new engine process does
-        await wait_until(lambda: reasons(world)[BOTH_WAYS[1]] == "Verified", "healed")
-        await wait_until(lambda: not world.router.pairs.broken_prefill_instances, "used again")
+        world.router.pairs.invalidate("p1")  # as after a restart of the engine
+        await wait_until(lambda: reasons(world)[BOTH_WAYS[1]] == "Verified", "the pair is verified")
+        await wait_until(
+            lambda: not world.router.pairs.broken_prefill_instances, "the prefill instance is used again"
+        )
 
 
 @pytest.mark.parametrize(
-    ("again", "expected"), [(256, "Incompatible"), (None, "NotReported")], ids=["it does", "it never does"]
+    ("without_transfer", "expected"),
+    [(256, "Incompatible"), (None, "NotReported")],
+    ids=["that reports it without a transfer", "that never reports it"],
 )
 async def test_an_engine_without_cached_token_counts_gets_one_check_request(
-    again: int | None, expected: str
+    without_transfer: int | None, expected: str
 ) -> None:
-    decode = FakeEngine("d1", decode=reports_cached_tokens(None, again=again))
+    decode = FakeEngine("d1", decode=reports_cached_tokens(None, without_transfer=without_transfer))
     async with (
         run_router(FakeEngine("p1", decode=reports_cached_tokens(261)), decode) as world,
         canaries_running(world),
@@ -236,7 +246,7 @@ async def test_pairs_of_a_starting_instance_are_warmed_while_the_others_are_busy
         world.router.pairs.refresh(world.router.fleet.instances, now_s=time.monotonic())
         assert world.router.pairs.broken_prefill_instances == ()
         assert set(world.router.pairs.decode_delay_tokens) == {"p1"}, (
-            "of those that serve the one pair is cold"
+            "the only pair of serving instances is cold"
         )
 
 
@@ -245,7 +255,7 @@ def test_an_instance_warms_up_only_until_it_serves() -> None:
     instance.set_endpoint("127.0.0.1", 1)
     instance.starting, instance.engine_requests = True, 0
     before = instance.is_warming_up
-    instance.assign(Role.DECODE)  # relabelled, and looked at while it serves
+    instance.assign(Role.DECODE)  # relabelled: it serves while its new role is verified
     assert (before, instance.serving, instance.is_warming_up) == (True, True, False)
 
 
@@ -263,10 +273,10 @@ async def test_a_slow_pair_is_tried_with_a_prompt_long_enough_to_time() -> None:
     async with run_router(*engines) as world:
         world.router.fleet["d1"].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
         pair = world.router.pairs[PairKey("p1", "d1")]
-        for _ in range(3):  # slow beside computing it there, as no answer within a test's deadline is
+        for _ in range(3):  # far slower than any response within the deadline of a test
             pair.record_duration(9 * DEADLINE_S, tokens=3000, recompute_s=DEADLINE_S, cold=False)
         pair.record(TransferOutcome.VERIFIED, now_s=time.monotonic() - 400.0)
         assert pair.reason == "SlowTransport"
         async with canaries_running(world):
-            await wait_until(lambda: pair.reason == "Verified", "it is quick again")
+            await wait_until(lambda: pair.reason == "Verified", "the pair is fast again")
         assert {len(body["prompt"]) for body in world["d1"].decodes} == {3000}

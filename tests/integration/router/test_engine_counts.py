@@ -1,4 +1,4 @@
-"""What the router tells of the requests that an engine says it has: of other routers, too."""
+"""Requests in an engine by its own count, which includes those of other routers, in the router's state."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tests.integration.router.fake_engines import (
     RunningRouter,
     run_router,
 )
-from tests.waiting import wait_until
+from tests.waiting import run_pending_tasks, wait_until
 
 
 def counts(running: int, waiting: int) -> bytes:
@@ -52,7 +52,7 @@ async def test_an_engine_that_does_not_respond_or_was_removed_counts_as_at_rest(
 
 @dataclass
 class GatedEngine(FakeEngine):
-    """Tells of itself when `may_respond` is set; `metrics_requested`: it was asked."""
+    """An engine that responds to requests for metrics once `may_respond` is set."""
 
     metrics_requested: bool = False
     may_respond: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,19 +64,18 @@ class GatedEngine(FakeEngine):
 
 
 async def test_a_late_response_of_a_removed_engine_is_ignored() -> None:
-    """Nobody would ask again, and the instance would never be at rest."""
+    """The router does not probe a removed engine again, so its last count would stay for ever."""
     engine = GatedEngine("d", metrics=counts(1, 0))
     async with run_router(engine) as world:
-        await wait_until(lambda: engine.metrics_requested, "it is asked")
+        await wait_until(lambda: engine.metrics_requested, "the metrics are requested")
         instance = world.router.fleet["d"]
         pool = instance.connection_pool
         instance.clear_endpoint()
         assert pool is not None
         assert pool.busy
         engine.may_respond.set()
-        await wait_until(lambda: not pool.busy, "its answer")
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await wait_until(lambda: not pool.busy, "the response")
+        await run_pending_tasks()
         assert (instance_state(world).engine_requests, instance_state(world).is_idle(since_s=0.0)) == (
             None,
             True,

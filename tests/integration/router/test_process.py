@@ -1,4 +1,4 @@
-"""A router as a process over a store and engine servers: right text through flips, and its state."""
+"""A router process with a store and engine servers: correct responses during flips, state port, shutdown."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ IDENTITY = {"model": MODEL, "engine": "e", "kvDtype": "bf16", "blockSize": 16, "
 
 @dataclass
 class RunningService:
-    """Everything that runs."""
+    """A router process, its store and its engines."""
 
     store: MemoryStore
     router: subprocess.Popen[str]
@@ -58,7 +58,7 @@ class RunningService:
             return response.status, await response.text()
 
     async def flip(self, name: str, role: Role) -> int:
-        """Patch the assignment; its new generation."""
+        """Patch the assignment and return its new generation."""
         patch = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
         return (await self.store.patch(PDAssignment, "s", patch, namespace="default")).metadata.generation
 
@@ -95,7 +95,7 @@ async def read_ports(process: subprocess.Popen[str]) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, Server]]:
-    """Three engine servers of the laptop's profile."""
+    """Three engine servers with the profile `laptop`."""
     processes = {f"s-{n}": launch("laptop", "--port", "0") for n in range(3)}
     servers = {name: ready(process) for name, process in processes.items()}
     yield servers
@@ -105,7 +105,7 @@ def engines() -> Iterator[dict[str, Server]]:
 
 @pytest.fixture
 async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[RunningService]:
-    """A service of the three engines: the first plays prefill."""
+    """A service of the three engines: the first has the prefill role, the others decode."""
     store, path, token = MemoryStore(SystemClock()), tmp_path / "store.sock", tmp_path / "token"
     token.write_text(TOKEN)
     await store.create(parse_as(PDService, manifest("PDService", "s", {"model": MODEL, "instances": 3})))
@@ -137,11 +137,11 @@ async def test_text_is_right_after_a_kv_transfer(service: RunningService) -> Non
 
 
 async def test_text_is_right_while_roles_flip(service: RunningService) -> None:
-    """Every flip is acknowledged, and no request notices."""
+    """Every flip is acknowledged, and every response is correct."""
 
     async def load(number: int) -> list[bool]:
-        asked = [f"prompt {number} {n} " * 20 for n in range(12)]
-        return [(await service.complete(prompt))[:2] == (200, expected_text(prompt)) for prompt in asked]
+        prompts = [f"prompt {number} {n} " * 20 for n in range(12)]
+        return [(await service.complete(prompt))[:2] == (200, expected_text(prompt)) for prompt in prompts]
 
     async def flips() -> None:
         for turn in range(FLIPS):
@@ -204,15 +204,15 @@ async def test_a_queue_beyond_the_slo_requests_a_flip_at_once(service: RunningSe
     for request in requests:
         request.cancel()
     await asyncio.wait(requests)
-    wanted = FlipRequest.model_validate_json(text)
-    assert (wanted.role, wanted.seq >= 1) == (Role.PREFILL, True)
+    flip_request = FlipRequest.model_validate_json(text)
+    assert (flip_request.role, flip_request.seq >= 1) == (Role.PREFILL, True)
 
 
 async def test_the_router_keeps_serving_while_the_store_is_unavailable(
     service: RunningService, tmp_path: Path
 ) -> None:
     (tmp_path / "store.sock").unlink()
-    assert (await service.complete("still there?"))[:2] == (200, expected_text("still there?"))
+    assert (await service.complete("a prompt"))[:2] == (200, expected_text("a prompt"))
 
 
 async def test_the_router_exits_with_0_on_sigterm(service: RunningService) -> None:

@@ -1,4 +1,4 @@
-"""A service on the control plane alone: objects made by hand, engine servers and routers as processes."""
+"""A service without an operator: objects made by hand, engine servers and routers as processes."""
 
 import contextlib
 import json
@@ -28,30 +28,34 @@ API_VERSION = "fulcrum.dev/v1alpha1"
 
 @dataclass
 class Process:
-    """One program of ours, once it serves."""
+    """A process of one of the project's programs, and its ports once it is ready."""
 
     popen: subprocess.Popen[str]
     ports: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls, module: str, *arguments: str) -> "Process":
-        """Start it, and do not wait."""
+        """Start a program without waiting for it."""
         command = [sys.executable, "-m", module, *arguments]
         return cls(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
 
     def wait_ready(self) -> "Process":
-        """Itself, once it has said that it serves."""
+        """Wait for the `ready` line and read the ports from it.
+
+        Raises:
+            RuntimeError: if the process writes anything else, or nothing in time.
+        """
         assert self.popen.stdout is not None
         readable, _, _ = select.select([self.popen.stdout], [], [], START_S)
         line = self.popen.stdout.readline() if readable else ""
         if not line.startswith("ready "):
             self.kill()
-            raise RuntimeError(f"{self.popen.args!r} says {line!r}")
+            raise RuntimeError(f"{self.popen.args!r} wrote {line!r} instead of a ready line")
         self.ports = json.loads(line.removeprefix("ready "))
         return self
 
     def kill(self) -> None:
-        """End it at once; harmless if it has ended."""
+        """Kill the process; no effect if it has ended."""
         self.popen.kill()
         self.popen.wait()
         if self.popen.stdout is not None:
@@ -68,18 +72,18 @@ class RouterProcess:
 
     @property
     def url(self) -> str:
-        """Where clients ask."""
+        """URL to which clients send completion requests."""
         return f"http://127.0.0.1:{self.process.ports['port']}/v1/completions"
 
     @property
     def state_url(self) -> str:
-        """Its state port."""
+        """URL of the state port."""
         return f"http://127.0.0.1:{self.process.ports['state_port']}"
 
 
 @dataclass
 class RoutedService:
-    """Everything that runs for one service."""
+    """Engines, routers and objects of one service."""
 
     cluster: Cluster
     namespace: str
@@ -89,16 +93,16 @@ class RoutedService:
 
     @property
     def store(self) -> str:
-        """As programs are told it."""
+        """Address of the store, for `--store`."""
         return f"kubeconfig:{self.cluster.kubeconfig}"
 
     @property
     def subject(self) -> str:
-        """Who may read state ports."""
+        """ServiceAccount that may call state ports."""
         return f"system:serviceaccount:{self.namespace}:reader"
 
     def start_router(self) -> RouterProcess:
-        """One more, not waited for."""
+        """Start one more router without waiting for it."""
         number = len(self.routers) + 1
         identity, address = f"{LEASE}-{number}", f"10.88.77.{number}"
         process = Process.start(
@@ -111,14 +115,18 @@ class RoutedService:
         return self.routers[-1]
 
     def path(self, api: str, plural: str, name: str = "") -> str:
-        """Where an object is."""
+        """Path of an object, or of all objects of a kind, in the API."""
         root = "api" if "/" not in api else "apis"
         return f"/{root}/{api}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
     def send(
         self, method: str, path: str, body: Any, *, content_type: str = "application/json"
     ) -> dict[str, Any]:
-        """A write as the cluster's administrator."""
+        """Write as the cluster's administrator.
+
+        Raises:
+            RuntimeError: unless the status is 200 or 201.
+        """
         status, response = self.cluster.request(
             method, path, json.dumps(body).encode(), content_type=content_type
         )
@@ -128,16 +136,16 @@ class RoutedService:
         return made
 
     def patch(self, path: str, body: Any) -> dict[str, Any]:
-        """A JSON merge patch."""
+        """Send a JSON merge patch."""
         return self.send("PATCH", path, body, content_type="application/merge-patch+json")
 
     def slice_addresses(self) -> list[str]:
-        """The addresses in the slice."""
+        """Addresses in the EndpointSlice."""
         found = self.cluster.read(self.path("discovery.k8s.io/v1", "endpointslices", LEASE))
         return [address for endpoint in found["endpoints"] or () for address in endpoint["addresses"]]
 
     def reader_token(self) -> str:
-        """A token of the account that may read state ports."""
+        """Create a token of the account that may call state ports."""
         command = (
             "create",
             "token",
@@ -148,7 +156,7 @@ class RoutedService:
         return self.cluster.kubectl(*command).strip()
 
     def state(self, router: RouterProcess, **query: Any) -> RouterState | int:
-        """What its state port tells; the status where that is nothing."""
+        """Read the state of a router; returns the HTTP status unless that is 200."""
         headers = {"authorization": f"Bearer {self.token}"}
         response = httpx.get(
             f"{router.state_url}/state", headers=headers, params=query, timeout=30, trust_env=False
@@ -160,14 +168,14 @@ class RoutedService:
         )
 
     def serving(self, router: RouterProcess) -> set[str]:
-        """The instances that it gives work to."""
+        """Names of the instances to which a router sends new work."""
         state = self.state(router)
         return set() if isinstance(state, int) else {i.name for i in state.instances if i.serving}
 
 
 @contextlib.contextmanager
 def engine_servers(count: int = ENGINES) -> Iterator[dict[str, Process]]:
-    """Engine servers, by the names of the instances that they shall be."""
+    """Run engine servers during the block; keys are the names of their instances."""
     started: dict[str, Process] = {}
     try:
         for number in range(count):
@@ -186,7 +194,7 @@ def engine_servers(count: int = ENGINES) -> Iterator[dict[str, Process]]:
 def routed(
     cluster: Cluster, namespace: str, engines: dict[str, Process], **service: Any
 ) -> Iterator[RoutedService]:
-    """The objects of a service of these engines; routers are the caller's to start."""
+    """Create the objects of a service with these engines; the caller starts the routers."""
     stack = RoutedService(cluster, namespace, engines)
     try:
         _create_objects(stack, service)
@@ -239,7 +247,7 @@ def _create(
 
 
 def stop(process: Process, number: int, *, timeout_s: float) -> tuple[int, float]:
-    """Send a signal and wait for the end: the exit code and how long it took."""
+    """Send a signal and wait for the process to end; returns its exit code and the seconds it took."""
     began_s = time.monotonic()
     os.kill(process.popen.pid, number)
     return process.popen.wait(timeout_s), time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""Two routers over a real API server: one has the traffic, the other follows, and clients notice little."""
+"""Two routers and a real API server: one is active, the other takes over, and clients lose no request."""
 
 import json
 import signal
@@ -46,10 +46,10 @@ def pair(service: RoutedService) -> tuple[RouterProcess, RouterProcess]:
     both = service.start_router(), service.start_router()
     for router in both:
         router.process.wait_ready()
-    wait_for(lambda: bool(service.slice_addresses()), "one of them to be active", timeout_s=20)
+    wait_for(lambda: bool(service.slice_addresses()), "one router to be active", timeout_s=20)
     [address] = service.slice_addresses()
     standby, active = sorted(both, key=lambda router: router.address == address)
-    wait_for(lambda: service.serving(active) == ALL, "it to know all", timeout_s=20)
+    wait_for(lambda: service.serving(active) == ALL, "the active router to know all instances", timeout_s=20)
     return active, standby
 
 
@@ -64,7 +64,7 @@ def test_the_standby_serves_requests_but_not_its_state(
     service: RoutedService, pair: tuple[RouterProcess, RouterProcess]
 ) -> None:
     _, standby = pair
-    wait_for(lambda: serves_correctly(standby), "the standby to serve who asks all the same", timeout_s=10)
+    wait_for(lambda: serves_correctly(standby), "the standby to serve requests that reach it", timeout_s=10)
     assert service.state(standby) == 503
     active, token, service.token = service.state(pair[0]), service.token, "nonsense"
     assert isinstance(active, RouterState)
@@ -105,7 +105,7 @@ def test_a_terminated_router_hands_over_first_and_drops_no_request(
     active.process.popen.send_signal(signal.SIGTERM)
     took_s = wait_for(lambda: service.slice_addresses() == [standby.address], "the hand-over", timeout_s=20)
     assert took_s < 2.0
-    assert serves_correctly(active), "whoever has not heard yet is served"
+    assert serves_correctly(active), "clients that do not know the successor yet are served"
     assert serves_correctly(standby)
     assert active.process.popen.wait(30) == 0
     client.join()
@@ -115,7 +115,7 @@ def test_a_terminated_router_hands_over_first_and_drops_no_request(
 def test_the_last_router_exits_within_the_handover_timeout(service: RoutedService) -> None:
     only = service.start_router()
     only.process.wait_ready()
-    wait_for(lambda: service.slice_addresses() == [only.address], "it to be active", timeout_s=20)
+    wait_for(lambda: service.slice_addresses() == [only.address], "the router to be active", timeout_s=20)
     code, took_s = stop(only.process, signal.SIGTERM, timeout_s=20)
     assert (code, took_s < 7.0) == (0, True)
 
@@ -145,19 +145,19 @@ def test_the_active_router_stays_active_through_an_api_server_outage(
 def test_a_deleted_pod_gets_no_new_work_without_an_operator(
     service: RoutedService, pair: tuple[RouterProcess, RouterProcess]
 ) -> None:
-    """Its PDInstance still says Serving: there is no operator here."""
+    """The phase of its PDInstance remains Serving, since no operator runs here."""
     path = service.path("v1", "pods", "chat-3")
     service.patch(path, {"metadata": {"finalizers": ["fulcrum.dev/held-by-a-test"]}})
     service.cluster.request("DELETE", path)
-    wait_for(lambda: service.serving(pair[0]) == ALL - {"chat-3"}, "it to be passed over", timeout_s=5)
+    wait_for(lambda: service.serving(pair[0]) == ALL - {"chat-3"}, "chat-3 to get no work", timeout_s=5)
     service.patch(path, {"metadata": {"finalizers": None}})
     service.cluster.request("DELETE", service.path("v1", "pods", "chat-2"))
-    wait_for(lambda: service.serving(pair[0]) == {"chat-0", "chat-1"}, "the next one, too", timeout_s=5)
+    wait_for(lambda: service.serving(pair[0]) == {"chat-0", "chat-1"}, "chat-2 to get no work", timeout_s=5)
     assert serves_correctly(pair[0])
 
 
 def flip(service: RoutedService, name: str, role: str) -> int:
-    """Patch the assignment as a person does; its new generation."""
+    """Patch the assignment as a person does and return its new generation."""
     patch = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
     patched = service.patch(service.path("fulcrum.dev/v1alpha1", "pdassignments", "chat"), patch)
     return int(json.dumps(patched["metadata"]["generation"]))

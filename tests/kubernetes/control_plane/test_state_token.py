@@ -1,4 +1,4 @@
-"""Tokens that a real API server gave out, checked by its real keys."""
+"""Tokens issued by a real API server, verified with its keys."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ def token(cluster: Cluster, namespace: str, account: str, *more: str) -> str:
 
 @pytest.fixture
 async def authenticator(control_plane: Cluster, namespace: str) -> AsyncIterator[ServiceAccountAuthenticator]:
-    """The port of a router that the account `reader` may call."""
+    """Accepts the account `reader`, and not `other`."""
     for name in ("reader", "other"):
         control_plane.kubectl("create", "serviceaccount", name, f"--namespace={namespace}")
     async with open_cluster(f"kubeconfig:{control_plane.kubeconfig}") as cluster:
@@ -31,7 +31,7 @@ async def test_only_the_named_account_with_a_token_for_this_port_is_accepted(
 ) -> None:
     ours = f"--audience={STATE_PORT_AUDIENCE}"
     await authenticator.authenticate(token(control_plane, namespace, "reader", ours))
-    with pytest.raises(Unauthorized, match="is none of the callers"):
+    with pytest.raises(Unauthorized, match="may not call the state port"):
         await authenticator.authenticate(token(control_plane, namespace, "other", ours))
     with pytest.raises(Unauthorized, match="Audience"):
         await authenticator.authenticate(token(control_plane, namespace, "reader"))
