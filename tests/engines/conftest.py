@@ -66,9 +66,8 @@ def short_lease_service(services: LocalServices) -> RunningService:
 @pytest.fixture(scope="session")
 def older_engine_starting(pair_service: RunningService) -> Iterator[ExtraEngine]:
     """An engine like those of the pair that reports an older version; it may still be starting."""
-    with tempfile.TemporaryDirectory(
-        ignore_cleanup_errors=True
-    ) as folder:  # a short path: socket names are limited to 107 bytes
+    # Not below tmp_path: the path of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         program = Path(folder, "older.py")
         program.write_text(OLDER_VLLM_PROGRAM, encoding="utf-8")
         with start_extra_engine(pair_service, Path(folder), program) as engine:

@@ -159,7 +159,7 @@ async def _metrics_were_read(in_process: InProcessRouter) -> bool:
 async def test_engines_that_refuse_the_handshake_give_right_tokens_and_set_not_compatible(
     pair: VllmService, engine: EngineEntry, older: EngineEntry, rng: random.Random, *, other_prefills: bool
 ) -> None:
-    """Paired because one reports a wrong version. No transfer counts as verified, whatever decode had cached."""
+    """Paired, as one reports a wrong version. No transfer counts as verified, whatever decode cached."""
     prefill, decode = assign_roles(engine, older, other_prefills=other_prefills, claim_same_identity=True)
     known = generate_token_ids(rng, BLOCK)
     await send(pair.client, decode.url, build_token_request([*known, *generate_token_ids(rng, 9)], 1))

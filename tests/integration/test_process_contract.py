@@ -1,4 +1,4 @@
-"""What a program of a local run owes to the one that started it: a ready line, a plain error, its end."""
+"""Contract between a program of a local run and its parent: ready line, one-line error, common end."""
 
 import json
 import os
@@ -18,15 +18,15 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_ready_is_one_line_with_the_ports() -> None:
     ended = run("announce_ready(port=8101, side_channel_port=8102)")
-    word, _, ports = ended.stdout.partition(" ")
-    assert (word, json.loads(ports), ended.stdout.count("\n")) == (
+    first, _, ports = ended.stdout.partition(" ")
+    assert (first, json.loads(ports), ended.stdout.count("\n")) == (
         "ready",
         {"port": 8101, "side_channel_port": 8102},
         1,
     )
 
 
-def test_ready_is_said_at_once() -> None:
+def test_ready_line_is_flushed_before_the_program_ends() -> None:
     code = f"{HEAD}announce_ready(port=1)\nsys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -41,13 +41,11 @@ def test_an_error_is_one_line_and_exit_code_2() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "error: --port (80) is in use\n")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: PR_SET_PDEATHSIG")
 def test_a_child_ends_with_a_parent_that_was_killed() -> None:
-    """The child holds the pipe open: the pipe's end is the child's end."""
-    child = f"{HEAD}die_with_parent()\nannounce_ready(pid=os.getpid())\ntime.sleep(60)"
-    parent = (
-        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', sys.argv[1]])\ntime.sleep(60)"
-    )
+    """The child keeps the pipe open, so the end of the pipe is the end of the child."""
+    child = f"{HEAD}die_with_parent()\nannounce_ready(pid=os.getpid())\nsignal.pause()"
+    parent = "import signal, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', sys.argv[1]])\nsignal.pause()"
     with subprocess.Popen(
         [sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True
     ) as process:

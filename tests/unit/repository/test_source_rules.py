@@ -185,14 +185,66 @@ def distributions(requirements: list[str]) -> set[str]:
     return {Requirement(text).name.lower().replace("_", "-") for text in requirements}
 
 
-def test_no_test_sleeps() -> None:
-    sleeps = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
-    ]
-    assert sleeps == []
+SLEEP_FUNCTIONS = frozenset({"asyncio.sleep", "time.sleep", "anyio.sleep", "trio.sleep"})
+SLEEP_EXCEPTION = "tests/waiting.py"
+"""The shared helpers that poll, and move virtual clocks."""
+SLEEPS_LEFT = {
+    "tests/integration/cli/test_local_run.py": 2,
+    "tests/integration/cli/test_play.py": 1,
+    "tests/integration/cli/test_play_screen.py": 1,
+    "tests/integration/cli/test_supervised_process.py": 1,
+    "tests/integration/cluster/test_store_contract.py": 1,
+    "tests/integration/router/test_canaries.py": 1,
+    "tests/integration/router/test_engine_counts.py": 1,
+    "tests/kubernetes/control_plane/test_api_server.py": 1,
+    "tests/kubernetes/control_plane/test_conformance.py": 1,
+    "tests/kubernetes/control_plane/test_writers.py": 2,
+    "tests/unit/cluster/test_informer.py": 2,
+    "tests/unit/cluster/test_leader_election.py": 1,
+    "tests/unit/cluster/test_memory_store.py": 1,
+    "tests/unit/cluster/test_token_bucket.py": 1,
+}
+"""Sleeps that are still to be replaced, by file. Numbers here may only fall."""
+
+
+def find_sleeps(source: str) -> list[int]:
+    """Return the lines that use a sleep function: by name, by import, or in the text of a child program."""
+    lines: list[int] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found = ast.unparse(node) in SLEEP_FUNCTIONS
+        elif isinstance(node, ast.ImportFrom):
+            found = any(f"{node.module}.{alias.name}" in SLEEP_FUNCTIONS for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = any(f"{name}(" in node.value for name in SLEEP_FUNCTIONS)
+        else:
+            continue
+        if found:
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("import time\ntime.sleep(1)", id="call"),
+        pytest.param("import asyncio\nnap = asyncio.sleep", id="reference"),
+        pytest.param("import asyncio as time\nfrom asyncio import sleep", id="import"),
+        pytest.param("import subprocess\nPROGRAM = 'import time; time.sleep(9)'", id="child program"),
+    ],
+)
+def test_sleep_is_found_in_every_form(source: str) -> None:
+    assert find_sleeps(source) == [2]
+
+
+def test_no_test_sleeps_except_the_shared_polling_helpers() -> None:
+    found = {
+        name: len(lines)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (name := str(path.relative_to(ROOT))) != SLEEP_EXCEPTION and path != Path(__file__)
+        if (lines := find_sleeps(path.read_text(encoding="utf-8")))
+    }
+    assert {name: count for name, count in found.items() if count > SLEEPS_LEFT.get(name, 0)} == {}
 
 
 def test_no_committed_file_names_a_home_folder_or_private_address() -> None:
