@@ -44,7 +44,7 @@ WRITE_ATTEMPTS_MAX = 4
 ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
 """Longest wait for the router to apply the generation on which a decision is based."""
 FLIP_REQUEST_POLL_S = 5.0
-"""Longest wait of one poll for a flip request. Bounded, because a router on a lost node never responds."""
+"""Longest poll for a flip request: a router on a lost node never responds."""
 REFUSAL_PAUSE_S = 0.1
 """Pause after a refused flip request: an overloaded router sends one with every client request."""
 

@@ -1,5 +1,6 @@
-"""The API objects of all services, kept current by watches. While the store is unavailable, the last known
-objects stay.
+"""The API objects of all services, kept current by watches.
+
+While the store is unavailable, the last known objects stay.
 """
 
 import asyncio

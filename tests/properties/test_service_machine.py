@@ -1,6 +1,4 @@
-"""A service under any sequence of faults and edits: floors are kept, groups serve both roles, the service
-settles as specified.
-"""
+"""A service under any sequence of faults and edits: floors are kept, and it settles as specified."""
 
 from typing import Any
 

@@ -1,14 +1,8 @@
-"""When an instance flips: the monitor (Algorithm 2) and the handling of flip requests (Algorithm 1, step 3).
+"""Decides when an instance flips: at a tick of the monitor, or for a flip request of the router.
 
-The monitor detects decode overload. It flips an instance from prefill to decode if, for some consecutive
-ticks,
-
-    LD >= expand   or   LP <= shrink <= LD
-
-with the prefill load LP and the decode load LD of `loads`. The router detects prefill overload for each
-request and sends a flip request at once. A flip to prefill is granted only while decode load is low (LD <
-shrink): otherwise the decode instances left could not take up the prefilled requests, which would hold KV
-cache without progress. A flip to decode is subject to the cooldown, a flip to prefill is not.
+The monitor detects decode overload (Arrow's Algorithm 2). The router detects prefill overload for each
+request and sends a flip request at once (Algorithm 1, step 3). `loop` calls both functions; `loads` measures
+the loads, `victims` chooses the instance.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +33,12 @@ def decide_on_tick(
 ) -> tuple[MonitorState, FlipDecision]:
     """Run one tick of Algorithm 2; returns the next monitor state and the decision.
 
-    A tick without usable router state resets the count of consecutive ticks.
+    The monitor flips an instance from prefill to decode if, for some consecutive ticks,
+
+        LD >= expand   or   LP <= shrink <= LD
+
+    with the prefill load LP and the decode load LD. A tick without usable router state resets the count of
+    ticks.
     """
     blocked = _hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
     if blocked:
@@ -65,14 +64,18 @@ def decide_on_tick(
 def decide_on_flip_request(
     request: FlipRequest, observation: Observation, rules: AutoscalingRules, *, now_s: float
 ) -> FlipDecision:
-    """Decide on the request of a router that found no instance able to serve `request.role` within the
-    SLO.
+    """Decide on the request of a router that found no instance able to serve `request.role` within the SLO.
+
+    A flip to prefill is granted only while decode load is low (LD < shrink): otherwise the remaining decode
+    instances could not take over the prefilled requests, which would occupy KV cache without progress. The
+    cooldown applies to flips to decode only.
     """
     blocked = _hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
     if blocked:
         return blocked
     loads = measure_loads(observation, rules.slo)
-    cause = f"the router requests an instance for {request.role}: {request.reason}"  # with the decode load
+    # The reason of a request for prefill includes the decode load, so the cause does not repeat it.
+    cause = f"the router requests an instance for {request.role}: {request.reason}"
     if request.role is Role.PREFILL:
         refusal = _why_decode_cannot_spare(loads, rules)
         if refusal:

@@ -1,13 +1,4 @@
-"""Which instance flips: Algorithm 3 (try_flip).
-
-The source role must have more than one serving instance before the flip and keep its floor after it. The
-victim is the instance of least cost: for a prefill instance (has no decode work, queued prefill seconds), for
-a decode instance (has no prefill work, resident tokens). So an instance that still works for the other role
-goes first, then the one with the least work.
-
-Cordoned instances and instances that do not serve are no candidates. Candidates that `may_apply` refuses
-(pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.
-"""
+"""Chooses the instance that flips: Arrow's Algorithm 3 (try_flip). Used by `arrow`."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +31,16 @@ class NoVictim:
 def choose_victim(
     observation: Observation, to: Role, rules: AutoscalingRules, *, now_s: float
 ) -> Victim | NoVictim:
-    """Choose the cheapest instance that may flip to the role `to`. Ties go to the first name."""
+    """Choose the cheapest instance that may flip to the role `to`. Ties go to the first name.
+
+    The source role must have more than one serving instance before the flip and keep its floor after it. The
+    cost of a prefill instance is (has no decode work, queued prefill seconds), that of a decode instance (has
+    no prefill work, resident tokens). So an instance that still works for the other role goes first, then the
+    one with the least work.
+
+    Cordoned instances and instances that do not serve are no candidates. Candidates that `may_apply` refuses
+    (pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.
+    """
     source = to.other
     candidates = sorted(
         observation.serving_states(source), key=lambda state: (*_cost(state, source), state.name)

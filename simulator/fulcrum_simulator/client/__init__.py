@@ -1,4 +1,4 @@
-"""The load generator: sends a workload to a service, checks every byte of the responses, measures
+"""The load generator: sends a workload to a service, checks the responses byte by byte, measures
 latencies.
 """
 

@@ -66,7 +66,7 @@ class Engine:
         self._ready: deque[RequestRun] = deque()
         self._prefilling: list[RequestRun] = []
         self._decoding: list[RequestRun] = []
-        self._chunks: list[tuple[RequestRun, int]] = []  # of the step under way
+        self._chunks: list[tuple[RequestRun, int]] = []  # prompt chunks of the step under way
         self._preempted: list[Preempted] = []
         self._fetches: list[KvFetch] = []
 
@@ -135,9 +135,8 @@ class Engine:
         preempted = self._allocate_decode_blocks()
         self._chunks.clear()
         budget = self._continue_prefills(self.profile.token_budget - len(self._decoding))
-        if not preempted or not (
-            self._decoding or self._chunks
-        ):  # like vLLM, admit no request in a step with a preemption
+        # Like vLLM, admit no request in a step with a preemption, unless nothing else would run.
+        if not preempted or not (self._decoding or self._chunks):
             self._admit(budget, now_s)
         if not self._decoding and not self._chunks:
             return None
@@ -262,7 +261,7 @@ class Engine:
             leases=len(self._leases),
         )
 
-    # Scheduling
+    # Scheduling of a step
 
     def _allocate_decode_blocks(self) -> bool:
         """Allocate a block for each decode whose blocks are full, preempting others if needed; True if any

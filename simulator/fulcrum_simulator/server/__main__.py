@@ -61,7 +61,7 @@ async def serve(
     ready = {"port": http.getsockname()[1], "side_channel_port": service.side_channel_port}
     print("ready", orjson.dumps(ready).decode(), flush=True)
     gc.collect()
-    gc.freeze()  # long collections delay steps; objects from start-up are never garbage
+    gc.freeze()  # objects from start-up stay: scanning them would delay steps
     await _wait_for_end(service, stop, died)
     listener.close()
     await runner.cleanup()

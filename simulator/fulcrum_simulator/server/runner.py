@@ -30,9 +30,7 @@ LAG_MAX_S = 0.1
 TIMER_EARLY_S = 0.0005
 """uvloop rounds timers to milliseconds and may fire this early; ending a step this early is harmless."""
 _STEPS_PER_FLUSH = 256
-"""Steps between two moves of samples into the histograms, without which the samples would pile up between
-scrapes.
-"""
+"""Steps between two moves of samples into the histograms."""
 
 
 class TokenSink(Protocol):
@@ -43,9 +41,7 @@ class TokenSink(Protocol):
         ...
 
     def on_finished(self, end: Finished | None) -> None:
-        """Receive the end of the request; nothing follows. None: the request was aborted before it reached
-        the engine.
-        """
+        """Receive the end of the request; None if it was aborted before it reached the engine."""
         ...
 
     def on_engine_death(self) -> None:
@@ -57,9 +53,7 @@ class KvPuller(Protocol):
     """Pulls the blocks of imports from prefill instances."""
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
-        """Start pulling these blocks for the prompt with digest `own_digest`; report the result to the
-        runner.
-        """
+        """Start pulling blocks for the prompt with digest `own_digest`; report to the runner."""
         ...
 
     def cancel(self, request_id: str, source: KvImportRequest) -> None:

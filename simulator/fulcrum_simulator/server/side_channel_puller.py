@@ -75,9 +75,7 @@ class SideChannelPuller:
         self.pulls_to_fail = 0
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
-        """Start pulling these blocks for the prompt with digest `own_digest`; report the result to the
-        runner.
-        """
+        """Start pulling blocks for the prompt with digest `own_digest`; report to the runner."""
         task = asyncio.get_running_loop().create_task(self._fetch(fetch, own_digest))
         self._pulls[fetch.request_id] = task
         task.add_done_callback(lambda _: self._pulls.pop(fetch.request_id, None))
