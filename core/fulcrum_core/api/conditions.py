@@ -1,25 +1,25 @@
-"""Types and reasons of conditions: the words that programs match on.
+"""Types and reasons of conditions: the constants that programs match on.
 
-A type is a state that lasts, a reason is one word for why it is True or False. Messages are for people
-and stand where the condition is made.
+A type names a state that lasts; a reason says in one word why it is True or False. Messages are for people
+and are written in the module that computes the condition.
 """
 
 READY = "Ready"
-"""The service answers requests: enough instances of each role serve, and the router runs."""
+"""The service responds to requests: each role has enough serving instances, and the router runs."""
 INSTANCES_SERVING = "InstancesServing"
 TOO_FEW_INSTANCES = "TooFewInstances"
 FLOORS_TOO_HIGH = "FloorsTooHigh"
 ROUTER_STARTING = "RouterStarting"
 
 PROGRESSING = "Progressing"
-"""Instances are on their way to what the spec asks for."""
+"""Instances are changing towards the spec."""
 INSTANCES_CHANGING = "InstancesChanging"
 ROLLOUT_PROGRESSING = "RolloutProgressing"
 ROLLOUT_PAUSED = "RolloutPaused"
 SETTLED = "Settled"
 
 DEGRADED = "Degraded"
-"""Something that was wanted does not work, and is being repaired."""
+"""Something is broken and being repaired."""
 INSTANCES_FAILED = "InstancesFailed"
 IMAGE_PULL_FAILED = "ImagePullFailed"
 IMAGE_PULL_ERRORS = frozenset(
@@ -40,51 +40,51 @@ TIERS_FOUND = "TiersFound"
 TIER_NOT_FOUND = "TierNotFound"
 
 SCALING_LIMITED = "ScalingLimited"
-"""A pool has other than the replicas that somebody asked for: its bounds or the roles' floors clamp them."""
+"""A pool has another number of replicas than requested: its bounds or the roles' floors limit it."""
 TOO_MANY_REPLICAS = "TooManyReplicas"
 TOO_FEW_REPLICAS = "TooFewReplicas"
 LIMITED_BY_FLOORS = "LimitedByFloors"
 DESIRED_WITHIN_RANGE = "DesiredWithinRange"
 
 MODEL_FITS = "ModelFits"
-"""An instance of each pool can hold the model and one request of the longest context.
+"""An instance of each pool has room for the model and one request of the longest context.
 
-`fulcrum_core.models.check_fit` gives the reasons of what is worked out; these are of what was seen.
+`fulcrum_core.models.check_fit` gives the computed reasons; the reasons here are of observed engines.
 """
 LOADED = "Loaded"
-"""An engine serves it, so it does fit."""
+"""An engine serves the model, so the model fits."""
 OUT_OF_MEMORY = "OutOfMemory"
-"""An engine that never served was killed for taking more memory than it was given."""
+"""An engine that never became ready was killed because it exceeded its memory limit."""
 NO_INSTANCE_YET = "NoInstanceYet"
 
 KV_TRANSFER_VERIFIED = "KVTransferVerified"
-"""Decode instances were seen to continue from KV that prefill instances computed, pair by pair."""
+"""Decode instances used the KV that prefill instances computed, checked for each pair of instances."""
 VERIFIED = "Verified"
 RECOMPUTED = "Recomputed"
-"""Decode computed a prompt that it had been handed."""
+"""The decode instance computed a prompt again whose KV it should have fetched."""
 LEASE_EXPIRED = "LeaseExpired"
-"""Hand-offs were fetched too late, and dropped."""
+"""KV was fetched after its lease had expired, so the transfer was dropped."""
 HANDSHAKE_FAILED = "HandshakeFailed"
-"""Decode does not reach the side channel of prefill."""
+"""The decode instance cannot reach the prefill instance's side channel."""
 INCOMPATIBLE = "Incompatible"
-"""Prefill gives no hand-offs that decode can read."""
+"""The prefill instance returns no KV transfer parameters that the decode instance can use."""
 SLOW_TRANSPORT = "SlowTransport"
 """Fetching KV takes several times as long as computing it."""
 NOT_REPORTED = "NotReported"
-"""The engines do not say how much of a prompt they computed."""
+"""The engines do not report how many prompt tokens they computed."""
 KV_TRANSFER_PROBLEMS = (HANDSHAKE_FAILED, INCOMPATIBLE, LEASE_EXPIRED, RECOMPUTED, SLOW_TRANSPORT)
-"""These tell of a pair that does not do what it is there for, the worst first."""
+"""Reasons of a failed pair, worst first."""
 NOT_APPLICABLE = "NotApplicable"
-"""A single instance hands nothing over; simulated engines hold no model."""
+"""Of a service with a single instance, or with simulated engines, which hold no model."""
 NO_TRAFFIC_YET = "NoTrafficYet"
-"""No hand-off was seen yet."""
+"""No KV transfer was observed yet."""
 
 SLO_MET = "SLOMet"
-"""In every tier so many requests met TTFT and TPOT as the service shall attain."""
+"""In every tier at least `slo.attainment` per cent of requests met TTFT and TPOT."""
 ATTAINED = "Attained"
 MISSED = "Missed"
 NO_TRAFFIC = "NoTraffic"
 TOO_FEW_REQUESTS = "TooFewRequests"
-"""Requests: so few say nothing."""
+"""Too few requests for a meaningful share."""
 ROUTER_NOT_REPORTING = "RouterNotReporting"
-"""The router has not said for long what it counted."""
+"""The router has not reported its counts for too long."""

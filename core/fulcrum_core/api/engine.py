@@ -1,6 +1,6 @@
-"""What a user may say of a real engine: where the model is, how it is laid over devices, how KV moves.
+"""Settings of a real engine: source of the model, parallelism, precision, KV transfer and KV cache.
 
-Everything has a default that follows from the model and the hardware; None means that it is chosen there.
+Unset fields (None) are chosen from the model and the hardware by the operator's `engines` package.
 """
 
 from enum import StrEnum
@@ -30,7 +30,7 @@ AttentionBackend = Literal[
 
 
 class Connector(StrEnum):
-    """How KV gets from one engine to another."""
+    """Software that moves KV from one engine to another."""
 
     NIXL = "NIXL"
     NIXL_WITH_LMCACHE = "NIXLWithLMCache"
@@ -38,7 +38,7 @@ class Connector(StrEnum):
 
 
 class ModelSourceSpec(ApiModel):
-    """Where engines find the model; the hub, if neither a claim nor a path is named."""
+    """Where engines find the model: the hub, unless pvc or hostPath is set."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rule(
@@ -59,7 +59,7 @@ class ModelSourceSpec(ApiModel):
         default=None,
         max_length=1024,
         pattern=r"^/",
-        description="Folder of the node, or of this machine, that holds the model.",
+        description="Folder that holds the model, on the node or on this machine.",
     )
     path: str = Field(
         default="",
@@ -67,7 +67,10 @@ class ModelSourceSpec(ApiModel):
         description="Folder of the model inside the claim or hostPath (default: its root).",
     )
     token_secret: str | None = Field(
-        default=None, min_length=1, max_length=253, description="Secret whose key `token` the hub asks for."
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="Secret with the hub's access token under the key `token`.",
     )
     served_name: str | None = Field(
         default=None,
@@ -87,7 +90,7 @@ class ModelSourceSpec(ApiModel):
 
 
 class ParallelismSpec(ApiModel):
-    """How one instance is laid over its devices."""
+    """How one instance is split over its devices."""
 
     tensor: StrictInt | None = Field(
         default=None, ge=1, le=64, description="Devices that share each layer (default: hardware.count)."
@@ -98,15 +101,15 @@ class ParallelismSpec(ApiModel):
     data: StrictInt = Field(default=1, ge=1, le=256, description="Data-parallel ranks (default 1).")
     expert: StrictBool = Field(
         default=False,
-        description="Whether each rank holds whole experts, not a slice of every one (default false).",
+        description="Whether each rank holds whole experts instead of a slice of each (default false).",
     )
 
 
 class QuantizationSpec(ApiModel):
-    """With how many bits weights and KV cache are kept."""
+    """Precision of weights and KV cache."""
 
     weights: WeightPrecision = Field(
-        default=WeightPrecision.AUTO, description="auto: as the checkpoint is; fp8; fp4 (default auto)."
+        default=WeightPrecision.AUTO, description="auto: the checkpoint's; fp8; fp4 (default auto)."
     )
     kv_cache: KvPrecision = Field(
         default=KvPrecision.AUTO, description="auto: the model's data type; fp8; fp4 (default auto)."
@@ -114,32 +117,32 @@ class QuantizationSpec(ApiModel):
 
 
 class EngineSettingsSpec(ApiModel):
-    """Settings of the engine, each chosen by model, hardware and role if it is not written."""
+    """Engine settings; unset ones are chosen from model, hardware and role."""
 
-    attention_backend: AttentionBackend | None = Field(default=None, description="Kernels of attention.")
+    attention_backend: AttentionBackend | None = Field(default=None, description="Attention back end.")
     async_scheduling: StrictBool | None = Field(
-        default=None, description="Whether a step is scheduled while the last one runs."
+        default=None, description="Whether the next step is scheduled while the current one runs."
     )
     micro_batching: StrictBool | None = Field(
-        default=None, description="Whether a step is cut in two that overlap computing and communication."
+        default=None, description="Whether a step is split in two, to overlap computation and communication."
     )
     max_batched_tokens: StrictInt | None = Field(
         default=None, ge=128, le=1_048_576, description="Most tokens in a step."
     )
     max_sequences: StrictInt | None = Field(
-        default=None, ge=1, le=65_536, description="Most requests that run at a time."
+        default=None, ge=1, le=65_536, description="Most requests that run at the same time."
     )
     block_size: StrictInt | None = Field(
         default=None, ge=16, le=1024, multiple_of=16, description="Tokens in a KV block."
     )
     sleep_mode: StrictBool = Field(
         default=False,
-        description="Whether the engine can give its memory back while it stands by (default false).",
+        description="Whether the engine can release its memory while it is idle (default false).",
     )
 
 
 class KvTransferSpec(ApiModel):
-    """How KV gets from prefill to decode."""
+    """How KV is transferred from prefill to decode instances."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rule(
@@ -150,17 +153,18 @@ class KvTransferSpec(ApiModel):
 
     connector: Connector = Field(
         default=Connector.NIXL,
-        description="NIXL: pulled from the peer's memory; NIXLWithLMCache: and kept in kvCache's tiers; "
-        "LMCache: pushed, with the role fixed at start (default NIXL).",
+        description="NIXL: decode reads KV from prefill's memory; NIXLWithLMCache: also, KV is kept in "
+        "kvCache's tiers; LMCache: prefill pushes KV, and roles are fixed at start (default NIXL).",
     )
     buffer_size: ByteQuantity | None = Field(
-        default=None, description="Of each rank (default: the longest prompt, rounded up to 256Mi)."
+        default=None,
+        description="Transfer buffer of each rank (default: the longest prompt's KV, rounded up to 256Mi).",
     )
     devices: str | None = Field(
         default=None,
         max_length=253,
         pattern=r"^[A-Za-z0-9_:.,-]+$",
-        description="Network devices that may be used, as mlx5_0:1,mlx5_1:1 (default: all).",
+        description="Network devices for the transfer, such as mlx5_0:1,mlx5_1:1 (default: all).",
     )
 
     @model_validator(mode="after")
@@ -173,18 +177,20 @@ class KvTransferSpec(ApiModel):
 
 
 class KvCacheSpec(ApiModel):
-    """Tiers below the device's memory, of each instance."""
+    """Tiers of each instance that keep KV outside the device's memory."""
 
-    cpu: ByteQuantity | None = Field(default=None, description="Memory of the node for KV.")
-    disk: ByteQuantity | None = Field(default=None, description="Disk of the node for KV that memory lost.")
+    cpu: ByteQuantity | None = Field(default=None, description="Memory of the node for KV (default: none).")
+    disk: ByteQuantity | None = Field(
+        default=None, description="Disk of the node for KV evicted from memory (default: none)."
+    )
     remote: str | None = Field(
         default=None,
         max_length=512,
         pattern=r"^(redis|valkey)://[A-Za-z0-9.-]+:[0-9]+$",
-        description="A store that all instances share, as redis://kv.default.svc:6379.",
+        description="Store that all instances share, such as redis://kv.default.svc:6379 (default: none).",
     )
 
     @property
     def is_empty(self) -> bool:
-        """Whether it names no tier."""
+        """Whether no tier is set."""
         return self.cpu is None and self.disk is None and self.remote is None

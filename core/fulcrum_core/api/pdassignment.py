@@ -1,7 +1,7 @@
-"""PDAssignment: who plays which role, in one object, because only one object can be changed atomically.
+"""PDAssignment: the role of every instance of a service, in one object, so that roles change atomically.
 
-Every voluntary action is one write of this object, conditional on its resourceVersion and judged by
-`fulcrum_core.assignment.may_apply`. Its generation is the epoch that routers acknowledge.
+Every voluntary change is one write of this object, conditional on its resourceVersion and checked by
+`fulcrum_core.assignment.may_apply`. Routers acknowledge its generation.
 """
 
 from collections.abc import Mapping
@@ -16,48 +16,58 @@ AssignedRole = Literal[Role.PREFILL, Role.DECODE]
 
 
 class Refusal(ApiModel):
-    """A wish that was turned down, so that nobody retries for ever."""
+    """A desired change that was refused."""
 
     role: AssignedRole | None = Field(
-        default=None, description="The role that was wished for; none: another change, as a cordon or a pin."
+        default=None,
+        description="Role that was refused; unset: another change was refused, such as a cordon.",
     )
-    reason: str = Field(max_length=1024, description="Why it was turned down.")
-    until: Time = Field(description="Before this time the same wish is refused without a second look.")
+    reason: str = Field(max_length=1024, description="Why the change was refused.")
+    until: Time = Field(description="Until this time the same change is refused without being checked again.")
 
 
 class RoleAssignment(ApiModel):
-    """The role one instance shall play."""
+    """Desired role of one instance."""
 
     role: AssignedRole = Field(description="Prefill or Decode.")
-    since: Time = Field(description="When it was given this role.")
-    by: Actor = Field(description="Who gave it: Operator, Autoscaler or Person.")
-    reason: str = Field(default="", max_length=1024, description="Why, in words with numbers.")
+    since: Time = Field(description="When the instance got this role.")
+    by: Actor = Field(description="Who assigned the role: Operator, Autoscaler or Person.")
+    reason: str = Field(default="", max_length=1024, description="Why the role was assigned, with numbers.")
     pinned_until: Time | None = Field(
-        default=None, description="A person's word: until then nobody else flips it."
+        default=None, description="Until this time only a person may flip the instance."
     )
-    cordoned: StrictBool = Field(default=False, description="Whether it gets no new work (default false).")
+    cordoned: StrictBool = Field(
+        default=False, description="Whether the instance gets no new requests (default false)."
+    )
     cordoned_by: Actor | None = Field(
-        default=None, description="Who cordoned it (default: `by`). A person's cordon only a person lifts."
+        default=None,
+        description="Who cordoned the instance (default: `by`). Only a person may lift a person's cordon.",
     )
-    cordon_reason: str = Field(default="", max_length=1024, description="Why it is cordoned, in words.")
-    refused: Refusal | None = Field(default=None, description="The last wish for it that was turned down.")
+    cordon_reason: str = Field(default="", max_length=1024, description="Why the instance is cordoned.")
+    refused: Refusal | None = Field(
+        default=None, description="Last change of this instance that was refused."
+    )
 
     @property
     def effective_cordoned_by(self) -> Actor | None:
-        """Who keeps new work from it; None if nobody does."""
+        """Actor that cordoned the instance; None if the instance is not cordoned."""
         return (self.cordoned_by or self.by) if self.cordoned else None
 
     @property
     def effective_cordon_reason(self) -> str:
-        """Why it is cordoned, by the word of who cordoned it."""
+        """Reason of the cordon; without one, the reason of the role."""
         return self.cordon_reason or self.reason or "no reason given"
 
 
 class Floors(ApiModel):
-    """Fewest serving instances of each role that a voluntary action may leave."""
+    """Fewest serving instances of each role that a voluntary change may leave."""
 
-    prefill: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve prefill (default 1).")
-    decode: StrictInt = Field(default=1, ge=0, le=1024, description="Fewest that serve decode (default 1).")
+    prefill: StrictInt = Field(
+        default=1, ge=0, le=1024, description="Fewest serving prefill instances (default 1)."
+    )
+    decode: StrictInt = Field(
+        default=1, ge=0, le=1024, description="Fewest serving decode instances (default 1)."
+    )
 
     def for_role(self, role: Role) -> int:
         """The floor of one role."""
@@ -65,18 +75,18 @@ class Floors(ApiModel):
 
 
 def _drop_null_roles(roles: object) -> object:
-    """A role of null is a role not written."""
+    """Drop roles that are null, as if they were not written."""
     if not isinstance(roles, Mapping):
         return roles
     return {name: role for name, role in roles.items() if role is not None}
 
 
 class PDAssignmentSpec(ApiModel):
-    """The wish."""
+    """Desired role of each instance of a service, with the floors and the flip history."""
 
-    service: str = Field(max_length=253, description="The PDService this is for.")
+    service: str = Field(max_length=253, description="PDService that the roles belong to.")
     roles: Annotated[dict[str, RoleAssignment], BeforeValidator(_drop_null_roles), Field(max_length=1024)] = (
-        Field(default_factory=dict, description="The role of each instance, by its name.")
+        Field(default_factory=dict, description="Role of each instance, by instance name.")
     )
     floors: Floors = Field(default_factory=Floors, description="Fewest serving instances of each role.")
     last_prefill_to_decode: Time | None = Field(
@@ -87,7 +97,7 @@ class PDAssignmentSpec(ApiModel):
 
 
 class PDAssignment(Resource):
-    """Who plays which role in one service. Made by the operator under the service's name."""
+    """Role of every instance of one service. Created by the operator under the service's name."""
 
     plural: ClassVar[str] = "pdassignments"
     short_name: ClassVar[str] = "pda"
@@ -100,4 +110,4 @@ class PDAssignment(Resource):
     )
 
     kind: Literal["PDAssignment"] = "PDAssignment"
-    spec: PDAssignmentSpec = Field(description="The wish.")
+    spec: PDAssignmentSpec = Field(description="Desired role of each instance.")

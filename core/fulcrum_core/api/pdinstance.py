@@ -1,4 +1,4 @@
-"""PDInstance: one engine replica. Its status holds facts only; wishes stand in the PDAssignment."""
+"""PDInstance: one engine replica. Its status is observed; its desired role is in the PDAssignment."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,28 +16,31 @@ DRAINED = "Drained"
 ConfigExcerpt = Annotated[
     dict[str, Any],
     Field(
-        description="The part of the model's config.json that sizes and settings follow from.",
+        description="Part of the model's config.json from which sizes and settings are computed.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     ),
 ]
 
 
 class PDInstanceSpec(LaunchSpec):
-    """What this instance runs."""
+    """What the instance runs."""
 
-    service: str = Field(max_length=253, description="The PDService it belongs to.")
-    pool: str = Field(max_length=253, description="The PDPool it belongs to.")
+    service: str = Field(max_length=253, description="PDService of the instance.")
+    pool: str = Field(max_length=253, description="PDPool of the instance.")
     revision: str = Field(
-        default="", max_length=63, description="Hash of what it is started with, but for its role."
+        default="",
+        max_length=63,
+        description="Hash of the launch spec: everything that the engine is launched with but its role.",
     )
     role: AssignedRole | None = Field(
-        default=None, description="The role that its engine is started for, where that is a start-up option."
+        default=None, description="Role that the engine is started with, if it takes its role only at start."
     )
     config_excerpt: ConfigExcerpt | None = None
 
 
 class EngineIdentitySpec(ApiModel):
-    """What an engine is to those that it exchanges KV blocks with; all but lease and wire must agree."""
+    """Identity of an engine. Engines can exchange KV if all fields but kvLease and
+    kvTransferTimePer1KTokens agree."""
 
     model: str = Field(description="Model, spelled as on the engine's command line.")
     engine: str = Field(description="Engine and its version.")
@@ -46,21 +49,21 @@ class EngineIdentitySpec(ApiModel):
     tensor_parallel: int = Field(description="Tensor-parallel size.")
     pipeline_parallel: int = Field(default=1, description="Pipeline stages.")
     revision: str = Field(default="", description="Revision of the model.")
-    dtype: str = Field(default="", description="Data type that it computes in.")
-    attention: str = Field(default="", description="Attention back end, which lays KV out.")
-    connector: str = Field(default="", description="How KV is handed over.")
+    dtype: str = Field(default="", description="Data type of the computation.")
+    attention: str = Field(default="", description="Attention back end, which decides the layout of KV.")
+    connector: str = Field(default="", description="Connector that transfers KV.")
     latent: bool = Field(default=False, description="Whether KV is one latent vector a token.")
-    kv_heads: int = Field(default=0, description="KV heads of the model; 0: not known.")
+    kv_heads: int = Field(default=0, description="KV heads of the model; 0: unknown.")
     kv_lease: Duration = Field(
-        default=KV_LEASE_S, description="For how long it keeps the KV of a hand-off that nobody fetches."
+        default=KV_LEASE_S, description="How long the engine keeps KV that no decode instance fetches."
     )
     kv_transfer_time_per_1k_tokens: Duration = Field(
         default=0.0,
-        description="Longest that the declared fabric takes for the KV of 1,000 tokens; 0: not known.",
+        description="Longest transfer time of the KV of 1,000 tokens over the declared fabric; 0: unknown.",
     )
 
     def to_identity(self) -> EngineIdentity:
-        """The value that `can_transfer` compares."""
+        """Convert to the value that `can_transfer` compares."""
         plain = self.model_dump(exclude={"kv_lease", "kv_transfer_time_per_1k_tokens"})
         return EngineIdentity(
             **plain, kv_lease_s=self.kv_lease, kv_transfer_s_per_1k_tokens=self.kv_transfer_time_per_1k_tokens
@@ -68,31 +71,33 @@ class EngineIdentitySpec(ApiModel):
 
 
 class PDInstanceStatus(ApiModel):
-    """What is seen of the instance."""
+    """Observed state of the instance."""
 
-    phase: Phase = Field(default=Phase.PENDING, description="Where it stands in its life.")
-    phase_since: Time | None = Field(default=None, description="When it entered the phase.")
+    phase: Phase = Field(default=Phase.PENDING, description="Lifecycle phase.")
+    phase_since: Time | None = Field(default=None, description="When the instance entered the phase.")
     role: Role | None = Field(
-        default=None, description="Effective role: Prefill, Decode, or Both where it serves alone."
+        default=None,
+        description="Effective role: Prefill or Decode; Both if no other instance can take the other role.",
     )
     endpoint: str | None = Field(default=None, description="host:port of its HTTP API.")
     identity: EngineIdentitySpec | None = Field(
-        default=None, description="What must agree between engines that exchange KV."
+        default=None, description="Engine identity, which must agree between engines that exchange KV."
     )
     flip_strategy: FlipStrategy | None = Field(
-        default=None, description="How it flips, as probed at its start."
+        default=None, description="How the instance flips, as probed when the engine started."
     )
-    restarts: int = Field(default=0, description="How often its engine was started again.")
+    restarts: int = Field(default=0, description="Restarts of the engine.")
     kv_verified_at: Time | None = Field(
-        default=None, description="When it was first seen to exchange KV, in this life of its engine."
+        default=None,
+        description="When a KV transfer with this instance was first verified since the engine last started.",
     )
     reason: str = Field(
         default="",
         max_length=64,
-        description="Why it is in this phase, for programs: Drained, or why its engine cannot start "
+        description="Reason of the phase, for programs: Drained, or why the engine cannot start "
         "(ImagePullFailed, Unschedulable, EngineStartFailed); empty otherwise.",
     )
-    message: str = Field(default="", description="Why it is in this phase, for people.")
+    message: str = Field(default="", description="Why the instance is in this phase, for people.")
 
 
 class PDInstance(Resource):

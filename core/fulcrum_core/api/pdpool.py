@@ -24,7 +24,7 @@ PoolRole = Literal["Prefill", "Decode", "Flexible"]
 
 
 class Bounds(ApiModel):
-    """How many instances a pool may have."""
+    """Bounds of a pool's number of instances."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rule("!has(self.max) || self.min <= self.max", "min is greater than max")
@@ -52,7 +52,7 @@ class Bounds(ApiModel):
         return self.min if self.max is None else self.max
 
     def clamp(self, replicas: int) -> int:
-        """The nearest allowed count."""
+        """The allowed count nearest to `replicas`."""
         return max(self.min, min(replicas, self.effective_max))
 
 
@@ -87,7 +87,7 @@ class EngineSpec(ApiModel):
         description="Container image of the engine (default: vLLM's own; of a simulated one the operator's).",
     )
     args: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
-        default=(), max_length=128, description="Arguments after those that the operator writes."
+        default=(), max_length=128, description="Arguments appended to those that the operator sets."
     )
     env: tuple[EnvVar, ...] = Field(
         default=(),
@@ -105,122 +105,128 @@ class EngineSpec(ApiModel):
 
 
 class HardwareSpec(ApiModel):
-    """What an instance asks of its node."""
+    """Devices that one instance requests."""
 
     resource: str = Field(
         min_length=1,
         max_length=253,
         pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
-        description="Name of a resource of nodes, as nvidia.com/gpu.",
+        description="Extended resource of the node, such as nvidia.com/gpu.",
     )
-    count: StrictInt = Field(default=1, ge=1, le=1024, description="How many of it (default 1).")
+    count: StrictInt = Field(default=1, ge=1, le=1024, description="Devices for each instance (default 1).")
     type: str = Field(
         default="",
         max_length=63,
-        description="The device, as H100-SXM, or as its nodes are labelled (default: not known).",
+        description="Type of the device, such as H100-SXM, or as nodes are labelled (default: unknown).",
     )
     memory: ByteQuantity | None = Field(
-        default=None, description="Memory of one device (default: as known of the type)."
+        default=None, description="Memory of one device (default: that of the type, if known)."
     )
     fabric: Fabric | None = Field(
-        default=None, description="What carries KV between instances (default: what is found)."
+        default=None,
+        description="Network between instances (default: whatever the engine's transport finds).",
     )
 
 
 PodTemplatePatch = Annotated[
     dict[str, Any],
     Field(
-        description="Laid over the pod of each instance, as a strategic merge patch.",
+        description="Strategic merge patch of each instance's pod.",
         json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     ),
 ]
 
 
 class InstanceShapeSpec(ApiModel):
-    """What one pool's instances are that another's need not be."""
+    """Settings that may differ between pools."""
 
     hardware: HardwareSpec | None = Field(
-        default=None, description="What an instance asks of its node (default: nothing)."
+        default=None, description="Devices that each instance requests (default: none)."
     )
     parallelism: ParallelismSpec | None = Field(
-        default=None, description="How an instance is laid over its devices (default: all share each layer)."
+        default=None,
+        description="How an instance is split over its devices (default: tensor-parallel over all).",
     )
     quantization: QuantizationSpec | None = Field(
-        default=None, description="Bits of weights and KV cache (default: the checkpoint's)."
+        default=None, description="Precision of weights and KV cache (default: the checkpoint's)."
     )
     settings: EngineSettingsSpec | None = Field(
-        default=None, description="Settings of the engine (default: by model, hardware and role)."
+        default=None, description="Engine settings (default: chosen from model, hardware and role)."
     )
     template: PodTemplatePatch | None = None
 
 
 class LaunchSpec(InstanceShapeSpec):
-    """What an instance is started with, but for its role. Its hash is the instance's revision."""
+    """Everything that an engine is launched with except its role. Its hash is the revision."""
 
-    model: str = Field(max_length=253, description="The model that it serves.")
-    engine: EngineSpec = Field(description="The engine that it runs.")
+    model: str = Field(max_length=253, description="Model to serve.")
+    engine: EngineSpec = Field(description="Engine to run.")
     model_source: ModelSourceSpec | None = Field(
-        default=None, description="Where the model is (default: at the hub)."
+        default=None, description="Where the engine finds the model (default: at the hub)."
     )
     kv_transfer: KvTransferSpec | None = Field(
-        default=None, description="How KV gets from prefill to decode (default: NIXL)."
+        default=None, description="How KV is transferred from prefill to decode instances (default: NIXL)."
     )
     kv_cache: KvCacheSpec | None = Field(
-        default=None, description="Tiers of KV below the device's memory (default: none)."
+        default=None, description="Tiers that keep KV outside the device's memory (default: none)."
     )
     role_fixed_at_start: StrictBool = Field(
         default=False,
-        description="Whether the role is a start-up option of the engine, so that a flip restarts it.",
+        description="Whether the engine takes its role only at start, so that a flip restarts it.",
     )
 
     @property
     def launch_spec(self) -> "LaunchSpec":
-        """Only what it is started with."""
+        """The launch spec alone, without the fields of a subclass."""
         return LaunchSpec.model_construct(**{name: getattr(self, name) for name in LaunchSpec.model_fields})
 
     @property
     def launch_revision(self) -> str:
-        """Short hash of what it is started with. A field that a later version adds leaves it as it is."""
+        """Short hash of the launch spec. Defaults are not hashed, so a new field changes no revision."""
         content = self.launch_spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
 class PDPoolSpec(LaunchSpec):
-    """What the operator asks of a pool."""
+    """Desired state of a pool."""
 
-    service: str = Field(max_length=253, description="The PDService this pool belongs to.")
-    role: PoolRole = Field(description="Prefill or Decode for ever, or Flexible: instances flip.")
-    replicas: StrictInt = Field(ge=0, le=1024, description="Instances wanted; clamped to `instances`.")
-    instances: Bounds = Field(description="Bounds that clamp every writer of `replicas`.")
+    service: str = Field(max_length=253, description="PDService of the pool.")
+    role: PoolRole = Field(description="Prefill or Decode: fixed; Flexible: instances flip.")
+    replicas: StrictInt = Field(
+        ge=0, le=1024, description="Desired instances, limited to the bounds in `instances`."
+    )
+    instances: Bounds = Field(description="Bounds of `replicas`, whoever writes it.")
 
 
 class RefusedRevision(ApiModel):
-    """A revision that did not come to serve. It is not tried again until the spec changes."""
+    """Revision whose instances did not become ready; not retried until the spec changes."""
 
-    revision: str = Field(description="Which.")
-    reason: str = Field(max_length=1024, description="What became of it.")
+    revision: str = Field(description="The revision.")
+    reason: str = Field(max_length=1024, description="Why its instances did not become ready.")
 
 
 class PDPoolStatus(ApiModel):
-    """What is seen of a pool."""
+    """Observed state of a pool."""
 
     replicas: int = Field(default=0, description="Instances that exist.")
     ready_replicas: int = Field(default=0, description="Instances that serve.")
     selector: str = Field(default="", description="Label selector of the pool's instances.")
-    revision: str = Field(default="", description="The revision that instances shall have.")
-    updated_replicas: int = Field(default=0, description="Instances that have it.")
+    revision: str = Field(default="", description="Desired revision of the instances.")
+    updated_replicas: int = Field(default=0, description="Instances of the desired revision.")
     last_good: LaunchSpec | None = Field(
-        default=None, description="What all instances were last started with and served."
+        default=None, description="Launch spec with which all instances were last ready."
     )
     refused: RefusedRevision | None = Field(
-        default=None, description="The revision that was given up for the last good one."
+        default=None, description="Revision that was rolled back to the last good one."
     )
     conditions: tuple[Condition, ...] = Field(
         default=(),
-        description="ScalingLimited: a wish was clamped.",
+        description="ScalingLimited: the bounds or the floors limit replicas.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
+    observed_generation: int = Field(
+        default=0, description="Generation of the spec that this status describes."
+    )
 
 
 class PDPool(Resource):
@@ -238,10 +244,10 @@ class PDPool(Resource):
     )
 
     kind: Literal["PDPool"] = "PDPool"
-    spec: PDPoolSpec = Field(description="What the operator asks of the pool.")
-    status: PDPoolStatus = Field(default_factory=PDPoolStatus, description="What is seen of the pool.")
+    spec: PDPoolSpec = Field(description="Desired state of the pool.")
+    status: PDPoolStatus = Field(default_factory=PDPoolStatus, description="Observed state of the pool.")
 
 
 def fixed_role(role: PoolRole) -> Role | None:
-    """The role that a pool's instances can never leave; None for a flexible pool."""
+    """The fixed role of a pool's instances; None for a flexible pool."""
     return None if role == "Flexible" else Role(role)

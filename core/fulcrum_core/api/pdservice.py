@@ -1,4 +1,4 @@
-"""PDService: what a user writes. Everything but the model has a default."""
+"""PDService: the kind that a user writes. Every field but the model has a default."""
 
 import re
 from typing import ClassVar, Literal, Self
@@ -16,7 +16,7 @@ from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
 from fulcrum_core.api.qostier import SloSpec
-from fulcrum_core.values import AutoscalingMode, Role
+from fulcrum_core.values import AutoscalingMode
 
 DEFAULT_INSTANCES = 2
 
@@ -36,7 +36,7 @@ _FLOORS_OF_DEFAULT = (
     f"({_HAS_POOLS}) || has(self.instances) || self.roles.prefill.min + self.roles.decode.min"
     f" <= {DEFAULT_INSTANCES}"
 )
-"""A single instance does both. Pools have bounds, not counts: what they lack the status says."""
+"""A single instance plays both roles. Pools have bounds, so missing instances are reported in status."""
 
 _KV_CACHE_NEEDS_LMCACHE = (
     "!has(self.kvCache) || (has(self.kvTransfer) && "
@@ -48,16 +48,16 @@ KV_CACHE_NEEDS_LMCACHE_MESSAGE = (
 
 
 class ServiceSloSpec(SloSpec):
-    """Latency objectives of a service, and how many of its requests shall meet them."""
+    """Latency objectives of a service, and the share of requests that must meet them."""
 
     attainment: StrictFloat = Field(
         default=99.0,
         gt=0,
         le=100,
-        description="Requests of each tier that shall meet TTFT and TPOT, in per cent (default 99).",
+        description="Requests of each tier that must meet TTFT and TPOT, in per cent (default 99).",
     )
     window: Duration = Field(
-        default=300.0, ge=60, le=3600, description="Over which time that is judged (default 5m)."
+        default=300.0, ge=60, le=3600, description="Time over which attainment is computed (default 5m)."
     )
 
 
@@ -72,9 +72,9 @@ class PoolSpec(InstanceShapeSpec):
     )
     role: PoolRole = Field(
         default="Flexible",
-        description="Prefill or Decode for ever, or Flexible: instances flip (default Flexible).",
+        description="Prefill or Decode: fixed; Flexible: instances flip (default Flexible).",
     )
-    instances: Bounds = Field(description="How many instances the pool has, as {min, max}.")
+    instances: Bounds = Field(description="Bounds of the pool's instances, as {min, max}.")
 
 
 class RoleFloor(ApiModel):
@@ -95,7 +95,7 @@ class RolesSpec(ApiModel):
     decode: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of decode.")
 
     def to_floors(self) -> Floors:
-        """The floors as the PDAssignment carries them."""
+        """Convert to the floors of the PDAssignment."""
         return Floors(prefill=self.prefill.min, decode=self.decode.min)
 
 
@@ -110,10 +110,10 @@ class ArrowSpec(ApiModel):
         default=1.0,
         gt=0,
         le=10,
-        description="Decode load (inter-token latency / TPOT) that asks for more decode (default 1).",
+        description="Decode load (inter-token latency / TPOT) above which decode gets instances (default 1).",
     )
     shrink: StrictFloat = Field(
-        default=0.5, ge=0, le=10, description="Load below which a role is called idle (default 0.5)."
+        default=0.5, ge=0, le=10, description="Load below which a role counts as idle (default 0.5)."
     )
     consecutive_ticks: StrictInt = Field(
         default=3, ge=1, le=100, description="Consecutive ticks for which a condition must hold (default 3)."
@@ -132,13 +132,13 @@ class FlipSpec(ApiModel):
 
     strategy: Literal["Auto", "Relabel", "Restart"] = Field(
         default="Auto",
-        description="Relabel: the engine takes its role per request; Restart: at its start; "
-        "Auto: the cheapest that the engine is seen to offer (default Auto).",
+        description="Relabel: the engine takes its role per request; Restart: only at its start; "
+        "Auto: Relabel if the engine supports it (default Auto).",
     )
     prefill_to_decode_cooldown: Duration = Field(
         default=10.0,
         ge=0,
-        description="Least time between two flips from Prefill to Decode; back there is none (default 10s).",
+        description="Least time between flips from Prefill to Decode; none from Decode to Prefill (default 10s).",
     )
     paused: StrictBool = Field(
         default=False, description="Whether the autoscaler holds all flips (default false)."
@@ -146,7 +146,7 @@ class FlipSpec(ApiModel):
 
 
 class ScaleSpec(ApiModel):
-    """Who says how many instances a pool has."""
+    """Who writes the replicas of the pools."""
 
     owner: Literal["Fulcrum", "External"] = Field(
         default="Fulcrum",
@@ -160,26 +160,26 @@ class AutoscalingSpec(ApiModel):
 
     mode: AutoscalingMode = Field(
         default=AutoscalingMode.AUTO,
-        description="Off: nothing; Advise: explain, do not act; Auto: flip (default Auto).",
+        description="Off: no decisions; Advise: report decisions without acting; Auto: flip (default Auto).",
     )
     policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
     arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
     flip: FlipSpec = Field(default_factory=FlipSpec, description="When and how instances flip.")
-    scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who says how many instances a pool has.")
+    scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who writes the replicas of the pools.")
 
 
 class DrainSpec(ApiModel):
-    """How an instance leaves."""
+    """How an instance is drained before it stops."""
 
     timeout: Duration = Field(
         default=120.0,
         ge=0,
-        description="Longest wait for an instance's requests before it is ended (default 120s).",
+        description="Longest wait for an instance's requests before the instance is stopped (default 120s).",
     )
 
 
 class RolloutSpec(ApiModel):
-    """How instances are replaced when what they are started with changes."""
+    """How instances are replaced when their launch spec changes."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rule(
@@ -189,17 +189,23 @@ class RolloutSpec(ApiModel):
     )
 
     max_surge: StrictInt = Field(
-        default=1, ge=0, le=1024, description="Most instances of a pool above those wanted (default 1)."
+        default=1,
+        ge=0,
+        le=1024,
+        description="Instances of a pool that may exist beyond the desired number (default 1).",
     )
     max_unavailable: StrictInt = Field(
-        default=0, ge=0, le=1024, description="Most instances of a pool that may lack meanwhile (default 0)."
+        default=0,
+        ge=0,
+        le=1024,
+        description="Instances of a pool that may be missing during a roll-out (default 0).",
     )
-    paused: StrictBool = Field(default=False, description="Whether nothing is replaced (default false).")
+    paused: StrictBool = Field(default=False, description="Whether no instance is replaced (default false).")
     progress_deadline: Duration | None = Field(
         default=None,
         gt=0,
-        description="Longest wait for a new instance to serve before the last good revision comes back "
-        "(default: two minutes and ten times the engine's start-up).",
+        description="Longest wait for a new instance to become ready before the last good revision returns "
+        "(default: two minutes and ten times the engine's start-up time).",
     )
 
     @model_validator(mode="after")
@@ -210,23 +216,25 @@ class RolloutSpec(ApiModel):
 
 
 class TimeoutsSpec(ApiModel):
-    """How long the router waits for an engine."""
+    """Longest waits of the router for an engine."""
 
-    connect: Duration = Field(default=1.0, gt=0, description="For a connection (default 1s).")
+    connect: Duration = Field(default=1.0, gt=0, description="Longest wait for a connection (default 1s).")
     prefill: Duration = Field(
-        default=60.0, gt=0, description="For the answer of a prefill leg (default 60s)."
+        default=60.0, gt=0, description="Longest wait for the response of a prefill leg (default 60s)."
     )
     first_byte: Duration = Field(
-        default=60.0, gt=0, description="For the first byte of a decode leg (default 60s)."
+        default=60.0, gt=0, description="Longest wait for the first byte of a decode leg (default 60s)."
     )
-    idle: Duration = Field(default=60.0, gt=0, description="Between two reads of a stream (default 60s).")
+    idle: Duration = Field(
+        default=60.0, gt=0, description="Longest pause between two reads of a stream (default 60s)."
+    )
 
 
 class RouterSpec(ApiModel):
     """How requests are routed."""
 
     timeouts: TimeoutsSpec = Field(
-        default_factory=TimeoutsSpec, description="How long the router waits for an engine."
+        default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
     )
 
 
@@ -255,7 +263,7 @@ class PDServiceSpec(ApiModel):
         default=None,
         ge=1,
         le=1024,
-        description="Short form: one Flexible pool of so many; exclusive with pools (neither: 2 instances).",
+        description="Short form: one Flexible pool of this size; exclusive with pools (neither: 2 instances).",
     )
     engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
     slo: ServiceSloSpec = Field(
@@ -272,18 +280,20 @@ class PDServiceSpec(ApiModel):
     )
     roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
     kv_transfer: KvTransferSpec | None = Field(
-        default=None, description="How KV gets from prefill to decode (default: NIXL)."
+        default=None, description="How KV is transferred from prefill to decode instances (default: NIXL)."
     )
     kv_cache: KvCacheSpec | None = Field(
-        default=None, description="Tiers of KV below the device's memory (default: none)."
+        default=None, description="Tiers that keep KV outside the device's memory (default: none)."
     )
     autoscaling: AutoscalingSpec = Field(
         default_factory=AutoscalingSpec, description="How the split follows the load."
     )
-    drain: DrainSpec = Field(default_factory=DrainSpec, description="How an instance leaves.")
+    drain: DrainSpec = Field(
+        default_factory=DrainSpec, description="How an instance is drained before it stops."
+    )
     rollout: RolloutSpec = Field(
         default_factory=RolloutSpec,
-        description="How instances are replaced when what they are started with changes.",
+        description="How instances are replaced when their launch spec changes.",
     )
     router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
 
@@ -312,7 +322,7 @@ class PDServiceSpec(ApiModel):
         return self
 
     def resolve_pools(self) -> tuple[PoolSpec, ...]:
-        """The pools, with the short form written out: one Flexible pool called `flex`."""
+        """The pools; the short form `instances` becomes one Flexible pool called `flex`."""
         if self.pools:
             return self.pools
         count = DEFAULT_INSTANCES if self.instances is None else self.instances
@@ -322,42 +332,42 @@ class PDServiceSpec(ApiModel):
 class RoleStatus(ApiModel):
     """Instances of one role."""
 
-    desired: int = Field(default=0, description="Instances that shall play the role.")
-    ready: int = Field(default=0, description="Instances that play it and serve.")
-    draining: int = Field(default=0, description="Instances that play it and drain.")
+    desired: int = Field(default=0, description="Instances assigned to the role.")
+    ready: int = Field(default=0, description="Instances of the role that are serving.")
+    draining: int = Field(default=0, description="Instances of the role that are draining.")
 
 
 class LastDecision(ApiModel):
-    """The last flip or refusal, in words."""
+    """Last flip or refusal, for people."""
 
     at: Time = Field(description="When it was decided.")
     action: str = Field(description="What was done.")
-    reason: str = Field(description="Why, with the numbers.")
+    reason: str = Field(description="Why, with numbers.")
 
 
 class ModelStatus(ApiModel):
-    """What was read of the model that new instances serve."""
+    """Result of reading the model that new instances serve."""
 
-    key: str = Field(description="Hash of the model and of where it is: another model is read anew.")
+    key: str = Field(description="Hash of the model and its source; another hash is read again.")
     config_excerpt: ConfigExcerpt | None = None
-    error: str | None = Field(default=None, max_length=1024, description="Why it could not be read.")
-    attempts: int = Field(description="How often that was tried.")
-    at: Time = Field(description="When it was last tried.")
+    error: str | None = Field(default=None, max_length=1024, description="Why the model could not be read.")
+    attempts: int = Field(description="Attempts to read the model.")
+    at: Time = Field(description="Time of the last attempt.")
 
 
 class TierStatus(ApiModel):
-    """What became of the requests of one tier, as of when that was last told."""
+    """Outcome of one tier's requests, as of the router's last report."""
 
     name: str = Field(description="Name of the tier.")
     attainment: str | None = Field(
         default=None,
-        description="Requests that met TTFT and TPOT in slo.window, in per cent; unset: too few.",
+        description="Requests that met TTFT and TPOT in slo.window, in per cent; unset: too few requests.",
     )
-    offered: int = Field(description="Requests offered that ended in it, but for those cancelled.")
+    offered: int = Field(description="Requests that ended in slo.window, without cancelled ones.")
 
 
 class PDServiceStatus(ApiModel):
-    """What is seen of a service."""
+    """Observed state of a service."""
 
     conditions: tuple[Condition, ...] = Field(
         default=(),
@@ -365,31 +375,27 @@ class PDServiceStatus(ApiModel):
         "KVTransferVerified, SLOMet.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    ready: str = Field(default="", description="Serving instances of those wanted, as 7/8.")
+    ready: str = Field(default="", description="Serving and desired instances, as 7/8.")
     prefill: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play prefill.")
     decode: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play decode.")
     ratio: str = Field(default="", description="Serving prefill to serving decode instances, as 5:3.")
     attainment: str | None = Field(
         default=None,
         description="Requests of all tiers that met TTFT and TPOT in slo.window, in per cent, as 98.7; "
-        "unset: too few.",
+        "unset: too few requests.",
     )
     tiers: tuple[TierStatus, ...] = Field(
         default=(),
-        description="The same, by tier.",
+        description="Attainment of each tier.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     flips: int = Field(default=0, description="Flips so far.")
-    last_decision: LastDecision | None = Field(default=None, description="The last flip, in words.")
+    last_decision: LastDecision | None = Field(default=None, description="Last flip, for people.")
     endpoint: str | None = Field(default=None, description="Where clients send requests.")
     model: ModelStatus | None = Field(
-        default=None, description="What was read of the model; of real engines in a cluster only."
+        default=None, description="Result of reading the model; only for real engines in a cluster."
     )
     observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
-
-    def role(self, role: Role) -> RoleStatus:
-        """The counts of one role."""
-        return self.prefill if role is Role.PREFILL else self.decode
 
 
 class PDService(Resource):
@@ -407,13 +413,13 @@ class PDService(Resource):
             name="KV",
             type="string",
             json_path='.status.conditions[?(@.type=="KVTransferVerified")].reason',
-            description="Verified, or why it is not known that KV is handed over.",
+            description="Verified, or why KV transfer is not verified.",
         ),
         PrinterColumn(
             name="SLO",
             type="string",
             json_path=".status.attainment",
-            description="Requests that met TTFT and TPOT of late, in per cent.",
+            description="Requests that met TTFT and TPOT in slo.window, in per cent.",
         ),
         PrinterColumn(name="Flips", type="integer", json_path=".status.flips"),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
@@ -427,8 +433,8 @@ class PDService(Resource):
     )
 
     kind: Literal["PDService"] = "PDService"
-    spec: PDServiceSpec = Field(description="What the user asks for.")
-    status: PDServiceStatus = Field(default_factory=PDServiceStatus, description="What is seen.")
+    spec: PDServiceSpec = Field(description="Desired state, written by the user.")
+    status: PDServiceStatus = Field(default_factory=PDServiceStatus, description="Observed state.")
 
     @model_validator(mode="after")
     def _check_name(self) -> Self:

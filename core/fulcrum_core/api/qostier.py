@@ -1,4 +1,4 @@
-"""QoSTier: how much a class of requests matters and how fast it must be."""
+"""QoSTier: priority and latency objectives of a class of requests."""
 
 from typing import ClassVar, Literal
 
@@ -23,20 +23,20 @@ class SloSpec(ApiModel):
     )
 
     def to_slo(self) -> Slo:
-        """The value that policies use."""
+        """Convert to the value that policies use."""
         return Slo(ttft_s=self.ttft, tpot_s=self.tpot)
 
 
 class QoSTierSpec(ApiModel):
-    """What a tier asks for."""
+    """Priority and objectives of a tier."""
 
     priority: StrictInt = Field(
         default=0,
         ge=-1000,
         le=1000,
-        description="Higher is more important (default 0): the engine serves such waiting requests first.",
+        description="Higher is more important: engines serve waiting requests in this order (default 0).",
     )
-    slo: SloSpec | None = Field(default=None, description="Objectives of this tier; unset: the service's.")
+    slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
 
 
 class QoSTier(Resource):
@@ -52,4 +52,4 @@ class QoSTier(Resource):
     )
 
     kind: Literal["QoSTier"] = "QoSTier"
-    spec: QoSTierSpec = Field(default_factory=QoSTierSpec, description="What the tier asks for.")
+    spec: QoSTierSpec = Field(default_factory=QoSTierSpec, description="Priority and objectives of the tier.")
