@@ -1,1 +1,1 @@
-"""The command line: play, up, status, flip, explain."""
+"""The command line: play, up, plan, status, flip, drain, explain, doctor."""

@@ -1,8 +1,7 @@
-"""`fulcrum`, also as `kubectl fulcrum`: declares the commands.
+"""Command line `fulcrum`, also `kubectl fulcrum`: declares the commands and their options.
 
-What they do is imported when one is run, so that `--help` is quick.
-
-Whatever a user got wrong ends as one line on standard error and exit code 2.
+The modules of a command are imported when it runs, so that `--help` is fast. Every error of the user ends
+as one line on standard error and exit code 2.
 """
 
 import sys
@@ -17,7 +16,7 @@ from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
     name="fulcrum",
-    help="Keeps the split between prefill and decode right while requests run.",
+    help="Keep the split between prefill and decode instances right while requests run.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -25,7 +24,7 @@ app = typer.Typer(
 
 
 def _print_version(requested: bool) -> None:
-    """Prints the version and leaves; looked up only when asked for, as the look-up takes its time."""
+    """Print the version and exit. `importlib.metadata` is slow, so it is imported only here."""
     if requested:
         from importlib.metadata import version
 
@@ -40,52 +39,60 @@ def global_options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Keeps the split between prefill and decode right while requests run."""
+    """Keep the split between prefill and decode instances right while requests run."""
 
 
 ServiceArgument = Annotated[
-    str | None, typer.Argument(help="Name of the service; not needed where only one runs.")
+    str | None, typer.Argument(help="Name of the service; optional if there is only one.")
 ]
 InstanceArgument = Annotated[str, typer.Argument(help="Name of the instance.")]
-OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="json or yaml.")]
-KubeconfigOption = Annotated[Path | None, typer.Option(help="A cluster, by this kubeconfig.")]
-ContextOption = Annotated[str | None, typer.Option(help="A cluster, by this context of the kubeconfig.")]
+OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="Output format: json or yaml.")]
+KubeconfigOption = Annotated[Path | None, typer.Option(help="Use the cluster of this kubeconfig.")]
+ContextOption = Annotated[str | None, typer.Option(help="Use the cluster of this kubeconfig context.")]
 NamespaceOption = Annotated[
-    str | None, typer.Option("-n", "--namespace", help="A cluster, in it this namespace.")
+    str | None, typer.Option("-n", "--namespace", help="Use a cluster, and this namespace.")
 ]
 
 
 @app.command()
 def play(
     load: Annotated[
-        str | None, typer.Option(help="Shape of the load: moving (the default), steady or bursty.")
+        str | None, typer.Option(help="Shape of the load: moving (default), steady or bursty.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="A recorded workload: CSV of arrival_s, input_tokens, output_tokens; or gzip."),
+        typer.Option(
+            help="Replay a recorded workload: CSV (or gzip) of arrival_s, input_tokens, output_tokens."
+        ),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay the recording so many times as fast.")] = 1.0,
-    scale: Annotated[float, typer.Option(help="Multiply the rate of arrivals; lengths never change.")] = 1.0,
-    mode: Annotated[str | None, typer.Option(help="Off, Advise or Auto, in place of the manifest's.")] = None,
+    speed: Annotated[float, typer.Option(help="Replay the recording this many times faster.")] = 1.0,
+    scale: Annotated[
+        float, typer.Option(help="Multiply the recording's arrival rate; lengths stay the same.")
+    ] = 1.0,
+    mode: Annotated[
+        str | None, typer.Option(help="Autoscaling mode instead of the manifest's: Off, Advise or Auto.")
+    ] = None,
     duration: Annotated[
-        str | None, typer.Option("--for", help="How long the load lasts, such as 60s; else until you quit.")
+        str | None, typer.Option("--for", help="Duration of the load, e.g. 60s; by default until you quit.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the load and its prompts.")] = 1,
-    port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the load and its prompts.")] = 1,
+    port: Annotated[int, typer.Option(help="Port for clients; 0 means any free port.")] = 0,
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="A manifest in place of the built-in one.")
+        Path | None, typer.Option("-f", "--file", help="Manifest to run instead of the built-in one.")
     ] = None,
-    headless: Annotated[bool, typer.Option("--headless", help="No live view.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures of the run to this file.")] = None,
-    kill_every: Annotated[str | None, typer.Option(help="Kill an engine every so often, such as 5s.")] = None,
+    headless: Annotated[bool, typer.Option("--headless", help="Do not show the live view.")] = False,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the figures of the run to this file as JSON.")
+    ] = None,
+    kill_every: Annotated[str | None, typer.Option(help="Kill an engine at this interval, e.g. 5s.")] = None,
     flips: Annotated[
-        int, typer.Option(help="Force so many flips, each as soon as the last is acknowledged.")
+        int, typer.Option(help="Force this many flips, each as soon as the previous one is acknowledged.")
     ] = 0,
     snapshot: Annotated[
-        Path | None, typer.Option(help="Write the last picture of the live view as SVG.")
+        Path | None, typer.Option(help="Write the last frame of the live view to this file as SVG.")
     ] = None,
 ) -> None:
-    """Run a service under load and watch it change roles."""
+    """Run a service under load on this machine and watch its instances change roles."""
     from fulcrum_cli.commands.play import run
     from fulcrum_cli.play.options import parse_options
 
@@ -99,34 +106,34 @@ def play(
 @app.command()
 def up(
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="The manifest; not needed with --engine.")
+        Path | None, typer.Option("-f", "--file", help="Manifest to run; optional with --engine.")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="As processes on this machine.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Run the service as processes on this machine.")
+    ] = False,
     engine: Annotated[
         str | None,
         typer.Option(
-            help="vllm-cpu: vLLM with a tiny model, as make engine made them, in place of the manifest's."
+            help="Engine instead of the manifest's: vllm-cpu (vLLM with a tiny model; needs `make engine`)."
         ),
     ] = None,
-    port: Annotated[int, typer.Option(help="Port for clients; 0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port for clients; 0 means any free port.")] = 8000,
 ) -> None:
-    """Bring up the service of a manifest until Ctrl-C."""
+    """Run the service of a manifest until Ctrl-C."""
     from fulcrum_cli.commands.up import run
 
     if not local:
-        raise InvalidInput("--local", "not given", "is needed: only local services can be brought up")
+        raise InvalidInput("--local", "not given", "is required: `up` starts local services only")
     run(file, engine=engine, port=port)
 
 
 @app.command()
 def plan(
-    file: Annotated[Path, typer.Option("-f", "--file", help="The manifest.")],
-    model_config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, or the folder that holds it.")
-    ] = None,
+    file: Annotated[Path, typer.Option("-f", "--file", help="Manifest to plan.")],
+    model_config: Annotated[Path | None, typer.Option(help="The model's config.json, or its folder.")] = None,
     output: OutputOption = None,
 ) -> None:
-    """Say what a manifest would start, and whether the model fits. Nothing is applied."""
+    """Show what a manifest would start, and whether the model fits. Nothing is applied."""
     from fulcrum_cli.commands.plan import run
 
     raise typer.Exit(run(file, model_config=model_config, output=output))
@@ -140,7 +147,7 @@ def status(
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Show services: roles, phases, conditions. Of one service every instance."""
+    """Show services; for a single service also its instances and conditions."""
     from fulcrum_cli.commands.status import run
     from fulcrum_cli.target.selection import make_target_options
 
@@ -150,16 +157,19 @@ def status(
 @app.command()
 def flip(
     instance: InstanceArgument,
-    to: Annotated[str, typer.Option(help="Prefill or Decode, in any case.")],
-    pin: Annotated[str | None, typer.Option(help="Keep it there so long, such as 10m.")] = None,
+    to: Annotated[str, typer.Option(help="New role: prefill or decode.")],
+    pin: Annotated[str | None, typer.Option(help="Keep the role for this long, e.g. 10m.")] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Until it plays the role; exit code 1 if not.")
+        bool,
+        typer.Option(
+            "--wait", help="Wait until the instance serves the role; exit code 1 if it does not in time."
+        ),
     ] = False,
     kubeconfig: KubeconfigOption = None,
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Give an instance the other role, now. The floors of the service stand above it."""
+    """Change the role of an instance. Role floors still apply."""
     from fulcrum_cli.commands.flip import run
     from fulcrum_cli.target.selection import make_target_options
 
@@ -171,14 +181,17 @@ def flip(
 def drain(
     instance: InstanceArgument,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Until no request is left on it; exit code 1 if not.")
+        bool,
+        typer.Option(
+            "--wait", help="Wait until no request is left on the instance; exit code 1 if some are."
+        ),
     ] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take new work again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Send new requests to the instance again.")] = False,
     kubeconfig: KubeconfigOption = None,
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Give an instance no new work, until --undo takes that back."""
+    """Stop sending new requests to an instance, until --undo."""
     from fulcrum_cli.commands.drain import run
     from fulcrum_cli.target.selection import make_target_options
 
@@ -188,12 +201,12 @@ def drain(
 @app.command()
 def explain(
     service: ServiceArgument = None,
-    limit: Annotated[int, typer.Option(help="How many; a run of held ones is one.")] = 20,
+    limit: Annotated[int, typer.Option(help="Number of decisions; consecutive holds count as one.")] = 20,
     kubeconfig: KubeconfigOption = None,
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Tell the last decisions and why, and what is refused now."""
+    """Show the last role decisions with their reasons, and the flips that are refused now."""
     from fulcrum_cli.commands.explain import run
     from fulcrum_cli.target.selection import make_target_options
 
@@ -207,7 +220,7 @@ def doctor(
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Look for the usual troubles and say what to do. Exit code 1 if there is a problem."""
+    """Check for common problems and suggest what to do. Exit code 1 if there is a problem."""
     from fulcrum_cli.commands.doctor import run
     from fulcrum_cli.target.selection import make_target_options
 
@@ -215,7 +228,7 @@ def doctor(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code."""
+    """Run the command line and exit the process with its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(argv or ["--help"], prog_name=program_name(), standalone_mode=False)

@@ -1,4 +1,4 @@
-"""Reads what a user wants to run: manifests from files, and the one that `fulcrum play` brings along."""
+"""Reads manifests from files, and finds the manifests that are shipped with the program."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ _EXAMPLE_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
 
 
 def read_manifest(path: Path) -> tuple[Resource, ...]:
-    """All objects of the file.
+    """Return all objects of the file.
 
     Raises:
-        InvalidInput: for a file that cannot be read, and for the first rule that an object breaks.
+        InvalidInput: if the file cannot be read, or an object breaks a rule (the first one is named).
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -28,6 +28,6 @@ def read_manifest(path: Path) -> tuple[Resource, ...]:
 
 
 def find_built_in(name: str) -> Path:
-    """A manifest that comes along: in an installed package beside this file, in a checkout an example."""
+    """Return the path of a shipped manifest: package data when installed, `examples/` in a checkout."""
     files = [folder / f"{name}.yaml" for folder in _EXAMPLE_FOLDERS]
     return next((file for file in files if file.exists()), files[-1])

@@ -1,4 +1,4 @@
-"""Checks of single options, with one line that names the option, the value and the rule."""
+"""Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option."""
 
 from enum import StrEnum
 from typing import TypeVar
@@ -12,7 +12,11 @@ PORT_MAX = 65535
 
 
 def parse_duration_s(option: str, text: str | None) -> float | None:
-    """Seconds of a duration such as `60s`; None if it was not given."""
+    """Return the seconds of a duration such as `60s`; None for None.
+
+    Raises:
+        InvalidInput: for text that is not a duration, and for 0 or less.
+    """
     if text is None:
         return None
     try:
@@ -25,13 +29,21 @@ def parse_duration_s(option: str, text: str | None) -> float | None:
 
 
 def check_port(number: int) -> None:
-    """Refuse a number that is no port; 0 stands for any free one."""
+    """Check a port number; 0 means any free port.
+
+    Raises:
+        InvalidInput: if the number is out of range.
+    """
     if not 0 <= number <= PORT_MAX:
         raise InvalidInput("--port", number, f"must be between 0 and {PORT_MAX}")
 
 
 def parse_choice(option: str, text: str, choices: type[E], *allowed: E) -> E:
-    """The member that `text` names, in any case."""
+    """Return the member whose value is `text`, ignoring case; `allowed` restricts the choice.
+
+    Raises:
+        InvalidInput: with the possible values, if there is no such member.
+    """
     members = allowed or tuple(choices)
     for member in members:
         if member.value.lower() == text.lower():

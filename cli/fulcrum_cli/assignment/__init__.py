@@ -1,1 +1,1 @@
-"""Flips and cordons that a person asks for: written to the PDAssignment, then waited for."""
+"""Flips and cordons requested by a person: one write of the PDAssignment, then polling for its effect."""

@@ -1,4 +1,4 @@
-"""What becomes of a word that was written: looked at over and over until it is plain, or for too long."""
+"""Polls a written change until it takes effect, is overruled or times out. Used by `flip` and `drain`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,20 +19,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceObservation:
-    """One look at an instance after a word about it; None: it is not there."""
+    """The assignment and the instance at one time, after a change was written; None if deleted."""
 
     assignment: PDAssignment | None
     instance: PDInstance | None
 
 
 class ChangeOverruled(FulcrumError):
-    """The word was taken back after it had been written."""
+    """A written change that somebody changed back, or that the operator refused."""
 
 
 async def poll_until(
     observe: Callable[[], Awaitable[T]], done: Callable[[T], bool], *, timeout_s: float
 ) -> tuple[T, bool]:
-    """The first look that is `done`, or the last one after the time."""
+    """Call `observe` until `done` accepts its result; return the last result, and whether it was accepted.
+
+    `observe` is called at least once, and not again after `timeout_s`.
+    """
     end_s = asyncio.get_running_loop().time() + timeout_s
     while True:
         observation = await observe()
@@ -44,7 +47,7 @@ async def poll_until(
 
 
 async def observe_instance(connection: TargetConnection, write: AssignmentWrite) -> InstanceObservation:
-    """The assignment and the instance as they stand."""
+    """Read the assignment and the instance of the write."""
     service = write.assignment.metadata.name
     try:
         assignment = await connection.store.get(PDAssignment, service, namespace=connection.namespace)
@@ -61,8 +64,7 @@ def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, rol
     """Whether the instance serves in that role.
 
     Raises:
-        ChangeOverruled: if it will not, since the word was refused, changed by somebody, or the instance is
-        gone.
+        ChangeOverruled: if the flip was refused or changed by somebody, or the instance was deleted.
     """
     check_not_overruled(observation, write)
     status = observation.instance.status if observation.instance else None
@@ -70,27 +72,27 @@ def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, rol
 
 
 def check_not_overruled(observation: InstanceObservation, write: AssignmentWrite) -> None:
-    """Raises `ChangeOverruled` if the word stands no more."""
+    """Raise `ChangeOverruled` if the change is no longer in the assignment."""
     name, desired = write.instance, write.entry
     entry = observation.assignment.spec.roles.get(name) if observation.assignment else None
     if entry is None:
-        raise ChangeOverruled(f"{name} is not there any more")
+        raise ChangeOverruled(f"{name} was deleted")
     if entry.role is not desired.role:
         refused = entry.refused if entry.refused and entry.refused.role is desired.role else None
         if refused:
             raise ChangeOverruled(f"{name} → {desired.role} was refused: {refused.reason}")
         raise ChangeOverruled(
-            f"{name} was given {entry.role} again by {entry.by}: {entry.reason or 'no reason'}"
+            f"{name} was assigned {entry.role} again by {entry.by}: {entry.reason or 'no reason given'}"
         )
     if desired.cordoned and not entry.cordoned:
         if entry.refused and entry.refused.role is None:
-            raise ChangeOverruled(f"{name} is not drained, that was refused: {entry.refused.reason}")
-        raise ChangeOverruled(f"{name} takes new work again: somebody lifted the cordon")
+            raise ChangeOverruled(f"draining {name} was refused: {entry.refused.reason}")
+        raise ChangeOverruled(f"{name} gets new requests again: somebody removed the cordon")
 
 
 def describe_phase(observation: InstanceObservation) -> str:
-    """How the instance stands, in a few words."""
+    """Describe the instance's phase in a few words, for the end of a message."""
     if observation.instance is None:
-        return "it is not there"
+        return "the instance was deleted"
     status = observation.instance.status
-    return f"it is {status.phase}" + (f": {status.message}" if status.message else "")
+    return f"now {status.phase}" + (f": {status.message}" if status.message else "")

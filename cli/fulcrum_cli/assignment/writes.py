@@ -1,7 +1,6 @@
-"""A person's word about one instance: one conditional write of the PDAssignment, judged before it is written.
+"""Writes a flip or a cordon of one instance: one conditional write of the PDAssignment, checked first.
 
-`fulcrum flip` and `drain`, the live view's key and a forced series of flips all take this way, which is the
-autoscaler's, too.
+Used by `fulcrum flip` and `drain`, and by the flips of `fulcrum play`.
 """
 
 from collections.abc import Callable
@@ -16,13 +15,15 @@ from fulcrum_core.ports import Store
 from fulcrum_core.values import Actor, Role
 
 WRITE_ATTEMPTS_MAX = 10
-"""Writes attempted while others write the same object."""
+"""Attempts of one write while others change the same object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssignmentWrite:
-    """A word that was written, or that needed no writing. `entry_before` is the instance's entry as it
-    was."""
+    """Result of a write: the assignment after it, and the instance's entry before it.
+
+    `changed` is False if the entry already was as desired, so that nothing was written.
+    """
 
     assignment: PDAssignment
     instance: str
@@ -31,12 +32,12 @@ class AssignmentWrite:
 
     @property
     def generation(self) -> int:
-        """What a router acknowledges."""
+        """Generation of the assignment that a router acknowledges."""
         return self.assignment.metadata.generation
 
     @property
     def entry(self) -> RoleAssignment:
-        """The instance's entry as it stands."""
+        """The instance's entry after the write."""
         return self.assignment.spec.roles[self.instance]
 
 
@@ -50,11 +51,13 @@ async def flip_instance(
     reason: str,
     pin_s: float | None = None,
 ) -> AssignmentWrite:
-    """The instance given the role. One that has it already is written only if its pin is to change.
+    """Assign the role to the instance, pinned for `pin_s` seconds or not at all.
+
+    An instance that already has the role is written only if its pin changes.
 
     Raises:
-        InvalidInput: if the service has no such instance, or the flip may not be made.
-        Conflict: if others were quicker `WRITE_ATTEMPTS_MAX` times in a row.
+        InvalidInput: if the service has no such instance, or a rule forbids the flip.
+        Conflict: if others changed the object before each of `WRITE_ATTEMPTS_MAX` writes.
     """
 
     def propose(current: PDAssignmentSpec, now_s: float) -> PDAssignmentSpec:
@@ -75,11 +78,11 @@ async def flip_instance(
 async def set_cordon(
     store: Store, service: str, instance: str, *, namespace: str, reason: str, cordoned: bool
 ) -> AssignmentWrite:
-    """The instance gets no new work any more, or gets it again.
+    """Cordon the instance, so that it gets no new requests, or remove its cordon.
 
     Raises:
-        InvalidInput: if the service has no such instance, or the floors or the operator stand against it.
-        Conflict: if others were quicker `WRITE_ATTEMPTS_MAX` times in a row.
+        InvalidInput: if the service has no such instance, or a floor or the operator forbids the change.
+        Conflict: if others changed the object before each of `WRITE_ATTEMPTS_MAX` writes.
     """
 
     def propose(current: PDAssignmentSpec, _now_s: float) -> PDAssignmentSpec:
@@ -87,14 +90,14 @@ async def set_cordon(
         if entry.cordoned is cordoned:
             return current
         if entry.effective_cordoned_by is Actor.OPERATOR:
-            rule = f"was cordoned by the operator, who wants it gone: {entry.effective_cordon_reason}"
+            rule = f"was cordoned by the operator to remove it: {entry.effective_cordon_reason}"
             raise InvalidInput("instance", instance, rule)
         by, why = (Actor.PERSON, reason) if cordoned else (None, "")
         update = {"cordoned": cordoned, "cordoned_by": by, "cordon_reason": why}
         roles = {**current.roles, instance: entry.model_copy(update=update)}
         return current.model_copy(update={"roles": roles})
 
-    action = "be drained" if cordoned else "be taken back"
+    action = "be drained" if cordoned else "be uncordoned"
     return await _write_assignment(store, service, instance, propose, namespace=namespace, action=action)
 
 
@@ -112,7 +115,9 @@ async def _write_assignment(
     async def propose(current: PDAssignment) -> PDAssignmentSpec | None:
         if instance not in current.spec.roles:
             known = ", ".join(sorted(current.spec.roles)) or "none"
-            raise InvalidInput("instance", instance, f"is not of service {service}; it has {known}")
+            raise InvalidInput(
+                "instance", instance, f"is not an instance of service {service}; it has {known}"
+            )
         proposed = change(current.spec, clock.now_s())
         return None if proposed is current.spec else proposed
 
@@ -129,7 +134,7 @@ async def _write_assignment(
 
 
 def _suggest_alternative(checked: CheckedChange, role: Role) -> str:
-    """What to do if nothing but the floors keeps an instance in its role; empty otherwise."""
+    """Return advice if only the floors forbid the change; otherwise an empty string."""
     no_floors = Floors(prefill=0, decode=0)
     without_floors = checked.proposed.model_copy(update={"floors": no_floors})
     rules = replace(checked.rules, floors=no_floors)
@@ -138,5 +143,5 @@ def _suggest_alternative(checked: CheckedChange, role: Role) -> str:
         return ""
     floor = max(checked.rules.floors.for_role(role.other), checked.current.floors.for_role(role.other))
     if len(list_serving(checked.current.roles, checked.serving, role.other)) > floor:
-        return f"; flip another one to {role} first"
-    return "; there is none to spare: it takes more instances (spec.instances, or those of a pool)"
+        return f"; flip another instance to {role} first"
+    return "; no instance is left to flip: raise spec.instances, or the instances of a pool"

@@ -1,4 +1,4 @@
-"""`fulcrum doctor`: gathers, examines, tells."""
+"""`fulcrum doctor`: gathers facts about the target, checks them and prints the findings."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MARKS = {Severity.OK: "ok      ", Severity.WARNING: "warning ", Severity.PROBLE
 
 
 def run(target_options: TargetOptions, *, output: str | None) -> int:
-    """Prints every check's answer; 1 if one of them is a problem."""
+    """Print every finding; return 1 if one is a problem, else 0."""
     output_format = None if output is None else parse_choice("--output", output, OutputFormat)
     descriptions, findings = asyncio.run(_gather_and_examine(target_options))
     if output_format is None:
@@ -34,7 +34,7 @@ def run(target_options: TargetOptions, *, output: str | None) -> int:
 
 
 async def _gather_and_examine(target_options: TargetOptions) -> tuple[list[str], tuple[Finding, ...]]:
-    """Of all services that run here, or of the namespace of a cluster."""
+    """Examine all local runs, or one namespace of a cluster; return the targets and the findings."""
     target = choose_target(target_options)
     names: Sequence[str | None] = target.services if isinstance(target, LocalTarget) else [None]
     findings: list[Finding] = []
@@ -47,14 +47,14 @@ async def _gather_and_examine(target_options: TargetOptions) -> tuple[list[str],
 
 
 def format_findings(findings: Sequence[Finding]) -> list[str]:
-    """One line a finding, what to do below it; a count at the end."""
+    """Return one line for each finding with its advice and consequences below it, and a count at the end."""
     lines = []
     for finding in findings:
         lines.append(f"{_MARKS[finding.severity]} {finding.title}: {finding.observed}")
         if finding.advice:
             lines.append(f"         → {finding.advice}")
         if finding.consequences:
-            lines.append(f"         follows from it: {', '.join(finding.consequences)}")
+            lines.append(f"         explains also: {', '.join(finding.consequences)}")
     fine, warnings, problems = (sum(each.severity is kind for each in findings) for kind in Severity)
     counts = f"{fine} ok, {format_count(warnings, 'warning')}, {format_count(problems, 'problem')}"
     return [*lines, "", counts]

@@ -1,4 +1,4 @@
-"""`fulcrum drain`: no new work for an instance, by a person's word, until that is taken back."""
+"""`fulcrum drain`: stops sending new requests to an instance until `--undo`."""
 
 import asyncio
 
@@ -11,8 +11,7 @@ from fulcrum_cli.assignment.polling import (
 )
 from fulcrum_cli.assignment.writes import AssignmentWrite, set_cordon
 from fulcrum_cli.program_name import program_name
-from fulcrum_cli.target.connection import TargetConnection, connect
-from fulcrum_cli.target.instance_service import find_service_of_instance
+from fulcrum_cli.target.connection import TargetConnection, connect, find_service_of_instance
 from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.api.pdservice import PDService
@@ -20,13 +19,13 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
 
 STATUS_GRACE_S = 10.0
-"""Grace on top of the drain's own time: for the operator to say so."""
+"""Seconds in addition to the drain timeout, so that the operator can report the end of the drain."""
 
 
 def run(target_options: TargetOptions, instance: str, *, wait: bool, undo: bool) -> int:
-    """Cordons the instance, or takes that back; 1 if somebody waited in vain."""
+    """Cordon the instance, or remove its cordon; return 1 if --wait timed out, else 0."""
     if undo and wait:
-        raise InvalidInput("--wait", "with --undo", "is for a drain: taking it back needs no wait")
+        raise InvalidInput("--wait", "given", "cannot be combined with --undo")
     line, done = asyncio.run(_drain(target_options, instance, wait=wait, undo=undo))
     print(line)
     return 0 if done or not wait else 1
@@ -53,26 +52,26 @@ async def _drain(target_options: TargetOptions, instance: str, *, wait: bool, un
 
 def _describe_write(write: AssignmentWrite, *, undo: bool) -> str:
     if undo:
-        return "takes new work again" if write.changed else "was not cordoned: nothing written"
+        return "gets new requests again" if write.changed else "was not cordoned: nothing written"
     if not write.changed:
         entry = write.entry_before
         by, reason = entry.effective_cordoned_by, entry.effective_cordon_reason
-        return f"was cordoned already by {by} ({reason}): nothing written"
+        return f"was already cordoned by {by} ({reason}): nothing written"
     undo_command = f"{program_name()} drain {write.instance} --undo"
-    return f"cordoned, gets no new work; `{undo_command}` takes it back"
+    return f"cordoned, gets no new requests; undo with `{undo_command}`"
 
 
 async def _wait_drained(
     connection: TargetConnection, service: PDService, write: AssignmentWrite
 ) -> tuple[str, bool]:
-    """Until nothing of its requests is left, as the operator or the router says."""
+    """Wait until no request is left on the instance, as the operator or the router reports."""
     timeout_s = service.spec.drain.timeout + STATUS_GRACE_S
     (_, observation), done = await poll_until(
         lambda: _observe_drained(connection, write), lambda drained: drained[0], timeout_s=timeout_s
     )
     if not done:
         return f"not drained within {timeout_s:g} s, {describe_phase(observation)}", False
-    return "gone" if observation.instance is None else "drained, no request is left on it", True
+    return "deleted" if observation.instance is None else "drained, no request is left on it", True
 
 
 async def _observe_drained(
@@ -84,11 +83,11 @@ async def _observe_drained(
     check_not_overruled(observation, write)
     status = observation.instance.status
     reported = status.phase is Phase.DRAINING and status.reason == DRAINED
-    return reported or await _is_at_rest(connection, write), observation
+    return reported or await _is_idle(connection, write), observation
 
 
-async def _is_at_rest(connection: TargetConnection, write: AssignmentWrite) -> bool:
-    """Whether the router has applied the word and nothing is on the instance; no router: not known."""
+async def _is_idle(connection: TargetConnection, write: AssignmentWrite) -> bool:
+    """Whether the router has applied the cordon and the instance is idle; False if it does not respond."""
     state = await connection.router_state()
     if state is None or state.generation < write.generation:
         return False

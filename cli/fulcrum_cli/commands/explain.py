@@ -1,28 +1,37 @@
-"""`fulcrum explain`: the last decisions, whoever made them, in words with numbers, and the conditions."""
+"""`fulcrum explain`: prints the last role decisions with their numbers, and the conditions.
+
+It merges the autoscaler's journal with the roles that a person or the operator assigned.
+"""
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fulcrum_cli.commands.status import ServiceSnapshot, condition_lines, read_snapshot, refusal_lines
-from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable
+from fulcrum_autoscaler.policy.decisions import Action
+from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
 from fulcrum_cli.target.connection import TargetConnection, connect
 from fulcrum_cli.target.selection import TargetOptions, choose_target
+from fulcrum_cli.target.snapshot import ServiceSnapshot, read_snapshot
+from fulcrum_cli.terminal.output import condition_lines, refusal_lines
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Actor
 
 DecisionRecord = Mapping[str, Any]
+"""One decision as JSON, with the keys of the autoscaler's journal."""
+
+ASSIGN = "assign"
+"""Action of a role that the operator assigned; all others are the autoscaler's `Action`."""
 
 _NUMBERS_UNKNOWN: DecisionRecord = {"loads": None, "split": "", "consecutive_ticks": 0, "rejected": ()}
 _DECISIONS_FETCHED_MIN = 600
-"""Decisions asked for at least: an autoscaler holds at every tick, and a run of those is told as one line."""
+"""Decisions fetched at least: most are holds, one each tick, and consecutive holds are one line."""
 
 
 def run(target_options: TargetOptions, service: str | None, *, limit: int) -> None:
-    """Prints the last decisions, newest first, then the conditions and what is refused now."""
+    """Print the last decisions, newest first, then the conditions and the flips that are refused now."""
     if limit < 1:
         raise InvalidInput("--limit", limit, "must be at least 1")
     print("\n".join(asyncio.run(_explain(target_options, service, limit))))
@@ -34,18 +43,20 @@ async def _explain(target_options: TargetOptions, name: str | None, limit: int) 
         if len(services) != 1:
             names = ", ".join(service.metadata.name for service in services) or "none"
             rule = (
-                "are there: name one" if services else f"is there: {connection.description} has no PDService"
+                "exist: name one of them"
+                if services
+                else f"exists: {connection.description} has no PDService"
             )
             raise InvalidInput("SERVICE", names, rule)
         snapshot = await read_snapshot(connection, services[0])
         decision_lines = await _format_latest(connection, snapshot, limit)
         state_lines = [*condition_lines(snapshot.service.status.conditions)]
-        state_lines += refusal_lines(snapshot.assignment, now_s=time.time()) or ["no wish is refused now"]
+        state_lines += refusal_lines(snapshot.assignment, now_s=time.time()) or ["no flip is refused now"]
         return [*decision_lines, "", *state_lines, f"target {connection.description}"]
 
 
 async def _format_latest(connection: TargetConnection, snapshot: ServiceSnapshot, limit: int) -> list[str]:
-    """The decisions in words; an autoscaler that is away is said, for the rest still has an answer."""
+    """Return the decisions as lines; without the autoscaler, an error line and the other decisions."""
     decisions: Sequence[DecisionRecord] = ()
     errors = []
     try:
@@ -53,7 +64,7 @@ async def _format_latest(connection: TargetConnection, snapshot: ServiceSnapshot
             snapshot.service.metadata.name, limit=max(limit, _DECISIONS_FETCHED_MIN)
         )
     except AutoscalerUnavailable as error:
-        errors = [f"no decisions of the autoscaler: {error}"]
+        errors = [f"the autoscaler's decisions are missing: {error}"]
     assigned = decisions_from_assignment(snapshot.assignment, decisions)
     if errors and not assigned:
         return errors
@@ -68,7 +79,10 @@ async def _format_latest(connection: TargetConnection, snapshot: ServiceSnapshot
 def decisions_from_assignment(
     assignment: PDAssignment | None, decisions: Sequence[DecisionRecord]
 ) -> list[DecisionRecord]:
-    """The roles as they were given, as decisions; the autoscaler's only where its journal lacks them."""
+    """Return the assigned roles as decisions, without those that `decisions` already contains.
+
+    Instances that got the same role for the same reason in the same second are one decision.
+    """
     groups: dict[tuple[Actor, str, str, int], list[tuple[str, float]]] = {}
     for name, entry in sorted(assignment.spec.roles.items()) if assignment else ():
         if not any(d["instance"] == name and abs(d["at_s"] - entry.since) < 1 for d in decisions):
@@ -76,22 +90,22 @@ def decisions_from_assignment(
             groups.setdefault(key, []).append((name, entry.since))
     return [
         {
-            "at_s": given[0][1],
-            "action": "assign" if by is Actor.OPERATOR else "flip",
-            "instance": ", ".join(name for name, _ in given),
+            "at_s": assigned[0][1],
+            "action": ASSIGN if by is Actor.OPERATOR else Action.FLIP.value,
+            "instance": ", ".join(name for name, _ in assigned),
             "to": role,
             "reason": reason or "no reason given",
             "trigger": f"by {by}",
             **_NUMBERS_UNKNOWN,
         }
-        for (by, role, reason, _), given in groups.items()
+        for (by, role, reason, _), assigned in groups.items()
     ]
 
 
 def format_decisions(decisions: Sequence[DecisionRecord], *, limit: int) -> list[str]:
-    """The last `limit` of decisions that are given oldest first, one or two lines each, newest first.
+    """Return the last `limit` of the decisions, newest first; `decisions` are in order of time.
 
-    Holding on and on counts as one, told by its last.
+    Consecutive holds count as one. A decision has one line, and one more for each rejected instance.
     """
     lines: list[str] = []
     for run in reversed(_group_holds(decisions)[-limit:]):
@@ -105,7 +119,7 @@ def format_decisions(decisions: Sequence[DecisionRecord], *, limit: int) -> list
 def _group_holds(decisions: Sequence[DecisionRecord]) -> list[list[DecisionRecord]]:
     runs: list[list[DecisionRecord]] = []
     for decision in decisions:
-        if runs and decision["action"] == runs[-1][-1]["action"] == "hold":
+        if runs and decision["action"] == runs[-1][-1]["action"] == Action.HOLD:
             runs[-1].append(decision)
         else:
             runs.append([decision])
@@ -118,9 +132,9 @@ def _format_clock(decision: DecisionRecord) -> str:
 
 
 def _format_headline(decision: DecisionRecord) -> str:
-    what = f"{decision['instance']} → {decision['to']}: " if decision["instance"] else ""
+    change = f"{decision['instance']} → {decision['to']}: " if decision["instance"] else ""
     numbers = ", ".join(_format_numbers(decision))
-    return f"{_format_clock(decision)}  {decision['action']:7} {what}{decision['reason']}  [{numbers}]"
+    return f"{_format_clock(decision)}  {decision['action']:7} {change}{decision['reason']}  [{numbers}]"
 
 
 def _format_numbers(decision: DecisionRecord) -> list[str]:

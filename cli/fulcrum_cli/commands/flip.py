@@ -1,4 +1,4 @@
-"""`fulcrum flip`: a person's word about one instance's role, and what became of it."""
+"""`fulcrum flip`: changes an instance's role and reports what happened."""
 
 import asyncio
 import time
@@ -7,22 +7,21 @@ from fulcrum_cli.assignment.polling import describe_phase, has_taken_role, obser
 from fulcrum_cli.assignment.writes import AssignmentWrite, flip_instance
 from fulcrum_cli.option_values import parse_choice, parse_duration_s
 from fulcrum_cli.program_name import program_name
-from fulcrum_cli.target.connection import TargetConnection, connect
-from fulcrum_cli.target.instance_service import find_service_of_instance
+from fulcrum_cli.target.connection import TargetConnection, connect, find_service_of_instance
 from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_core.api.meta import format_duration
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Role
 
 FOLLOW_S = 5.0
-"""For how long a flip is followed if nobody asked to wait."""
+"""Seconds for which a flip is observed without --wait."""
 
 ENGINE_RESTART_S = 300.0
-"""What an engine that has to be started anew may take, on top of the drain."""
+"""Seconds that restarting the engine may take, in addition to the drain."""
 
 
 def run(target_options: TargetOptions, instance: str, *, to: str, pin: str | None, wait: bool) -> int:
-    """Flips the instance and says what was seen of it; 1 if somebody waited in vain."""
+    """Flip the instance and print the result; return 1 if --wait timed out, else 0."""
     role = parse_choice("--to", to, Role, Role.PREFILL, Role.DECODE)
     pin_s = parse_duration_s("--pin", pin)
     line, done = asyncio.run(_flip(target_options, instance, role, pin_s, wait=wait))
@@ -47,24 +46,24 @@ async def _flip(
 
 
 def _describe_unchanged(write: AssignmentWrite, to: Role, pin_s: float | None) -> str:
-    """What is said of an instance that had the role: it was not flipped."""
-    unchanged = f"{write.instance} has the role {to} already"
+    """Describe a flip of an instance that had the role already."""
+    unchanged = f"{write.instance} already has the role {to}"
     if not write.changed:
         return f"{unchanged}: nothing written"
     return f"{unchanged}; " + (
-        "its pin is taken off" if pin_s is None else f"pinned for {format_duration(pin_s)}"
+        "its pin was removed" if pin_s is None else f"pinned for {format_duration(pin_s)}"
     )
 
 
 async def _follow(
     connection: TargetConnection, service: PDService, write: AssignmentWrite, to: Role, *, wait: bool
 ) -> tuple[str, bool]:
-    """What was seen of the flip, and whether that was its end."""
+    """Observe the flip; return a message and whether the flip was confirmed."""
     acknowledged = await _wait_acknowledged(connection, write)
     if acknowledged and not wait:
         return acknowledged, True
     if connection.local_run is not None and acknowledged is None and not wait:
-        return f"written, but the router did not acknowledge it within {FOLLOW_S:g} s", False
+        return f"written, but the router did not acknowledge the flip within {FOLLOW_S:g} s", False
     timeout_s = service.spec.drain.timeout + ENGINE_RESTART_S if wait else FOLLOW_S
     observation, done = await poll_until(
         lambda: observe_instance(connection, write),
@@ -72,14 +71,17 @@ async def _follow(
         timeout_s=timeout_s,
     )
     if done:
-        effect = f"plays it {time.time() - write.entry.since:.1f} s after the decision"
+        effect = f"serves {to} {time.time() - write.entry.since:.1f} s after the decision"
         return (f"{acknowledged}, {effect}" if acknowledged else effect), True
     command = f"{program_name()} status {service.metadata.name}"
-    return f"written, not played within {timeout_s:g} s, {describe_phase(observation)}; see {command}", False
+    return (
+        f"written, but not in effect after {timeout_s:g} s, {describe_phase(observation)}; see {command}",
+        False,
+    )
 
 
 async def _wait_acknowledged(connection: TargetConnection, write: AssignmentWrite) -> str | None:
-    """The router's own word, where it can be asked; None: it cannot, or has none."""
+    """Wait for the router's acknowledgement and describe it; None without one, and always in a cluster."""
     state = await connection.router_state(min_generation=write.generation, timeout_s=FOLLOW_S)
     if state is None or state.generation < write.generation:
         return None

@@ -1,4 +1,4 @@
-"""`fulcrum play`, from the checked options to the exit code."""
+"""`fulcrum play`: runs a service under load, with a live view or without, and reports the figures."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import uvloop
@@ -29,13 +30,13 @@ from fulcrum_simulator.client import LoadGenerator, LoadTarget
 
 MAX_CONNECTIONS = 2048
 CHAT_SHARE = 0.2
-"""Most requests are plain completions, some are chats; all are streamed, as a whole answer has no TTFT."""
+"""Share of chat requests; the others are completions. All are streamed: TTFT needs a stream."""
 
 EXIT_INTERRUPTED = 130
 
 
 def run(options: PlayOptions) -> int:
-    """Plays, prints and writes the figures, and returns the exit code."""
+    """Run the load, print and write the figures, and return the exit code."""
     headless = options.headless or not is_interactive()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(_play_until_ended(options, headless=headless))
@@ -45,7 +46,7 @@ def run(options: PlayOptions) -> int:
     print(figures.as_text())
     write_results(figures, frame, json_file=options.json, snapshot=options.snapshot)
     if figures.too_slow:
-        print("machine too slow: engine steps came late, see above", file=sys.stderr)
+        print("machine too slow: engine steps were late, see above", file=sys.stderr)
     if figures.flips_failure:
         print(f"error: --flips ({options.flips}) {figures.flips_failure}", file=sys.stderr)
     return 1 if figures.flips_failure else 0
@@ -54,10 +55,10 @@ def run(options: PlayOptions) -> int:
 def write_results(
     figures: RunFigures, frame: Frame | None, *, json_file: Path | None, snapshot: Path | None
 ) -> None:
-    """Writes what a run leaves in files; one that cannot be written does not keep the other from it.
+    """Write the result files; try both, then report failures.
 
     Raises:
-        InvalidInput: for the files that could not be written.
+        FulcrumError: naming each file that could not be written.
     """
     failed: list[InvalidInput] = []
     text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
@@ -78,7 +79,7 @@ def write_results(
 async def _play_until_ended(
     options: PlayOptions, *, headless: bool
 ) -> tuple[RunFigures, Frame | None] | None:
-    """The run's figures and its last picture; None if it was interrupted before its load began."""
+    """Return the run's figures and its last frame; None if interrupted before the load began."""
     main_task = asyncio.current_task()
     assert main_task is not None
     sessions: list[Session] = []
@@ -110,7 +111,7 @@ async def _run_session(session: Session, service: LocalRun, *, headless: bool) -
 
 @asynccontextmanager
 async def _open_session(options: PlayOptions, *, headless: bool) -> AsyncIterator[tuple[Session, LocalRun]]:
-    """A session on a service that starts; everything is ended with the context."""
+    """Start the service and open a session on it; leaving the context stops everything."""
     meta = options.service.metadata
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(
@@ -145,10 +146,12 @@ async def _open_session(options: PlayOptions, *, headless: bool) -> AsyncIterato
 
 
 def _make_load_generator(options: PlayOptions, url: str) -> LoadGenerator:
-    host, port = url.removeprefix("http://").rsplit(":", 1)
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
     target = LoadTarget(
-        host=host,
-        port=int(port),
+        host=address.hostname,
+        port=address.port,
         model=options.service.spec.model,
         chat_share=CHAT_SHARE,
         max_connections=MAX_CONNECTIONS,
@@ -164,7 +167,7 @@ def _print_flip(session: Session, flip: Flip) -> None:
 
 @asynccontextmanager
 async def _background_task(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `coroutine` while the context lasts; should it crash, the context's end says so."""
+    """Run `coroutine` inside the context; leaving the context cancels it and raises its error, if any."""
     task = asyncio.create_task(coroutine)
     try:
         yield

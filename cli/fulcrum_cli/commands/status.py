@@ -1,21 +1,25 @@
-"""`fulcrum status`: the service's line as `kubectl get pds` shows it, its instances, its conditions."""
+"""`fulcrum status`: prints services as `kubectl get pds` does, and the instances of a single service."""
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from fulcrum_cli.option_values import parse_choice
-from fulcrum_cli.target.connection import TargetConnection, connect
+from fulcrum_cli.program_name import program_name
+from fulcrum_cli.target.connection import connect
 from fulcrum_cli.target.selection import LocalTarget, TargetOptions, choose_target
-from fulcrum_cli.terminal.ages import format_age
-from fulcrum_cli.terminal.output import OutputFormat, render_document
+from fulcrum_cli.target.snapshot import ServiceSnapshot, read_snapshot
+from fulcrum_cli.terminal.output import (
+    OutputFormat,
+    condition_lines,
+    format_age,
+    format_columns,
+    refusal_lines,
+    render_document,
+)
 from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
-from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.router_state import InstanceState, RouterState
@@ -24,50 +28,8 @@ from fulcrum_core.values import Phase
 _NO_VALUE = "–"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceSnapshot:
-    """All that is known of one service. `state` is the router's word, which only a local run tells people."""
-
-    service: PDService
-    instances: tuple[PDInstance, ...]
-    assignment: PDAssignment | None
-    state: RouterState | None = None
-
-    @property
-    def attainment(self) -> float | None:
-        """Requests that met TTFT and TPOT, in per cent: of all where the router tells, else of late."""
-        if self.state is None:
-            percent = self.service.status.attainment
-            return None if percent is None else float(percent)
-        return attainment_percent(self.state)
-
-    def dump(self) -> dict[str, Any]:
-        """For programs: fields as the kinds call them."""
-        meta = self.service.metadata
-        loads = {load.name: load for load in self.state.instances} if self.state else {}
-        instances = [
-            {"name": name, "status": i.status.dump(), "load": _dump_load(loads.get(name))}
-            for i in self.instances
-            for name in [i.metadata.name]
-        ]
-        return {
-            "name": meta.name,
-            "namespace": meta.namespace,
-            "generation": meta.generation,
-            "model": self.service.spec.model,
-            "status": self.service.status.dump(),
-            "assignment": self.assignment.spec.dump() if self.assignment else None,
-            "instances": instances,
-            "attainment": self.attainment,
-        }
-
-
-def _dump_load(load: InstanceState | None) -> dict[str, Any] | None:
-    return load.model_dump(mode="json") if load else None
-
-
 def run(target_options: TargetOptions, service: str | None, *, output: str | None) -> None:
-    """Prints how the services stand; the one that was named, or the only one, with its instances."""
+    """Print the services; if only one is named or exists, also its instances and conditions."""
     output_format = None if output is None else parse_choice("--output", output, OutputFormat)
     print(asyncio.run(_render_status(target_options, service, output_format)))
 
@@ -104,30 +66,8 @@ def _format_snapshots(snapshots: Sequence[ServiceSnapshot], *, now_s: float) -> 
     return [*table, "", *instances, "", *detail_lines(only, now_s=now_s)]
 
 
-async def read_snapshot(connection: TargetConnection, service: PDService) -> ServiceSnapshot:
-    """How one service stands."""
-    listed = (await connection.store.list(PDInstance, namespace=connection.namespace)).items
-    name = service.metadata.name
-    assignments = (await connection.store.list(PDAssignment, namespace=connection.namespace)).items
-    return ServiceSnapshot(
-        service=service,
-        instances=tuple(instance for instance in listed if instance.spec.service == name),
-        assignment=next((found for found in assignments if found.metadata.name == name), None),
-        state=await connection.router_state(),
-    )
-
-
-def format_columns(*rows: Sequence[str]) -> list[str]:
-    """Rows with their columns in line, three blanks between, as wide as they are: as kubectl prints them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
 def service_table(*snapshots: ServiceSnapshot, now_s: float) -> list[str]:
-    """One line a service, as `kubectl get pds` prints it."""
+    """Return a header and one line for each service, with the columns of `kubectl get pds`."""
     head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
     return format_columns(head, *(_service_row(snapshot, now_s=now_s) for snapshot in snapshots))
 
@@ -149,17 +89,6 @@ def _service_row(snapshot: ServiceSnapshot, *, now_s: float) -> tuple[str, ...]:
     )
 
 
-def attainment_percent(state: RouterState | None) -> float | None:
-    """Requests that met TTFT and TPOT, in per cent of all that ended, by the router's count.
-
-    As in the live view, what is in flight has not missed anything yet; cancelled ones count as neither.
-    """
-    ended = sum(tier.ok + tier.failed + tier.broken for tier in state.tiers) if state else 0
-    if state is None or not ended:
-        return None
-    return round(100 * sum(tier.slo_met for tier in state.tiers) / ended, 1)
-
-
 def instance_table(
     instances: Iterable[PDInstance],
     assignment: PDAssignment | None,
@@ -167,7 +96,7 @@ def instance_table(
     *,
     now_s: float,
 ) -> list[str]:
-    """One line an instance: what it is, what it is wished to be, what it carries."""
+    """Return a header and one line for each instance: phase, role, load and who assigned the role."""
     head = ("INSTANCE", "PHASE", "ROLE", "PREFILL", "DECODE", "TOKENS", "ITL", "KV", "RESTARTS", "BY")
     loads = {load.name: load for load in state.instances} if state else {}
     roles = assignment.spec.roles if assignment else {}
@@ -197,11 +126,11 @@ def _instance_row(
 
 
 def _format_role(instance: PDInstance, entry: RoleAssignment | None) -> str:
-    """The role wished, and the one played where that is another one (Both is what one alone plays)."""
-    played = instance.status.role
+    """Return the assigned role, and the effective role if it differs (Both: a single instance)."""
+    effective = instance.status.role
     if entry is None:
-        return played or _NO_VALUE
-    return entry.role if played in (None, entry.role) else f"{entry.role} (plays {played})"
+        return effective or _NO_VALUE
+    return entry.role if effective in (None, entry.role) else f"{entry.role} (serves {effective})"
 
 
 def _format_assigned_by(entry: RoleAssignment, *, now_s: float) -> str:
@@ -212,7 +141,7 @@ def _format_assigned_by(entry: RoleAssignment, *, now_s: float) -> str:
 
 
 def _format_phase(instance: PDInstance, *, now_s: float) -> str:
-    """The phase; while the engine starts also for how long, of how long or why not."""
+    """Return the phase; while the engine starts also the elapsed time, and the expected time or a reason."""
     status = instance.status
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
@@ -225,23 +154,24 @@ def _format_phase(instance: PDInstance, *, now_s: float) -> str:
 
 
 def _simulated_startup_s(instance: PDInstance) -> float | None:
-    """How long a simulated engine takes to start, by its profile; None where nobody says."""
+    """Return the start-up time of a simulated engine by its profile; None if it is not known."""
     if instance.spec.engine.type != "Simulated":
         return None
     try:
         return load_profile(instance.spec.engine.profile).startup_s
-    except InvalidInput:  # a profile's path is read from where `up` was run, which may be another folder
+    except InvalidInput:  # the path is relative to the folder in which `up` was run
         return None
 
 
 def detail_lines(snapshot: ServiceSnapshot, *, now_s: float) -> list[str]:
-    """What a table has no column for."""
+    """Return the lines below the tables: outdated status, conditions, last decision, refusals, endpoint."""
     status, lines = snapshot.service.status, []
     generation = snapshot.service.metadata.generation
     if not status.observed_generation and generation:
-        lines.append("no operator has looked at this yet: fulcrum doctor says why")
+        lines.append(f"no operator has reconciled this service yet; {program_name()} doctor shows why")
     elif status.observed_generation < generation:
-        lines.append(f"status speaks of generation {status.observed_generation}, the spec is {generation}")
+        observed = status.observed_generation
+        lines.append(f"the status is of generation {observed}, the spec of generation {generation}")
     lines += condition_lines(status.conditions)
     if status.last_decision:
         at = format_age(now_s - status.last_decision.at)
@@ -250,20 +180,3 @@ def detail_lines(snapshot: ServiceSnapshot, *, now_s: float) -> list[str]:
     if status.endpoint:
         lines.append(f"endpoint {status.endpoint}")
     return lines
-
-
-def condition_lines(conditions: Sequence[Condition]) -> list[str]:
-    """The conditions, one line each."""
-    rows = [(c.type, c.status, c.reason, c.message) for c in conditions]
-    return [*format_columns(("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows), ""] if rows else []
-
-
-def refusal_lines(assignment: PDAssignment | None, *, now_s: float) -> list[str]:
-    """Wishes that are refused now, in words."""
-    entries = sorted(assignment.spec.roles.items()) if assignment else []
-    return [
-        f"refused {name}{f' → {entry.refused.role}' if entry.refused.role else ''}: {entry.refused.reason}, "
-        f"for {format_age(entry.refused.until - now_s)} more"
-        for name, entry in entries
-        if entry.refused and entry.refused.until > now_s
-    ]

@@ -1,4 +1,4 @@
-"""`fulcrum up --local`: a service as processes of this machine, until somebody ends it."""
+"""`fulcrum up --local`: runs a service as processes on this machine until Ctrl-C."""
 
 import asyncio
 from pathlib import Path
@@ -18,9 +18,9 @@ from fulcrum_core.formatting import format_count
 
 
 def run(file: Path | None, *, engine: str | None, port: int) -> None:
-    """Brings the manifest's service up, says where it is, and ends everything on Ctrl-C.
+    """Start the manifest's service, print its endpoint, and stop everything on Ctrl-C.
 
-    Without a manifest it is the example that comes along for the engine.
+    Without a manifest, the shipped example for the engine is started.
     """
     check_port(port)
     objects = _read_objects(file, None if engine is None else parse_choice("--engine", engine, LocalEngine))
@@ -31,13 +31,13 @@ def run(file: Path | None, *, engine: str | None, port: int) -> None:
 
 def _read_objects(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...]:
     if file is None and engine is None:
-        raise InvalidInput("--file", "not given", "is needed where no --engine is named")
+        raise InvalidInput("--file", "not given", "is required without --engine")
     objects = read_manifest(file or find_built_in(str(engine)))
     return objects if engine is None else tuple(replace_engine_with_vllm_cpu(obj) for obj in objects)
 
 
 def _print_start(service: PDService) -> None:
-    """What somebody reads who waits for router and autoscaler, which take seconds."""
+    """Print what is starting: router and autoscaler take seconds."""
     engines = format_count(sum(pool.instances.min for pool in service.spec.resolve_pools()), "engine")
     kind = service.spec.engine.type
     print(f"{service.metadata.name}: starting {engines} ({kind}), a router and an autoscaler", flush=True)
@@ -52,12 +52,12 @@ async def _run_until_interrupted(objects: tuple[Resource, ...], port: int) -> No
                 info = service.info
                 print(
                     f"{info.service}: endpoint {info.router_url}, waiting for the engines, "
-                    f"which need {service.startup_s:g} s to start",
+                    f"which take {service.startup_s:g} s to start",
                     flush=True,
                 )
                 instances = await service.wait_serving()
                 serving = format_count(len(instances), "instance serves", "instances serve")
-                print(f"{info.service}: {serving}; Ctrl-C ends the run", flush=True)
+                print(f"{info.service}: {serving}; stop with Ctrl-C", flush=True)
                 await asyncio.Event().wait()
     except asyncio.CancelledError:
-        print("ended", flush=True)
+        print("stopped", flush=True)

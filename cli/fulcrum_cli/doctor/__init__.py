@@ -1,1 +1,1 @@
-"""`fulcrum doctor`: pure checks from observed facts to findings, and a thin shell that gathers the facts."""
+"""`fulcrum doctor`: gathers facts about a target, and derives findings from them by pure checks."""

@@ -1,12 +1,12 @@
-"""Are the kinds in the cluster the ones that this program was made for?"""
+"""Compares the cluster's CustomResourceDefinitions with those of this program's version."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
+from fulcrum_cli.doctor.findings import CheckId, Finding, ok, problem, warning
 from fulcrum_core.formatting import format_list
 
-NAME = "CRDs"
+_CHECK = CheckId.CRDS
 _INSTALL = "helm upgrade with this version's chart, or kubectl apply --server-side -f crds/"
 _FIELDS_NAMED_MAX = 4
 
@@ -14,10 +14,10 @@ Schema = Mapping[str, Any]
 
 
 def check_crds(installed: Mapping[str, Schema | None], ours: Mapping[str, Schema]) -> Finding:
-    """Compares the CustomResourceDefinitions in the cluster (None: not there) with our own, by name."""
+    """Compare the installed CustomResourceDefinitions (None if missing) with `ours`, by name."""
     missing = sorted(name for name in ours if installed.get(name) is None)
     if missing:
-        return problem(NAME, f"missing: {', '.join(missing)}", f"install them: {_INSTALL}")
+        return problem(_CHECK, f"missing: {', '.join(missing)}", f"install them: {_INSTALL}")
     older, newer, other = [], [], []
     for name, own in sorted(ours.items()):
         theirs = installed[name]
@@ -28,18 +28,16 @@ def check_crds(installed: Mapping[str, Schema | None], ours: Mapping[str, Schema
         elif missing_fields:
             older.append(f"{name} has no {_format_fields(missing_fields)}")
         elif extra_fields:
-            newer.append(f"{name} has {_format_fields(extra_fields)}, which this program does not know")
+            newer.append(f"{name} has {_format_fields(extra_fields)}, unknown to this program")
         elif _schema(own) != _schema(theirs):
-            other.append(f"{name} has other rules")
+            other.append(f"{name} has different validation rules")
     if older:
-        return problem(
-            NAME, f"older than this program: {'; '.join(older)}", f"bring them up to date: {_INSTALL}"
-        )
+        return problem(_CHECK, f"older than this program: {'; '.join(older)}", f"update them: {_INSTALL}")
     if newer:
-        return warning(NAME, f"newer than this program: {'; '.join(newer)}", "update this program")
+        return warning(_CHECK, f"newer than this program: {'; '.join(newer)}", "update this program")
     if other:
-        return warning(NAME, "; ".join(other), f"bring both to one version: {_INSTALL}")
-    return ok(NAME, f"all {len(ours)} kinds are there, as this program knows them")
+        return warning(_CHECK, "; ".join(other), f"use one version for both: {_INSTALL}")
+    return ok(_CHECK, f"all {len(ours)} are installed in this program's version")
 
 
 def _established(installed: Schema) -> bool:
@@ -48,13 +46,13 @@ def _established(installed: Schema) -> bool:
 
 
 def _schema(body: Schema) -> Any:
-    """The schema of the version that is installed; what an API server adds of itself is left out."""
+    """Return the schema of the stored version, without fields that the API server adds."""
     version = next((v for v in body["spec"]["versions"] if v.get("storage")), body["spec"]["versions"][0])
     return _normalise(version["schema"]["openAPIV3Schema"])
 
 
 def _normalise(node: Any) -> Any:
-    """Without descriptions, and numbers of one type: JSON and YAML tell 1 from 1.0."""
+    """Return the schema without descriptions, and with all numbers as floats so that 1 equals 1.0."""
     if isinstance(node, Mapping):
         return {key: _normalise(value) for key, value in node.items() if key != "description"}
     if isinstance(node, list | tuple):
@@ -67,7 +65,7 @@ def _fields(body: Schema) -> set[str]:
 
 
 def _field_paths(node: Schema, path: str) -> Iterator[str]:
-    """The path of every field below the node."""
+    """Yield the path of every field below the node."""
     for name, child in node.get("properties", {}).items():
         yield f"{path}{name}"
         yield from _field_paths(child, f"{path}{name}.")
@@ -77,6 +75,6 @@ def _field_paths(node: Schema, path: str) -> Iterator[str]:
 
 
 def _format_fields(fields: set[str]) -> str:
-    """The outermost of the fields, a few."""
+    """Name the outermost of the fields, at most `_FIELDS_NAMED_MAX`."""
     outer = sorted(field for field in fields if not any(field.startswith(f"{other}.") for other in fields))
     return format_list(outer, at_most=_FIELDS_NAMED_MAX)

@@ -1,4 +1,4 @@
-"""All checks that apply to a picture, in the order in which somebody would look: what stands below first."""
+"""Runs all checks that apply to the facts, from the CRDs up to the services, and groups them by cause."""
 
 from collections.abc import Iterator
 
@@ -13,17 +13,17 @@ from fulcrum_cli.doctor import (
 )
 from fulcrum_cli.doctor.causes import group_by_cause
 from fulcrum_cli.doctor.facts import Bodies, ClusterFacts, DoctorFacts, LocalFacts
-from fulcrum_cli.doctor.findings import Finding, ok, warning
+from fulcrum_cli.doctor.findings import CheckId, Component, Finding, ok, warning
 from fulcrum_cli.doctor.permissions import LIST_SERVICES
 from fulcrum_core.api.crds import build_crd
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.registry import KINDS
 
-_INSTALL = "helm install the chart: it holds operator and autoscaler"
+_INSTALL = "helm install the chart, which contains operator and autoscaler"
 
 
 def examine(facts: DoctorFacts) -> tuple[Finding, ...]:
-    """Every check's answer."""
+    """Return the findings of all checks, causes first."""
     findings: list[Finding] = []
     if facts.cluster is not None:
         findings += _check_installation(facts, facts.cluster)
@@ -31,7 +31,7 @@ def examine(facts: DoctorFacts) -> tuple[Finding, ...]:
         facts.cluster.user_access
     )
     if not facts.services and not services_unreadable:
-        findings.append(ok("services", f"there is no PDService in namespace {facts.namespace}"))
+        findings.append(ok(CheckId.SERVICES, f"no PDService in namespace {facts.namespace}"))
     for service in facts.services:
         findings += _check_service(facts, service)
         if facts.cluster is not None:
@@ -50,17 +50,17 @@ def _find_routers_without_image(cluster: ClusterFacts) -> Iterator[str]:
 
 def _check_installation(facts: DoctorFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     if cluster.crds is None:
-        advice = "ask somebody who may read CustomResourceDefinitions to run this"
-        yield warning(crd_schemas.NAME, "not looked at: you may not read CustomResourceDefinitions", advice)
+        advice = "have this run by somebody with permission to read CustomResourceDefinitions"
+        yield warning(CheckId.CRDS, "skipped: no permission to read CustomResourceDefinitions", advice)
     else:
         yield crd_schemas.check_crds(
             cluster.crds, {f"{kind.plural}.fulcrum.dev": build_crd(kind) for kind in KINDS}
         )
     yield permissions.check_user_permissions(cluster.user_access, namespace=facts.namespace)
-    yield from _check_component("operator", cluster.operator_deployments, cluster)
+    yield from _check_component(Component.OPERATOR, cluster.operator_deployments, cluster)
     if cluster.operator_deployments:
         yield _check_leader(facts, cluster)
-    yield from _check_component("autoscaler", cluster.autoscaler_deployments, cluster)
+    yield from _check_component(Component.AUTOSCALER, cluster.autoscaler_deployments, cluster)
     for account in cluster.service_accounts:
         if not account.service:
             yield permissions.check_service_account(
@@ -68,22 +68,22 @@ def _check_installation(facts: DoctorFacts, cluster: ClusterFacts) -> Iterator[F
             )
 
 
-def _check_component(component: str, found: Bodies | None, cluster: ClusterFacts) -> Iterator[Finding]:
+def _check_component(component: Component, found: Bodies | None, cluster: ClusterFacts) -> Iterator[Finding]:
     pods = cluster.component_pods.get(component)
     if pods:
         yield components.check_pods(component, pods, cluster.nodes)
     elif found and pods is None:
-        advice = f"ask somebody who may list pods where the {component} is to run this"
-        yield warning(f"{component}'s pods", "not looked at: you may not list pods there", advice)
+        advice = f"have this run by somebody with permission to list pods in the {component}'s namespace"
+        yield warning(component.pods_check, "skipped: no permission to list pods there", advice)
     yield components.check_deployment(component, found, advice_absent=_INSTALL)
 
 
 def _check_leader(facts: DoctorFacts, cluster: ClusterFacts) -> Finding:
     if not cluster.leases_readable:
-        advice = "ask somebody who may read Leases in the operator's namespace to run this"
-        return warning("leader", "not looked at: you may not read the operator's Lease", advice)
-    advice = "no operator leads: see the log of its pods, and its right to write the Lease"
-    return components.check_lease("leader", cluster.operator_lease, now_s=facts.now_s, advice=advice)
+        advice = "have this run by somebody with permission to read Leases in the operator's namespace"
+        return warning(CheckId.LEADER, "skipped: no permission to read the operator's Lease", advice)
+    advice = "no operator is leader: see the log of its pods, and its permission to write the Lease"
+    return components.check_lease(CheckId.LEADER, cluster.operator_lease, now_s=facts.now_s, advice=advice)
 
 
 def _check_service(facts: DoctorFacts, service: PDService) -> Iterator[Finding]:
@@ -103,8 +103,8 @@ def _check_service(facts: DoctorFacts, service: PDService) -> Iterator[Finding]:
 def _check_in_cluster(facts: DoctorFacts, cluster: ClusterFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
     if cluster.engine_pods is None or cluster.router_pods is None:
-        advice = f"ask somebody who may list pods in namespace {facts.namespace} to run this"
-        yield warning("pods", "not looked at: you may not list pods", advice, service=name)
+        advice = f"have this run by somebody with permission to list pods in namespace {facts.namespace}"
+        yield warning(CheckId.PODS, "skipped: no permission to list pods", advice, service=name)
     else:
         pods = [*cluster.engine_pods.get(name, ()), *cluster.router_pods.get(name, ())]
         yield from _check_pods(pods, cluster, name)
@@ -118,7 +118,7 @@ def _check_in_cluster(facts: DoctorFacts, cluster: ClusterFacts, service: PDServ
 
 def _check_pods(pods: Bodies, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
     if not pods:
-        yield ok("pods", "there is none", service=name)
+        yield ok(CheckId.PODS, "there are none", service=name)
         return
     yield pod_checks.check_nodes(pods, cluster.nodes, service=name)
     yield pod_checks.check_images(pods, service=name)
@@ -126,16 +126,21 @@ def _check_pods(pods: Bodies, cluster: ClusterFacts, name: str) -> Iterator[Find
 
 
 def _check_router(facts: DoctorFacts, cluster: ClusterFacts, name: str) -> Iterator[Finding]:
-    advice_absent = "the operator makes it: see what is said of the operator"
+    advice_absent = "the operator creates it: see the findings of the operator"
     found = None if cluster.router_deployments is None else cluster.router_deployments.get(name, ())
-    yield components.check_deployment("router", found, advice_absent=advice_absent, service=name)
+    yield components.check_deployment(Component.ROUTER, found, advice_absent=advice_absent, service=name)
     if cluster.router_leases is None or cluster.endpoint_slices is None:
-        advice = f"ask somebody who may read Leases and EndpointSlices in namespace {facts.namespace}"
-        yield warning("endpoints", "not looked at: you may not read them", advice, service=name)
+        advice = (
+            "have this run by somebody with permission to read Leases and EndpointSlices "
+            f"in namespace {facts.namespace}"
+        )
+        yield warning(
+            CheckId.ENDPOINTS, "skipped: no permission to read Lease or EndpointSlice", advice, service=name
+        )
         return
-    advice = "no router is active: see the log of its pods, and its right to write the Lease"
+    advice = "no router is active: see the log of its pods, and its permission to write the Lease"
     lease = cluster.router_leases.get(name)
-    yield components.check_lease("router's lease", lease, now_s=facts.now_s, advice=advice, service=name)
+    yield components.check_lease(CheckId.ROUTER_LEASE, lease, now_s=facts.now_s, advice=advice, service=name)
     router_pods = (cluster.router_pods or {}).get(name, ())
     yield routing.check_endpoints(name, cluster.endpoint_slices.get(name), router_pods)
 

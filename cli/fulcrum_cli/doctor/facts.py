@@ -1,9 +1,10 @@
-"""What the checks look at: one picture of a target, taken by the shell. None: it could not be read."""
+"""Facts that doctor's checks examine: a target at one time. None means that a fact could not be read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.doctor.permissions import AccessReview
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -16,9 +17,9 @@ Bodies = Sequence[Body]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAccountFacts:
-    """A component's ServiceAccount, and what the API server says of its rights."""
+    """A component's ServiceAccount and the API server's reviews of its permissions."""
 
-    component: str
+    component: Component
     account: str
     access_reviews: tuple[AccessReview, ...]
     service: str = ""
@@ -26,23 +27,23 @@ class ServiceAccountFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """What stands around the services in a cluster. Bodies are Kubernetes objects as they are."""
+    """Cluster objects besides the services. Bodies are Kubernetes objects as the API server returns them."""
 
     crds: Mapping[str, Body | None] | None
-    """The CustomResourceDefinitions by name; of one that is not there None."""
+    """CustomResourceDefinitions by name; None for a missing one."""
     user_access: tuple[AccessReview, ...]
     service_accounts: tuple[ServiceAccountFacts, ...]
     operator_deployments: Bodies | None
     """Deployments of the operator."""
     autoscaler_deployments: Bodies | None
-    component_pods: Mapping[str, Bodies | None]
+    component_pods: Mapping[Component, Bodies | None]
     """Pods of operator and autoscaler, by component."""
     operator_lease: Body | None
     """The operator's Lease."""
     leases_readable: bool
     nodes: Bodies | None
     engine_pods: Mapping[str, Bodies] | None
-    """By service."""
+    """Engine pods by service."""
     router_pods: Mapping[str, Bodies] | None
     router_deployments: Mapping[str, Bodies] | None
     """Deployments of routers by service."""
@@ -52,16 +53,16 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFacts:
-    """What stands around the service of a local run."""
+    """Router and autoscaler of a local run."""
 
     state: RouterState | None
     autoscaler_error: str
-    """Why the autoscaler does not answer; "" if it does."""
+    """Error of the autoscaler's last response; "" if it responds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFacts:
-    """One namespace at one time."""
+    """One namespace, or one local run, at one time."""
 
     now_s: float
     namespace: str
@@ -73,5 +74,5 @@ class DoctorFacts:
     local: LocalFacts | None = None
 
     def instances_of(self, service: str) -> tuple[PDInstance, ...]:
-        """The instances of one service."""
+        """Return the instances of one service."""
         return tuple(instance for instance in self.instances if instance.spec.service == service)

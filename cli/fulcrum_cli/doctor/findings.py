@@ -1,4 +1,4 @@
-"""What a check says: how it stands, what was seen, what to do."""
+"""Findings, the results of doctor's checks: severity, what was observed and what to do about it."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -7,35 +7,104 @@ from typing import Any
 
 
 class Severity(StrEnum):
-    """How bad it is: a problem keeps something from working; a warning may, or could not be looked at."""
+    """Severity of a finding.
+
+    A problem keeps something from working. A warning may do so, or the check could not be made.
+    """
 
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
 
 
+class CheckId(StrEnum):
+    """Names of the checks, as printed and as in JSON's `check`."""
+
+    CRDS = "CRDs"
+    USER_PERMISSIONS = "your permissions"
+    OPERATOR = "operator"
+    OPERATOR_PODS = "operator's pods"
+    OPERATOR_PERMISSIONS = "operator's permissions"
+    LEADER = "leader"
+    AUTOSCALER = "autoscaler"
+    AUTOSCALER_PODS = "autoscaler's pods"
+    AUTOSCALER_PERMISSIONS = "autoscaler's permissions"
+    SERVICES = "services"
+    STATUS = "status"
+    CONDITIONS = "conditions"
+    PROGRESS = "progress"
+    INSTANCES = "instances"
+    FLOORS = "floors"
+    TIERS = "tiers"
+    MODEL = "model"
+    PAIRS = "pairs"
+    SERVING_INSTANCES = "serving instances"
+    PODS = "pods"
+    NODES = "nodes"
+    IMAGES = "images"
+    RESTARTS = "restarts"
+    ROUTER = "router"
+    ROUTER_LEASE = "router's lease"
+    ROUTER_PERMISSIONS = "router's permissions"
+    ENDPOINTS = "endpoints"
+    KV_TRANSFER = "KV transfer"
+
+
+class Cause(StrEnum):
+    """Causes by which problems of operator and autoscaler are recognised as one."""
+
+    NOT_INSTALLED = "NotInstalled"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    UNSCHEDULABLE = "Unschedulable"
+
+
+class Component(StrEnum):
+    """Deployments of Fulcrum, with the checks of each."""
+
+    OPERATOR = "operator"
+    AUTOSCALER = "autoscaler"
+    ROUTER = "router"
+
+    @property
+    def deployment_check(self) -> CheckId:
+        """Check of the component's Deployment."""
+        return CheckId[self.name]
+
+    @property
+    def permissions_check(self) -> CheckId:
+        """Check of the permissions of the component's ServiceAccount."""
+        return CheckId[f"{self.name}_PERMISSIONS"]
+
+    @property
+    def pods_check(self) -> CheckId:
+        """Check of the component's pods; those of a router belong to the checks of its service."""
+        return CheckId.PODS if self is Component.ROUTER else CheckId[f"{self.name}_PODS"]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer of one check. `service` names the service, where it is about one."""
+    """Result of one check. `service` is empty if the finding is not about one service."""
 
-    name: str
+    check: CheckId
     severity: Severity
     observed: str
     advice: str = ""
     service: str = ""
     consequences: tuple[str, ...] = ()
-    """Other findings that only follow from this one, and are told here alone."""
+    """Titles of findings that this finding explains; they are not reported on their own."""
+    cause: Cause | None = None
+    """Cause, if it may be shared with another component; not part of the output."""
 
     @property
     def title(self) -> str:
-        """What it is about: `operator`, `chat: images`."""
-        return f"{self.service}: {self.name}" if self.service else self.name
+        """Service and check: `operator`, `chat: images`."""
+        return f"{self.service}: {self.check}" if self.service else self.check.value
 
     def dump(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the document for programs, without empty fields."""
         fields = asdict(self)
         return {
-            "check": fields["name"],
+            "check": self.check.value,
             "severity": self.severity.value,
             **{
                 field: fields[field]
@@ -45,22 +114,24 @@ class Finding:
         }
 
 
-def ok(name: str, observed: str, *, service: str = "") -> Finding:
-    """Nothing to do."""
-    return Finding(name, Severity.OK, observed, "", service)
+def ok(check: CheckId, observed: str, *, service: str = "") -> Finding:
+    """Make a finding of severity OK."""
+    return Finding(check, Severity.OK, observed, "", service)
 
 
-def warning(name: str, observed: str, advice: str, *, service: str = "") -> Finding:
-    """Something to look at."""
-    return Finding(name, Severity.WARNING, observed, advice, service)
+def warning(check: CheckId, observed: str, advice: str, *, service: str = "") -> Finding:
+    """Make a finding of severity WARNING."""
+    return Finding(check, Severity.WARNING, observed, advice, service)
 
 
-def problem(name: str, observed: str, advice: str, *, service: str = "") -> Finding:
-    """Something that does not work."""
-    return Finding(name, Severity.PROBLEM, observed, advice, service)
+def problem(
+    check: CheckId, observed: str, advice: str, *, service: str = "", cause: Cause | None = None
+) -> Finding:
+    """Make a finding of severity PROBLEM."""
+    return Finding(check, Severity.PROBLEM, observed, advice, service, cause=cause)
 
 
 def worst_severity(findings: Iterable[Finding]) -> Severity:
-    """The worst of all."""
+    """Return the worst severity of the findings; OK without any."""
     order = list(Severity)
     return max((finding.severity for finding in findings), key=order.index, default=Severity.OK)

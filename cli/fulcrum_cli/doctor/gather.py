@@ -1,21 +1,14 @@
-"""Takes the picture: what a right is missing for is left out, and said to be."""
+"""Reads the facts for doctor's checks; what may not be read is None."""
 
-import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from fulcrum_cli.doctor.facts import Bodies, Body, ClusterFacts, DoctorFacts, LocalFacts, ServiceAccountFacts
-from fulcrum_cli.doctor.permissions import (
-    AUTOSCALER_PERMISSIONS,
-    OPERATOR_PERMISSIONS,
-    USER_PERMISSIONS,
-    AccessReview,
-    Permission,
-    router_permissions,
-)
-from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable
+from fulcrum_cli.doctor.access_reviews import AccessReviewer, service_account_of
+from fulcrum_cli.doctor.facts import Bodies, Body, ClusterFacts, DoctorFacts, LocalFacts
+from fulcrum_cli.doctor.findings import Component
+from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
 from fulcrum_cli.target.connection import TargetConnection
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP, Resource
@@ -30,6 +23,8 @@ if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi, ObjectKind
 
 _PART_OF = "app.kubernetes.io/part-of=fulcrum"
+_ROUTER_OBJECTS = f"{_PART_OF},app.kubernetes.io/name=fulcrum-router"
+"""Selects what the operator creates for routers: Deployments, Leases and EndpointSlices."""
 _COMPONENT = "app.kubernetes.io/component"
 
 T = TypeVar("T")
@@ -37,7 +32,7 @@ R = TypeVar("R", bound=Resource)
 
 
 async def gather_facts(connection: TargetConnection) -> DoctorFacts:
-    """The picture of the namespace, or of the run."""
+    """Read the facts of a namespace of a cluster, or of a local run."""
     services, instances = (
         await _list_readable(connection, PDService),
         await _list_readable(connection, PDInstance),
@@ -62,7 +57,7 @@ async def gather_facts(connection: TargetConnection) -> DoctorFacts:
 
 
 async def _list_readable(connection: TargetConnection, kind: type[R]) -> tuple[R, ...]:
-    """All of a kind; none where they may not be listed or the kind is missing: checks say that."""
+    """List all objects of a kind; nothing without permission or CRD, which other checks report."""
     try:
         return (await connection.store.list(kind, namespace=connection.namespace)).items
     except (NotFound, Forbidden):
@@ -80,7 +75,7 @@ async def _read_local_run(connection: TargetConnection) -> LocalFacts:
 
 
 class _ClusterReader:
-    """Reads what stands around the services of one namespace."""
+    """Reads the cluster objects besides the services, for one namespace."""
 
     def __init__(self, objects: "ObjectApi", namespace: str) -> None:
         self._objects, self._namespace = objects, namespace
@@ -90,33 +85,31 @@ class _ClusterReader:
 
         names = [service.metadata.name for service in services]
         pods = await self._list(kinds.POD, labels=_PART_OF)
-        deployments = await self._list(kinds.DEPLOYMENT, labels=_PART_OF)
-        leases = await self._list(kinds.LEASE, labels=_PART_OF)
-        endpoint_slices = await self._list(kinds.ENDPOINT_SLICE, labels=_PART_OF)
+        routers = await self._list(kinds.DEPLOYMENT, labels=_ROUTER_OBJECTS)
+        reviewer = AccessReviewer(self._objects, self._namespace)
         operator, autoscaler = (
-            await self._list_deployments("operator"),
-            await self._list_deployments("autoscaler"),
+            await self._list_deployments(Component.OPERATOR),
+            await self._list_deployments(Component.AUTOSCALER),
         )
         leader, leases_readable = await self._read_operator_lease(operator)
-        routers = None if deployments is None else _group_by_service(deployments, names, suffix="-router")
         return ClusterFacts(
             crds=await self._read_crds(),
-            user_access=await self._review_user_access(),
-            service_accounts=await self._review_service_accounts(operator, autoscaler, names),
+            user_access=await reviewer.review_user(),
+            service_accounts=await reviewer.review_service_accounts(operator, autoscaler, names),
             operator_deployments=operator,
             autoscaler_deployments=autoscaler,
             component_pods={
-                "operator": await self._list_pods("operator", operator),
-                "autoscaler": await self._list_pods("autoscaler", autoscaler),
+                Component.OPERATOR: await self._list_pods(operator),
+                Component.AUTOSCALER: await self._list_pods(autoscaler),
             },
             operator_lease=leader,
             leases_readable=leases_readable,
             nodes=await self._list(kinds.NODE),
             engine_pods=None if pods is None else _group_by_label(pods, SERVICE_LABEL),
             router_pods=None if pods is None else _group_by_label(pods, ROUTER_LABEL),
-            router_deployments=routers,
-            router_leases=_router_object_by_service(leases, names),
-            endpoint_slices=_router_object_by_service(endpoint_slices, names),
+            router_deployments=None if routers is None else _group_by_label(routers, SERVICE_LABEL),
+            router_leases=_first_by_service(await self._list(kinds.LEASE, labels=_ROUTER_OBJECTS)),
+            endpoint_slices=_first_by_service(await self._list(kinds.ENDPOINT_SLICE, labels=_ROUTER_OBJECTS)),
         )
 
     async def _list(
@@ -142,8 +135,8 @@ class _ClusterReader:
                 return None
         return found
 
-    async def _list_deployments(self, component: str) -> Bodies | None:
-        """The Deployments of a part that look after this namespace, wherever they may be seen."""
+    async def _list_deployments(self, component: Component) -> Bodies | None:
+        """List the Deployments of a component that manage this namespace, in all namespaces if permitted."""
         from fulcrum_cluster.objects import DEPLOYMENT
 
         labels = f"{_PART_OF},{_COMPONENT}={component}"
@@ -151,23 +144,24 @@ class _ClusterReader:
         if everywhere is not None:
             return deployments_for_namespace(everywhere, self._namespace)
         here = await self._list(DEPLOYMENT, labels=labels)
-        return here or None  # none here says nothing of other namespaces
+        return here or None  # the component may run in another namespace
 
-    async def _list_pods(self, component: str, deployments: Bodies | None) -> Bodies | None:
-        """The pods of a part's Deployments; None where they may not be listed."""
+    async def _list_pods(self, deployments: Bodies | None) -> Bodies | None:
+        """List the pods that the Deployments select; None without permission."""
         from fulcrum_cluster.objects import POD
 
         found: list[Body] = []
-        for meta in [deployment["metadata"] for deployment in deployments or ()]:
-            labels = f"{_PART_OF},{_COMPONENT}={component}"
-            pods = await self._list(POD, namespace=meta["namespace"], labels=labels)
+        for deployment in deployments or ():
+            selector = deployment["spec"]["selector"]["matchLabels"]
+            labels = ",".join(f"{key}={value}" for key, value in sorted(selector.items()))
+            pods = await self._list(POD, namespace=deployment["metadata"]["namespace"], labels=labels)
             if pods is None:
                 return None
-            found += [pod for pod in pods if pod["metadata"]["name"].startswith(f"{meta['name']}-")]
+            found += pods
         return found
 
     async def _read_operator_lease(self, operator: Bodies | None) -> tuple[Body | None, bool]:
-        """The operator's Lease, called as its account, and whether it could be looked for."""
+        """Return the operator's Lease and whether it may be read; it is called like the ServiceAccount."""
         from fulcrum_cluster.objects import LEASE
 
         if not operator:
@@ -180,79 +174,6 @@ class _ClusterReader:
         except Forbidden:
             return None, False
 
-    async def _review_user_access(self) -> tuple[AccessReview, ...]:
-        from fulcrum_cluster.objects import SELF_SUBJECT_ACCESS_REVIEW
-
-        return await self._review_permissions(SELF_SUBJECT_ACCESS_REVIEW, USER_PERMISSIONS, {})
-
-    async def _review_service_accounts(
-        self, operator: Bodies | None, autoscaler: Bodies | None, services: Iterable[str]
-    ) -> tuple[ServiceAccountFacts, ...]:
-        reviews = [
-            *((component, *service_account_of(found[0]), permissions, "") for component, found, permissions in (  # noqa: E501
-                ("operator", operator, OPERATOR_PERMISSIONS), ("autoscaler", autoscaler,
-                AUTOSCALER_PERMISSIONS),
-            ) if found),
-            *(("router", self._namespace, f"{name}-router", router_permissions(name), name) for name in
-            services),
-        ]  # fmt: skip
-        return tuple(
-            [
-                ServiceAccountFacts(
-                    component=component,
-                    account=f"{namespace}/{account}",
-                    access_reviews=await self._review_access_of(namespace, account, permissions),
-                    service=service,
-                )
-                for component, namespace, account, permissions, service in reviews
-            ]
-        )
-
-    async def _review_access_of(
-        self, namespace: str, account: str, permissions: Sequence[Permission]
-    ) -> tuple[AccessReview, ...]:
-        user = f"system:serviceaccount:{namespace}:{account}"
-        groups = ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
-        return await self._review_permissions(
-            _subject_access_review(), permissions, {"user": user, "groups": groups}
-        )
-
-    async def _review_permissions(
-        self, kind: "ObjectKind", permissions: Sequence[Permission], subject: Mapping[str, Any]
-    ) -> tuple[AccessReview, ...]:
-        return tuple(
-            await asyncio.gather(
-                *(self._review_permission(kind, permission, subject) for permission in permissions)
-            )
-        )
-
-    async def _review_permission(
-        self, kind: "ObjectKind", permission: Permission, subject: Mapping[str, Any]
-    ) -> AccessReview:
-        attributes = {
-            "namespace": self._namespace, "verb": permission.verb, "group": permission.group, "resource":
-            permission.resource,
-            "subresource": permission.subresource, "name": permission.name,
-        }  # fmt: skip
-        body = {
-            "apiVersion": kind.api_version,
-            "kind": kind.kind,
-            "metadata": {},
-            "spec": {
-                **subject,
-                "resourceAttributes": {key: value for key, value in attributes.items() if value},
-            },
-        }
-        review = await _none_if_forbidden(self._objects.create(kind, body, namespace=""))
-        return AccessReview(permission, None if review is None else bool(review["status"].get("allowed")))
-
-
-def _subject_access_review() -> "ObjectKind":
-    from fulcrum_cluster.objects import ObjectKind
-
-    plural = "subjectaccessreviews"
-    return ObjectKind("authorization.k8s.io/v1", plural, "SubjectAccessReview", namespaced=False)
-
 
 async def _none_if_forbidden(read: Awaitable[T]) -> T | None:
     try:
@@ -261,26 +182,20 @@ async def _none_if_forbidden(read: Awaitable[T]) -> T | None:
         return None
 
 
-def service_account_of(deployment: Body) -> tuple[str, str]:
-    """Namespace and name of the ServiceAccount that its pods have."""
-    spec = deployment["spec"]["template"]["spec"]
-    return deployment["metadata"]["namespace"], spec.get("serviceAccountName", "default")
-
-
 def deployments_for_namespace(deployments: Bodies, namespace: str) -> Bodies:
-    """Those that look after the namespace: installed in it, else for it alone, else for all."""
-    for wanted in (
+    """Return the Deployments that manage the namespace: those in it, else for it only, else for all."""
+    for manages in (
         lambda body: body["metadata"]["namespace"] == namespace,
         lambda body: _option_of(body, "--namespace") == namespace,
         lambda body: _option_of(body, "--namespace") is None,
     ):
-        if found := [body for body in deployments if wanted(body)]:
+        if found := [body for body in deployments if manages(body)]:
             return found
     return []
 
 
 def _option_of(deployment: Body, option: str) -> str | None:
-    """What its containers are told with that option, in one word or in two."""
+    """Return the value of an option in the arguments of the containers, as `--o=v` or `--o v`."""
     arguments = [
         str(argument)
         for container in deployment["spec"]["template"]["spec"]["containers"]
@@ -299,16 +214,8 @@ def _group_by_label(bodies: Bodies, label: str) -> dict[str, Bodies]:
     return dict(grouped)
 
 
-def _group_by_service(bodies: Bodies, services: Iterable[str], *, suffix: str) -> dict[str, Bodies]:
-    return {
-        name: [body for body in bodies if body["metadata"]["name"] == f"{name}{suffix}"] for name in services
-    }
-
-
-def _router_object_by_service(
-    bodies: Bodies | None, services: Iterable[str]
-) -> dict[str, Body | None] | None:
+def _first_by_service(bodies: Bodies | None) -> dict[str, Body | None] | None:
+    """Return the first object of each service; None for None."""
     if bodies is None:
         return None
-    named = {body["metadata"]["name"]: body for body in bodies}
-    return {name: named.get(f"{name}-router") for name in services}
+    return {service: found[0] for service, found in _group_by_label(bodies, SERVICE_LABEL).items()}

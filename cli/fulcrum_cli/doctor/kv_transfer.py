@@ -1,31 +1,31 @@
-"""What handing KV over costs between the instances of a local run, pair by pair: its router measures it."""
+"""Check of KV transfers between the instances of a local run, by the router's measurements of each pair."""
 
 from collections.abc import Iterable
 
-from fulcrum_cli.doctor.findings import Finding, ok, warning
-from fulcrum_cli.terminal.ages import format_age
+from fulcrum_cli.doctor.findings import CheckId, Finding, ok, warning
+from fulcrum_cli.terminal.output import format_age
 from fulcrum_core.api.conditions import KV_TRANSFER_PROBLEMS
 from fulcrum_core.router_state import PairState, RouterState
 
-NAME = "KV transfer"
+_CHECK = CheckId.KV_TRANSFER
 PAIRS_NAMED_MAX = 6
-"""Pairs in one finding: the bad ones first, then the slowest."""
+"""Pairs named in one finding: failing pairs first, then the slowest."""
 
 
 def check_transfer(service: str, state: RouterState | None) -> Finding | None:
-    """Handshake, speed and age of each directed pair; None where the router does not answer."""
+    """Report handshake, speed and age of each directed pair; None if the router does not respond."""
     if state is None:
         return None
     if not state.pairs:
-        return ok(NAME, "no hand-off was seen yet", service=service)
+        return ok(_CHECK, "no KV transfer was observed yet", service=service)
     ranked = sorted(state.pairs, key=_sort_key)
     observed = "; ".join(_format_pair(pair) for pair in ranked[:PAIRS_NAMED_MAX])
     if len(ranked) > PAIRS_NAMED_MAX:
         observed += f"; and {len(ranked) - PAIRS_NAMED_MAX} more"
     if ranked[0].last_reason in KV_TRANSFER_PROBLEMS:
         advice = "see the condition KVTransferVerified, and the logs of both engines in the run's folder"
-        return warning(NAME, observed, advice, service=service)
-    return ok(NAME, observed, service=service)
+        return warning(_CHECK, observed, advice, service=service)
+    return ok(_CHECK, observed, service=service)
 
 
 def _sort_key(pair: PairState) -> tuple[bool, float, str, str]:

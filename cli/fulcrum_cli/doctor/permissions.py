@@ -1,16 +1,16 @@
-"""Who may do what: the person who asks, and the accounts of operator, autoscaler and routers."""
+"""Permissions that the user and the accounts of operator, autoscaler and routers need, and their checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
+from fulcrum_cli.doctor.findings import CheckId, Component, Finding, ok, problem, warning
 from fulcrum_core.api.meta import GROUP
 from fulcrum_core.formatting import format_list
 
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One right: `patch pdassignments.fulcrum.dev`, of one object if it has a name."""
+    """One RBAC permission, such as `patch pdassignments.fulcrum.dev`; of one object if `name` is set."""
 
     verb: str
     resource: str
@@ -25,7 +25,7 @@ class Permission:
 
 @dataclass(frozen=True, slots=True)
 class AccessReview:
-    """What the API server says about a right; `allowed` is None where it may not be asked."""
+    """The API server's review of a permission; `allowed` is None without permission to request reviews."""
 
     permission: Permission
     allowed: bool | None
@@ -38,10 +38,10 @@ USER_PERMISSIONS = (
     Permission("patch", "pdassignments"),
     Permission("get", "services", "", subresource="proxy"),
 )
-"""What status, flip, drain and explain need."""
+"""Permissions that status, flip, drain and explain need."""
 
 _PERMISSIONS_NAMED_MAX = 8
-"""So many missing rights are named."""
+"""Missing permissions named in one finding."""
 _LEASES = "coordination.k8s.io"
 _CHILD_RESOURCES = (
     *(("services", ""), ("serviceaccounts", ""), ("deployments", "apps"), ("poddisruptionbudgets", "policy")),
@@ -77,7 +77,7 @@ AUTOSCALER_PERMISSIONS = (
 
 
 def router_permissions(service: str) -> tuple[Permission, ...]:
-    """What the routers of a service need."""
+    """Return the permissions that the routers of a service need."""
     kinds = ("pdservices", "pdpools", "pdinstances", "pdassignments", "qostiers")
     return (
         *(Permission(verb, kind) for verb in ("list", "watch") for kind in kinds),
@@ -91,41 +91,41 @@ def router_permissions(service: str) -> tuple[Permission, ...]:
 
 
 def denied_permissions(reviews: Sequence[AccessReview]) -> list[Permission]:
-    """The rights that are known to be missing."""
+    """Return the permissions that were denied; those that could not be reviewed are left out."""
     return [review.permission for review in reviews if review.allowed is False]
 
 
 def check_user_permissions(reviews: Sequence[AccessReview], *, namespace: str) -> Finding:
-    """Whether the person may do what this program offers: a problem only if even services may not be seen."""
+    """Check the user's permissions; a missing one is a problem only if services cannot be listed."""
     missing = denied_permissions(reviews)
     if missing:
-        found = problem if LIST_SERVICES in missing else warning
-        observed = f"in namespace {namespace} you may not {', '.join(map(str, missing))}"
-        return found(
-            "your permissions",
+        make_finding = problem if LIST_SERVICES in missing else warning
+        observed = f"in namespace {namespace} you have no permission to {', '.join(map(str, missing))}"
+        return make_finding(
+            CheckId.USER_PERMISSIONS,
             observed,
-            "ask for a Role with these rights, for status, flip, drain and explain",
+            "ask for a Role with these permissions, which status, flip, drain and explain need",
         )
-    return ok("your permissions", f"you may look at and change what is in namespace {namespace}")
+    return ok(CheckId.USER_PERMISSIONS, f"you may read and change services in namespace {namespace}")
 
 
 def check_service_account(
-    component: str, account: str, reviews: Sequence[AccessReview], *, service: str = ""
+    component: Component, account: str, reviews: Sequence[AccessReview], *, service: str = ""
 ) -> Finding:
-    """Whether a part's ServiceAccount (`namespace/name`) may do what the part has to do."""
-    name = f"{component}'s permissions"
+    """Check that a component's ServiceAccount (`namespace/name`) has the permissions that it needs."""
+    check = component.permissions_check
     missing = denied_permissions(reviews)
     if missing:
         return problem(
-            name,
-            f"ServiceAccount {account} may not "
+            check,
+            f"ServiceAccount {account} has no permission to "
             f"{format_list([*map(str, missing)], at_most=_PERMISSIONS_NAMED_MAX)}",
-            "bind the Role that the chart (for a router: the operator) makes again",
+            "restore the RoleBinding that the chart (for a router: the operator) creates",
             service=service,
         )
     if any(review.allowed is None for review in reviews):
         return warning(
-            name, f"not looked at: you may not ask for ServiceAccount {account}",
-            "ask somebody with the right to create SubjectAccessReviews to run this", service=service,
+            check, f"skipped: no permission to review the access of ServiceAccount {account}",
+            "have this run by somebody with permission to create SubjectAccessReviews", service=service,
         )  # fmt: skip
-    return ok(name, f"ServiceAccount {account} may do what it has to", service=service)
+    return ok(check, f"ServiceAccount {account} has all permissions that it needs", service=service)

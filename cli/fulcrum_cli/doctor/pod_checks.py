@@ -1,47 +1,64 @@
-"""Can the pods run: is there a node that fits, and does their image come?"""
+"""Checks of pods: a node that fits, images that can be pulled, containers that keep running."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fulcrum_cli.doctor.facts import Body
-from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
-from fulcrum_cli.doctor.quantities import Resources, format_amount, parse_resources
+from fulcrum_cli.doctor.findings import Cause, CheckId, Finding, ok, problem, warning
 from fulcrum_core.api import conditions
+from fulcrum_core.api.quantity import parse_quantity
 from fulcrum_core.formatting import format_count, format_list
 
 _BLOCKING_EFFECTS = ("NoSchedule", "NoExecute")
 _PODS_NAMED_MAX = 4
-"""So many pods are named."""
+"""Pods named in one finding."""
+_BINARY_UNITS = {"Ti": 2.0**40, "Gi": 2.0**30, "Mi": 2.0**20, "Ki": 2.0**10}
+
+Resources = Mapping[str, float]
+"""Amounts by resource name: cores, bytes, devices."""
 
 
 def check_nodes(pods: Sequence[Body], nodes: Sequence[Body] | None, *, service: str = "") -> Finding:
-    """Whether every pod has a node, and those without one could have one. None: nodes could not be read."""
+    """Check that every pod has a node; if not, say why by the nodes (None if they could not be read)."""
     waiting = [(pod, message) for pod in pods if (message := _unschedulable_message(pod)) is not None]
     if not waiting:
         placed = sum(bool(pod["spec"].get("nodeName")) for pod in pods)
-        return ok("nodes", f"{placed} of {format_count(len(pods), 'pod')} on a node", service=service)
+        return ok(CheckId.NODES, f"{placed} of {format_count(len(pods), 'pod')} on a node", service=service)
     pod, message = waiting[0]
     names = ", ".join(pod["metadata"]["name"] for pod, _ in waiting)
-    observed = f"no node fits {names}: {message or 'the scheduler does not say why'}"
+    observed = f"no node fits {names}: {message or 'the scheduler gives no reason'}"
     if nodes is None:
-        return problem(
-            "nodes", observed, "kubectl describe the pod; nodes could not be looked at", service=service
-        )
-    return problem(
-        "nodes", f"{observed}{_describe_shortfall(pod, nodes)}", _advise(pod, nodes), service=service
-    )
+        advice = "see kubectl describe pod; this check has no permission to list nodes"
+    else:
+        observed += _describe_shortfall(pod, nodes)
+        advice = _advise(pod, nodes)
+    return problem(CheckId.NODES, observed, advice, service=service, cause=Cause.UNSCHEDULABLE)
 
 
 def _unschedulable_message(pod: Body) -> str | None:
-    """The scheduler's word on a pod that it cannot place; None if there is no such word."""
+    """Return the scheduler's message on a pod that it cannot place; None for any other pod."""
     for condition in pod.get("status", {}).get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return str(condition.get("message", ""))
     return None
 
 
+def parse_resources(quantities: Mapping[str, str | int | float] | None) -> dict[str, float]:
+    """Return the amounts of a Kubernetes resource list by resource name."""
+    return {name: parse_quantity(amount) for name, amount in (quantities or {}).items()}
+
+
+def format_amount(resource: str, amount: float) -> str:
+    """Format an amount for people: `16Gi memory`, `4 nvidia.com/gpu`."""
+    if resource == "memory" or resource.endswith("storage"):
+        for suffix, factor in _BINARY_UNITS.items():
+            if amount >= factor:
+                return f"{amount / factor:.4g}{suffix} {resource}"
+    return f"{amount:.4g} {resource}"
+
+
 def pod_requests(pod: Body) -> dict[str, float]:
-    """What the pod's containers ask of a node together, and at least what an init container does."""
+    """Return the pod's requests: the sum over its containers, but at least those of each init container."""
     total: dict[str, float] = {}
     for container in pod["spec"].get("containers", ()):
         for name, amount in parse_resources(container.get("resources", {}).get("requests")).items():
@@ -57,7 +74,7 @@ def _allocatable(node: Body) -> dict[str, float]:
 
 
 def insufficient_resources(requests: Resources, node: Body) -> dict[str, float]:
-    """What even the empty node has too little of, and how much it has."""
+    """Return the resources that even the empty node has too little of, with its allocatable amounts."""
     allocatable = _allocatable(node)
     return {
         name: allocatable.get(name, 0.0)
@@ -67,7 +84,7 @@ def insufficient_resources(requests: Resources, node: Body) -> dict[str, float]:
 
 
 def blocking_taints(pod: Body, node: Body) -> list[str]:
-    """The node's taints that keep the pod away."""
+    """List the node's taints that the pod does not tolerate."""
     tolerations = pod["spec"].get("tolerations", ())
     taints = [taint for taint in node["spec"].get("taints", ()) if taint.get("effect") in _BLOCKING_EFFECTS]
     blocking = [taint for taint in taints if not any(_tolerates(each, taint) for each in tolerations)]
@@ -85,14 +102,14 @@ def _tolerates(toleration: Body, taint: Body) -> bool:
 
 
 def _describe_shortfall(pod: Body, nodes: Sequence[Body]) -> str:
-    """What the nodes have too little of even when they are empty."""
+    """Describe the resources that no node has enough of, even when empty; "" if a node is big enough."""
     requests = pod_requests(pod)
     shortfalls = [insufficient_resources(requests, node) for node in nodes]
     if not nodes or not all(shortfalls):
         return ""
     names = sorted(set.intersection(*(set(shortfall) for shortfall in shortfalls)) or set(shortfalls[0]))
     parts = [
-        f"it asks for {format_amount(name, requests[name])}, the most that a node has is "
+        f"it requests {format_amount(name, requests[name])}, the largest node has "
         f"{format_amount(name, max(_allocatable(node).get(name, 0.0) for node in nodes))}"
         for name in names
     ]
@@ -101,37 +118,37 @@ def _describe_shortfall(pod: Body, nodes: Sequence[Body]) -> str:
 
 def _advise(pod: Body, nodes: Sequence[Body]) -> str:
     if not nodes:
-        return "there is no node: add one"
+        return "the cluster has no node: add one"
     requests = pod_requests(pod)
-    big_enough = [node for node in nodes if not insufficient_resources(requests, node)]
-    if not big_enough:
-        return "add nodes of that size, or ask for less in spec.pools[].hardware or spec.pools[].template"
-    taints_by_node = {node["metadata"]["name"]: blocking_taints(pod, node) for node in big_enough}
+    large_enough = [node for node in nodes if not insufficient_resources(requests, node)]
+    if not large_enough:
+        return "add larger nodes, or request less in spec.pools[].hardware or spec.pools[].template"
+    taints_by_node = {node["metadata"]["name"]: blocking_taints(pod, node) for node in large_enough}
     if all(taints_by_node.values()):
         name, taints = min(taints_by_node.items())
-        return f"tolerate {', '.join(taints)} (node {name}) in spec.pools[].template, or take the taint away"
-    if all(node["spec"].get("unschedulable") for node in big_enough):
-        return "all nodes that are big enough are cordoned: kubectl uncordon one"
-    return "nodes that are big enough are full, or affinity keeps the pod away: free one or add one"
+        return f"tolerate {', '.join(taints)} (node {name}) in spec.pools[].template, or remove the taint"
+    if all(node["spec"].get("unschedulable") for node in large_enough):
+        return "all nodes that are large enough are cordoned: kubectl uncordon one"
+    return "nodes that are large enough are full, or excluded by affinity: free one or add one"
 
 
 def check_images(
     pods: Sequence[Body], *, service: str = "", image_setting: str = "spec.engine.image"
 ) -> Finding:
-    """Whether every container has its image; `image_setting` is where the image is written down."""
+    """Check that every image can be pulled; `image_setting` is the setting that the advice refers to."""
     failing = [failure for pod in pods for failure in image_pull_failures(pod)]
     if failing:
         by_image = {image: [each for each in failing if each.image == image] for _, image, *_ in failing}
         return problem(
-            "images", "; ".join(map(_format_pull_failures, by_image.values())),
+            CheckId.IMAGES, "; ".join(map(_format_pull_failures, by_image.values())),
             f"check {image_setting}, that the registry is reachable from the nodes, and the pull secret",
-            service=service,
+            service=service, cause=Cause.IMAGE_PULL_FAILED,
         )  # fmt: skip
-    return ok("images", f"no pod of {len(pods)} waits for its image", service=service)
+    return ok(CheckId.IMAGES, f"{format_count(len(pods), 'pod')}, all with their image", service=service)
 
 
 class ImagePullFailure(NamedTuple):
-    """A container whose image does not come."""
+    """A container whose image cannot be pulled."""
 
     pod: str
     image: str
@@ -140,7 +157,7 @@ class ImagePullFailure(NamedTuple):
 
 
 def image_pull_failures(pod: Body) -> list[ImagePullFailure]:
-    """The pod's containers whose images do not come."""
+    """List the pod's containers whose images cannot be pulled."""
     status = pod.get("status", {})
     found = []
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
@@ -152,7 +169,10 @@ def image_pull_failures(pod: Body) -> list[ImagePullFailure]:
 
 
 def _format_pull_failures(failures: Sequence[ImagePullFailure]) -> str:
-    """Those of one image; the longest message says most, where some pods only wait for the next try."""
+    """Describe the failures of one image.
+
+    The longest message is the most informative: that of a pod in back-off says nothing.
+    """
     names = list(dict.fromkeys(failure.pod for failure in failures))
     best = max(failures, key=lambda failure: len(failure.message))
     why = f": {best.message}" if best.message else ""
@@ -160,7 +180,7 @@ def _format_pull_failures(failures: Sequence[ImagePullFailure]) -> str:
 
 
 def check_restarts(pods: Sequence[Body], *, service: str = "") -> Finding:
-    """Whether a container is started again and again."""
+    """Check that no container restarts repeatedly."""
     looping = [
         f"{pod['metadata']['name']} ({format_count(container.get('restartCount', 0), 'restart')})"
         for pod in pods
@@ -168,6 +188,8 @@ def check_restarts(pods: Sequence[Body], *, service: str = "") -> Finding:
         if (container.get("state", {}).get("waiting") or {}).get("reason") == "CrashLoopBackOff"
     ]
     if looping:
-        advice = "kubectl logs --previous of the pod says why it ended"
-        return warning("restarts", f"ended again and again: {', '.join(looping)}", advice, service=service)
-    return ok("restarts", "no container ends again and again", service=service)
+        advice = "see kubectl logs --previous of the pod for the cause"
+        return warning(
+            CheckId.RESTARTS, f"restarting repeatedly: {', '.join(looping)}", advice, service=service
+        )
+    return ok(CheckId.RESTARTS, "no container restarts repeatedly", service=service)

@@ -1,10 +1,10 @@
-"""Is a service as it shall be: tiers, floors, instances, pairs, its rollout, and is its status current?"""
+"""Checks of one service: status, conditions, progress, tiers, floors, instances, model and KV pairs."""
 
 from collections.abc import Collection, Sequence
 from itertools import permutations
 
-from fulcrum_cli.doctor.findings import Finding, ok, problem, warning
-from fulcrum_cli.terminal.ages import format_age
+from fulcrum_cli.doctor.findings import CheckId, Finding, ok, problem, warning
+from fulcrum_cli.terminal.output import format_age
 from fulcrum_core.api import conditions
 from fulcrum_core.api.meta import Condition
 from fulcrum_core.api.pdassignment import PDAssignment
@@ -15,45 +15,45 @@ from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.values import Phase, Role
 
 PROGRESS_DEADLINE_S = 600.0
-"""A change that takes longer counts as one that hangs: ten minutes, as a Deployment's deadline has it."""
+"""Seconds after which a change counts as stuck; the default of a Deployment."""
 
 FIRST_RECONCILE_DEADLINE_S = 30.0
-"""Age at which a new service should have been looked at long ago: the operator acts within a second."""
+"""Age in seconds by which a new service must have been reconciled; the operator needs about one."""
 
 
 def check_status_is_current(service: PDService, *, now_s: float) -> Finding:
-    """Whether the status speaks of the spec as it is."""
+    """Check that the status is of the current generation of the spec."""
     name, meta, observed_generation = (
         service.metadata.name,
         service.metadata,
         service.status.observed_generation,
     )
     if observed_generation >= meta.generation:
-        return ok("status", f"speaks of generation {observed_generation}, the current one", service=name)
-    observed = f"speaks of generation {observed_generation}, the spec is generation {meta.generation}"
+        return ok(CheckId.STATUS, f"of generation {observed_generation}, the current one", service=name)
+    observed = f"of generation {observed_generation}, the spec is of generation {meta.generation}"
     age_s = now_s - (meta.creation_timestamp or now_s)
     if not observed_generation and age_s > FIRST_RECONCILE_DEADLINE_S:
-        advice = "no operator looks after this namespace: see what is said of the operator"
-        return problem("status", f"{observed}: nobody has looked at it yet", advice, service=name)
-    advice = "run this again; if it stays so, the operator is behind or away: see its log"
-    return warning("status", observed, advice, service=name)
+        advice = "no operator manages this namespace: see the findings of the operator"
+        return problem(CheckId.STATUS, f"{observed}: no operator has reconciled it", advice, service=name)
+    advice = "run this again; if this stays, the operator is slow or not running: see its log"
+    return warning(CheckId.STATUS, observed, advice, service=name)
 
 
 def check_tiers(service: PDService, tiers: Collection[str]) -> Finding:
-    """Whether every QoSTier that the service names is there."""
+    """Check that every QoSTier that the service names exists."""
     name = service.metadata.name
     missing = [tier for tier in service.spec.qos_tiers if tier not in tiers]
     if missing:
-        advice = f"create it in namespace {service.metadata.namespace}, or take it out of spec.qosTiers"
-        return problem("tiers", f"no QoSTier named {', '.join(missing)}", advice, service=name)
+        advice = f"create it in namespace {service.metadata.namespace}, or remove it from spec.qosTiers"
+        return problem(CheckId.TIERS, f"QoSTier not found: {', '.join(missing)}", advice, service=name)
     named = len(service.spec.qos_tiers)
-    return ok("tiers", f"all {named} named tiers are there" if named else "none is named", service=name)
+    return ok(CheckId.TIERS, f"all {named} named tiers exist" if named else "none is named", service=name)
 
 
 def check_floors(
     service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None
 ) -> Finding:
-    """Whether the floors can hold with the instances wanted, and do hold now."""
+    """Check that the floors are possible with the service's instances, and are met now."""
     name, floors, impossible = (
         service.metadata.name,
         service.spec.roles.to_floors(),
@@ -61,18 +61,18 @@ def check_floors(
     )
     if impossible is not None:
         observed, advice = impossible
-        return problem("floors", observed, advice, service=name)
+        return problem(CheckId.FLOORS, observed, advice, service=name)
     shortfalls = _floor_shortfalls(service, instances, assignment)
     if shortfalls:
         observed = f"{' and '.join(shortfalls)} serve"
         return problem(
-            "floors", observed, "see why instances do not serve; flips wait until then", service=name
+            CheckId.FLOORS, observed, "see why instances do not serve; until then nothing flips", service=name
         )
-    return ok("floors", f"at least {floors.prefill} Prefill and {floors.decode} Decode", service=name)
+    return ok(CheckId.FLOORS, f"at least {floors.prefill} Prefill and {floors.decode} Decode", service=name)
 
 
 def explain_impossible_floors(service: PDService) -> tuple[str, str] | None:
-    """Why the floors cannot hold with all instances that there may be, and what to do; None if they can."""
+    """Return why the floors exceed the largest number of instances, and advice; None if they do not."""
     floors, pools = service.spec.roles.to_floors(), service.spec.resolve_pools()
     instances_max = sum(pool.instances.effective_max for pool in pools)
     for role in (Role.PREFILL, Role.DECODE):
@@ -83,7 +83,7 @@ def explain_impossible_floors(service: PDService) -> tuple[str, str] | None:
             return observed, "lower the floor, or give the pools more instances"
     if 1 < instances_max < floors.prefill + floors.decode:
         floors_text = f"floors of {floors.prefill} and {floors.decode}"
-        observed = f"{floors_text} need more than the {instances_max} instances there may be"
+        observed = f"{floors_text} need more than the maximum of {instances_max} instances"
         return observed, "lower spec.roles.*.min, or raise spec.instances"
     return None
 
@@ -95,7 +95,7 @@ def _floor_shortfalls(
     available = [i for i in instances if i.is_serving]
     available = [i for i in available if not (entry := entries.get(i.metadata.name)) or not entry.cordoned]
     if len(instances) == 1 and available:
-        return []  # one alone does both
+        return []  # a single instance serves both roles
     counts = {
         role: sum(i.status.role is not None and i.status.role.serves(role) for i in available)
         for role in (Role.PREFILL, Role.DECODE)
@@ -109,22 +109,25 @@ def _floor_shortfalls(
 
 
 def check_instances(service: str, instances: Sequence[PDInstance]) -> Finding:
-    """Whether an instance has failed."""
+    """Check that the service has instances and none has failed."""
     failed = [i for i in instances if i.status.phase is Phase.FAILED]
     if failed:
         observed = "; ".join(f"{i.metadata.name}: {i.status.message or 'no reason given'}" for i in failed)
-        advice = "its log says why: kubectl logs --previous; it is replaced or started again by itself"
-        return problem("instances", observed, advice, service=service)
+        advice = "see kubectl logs --previous for the cause; the operator restarts or replaces the instance"
+        return problem(CheckId.INSTANCES, observed, advice, service=service)
     if not instances:
         return problem(
-            "instances", "there is none", "is the operator running, and is there a node?", service=service
+            CheckId.INSTANCES,
+            "there are none",
+            "check that the operator runs and the cluster has a node",
+            service=service,
         )
     serving = sum(i.is_serving for i in instances)
-    return ok("instances", f"none has failed, {serving} of {len(instances)} serve", service=service)
+    return ok(CheckId.INSTANCES, f"none has failed, {serving} of {len(instances)} serve", service=service)
 
 
 def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAssignment | None) -> Finding:
-    """Whether prefill and decode can exchange KV, by what the engines say of themselves."""
+    """Check that prefill and decode instances can exchange KV, by the identities that engines report."""
     known = {i.metadata.name: i.status.identity.to_identity() for i in instances if i.status.identity}
     unknown = sorted(i.metadata.name for i in instances if i.is_serving and not i.status.identity)
     incompatible = [
@@ -140,61 +143,65 @@ def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAss
         )
         advice = "give all pools the same model, engine image and KV settings"
         all_of_them = len(incompatible) == pairs
-        return (problem if all_of_them else warning)("pairs", observed, advice, service=service)
+        return (problem if all_of_them else warning)(CheckId.PAIRS, observed, advice, service=service)
     if unknown:
-        observed = f"not known yet of {', '.join(unknown)}: no identity"
-        return warning("pairs", observed, "run this again when they have been verified", service=service)
-    return ok("pairs", f"no pair of {pairs} is refused", service=service)
+        observed = f"unknown for {', '.join(unknown)}: no identity reported yet"
+        return warning(
+            CheckId.PAIRS, observed, "run this again once they have been verified", service=service
+        )
+    return ok(CheckId.PAIRS, f"{format_count(pairs, 'pair')}, none incompatible", service=service)
 
 
 def _is_prefill_decode_pair(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
-    """Whether the first prefills for the second by their roles of now."""
+    """Whether the first is a prefill and the second a decode instance, or one has no role yet."""
     entries = assignment.spec.roles if assignment else {}
     one, other = entries.get(prefill), entries.get(decode)
     return one is None or other is None or (one.role is Role.PREFILL and other.role is Role.DECODE)
 
 
 def check_model(service: PDService) -> Finding:
-    """Whether the model fits the hardware, as the operator judges it."""
+    """Check that the model fits the hardware, by the condition ModelFits."""
     name, condition = service.metadata.name, _find_condition(service.status.conditions, conditions.MODEL_FITS)
     if condition is None or condition.reason == conditions.NOT_APPLICABLE:
-        return ok("model", condition.message if condition else "nothing is said of it yet", service=name)
+        return ok(CheckId.MODEL, condition.message if condition else "not checked yet", service=name)
     if condition.status == "False":
-        advice = "give it more devices or memory, a shorter maxLength or fewer bits: fulcrum plan tries it"
+        advice = "use more devices or memory, a shorter maxLength or fewer bits; try it with fulcrum plan"
         return problem(
-            "model", f"does not fit, {condition.reason}: {condition.message}", advice, service=name
+            CheckId.MODEL, f"does not fit, {condition.reason}: {condition.message}", advice, service=name
         )
-    known = "fits" if condition.status == "True" else "not known whether it fits"
-    return ok("model", f"{known}, {condition.reason}: {condition.message}", service=name)
+    known = "fits" if condition.status == "True" else "unknown whether it fits"
+    return ok(CheckId.MODEL, f"{known}, {condition.reason}: {condition.message}", service=name)
 
 
 def check_progress(service: PDService, *, now_s: float) -> Finding:
-    """Whether a change is under way that does not come to its end."""
+    """Check that no change takes longer than `PROGRESS_DEADLINE_S`."""
     name = service.metadata.name
     progressing = _find_condition(service.status.conditions, conditions.PROGRESSING)
     if progressing is None or progressing.status != "True":
-        return ok("progress", progressing.message if progressing else "nothing is changing", service=name)
+        return ok(
+            CheckId.PROGRESS, progressing.message if progressing else "nothing is changing", service=name
+        )
     since_s = now_s - (progressing.last_transition_time or now_s)
     observed = f"{progressing.message}; for {format_age(since_s)}"
     if since_s > PROGRESS_DEADLINE_S:
-        advice = "see the instances that do not serve; a rollout is taken back by the spec of before"
-        return problem("progress", observed, advice, service=name)
-    return ok("progress", observed, service=name)
+        advice = "see the instances that do not serve; to undo a roll-out, apply the previous spec"
+        return problem(CheckId.PROGRESS, observed, advice, service=name)
+    return ok(CheckId.PROGRESS, observed, service=name)
 
 
 def check_conditions(service: PDService) -> Finding:
-    """What the operator itself says is wrong."""
+    """Check that no condition reports a problem."""
     name = service.metadata.name
     bad = [f"{c.type} is {c.status} ({c.reason}): {c.message}" for c in bad_conditions(service)]
     if bad:
-        return problem("conditions", "; ".join(bad), "the message says what is waited for", service=name)
+        return problem(CheckId.CONDITIONS, "; ".join(bad), "see the message for the cause", service=name)
     if not service.status.conditions:
-        return warning("conditions", "there are none yet", "run this again in a moment", service=name)
-    return ok("conditions", "the operator sees nothing wrong", service=name)
+        return warning(CheckId.CONDITIONS, "there are none yet", "run this again in a moment", service=name)
+    return ok(CheckId.CONDITIONS, "the operator reports no problem", service=name)
 
 
 def bad_conditions(service: PDService) -> list[Condition]:
-    """Those by which the operator says that something is wrong."""
+    """Return the conditions that report a problem."""
     return [c for c in service.status.conditions if (c.type, c.status) in _BAD_CONDITIONS]
 
 

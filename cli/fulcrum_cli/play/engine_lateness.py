@@ -1,6 +1,6 @@
-"""How late the simulated engines' steps were: the histograms of all engines, read and merged.
+"""Merges the histograms of how late the simulated engines' steps were, over all engines and restarts.
 
-An engine that was killed takes its counts along, so the last ones read of each life are kept.
+An engine's counts start at zero after a restart, so the last counts of its former processes are kept.
 """
 
 from collections import Counter
@@ -9,12 +9,15 @@ from collections.abc import Mapping
 _BUCKET_SERIES = "fulcrum_engine_step_lateness_seconds_bucket"
 _LE_LABEL = 'le="'
 
+TOO_SLOW_MS = 10.0
+"""p99 of the lateness, in ms, above which latencies are the machine's and not the simulated engine's."""
+
 Buckets = Mapping[float, float]
-"""Cumulative counts by upper edge in seconds."""
+"""Cumulative counts by the upper edge of the bucket, in seconds."""
 
 
 def parse_buckets(exposition: str) -> dict[float, float]:
-    """The lateness histogram of one engine's `/metrics`."""
+    """Return the lateness histogram in the text of one engine's `/metrics`."""
     buckets: dict[float, float] = {}
     for line in exposition.splitlines():
         if line.startswith(_BUCKET_SERIES):
@@ -25,31 +28,31 @@ def parse_buckets(exposition: str) -> dict[float, float]:
 
 
 def percentile_s(buckets: Buckets, percent: float) -> float | None:
-    """The upper edge of the bucket in which the percentile lies; None without a count."""
+    """Return the upper edge of the percentile's bucket, in seconds; None without a count."""
     total = buckets.get(float("inf"), 0.0)
     if not total:
         return None
     edges = sorted(buckets)
-    inside = next(edge for edge in edges if buckets[edge] >= total * percent / 100)
-    return inside if inside < float("inf") else edges[-2] if len(edges) > 1 else inside
+    found = next(edge for edge in edges if buckets[edge] >= total * percent / 100)
+    return found if found < float("inf") else edges[-2] if len(edges) > 1 else found
 
 
 class EngineLateness:
-    """The histograms of all engines and of all their lives."""
+    """The lateness histograms of all engines, including processes that have ended."""
 
     def __init__(self) -> None:
         self._ended_processes: Counter[float] = Counter()
         self._running_processes: dict[str, Buckets] = {}
 
     def record(self, engine: str, buckets: Buckets) -> None:
-        """Takes in what an engine says now; fewer counts than before mean that it was started again."""
+        """Record an engine's histogram; fewer counts than before mean that the engine was restarted."""
         last = self._running_processes.get(engine, {})
         if sum(buckets.values()) < sum(last.values()):
             self._ended_processes.update(last)
         self._running_processes[engine] = buckets
 
     def p99_ms(self) -> float | None:
-        """Over all engines; None if none has made a step."""
+        """p99 over all engines, in ms; None before the first step."""
         merged = Counter(self._ended_processes)
         for buckets in self._running_processes.values():
             merged.update(buckets)

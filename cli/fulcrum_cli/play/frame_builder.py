@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fulcrum_autoscaler.policy.decisions import Action
 from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts
 from fulcrum_cli.play.recorder import Flip, Recorder
 from fulcrum_core.api.pdinstance import PDInstance
@@ -13,7 +14,7 @@ from fulcrum_core.values import Role
 from fulcrum_simulator.client import LoadResults, OutcomeKind, summarize_latencies
 
 RECENT_WINDOW_S = 10.0
-_SHOWN_ACTIONS = ("refuse", "advise")
+_SHOWN_ACTIONS = (Action.REFUSE, Action.ADVISE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

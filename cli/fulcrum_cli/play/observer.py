@@ -14,7 +14,7 @@ import httpx
 
 from fulcrum_cli.play.engine_lateness import EngineLateness, parse_buckets
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable, fetch_decisions
+from fulcrum_cli.target.autoscaler import AutoscalerUnavailable, fetch_decisions
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment

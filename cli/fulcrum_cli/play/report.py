@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS
 from fulcrum_cli.play.recorder import Flip, Recorder
-from fulcrum_cli.play.view import TOO_SLOW_MS, format_seconds
+from fulcrum_cli.terminal.output import format_seconds
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role
 from fulcrum_simulator.client import LoadReport

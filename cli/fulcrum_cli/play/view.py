@@ -10,13 +10,12 @@ from textwrap import wrap
 from rich.console import Group
 from rich.text import Text
 
+from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS
 from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow
 from fulcrum_cli.play.recorder import HistoryCell
+from fulcrum_cli.terminal.output import format_seconds
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Phase, Role
-
-TOO_SLOW_MS = 10.0
-"""Lateness of the engines' steps (p99) beyond which their latencies are the machine's and not the model's."""
 
 PREFILL, DECODE = "#e69f00", "#56b4e9"
 GOOD, BAD, DIM, TITLE = "#009e73", "bold #d55e00", "grey62", "bold"
@@ -234,11 +233,6 @@ def _latency_parts(
         return
     yield (f"{format_seconds(value_s):>8} ", BAD if value_s > objective_s else GOOD)
     yield _draw_bar(value_s / objective_s, bar_width, GOOD)
-
-
-def format_seconds(seconds: float) -> str:
-    """`340 ms`, `1.25 s`."""
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _share_parts(name: str, share: float | None) -> Iterable[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Which local run or cluster a command talks to, and the connection to it."""
+"""Selects the local run or cluster that a command acts on, connects to it and reads from it."""

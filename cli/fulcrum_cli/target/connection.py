@@ -1,7 +1,7 @@
-"""A target that was opened: the same questions to a local run and to a cluster.
+"""Connects a command to its target and reads services, router state and decisions from it.
 
-A cluster is asked one cheap question first, so that whatever is wrong with the way there is said in one
-line and within seconds.
+A cluster gets one cheap request first, so that a connection problem is one line within seconds. Commands
+use the connection alike for a local run and a cluster.
 """
 
 import asyncio
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from fulcrum_cli.target.autoscaler_client import fetch_decisions
-from fulcrum_cli.target.cluster_autoscaler import fetch_cluster_decisions
+from fulcrum_cli.target.autoscaler import fetch_cluster_decisions, fetch_decisions
 from fulcrum_cli.target.selection import ClusterTarget, LocalTarget, Target
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable, open_http_client
+from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.errors import Forbidden, FulcrumError, InvalidInput, NotFound, StoreUnavailable
+from fulcrum_core.errors import Forbidden, FulcrumError, InvalidInput, NotFound, StoreError, StoreUnavailable
+from fulcrum_core.formatting import format_list
 from fulcrum_core.ports import Store
 from fulcrum_core.router_state import RouterState
 
@@ -26,26 +27,30 @@ if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi
 
 FIELD_MANAGER = "fulcrum-cli"
-"""Under which name writes stand in the objects' managed fields."""
+"""Field manager of this program's writes, as `metadata.managedFields` shows it."""
 
 CONNECT_TIMEOUT_S = 5.0
-"""Longest wait for a cluster's first answer."""
+"""Timeout of the first requests to a cluster, in seconds."""
+
+_INSTANCES_NAMED_MAX = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetConnection:
-    """One namespace that can be read and written. `local_run` is there in a local run, `objects` in a
-    cluster."""
+    """One open namespace. `local_run` is set for a local run, `objects` for a cluster."""
 
     store: Store
     namespace: str
     description: str
-    """What it is, for people."""
+    """Name of the target, for people."""
     local_run: "RunInfo | None" = None
     objects: "ObjectApi | None" = None
 
     async def router_state(self, *, min_generation: int = 0, timeout_s: float = 0.0) -> RouterState | None:
-        """What the router tells; None if it does not answer, and in a cluster, where people have no token."""
+        """Return the router's state at `min_generation` or later, waiting up to `timeout_s` for it.
+
+        None if the router does not respond, and always in a cluster, where people have no token for it.
+        """
         if self.local_run is None:
             return None
         async with open_http_client(self.local_run.router_state_url, token=self.local_run.token) as client:
@@ -57,8 +62,11 @@ class TargetConnection:
                 return None
 
     async def fetch_decisions(self, service: str, *, limit: int) -> Sequence[dict[str, Any]]:
-        """The autoscaler's last decisions on the service, newest last; `AutoscalerUnavailable` if it is
-        away."""
+        """Return the autoscaler's last decisions on the service, oldest first.
+
+        Raises:
+            AutoscalerUnavailable: if the autoscaler does not respond.
+        """
         if self.objects is not None:
             return await fetch_cluster_decisions(self.objects, service, namespace=self.namespace, limit=limit)
         assert self.local_run is not None
@@ -66,7 +74,11 @@ class TargetConnection:
             return await fetch_decisions(client, self.local_run.autoscaler_url, limit=limit)
 
     async def services(self, name: str | None = None) -> tuple[PDService, ...]:
-        """The services, or the one of that name; `InvalidInput` if there is none of that name."""
+        """Return all services, or only the service called `name`.
+
+        Raises:
+            InvalidInput: if there is no service of that name.
+        """
         listed = (await self.store.list(PDService, namespace=self.namespace)).items
         if name is None:
             return listed
@@ -81,41 +93,71 @@ class TargetConnection:
 async def connect(
     target: Target, service: str | None = None, *, instance: str | None = None, crds_optional: bool = False
 ) -> AsyncIterator[TargetConnection]:
-    """The connection to the service called so, or that has an instance called so, or to the only one.
+    """Connect to the target: in a local run to the named service, that of `instance`, or the only one.
 
-    Whatever fails on the way is one line. With `crds_optional` a cluster may lack our kinds, or the right
-    to list them.
+    With `crds_optional` a cluster without Fulcrum's CRDs, or without permission to list them, is accepted.
+
+    Raises:
+        InvalidInput: if no local run matches, or several do.
+        FulcrumError: in one line, if the cluster cannot be used.
     """
     async with AsyncExitStack() as stack:
         if isinstance(target, LocalTarget):
-            yield await _connect_local_run(stack, find_run(target, service, instance=instance))
+            yield await _connect_local_run(stack, await _find_run_for(target, service, instance))
         else:
             yield await _connect_cluster(stack, target, crds_optional=crds_optional)
 
 
-def find_run(target: LocalTarget, name: str | None, *, instance: str | None = None) -> "RunInfo":
-    """The running service of that name, the latest one of several; without a name the only one there is.
+async def _find_run_for(target: LocalTarget, service: str | None, instance: str | None) -> "RunInfo":
+    if instance is None or len(target.services) == 1:
+        return find_run(target, service)
+    for name in target.services:
+        run = find_run(target, name)
+        if await _has_instance(run, instance):
+            return run
+    names = ", ".join(target.services)
+    raise InvalidInput("instance", instance, f"is in no local run; running: {names}")
 
-    Instances are called after their service, which decides where several run.
+
+async def _has_instance(run: "RunInfo", instance: str) -> bool:
+    async with AsyncExitStack() as stack:
+        connection = await _connect_local_run(stack, run)
+        try:
+            await connection.store.get(PDInstance, instance, namespace=run.namespace)
+        except StoreError:
+            return False
+    return True
+
+
+def find_run(target: LocalTarget, name: str | None) -> "RunInfo":
+    """Return the latest local run of the named service; without a name that of the only service.
 
     Raises:
-        InvalidInput: if there is none, or without a name if there are several.
+        InvalidInput: if no such service runs, or if several run and none is named.
     """
-    names, several = ", ".join(target.services), len(target.services) > 1
-    if instance is not None and several:
-        name = service_name_of(instance) or instance
-    if name is None and several:
-        raise InvalidInput("SERVICE", names, "are running: name one")
+    names = ", ".join(target.services)
+    if name is None and len(target.services) > 1:
+        raise InvalidInput("SERVICE", names, "are running: name one of them")
     found = [run for run in target.runs if name in (None, run.service)]
     if not found:
-        rule = f"does not run on this machine; running: {names}; --context or -n means a cluster"
+        rule = f"does not run on this machine; running: {names}; use --context or -n for a cluster"
         raise InvalidInput("SERVICE", str(name), rule)
     return found[0]
 
 
-def service_name_of(instance: str) -> str:
-    """The service whose instances are called so: `chat` for `chat-3`."""
-    return instance.rpartition("-")[0]
+async def find_service_of_instance(connection: TargetConnection, instance: str) -> PDService:
+    """Return the service of the instance, by `spec.service`.
+
+    Raises:
+        InvalidInput: if there is no such instance or its service was deleted.
+    """
+    instances = (await connection.store.list(PDInstance, namespace=connection.namespace)).items
+    for found in instances:
+        if found.metadata.name == instance:
+            (service,) = await connection.services(found.spec.service)
+            return service
+    known = format_list([i.metadata.name for i in instances], at_most=_INSTANCES_NAMED_MAX) or "none"
+    raise InvalidInput("instance", instance, f"is not in {connection.description}; there are {known}")
 
 
 async def _connect_local_run(stack: AsyncExitStack, run: "RunInfo") -> TargetConnection:
@@ -133,7 +175,7 @@ async def _connect_cluster(
 
     try:
         cluster = await stack.enter_async_context(open_cluster(target.store_address, program=FIELD_MANAGER))
-    except InvalidInput as error:  # its path is an option of other programs
+    except InvalidInput as error:  # its path names an option of other programs
         raise FulcrumError(f"{target.context} ({target.server}) {error.rule}") from error
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -143,9 +185,9 @@ async def _connect_cluster(
     except (TimeoutError, StoreUnavailable) as error:
         cause = (
             str(error).removeprefix(f"{target.server} does not answer: ")
-            or f"nothing for {CONNECT_TIMEOUT_S:g} s"
+            or f"no response within {CONNECT_TIMEOUT_S:g} s"
         )
-        raise StoreUnavailable(f"{target.context} ({target.server}) does not answer: {cause}") from error
+        raise StoreUnavailable(f"{target.context} ({target.server}) does not respond: {cause}") from error
     except Forbidden as error:
         raise Forbidden(f"{target.context} ({target.server}): {error}") from error
     except NotFound as error:
@@ -156,6 +198,6 @@ async def _connect_cluster(
 
 
 CRDS_MISSING = (
-    "the CustomResourceDefinition pdservices.fulcrum.dev is missing; install the chart, or the kinds alone "
+    "the CustomResourceDefinition pdservices.fulcrum.dev is missing; install the chart, or only the CRDs "
     "with kubectl apply --server-side -f crds/"
 )

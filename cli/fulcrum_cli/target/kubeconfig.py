@@ -1,6 +1,6 @@
-"""Which cluster a kubeconfig means: only what has to be said about it; connecting is the adapter's.
+"""Reads context, server and namespace from kubeconfig files; `fulcrum_cluster` connects with them.
 
-Several files in KUBECONFIG are read as kubectl does: of each name the first one counts.
+Several files in KUBECONFIG are merged as kubectl does: the first entry of each name counts.
 """
 
 import os
@@ -18,7 +18,7 @@ DEFAULT_KUBECONFIG = Path("~/.kube/config")
 
 @dataclass(frozen=True, slots=True)
 class KubeContext:
-    """One context: what it is called, where its API server is, and the namespace it prefers."""
+    """A context: its name, the address of its API server and its default namespace."""
 
     name: str
     server: str
@@ -26,16 +26,16 @@ class KubeContext:
 
 
 def kubeconfig_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
-    """The files that exist of those that KUBECONFIG names, without it of the usual one."""
+    """Return the existing files of KUBECONFIG; without that variable, `~/.kube/config` if it exists."""
     paths = [Path(part) for part in environment.get("KUBECONFIG", "").split(os.pathsep) if part]
     return tuple(path for path in paths or [DEFAULT_KUBECONFIG.expanduser()] if path.is_file())
 
 
 def read_context(files: Sequence[Path], name: str | None) -> KubeContext:
-    """The context of that name, without one the current context.
+    """Return the named context; without a name the current context.
 
     Raises:
-        InvalidInput: if a file cannot be read, or there is no such context.
+        InvalidInput: if a file cannot be read, or the context or its cluster does not exist.
     """
     documents = [_read(path) for path in files]
     source = os.pathsep.join(map(str, files))
@@ -46,7 +46,7 @@ def read_context(files: Sequence[Path], name: str | None) -> KubeContext:
     current = next((str(found) for doc in documents if (found := doc.get("current-context"))), None)
     chosen = name or current
     if chosen is None:
-        raise InvalidInput("kubeconfig", source, "has no current context: choose one with --context")
+        raise InvalidInput("kubeconfig", source, "has no current context: select one with --context")
     if chosen not in contexts:
         path = "--context" if name else f"{source}: current-context"
         known = ", ".join(sorted(contexts)) or "none"
@@ -54,7 +54,9 @@ def read_context(files: Sequence[Path], name: str | None) -> KubeContext:
     context = contexts[chosen]
     cluster = clusters.get(str(context.get("cluster")))
     if cluster is None or not cluster.get("server"):
-        raise InvalidInput(f"{source}: context {chosen}", context.get("cluster"), "names no cluster of it")
+        raise InvalidInput(
+            f"{source}: cluster of context {chosen}", context.get("cluster"), "is not a cluster of this file"
+        )
     return KubeContext(chosen, str(cluster["server"]), str(context.get("namespace") or "default"))
 
 
@@ -68,14 +70,14 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError):
         raise InvalidInput("kubeconfig", path, "is not YAML") from None
     if not isinstance(document, dict):
-        raise InvalidInput("kubeconfig", path, "is no kubeconfig")
+        raise InvalidInput("kubeconfig", path, "is not a kubeconfig")
     return document
 
 
 def _index_by_name(
     documents: Sequence[Mapping[str, Any]], group: str, item: str
 ) -> dict[str, Mapping[str, Any]]:
-    """The entries of one list of all files by name, the first of each."""
+    """Return the entries of one list of all files by name; the first entry of a name counts."""
     found: dict[str, Mapping[str, Any]] = {}
     for document in documents:
         for entry in document.get(group) or ():

@@ -1,11 +1,11 @@
-"""What a command speaks to. One rule, the same for all commands:
+"""Selects the target of a command, by one rule for all commands:
 
-1. `--kubeconfig`, `--context` or `-n` mean a cluster, and so does being called as `kubectl fulcrum`;
-2. else a local run that is up, if there is one;
+1. a cluster, if `--kubeconfig`, `--context` or `-n` is given, or the program was called as `kubectl fulcrum`;
+2. else a local run on this machine, if there is one;
 3. else the kubeconfig (KUBECONFIG, or ~/.kube/config);
-4. else, inside a pod, the cluster that it runs in.
+4. else, inside a pod, the cluster of this pod.
 
-Every answer says which one it was.
+Every command prints its target.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from fulcrum_cli.program_name import KUBECTL_PLUGIN_NAME, PROGRAM_NAME, program_name
 from fulcrum_cli.target.kubeconfig import DEFAULT_KUBECONFIG, kubeconfig_files, read_context
-from fulcrum_core.errors import FulcrumError, InvalidInput
+from fulcrum_core.errors import FulcrumError
 
 if TYPE_CHECKING:
     from fulcrum_cli.local.run_folder import RunInfo
@@ -27,7 +27,7 @@ _SERVICE_ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """The options that choose a target, as typed."""
+    """The options that select a target, as typed."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -36,25 +36,25 @@ class TargetOptions:
 
     @property
     def means_cluster(self) -> bool:
-        """Whether a cluster is meant, whatever runs on this machine."""
+        """Whether the options select a cluster even if a local run exists."""
         return self.program == KUBECTL_PLUGIN_NAME or any((self.kubeconfig, self.context, self.namespace))
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTarget:
-    """Services that run on this machine, the latest first."""
+    """The local runs on this machine, latest first."""
 
     runs: "tuple[RunInfo, ...]"
 
     @property
     def services(self) -> tuple[str, ...]:
-        """Their names, each once, sorted."""
+        """Names of the services, each once, sorted."""
         return tuple(sorted({run.service for run in self.runs}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterTarget:
-    """One namespace of a cluster. `store_address` is what the adapter opens."""
+    """One namespace of a cluster. `store_address` is what `fulcrum_cluster` opens."""
 
     store_address: str
     namespace: str
@@ -69,15 +69,16 @@ Target = LocalTarget | ClusterTarget
 
 
 def make_target_options(kubeconfig: Path | None, context: str | None, namespace: str | None) -> TargetOptions:
-    """The options of this call of the program."""
+    """Return the target options of this command line."""
     return TargetOptions(kubeconfig=kubeconfig, context=context, namespace=namespace, program=program_name())
 
 
 def choose_target(options: TargetOptions, environment: Mapping[str, str] = os.environ) -> Target:
-    """The one target that the options mean.
+    """Return the target that the options select.
 
     Raises:
-        InvalidInput: if the options name what does not exist, or there is nothing to speak to.
+        InvalidInput: if an option names something that does not exist.
+        FulcrumError: if there is neither a cluster nor a local run.
     """
     if not options.means_cluster:
         from fulcrum_cli.local.run_folder import find_runs
@@ -101,7 +102,7 @@ def _choose_cluster(options: TargetOptions, environment: Mapping[str, str]) -> C
     elif "KUBERNETES_SERVICE_HOST" in environment and not options.context:
         target = _choose_own_cluster(options, environment)
     else:
-        raise InvalidInput("target", "none", _no_target_found(options, environment))
+        raise FulcrumError(_no_target_found(options, environment))
     _require_kubernetes_extra()
     return target
 
@@ -112,24 +113,26 @@ def _choose_own_cluster(options: TargetOptions, environment: Mapping[str, str]) 
     return ClusterTarget(
         store_address="in-cluster",
         namespace=options.namespace or own_namespace,
-        context="the cluster around this pod",
+        context="the cluster of this pod",
         server=f"https://{environment['KUBERNETES_SERVICE_HOST']}",
     )
 
 
 def _no_target_found(options: TargetOptions, environment: Mapping[str, str]) -> str:
     kubeconfig = environment.get("KUBECONFIG")
-    why = f"KUBECONFIG ({kubeconfig}) names no file" if kubeconfig else f"there is no {DEFAULT_KUBECONFIG}"
+    cause = (
+        f"KUBECONFIG ({kubeconfig}) names no existing file"
+        if kubeconfig
+        else f"{DEFAULT_KUBECONFIG} does not exist"
+    )
     if options.means_cluster:
-        return f"was found: {why}; --kubeconfig names a file"
+        return f"No cluster found: {cause}. Pass --kubeconfig."
     return (
-        f"was found: no service runs on this machine (fulcrum up -f FILE --local starts one) and {why} "
-        "(--kubeconfig names a file)"
+        f"No cluster and no local run found: {cause}. "
+        "Pass --kubeconfig, or start one with `fulcrum up --local`."
     )
 
 
 def _require_kubernetes_extra() -> None:
     if importlib.util.find_spec("kubernetes") is None:
-        raise FulcrumError(
-            "what speaks to a cluster is not installed: make cli, in Fulcrum's clone, brings it"
-        )
+        raise FulcrumError("The Kubernetes client is not installed; run `make cli` in the clone of Fulcrum.")

@@ -1,1 +1,1 @@
-"""Arguments, output, signals and logs of one command."""
+"""Output formats, signals and logs: what commands need of the terminal and of their process."""

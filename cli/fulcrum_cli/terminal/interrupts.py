@@ -1,4 +1,4 @@
-"""Ctrl-C and its relatives, told to an asyncio program in its own way."""
+"""Runs a callback on Ctrl-C, SIGTERM and SIGHUP, inside the asyncio event loop."""
 
 import asyncio
 import signal
@@ -10,7 +10,7 @@ _INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
-    """Calls `callback` on Ctrl-C, SIGTERM and SIGHUP while the context lasts."""
+    """Call `callback` on SIGINT, SIGTERM and SIGHUP inside the context."""
     loop = asyncio.get_running_loop()
     for number in _INTERRUPT_SIGNALS:
         loop.add_signal_handler(number, callback)

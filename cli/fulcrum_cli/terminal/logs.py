@@ -1,4 +1,4 @@
-"""Where this process's own log lines go: the operator's logic runs in it."""
+"""Chooses where this process writes its log. A local run executes the operator's code in this process."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import structlog
 
 
 def log_warnings_to_stderr() -> None:
-    """Warnings to standard error: where no view is disturbed by them."""
+    """Log warnings and errors to standard error; for commands without a live view."""
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
@@ -17,7 +17,7 @@ def log_warnings_to_stderr() -> None:
 
 
 def log_to_file(path: Path | None) -> None:
-    """Everything to the end of a file; None: nowhere."""
+    """Append all messages from INFO up to a file; None discards them."""
     file = open(path or os.devnull, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the process
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(file),

@@ -1,4 +1,4 @@
-"""Sizes as Kubernetes writes them: `64Gi`, `500G`."""
+"""Quantities as Kubernetes writes them: any resource as a number, and sizes in bytes as an API field."""
 
 import re
 from typing import Annotated, Any
@@ -7,10 +7,27 @@ from pydantic import BeforeValidator, PlainSerializer, ValidationInfo, WithJsonS
 
 from fulcrum_core.api.meta import EXTERNAL_INPUT
 
-_QUANTITY = re.compile(r"([0-9]+)(Ki|Mi|Gi|Ti|K|M|G|T)?")
+_QUANTITY = re.compile(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)")
+_FACTORS = {
+    "": 1.0, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60,
+}  # fmt: skip
+_BYTE_QUANTITY = re.compile(r"([0-9]+)(Ki|Mi|Gi|Ti|K|M|G|T)?")
 _PATTERN = r"^[0-9]+(Ki|Mi|Gi|Ti|K|M|G|T)?$"
 _LENGTH_MAX = 20
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_quantity(text: str | int | float) -> float:
+    """Return the number of a quantity of any resource: `250m`, `1.5`, `16Gi`, `2e3`.
+
+    Raises:
+        ValueError: if the text is not a quantity.
+    """
+    match = _QUANTITY.fullmatch(str(text))
+    if not match or match[2] not in _FACTORS:
+        raise ValueError(f"{text} is not a quantity")
+    return float(match[1]) * _FACTORS[match[2]]
 
 
 def parse_byte_quantity(text: str) -> int:
@@ -19,7 +36,7 @@ def parse_byte_quantity(text: str) -> int:
     Raises:
         ValueError: if it is none.
     """
-    match = _QUANTITY.fullmatch(text)
+    match = _BYTE_QUANTITY.fullmatch(text)
     if not match or len(text) > _LENGTH_MAX:
         raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
     number, unit = match.groups(default="")

@@ -1,4 +1,4 @@
-"""`fulcrum up --local` and the commands that look at it and change it."""
+"""`fulcrum up --local`, and the commands that read and change the local run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ spec: {model: m, instances: 3}
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[dict[str, str]]:
-    """A service of three instances that is up, and the environment in which commands find it."""
+    """Start a service of three instances; yield the environment in which commands find its local run."""
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         env = {**os.environ, "XDG_RUNTIME_DIR": folder}
         manifest = Path(folder) / "chat.yaml"
@@ -35,11 +35,11 @@ def environment() -> Iterator[dict[str, str]]:
         try:
             lines = [process.stdout.readline() for _ in range(3)]
             assert lines[0] == "chat: starting 3 engines (Simulated), a router and an autoscaler\n", lines
-            assert lines[2] == "chat: 3 instances serve; Ctrl-C ends the run\n", lines
+            assert lines[2] == "chat: 3 instances serve; stop with Ctrl-C\n", lines
             yield env
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
-            assert (process.returncode, out, err) == (0, "ended\n", "")
+            assert (process.returncode, out, err) == (0, "stopped\n", "")
         finally:
             process.kill()
             process.communicate()
@@ -75,9 +75,8 @@ def test_a_flip_is_acknowledged_and_shown_by_status(environment: dict[str, str])
 def test_a_flip_of_an_unknown_instance_is_refused_in_one_line(environment: dict[str, str]) -> None:
     unknown = fulcrum(environment, "flip", "chat-9", "--to", "Decode")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert (
-        unknown.stderr == "error: instance (chat-9) is not of service chat; it has chat-0, chat-1, chat-2\n"
-    )
+    assert unknown.stderr.startswith("error: instance (chat-9) is not in the local run of chat, process ")
+    assert unknown.stderr.endswith("; there are chat-0, chat-1, chat-2\n")
 
 
 def test_a_flip_to_the_current_role_writes_nothing(environment: dict[str, str]) -> None:
@@ -87,12 +86,12 @@ def test_a_flip_to_the_current_role_writes_nothing(environment: dict[str, str]) 
     unchanged = fulcrum(environment, "flip", "chat-0", "--to", columns[2].lower())
     assert (unchanged.returncode, unchanged.stderr) == (0, "")
     assert unchanged.stdout.startswith(
-        f"chat-0 has the role {columns[2]} already: nothing written (the local run of"
+        f"chat-0 already has the role {columns[2]}: nothing written (the local run of"
     )
 
 
 def test_a_drain_ends_when_the_instance_is_idle_and_can_be_undone(environment: dict[str, str]) -> None:
-    """Of three instances with floors of one each, one of the two that share a role may go."""
+    """With floors of one for each role, one of the two instances that share a role can be drained."""
     shown = fulcrum(environment, "status").stdout.splitlines()
     roles = {line.split()[0]: line.split()[2] for line in shown if line.startswith("chat-")}
     shared_role = max(roles.values(), key=list(roles.values()).count)
@@ -105,7 +104,7 @@ def test_a_drain_ends_when_the_instance_is_idle_and_can_be_undone(environment: d
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"error: instance ({last}) may not be drained: 0 instances would serve")
     back = fulcrum(environment, "drain", name, "--undo")
-    assert back.stdout.startswith(f"{name}: takes new work again (")
+    assert back.stdout.startswith(f"{name}: gets new requests again (")
     again = fulcrum(environment, "drain", name, "--undo")
     assert again.stdout.startswith(f"{name}: was not cordoned: nothing written (")
 

@@ -1,6 +1,5 @@
-"""`fulcrum play` as a user runs it: a process of its own, with everything that it starts and ends."""
+"""`fulcrum play` as a process of its own, with all processes that it starts and stops."""
 
-import asyncio
 import json
 import os
 import re
@@ -8,19 +7,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
+
 DEADLINE_S = 30.0
+PROCESSES = 10
+"""Eight engines, a router and an autoscaler."""
 PROGRAMS = ("fulcrum_simulator.server", "fulcrum_router", "fulcrum_autoscaler")
 
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """An environment whose runs are apart from the user's; its path is short, as a socket's must be."""
+    """Yield an environment without other local runs. Its path is short: socket paths have a limit."""
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         yield {**os.environ, "XDG_RUNTIME_DIR": folder}
 
@@ -42,7 +45,7 @@ def figures(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
 
 
 def child_command_lines(environment: dict[str, str]) -> list[str]:
-    """Command lines of the processes started in this environment."""
+    """Return the command lines of the programs started in this environment."""
     variable = f"XDG_RUNTIME_DIR={environment['XDG_RUNTIME_DIR']}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -50,15 +53,8 @@ def child_command_lines(environment: dict[str, str]) -> list[str]:
             if variable in (process / "environ").read_bytes().split(b"\0"):
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         except OSError:
-            continue  # it ended meanwhile, or is another user's
+            continue  # the process ended, or belongs to another user
     return [line for line in found if any(program in line for program in PROGRAMS)]
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits until `condition`, or fails."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def every_request_is_accounted_for(requests: dict[str, Any]) -> bool:
@@ -85,7 +81,7 @@ def test_mode_off_never_flips(environment: dict[str, str]) -> None:
 
 def test_forced_flips_are_all_acknowledged_and_harm_no_request(environment: dict[str, str]) -> None:
     report = figures(environment, "--flips", "40", "--load", "steady", "--mode", "Off")
-    forced = [flip for flip in report["flips"] if flip["reason"].startswith("forced")]
+    forced = [flip for flip in report["flips"] if flip["by"] == "Person"]
     requests = report["requests"]
     assert len(forced) == 40
     assert all(flip["ack_ms"] is not None for flip in forced)
@@ -118,9 +114,17 @@ def test_a_recording_is_replayed_completely(environment: dict[str, str]) -> None
 async def test_an_interrupt_ends_every_process(environment: dict[str, str], number: signal.Signals) -> None:
     process = play(environment, "--for", "60s")
     try:
-        await wait_until(lambda: len(child_command_lines(environment)) == 10)
+        await wait_until(
+            lambda: len(child_command_lines(environment)) == PROCESSES,
+            "all programs run",
+            timeout_s=DEADLINE_S,
+        )
         process.send_signal(number)
-        await wait_until(lambda: process.poll() is not None and not child_command_lines(environment))
+        await wait_until(
+            lambda: process.poll() is not None and not child_command_lines(environment),
+            "no program runs",
+            timeout_s=DEADLINE_S,
+        )
     finally:
         process.kill()
         process.communicate()
@@ -129,7 +133,9 @@ async def test_an_interrupt_ends_every_process(environment: dict[str, str], numb
 
 async def test_killing_the_command_ends_its_processes(environment: dict[str, str]) -> None:
     process = play(environment, "--for", "60s")
-    await wait_until(lambda: len(child_command_lines(environment)) == 10)
+    await wait_until(
+        lambda: len(child_command_lines(environment)) == PROCESSES, "all programs run", timeout_s=DEADLINE_S
+    )
     process.kill()
     process.communicate()
-    await wait_until(lambda: not child_command_lines(environment))
+    await wait_until(lambda: not child_command_lines(environment), "no program runs", timeout_s=DEADLINE_S)

@@ -1,6 +1,5 @@
-"""The live view on a real (pseudo) terminal: drawn, obeying keys, and gone without a trace."""
+"""The live view on a pseudo-terminal: it is drawn, reacts to keys and restores the screen."""
 
-import asyncio
 import fcntl
 import os
 import pty
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.waiting import wait_until
+
 ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
 DEADLINE_S = 30.0
 WIDTH, HEIGHT = 110, 34
@@ -22,7 +23,7 @@ WIDTH, HEIGHT = 110, 34
 
 @dataclass
 class Terminal:
-    """The far end of a terminal in which `fulcrum play` runs."""
+    """The master end of a pseudo-terminal in which `fulcrum play` runs."""
 
     descriptor: int
     process: subprocess.Popen[bytes]
@@ -35,14 +36,16 @@ class Terminal:
         try:
             self.shown += os.read(self.descriptor, 65536).decode(errors="replace")
         except (BlockingIOError, OSError):
-            return  # nothing yet, or the terminal is closed
+            return  # no output yet, or the terminal is closed
 
     async def wait_until_shown(self, condition: Callable[[str], object]) -> None:
-        """Waits until what was shown since the last call satisfies `condition`."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition(self.shown):
-                await asyncio.sleep(0.02)
-                self.read()
+        """Wait until the output since the last call satisfies `condition`."""
+
+        def is_shown() -> object:
+            self.read()
+            return condition(self.shown)
+
+        await wait_until(is_shown, "the expected output", timeout_s=DEADLINE_S)
         self.shown = ""
 
 

@@ -1,4 +1,4 @@
-"""A service on the control plane as an operator would leave it, and the command line that is tried on it."""
+"""Builds a service on the control plane as an operator would, and runs `fulcrum` against it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ IDENTITY = {"model": "m", "engine": "sim:1", "kvDtype": "float16", "blockSize": 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """`fulcrum`, as somebody with that kubeconfig types it on a machine where nothing runs."""
+    """`fulcrum` with a kubeconfig, on a machine without a local run."""
 
     kubeconfig: Path
     home: Path
@@ -28,16 +28,16 @@ class CommandLine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Only what the program may need."""
+        """The variables that the program needs."""
         kept = {key: os.environ[key] for key in ("PATH", "HOME", "PYTHONPATH") if key in os.environ}
         return {**kept, "KUBECONFIG": str(self.kubeconfig), "XDG_RUNTIME_DIR": str(self.home), **self.options}
 
     def command(self, *arguments: str) -> list[str]:
-        """The command line in full."""
+        """Return the full command line."""
         return [sys.executable, "-m", "fulcrum_cli", *arguments, "-n", self.namespace]
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end, which comes within seconds whatever is wrong."""
+        """Run the command to its end, at most 30 s."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environment,
@@ -48,7 +48,7 @@ class CommandLine:
         )
 
     def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """Starts it."""
+        """Start the command."""
         return subprocess.Popen(
             self.command(*arguments),
             env=self.environment,
@@ -59,7 +59,7 @@ class CommandLine:
 
 
 class Service:
-    """A PDService `chat` with its instances and its assignment, made and changed by the test."""
+    """A PDService `chat` with instances and an assignment, created and changed by the test."""
 
     def __init__(self, cluster: Cluster, namespace: str, *, roles: Mapping[str, str]) -> None:
         self._cluster, self._namespace = cluster, namespace
@@ -71,25 +71,25 @@ class Service:
         self._make("PDAssignment", "chat", {"service": "chat", "roles": entries})
 
     def set_instance_status(self, name: str, **status: Any) -> None:
-        """Writes the status of an instance, which serves unless told otherwise."""
+        """Write the status of an instance; by default its phase is Serving."""
         fields = {"phase": "Serving", "endpoint": "192.0.2.1:8000", "identity": IDENTITY, **status}
         self._patch(f"pdinstances/{name}/status", {"status": fields})
 
     def set_status(self, **status: Any) -> None:
-        """Writes the status of the service."""
+        """Write the status of the service."""
         self._patch("pdservices/chat/status", {"status": status})
 
     def patch_entry(self, name: str, **entry: Any) -> None:
-        """Writes into an entry of the assignment."""
+        """Change an entry of the assignment."""
         self._patch("pdassignments/chat", {"spec": {"roles": {name: entry}}})
 
     def entry(self, name: str) -> dict[str, Any]:
-        """The entry of an instance."""
+        """Return the entry of an instance."""
         found: dict[str, Any] = self.assignment()["spec"]["roles"][name]
         return found
 
     def assignment(self) -> dict[str, Any]:
-        """The PDAssignment."""
+        """Return the PDAssignment."""
         found: dict[str, Any] = self._cluster.read(self._path("pdassignments/chat"))
         return found
 
@@ -101,16 +101,16 @@ class Service:
         self._send("PATCH", path, body, MERGE)
 
     def _send(self, method: str, path: str, body: Mapping[str, Any], kind: str) -> None:
-        status, answer = self._cluster.request(
+        status, response = self._cluster.request(
             method, self._path(path), json.dumps(body).encode(), content_type=kind
         )
-        assert status in (200, 201), answer
+        assert status in (200, 201), response
 
     def _path(self, path: str) -> str:
         return f"/apis/{API}/namespaces/{self._namespace}/{path}"
 
 
 def create_objects(cluster: Cluster, namespace: str, bodies: Sequence[Mapping[str, Any]]) -> None:
-    """Creates Kubernetes objects as kubectl does."""
+    """Apply Kubernetes objects with kubectl."""
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(bodies)})
     cluster.kubectl("-n", namespace, "apply", "-f", "-", stdin=text)

@@ -1,8 +1,8 @@
-"""`fulcrum doctor` on a real API server: nothing to say of what is well, and each trouble by its name."""
+"""`fulcrum doctor` on a real API server: no finding in a healthy cluster, one for each fault."""
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +19,12 @@ from tools.kubernetes.waiting import wait_for
 ROLES = {"chat-0": "Prefill", "chat-1": "Decode"}
 RBAC = "rbac.authorization.k8s.io"
 PART_OF_LABELS = {"app.kubernetes.io/part-of": "fulcrum"}
+ROUTER_OBJECT_LABELS = {
+    **PART_OF_LABELS,
+    "app.kubernetes.io/name": "fulcrum-router",
+    "fulcrum.dev/service": "chat",
+}
+"""Labels of what the operator creates for the router of `chat`."""
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def fulcrum(control_plane: Cluster, namespace: str, tmp_path: Path) -> CommandLi
 
 @pytest.fixture
 def chat(control_plane: Cluster, namespace: str) -> Service:
-    """A service and all that stands around it, as if operator, autoscaler and router ran."""
+    """Create a service with its cluster objects, as if operator, autoscaler and router ran."""
     service = Service(control_plane, namespace, roles=ROLES)
     ready = {"type": "Ready", "status": "True", "reason": "InstancesServing", "message": "2 of 2 serve"}
     service.set_status(conditions=[ready], ready="2/2", observedGeneration=1)
@@ -38,7 +44,7 @@ def chat(control_plane: Cluster, namespace: str) -> Service:
         *({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}} for name in parts),
         role("everything", {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}),
         *(binding(name) for name in parts),
-        lease("fulcrum-operator"), lease("chat-router"),
+        lease("fulcrum-operator"), lease("chat-router", ROUTER_OBJECT_LABELS),
         endpoint_slice("10.88.0.9"),
     ])  # fmt: skip
     for name in parts:
@@ -67,7 +73,10 @@ def deployment(name: str) -> dict[str, Any]:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": name, "labels": labels},
+        "metadata": {
+            "name": name,
+            "labels": ROUTER_OBJECT_LABELS if name == "chat-router" else labels,
+        },
         "spec": spec,
     }
 
@@ -86,10 +95,10 @@ def binding(account: str, *, role: str = "everything") -> dict[str, Any]:
     }
 
 
-def lease(name: str, *, age_s: float = 0.0) -> dict[str, Any]:
+def lease(name: str, labels: Mapping[str, str] = PART_OF_LABELS, *, age_s: float = 0.0) -> dict[str, Any]:
     renewed = format_time(time.time() - age_s)
     spec = {"holderIdentity": f"{name}-x", "leaseDurationSeconds": 600, "renewTime": renewed}
-    metadata = {"name": name, "labels": PART_OF_LABELS}
+    metadata = {"name": name, "labels": labels}
     return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
 
@@ -101,7 +110,7 @@ def endpoint_slice(*addresses: str) -> dict[str, Any]:
         "addressType": "IPv4",
         "metadata": {
             "name": "chat-router",
-            "labels": {**PART_OF_LABELS, "kubernetes.io/service-name": "chat"},
+            "labels": {**ROUTER_OBJECT_LABELS, "kubernetes.io/service-name": "chat"},
         },
         "endpoints": endpoints,
         "ports": [{"name": "http", "port": 8000}],
@@ -109,7 +118,7 @@ def endpoint_slice(*addresses: str) -> dict[str, Any]:
 
 
 def make_ready(cluster: Cluster, namespace: str, name: str) -> None:
-    """Has the Deployment's pod look as a kubelet would make it look."""
+    """Write the status of the Deployment's pod that a kubelet would write."""
     selector = quote(",".join(f"{key}={value}" for key, value in labels_of(name).items()))
     pods = f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector}"
     wait_for(lambda: bool(cluster.read(pods)["items"]), f"the pod of {name}", timeout_s=20)
@@ -130,7 +139,7 @@ def make_ready(cluster: Cluster, namespace: str, name: str) -> None:
 
 
 def findings_not_ok(fulcrum: CommandLine) -> dict[str, tuple[str, str]]:
-    """What doctor finds that is not ok, by check: its verdict and what was seen."""
+    """Return severity and observation of the findings that are not ok, by check."""
     done = fulcrum("doctor", "-o", "json")
     assert done.stderr == ""
     report = json.loads(done.stdout)
@@ -139,14 +148,14 @@ def findings_not_ok(fulcrum: CommandLine) -> dict[str, tuple[str, str]]:
         for check in report["checks"]
         if check["severity"] != "ok"
     }
-    problems = [name for name, (verdict, _) in found.items() if verdict == "problem"]
+    problems = [name for name, (severity, _) in found.items() if severity == "problem"]
     assert done.returncode == (1 if problems else 0)
     assert all(check["advice"] for check in report["checks"] if check["severity"] != "ok")
     return found
 
 
 def consequences(fulcrum: CommandLine) -> set[str]:
-    """What doctor puts below another finding."""
+    """Return the titles of all consequences."""
     checks = json.loads(fulcrum("doctor", "-o", "json").stdout)["checks"]
     return {title for check in checks for title in check.get("consequences", ())}
 
@@ -170,11 +179,11 @@ def test_a_healthy_cluster_has_no_finding_and_every_fault_has_one(
     create_objects(control_plane, namespace, [endpoint_slice(), lease("fulcrum-operator", age_s=700)])
     found = findings_not_ok(fulcrum)
     assert sorted(found) == ["endpoints", "leader", "router's permissions"]
-    assert found["endpoints"][1] == "EndpointSlice chat-router is empty: nobody answers at the Service chat"
+    assert found["endpoints"][1] == "EndpointSlice chat-router is empty: the Service chat has no endpoint"
     assert found["router's permissions"][1].startswith(
-        f"ServiceAccount {namespace}/chat-router may not list pdservices"
+        f"ServiceAccount {namespace}/chat-router has no permission to list pdservices"
     )
-    assert "ran out after 10m" in found["leader"][1]
+    assert "expired after 10m" in found["leader"][1]
 
 
 def test_an_unschedulable_pod_is_reported_with_the_schedulers_message(
@@ -186,7 +195,9 @@ def test_an_unschedulable_pod_is_reported_with_the_schedulers_message(
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "chat-0", "labels": labels}}
     create_objects(control_plane, fulcrum.namespace, [{**pod, "spec": {"containers": containers}}])
     path = f"/api/v1/namespaces/{fulcrum.namespace}/pods/chat-0"
-    wait_for(lambda: "conditions" in control_plane.read(path)["status"], "the scheduler's word", timeout_s=20)
+    wait_for(
+        lambda: "conditions" in control_plane.read(path)["status"], "the scheduler's message", timeout_s=20
+    )
     assert findings_not_ok(fulcrum) == {
         "nodes": ("problem", "no node fits chat-0: no nodes available to schedule pods")
     }
@@ -200,7 +211,7 @@ def test_a_cluster_without_operator_lists_what_is_missing(
          "spec": {"model": "m", "qosTiers": ["gold"]}},
     ])  # fmt: skip
     found = findings_not_ok(fulcrum)
-    assert found["tiers"] == ("problem", "no QoSTier named gold")
+    assert found["tiers"] == ("problem", "QoSTier not found: gold")
     report = consequences(fulcrum) | {f"chat: {name}" for name in found}
     assert report >= {"chat: instances", "chat: status", "chat: endpoints"}
 
@@ -220,11 +231,12 @@ def test_with_few_permissions_doctor_warns_about_what_it_could_not_read(
     file.write_text(json.dumps(document))
     guest = CommandLine(file, tmp_path, namespace)
     found = findings_not_ok(guest)
-    assert {name: verdict for name, (verdict, _) in found.items()} == {
+    assert {name: severity for name, (severity, _) in found.items()} == {
         "CRDs": "warning", "your permissions": "warning", "operator": "warning", "autoscaler": "warning",
     }  # fmt: skip
     assert found["your permissions"][1] == (
-        f"in namespace {namespace} you may not patch pdassignments.fulcrum.dev, get services/proxy"
+        f"in namespace {namespace} you have no permission to "
+        "patch pdassignments.fulcrum.dev, get services/proxy"
     )
     assert guest("status").stdout.startswith("no PDService\n")
     refused = guest("flip", "chat-0", "--to", "decode")

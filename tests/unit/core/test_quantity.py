@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from fulcrum_core.api.quantity import ByteQuantity, format_byte_quantity, parse_byte_quantity
+from fulcrum_core.api.quantity import (
+    ByteQuantity,
+    format_byte_quantity,
+    parse_byte_quantity,
+    parse_quantity,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,3 +30,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 @given(st.integers(min_value=1, max_value=2**50))
 def test_every_size_is_read_back_as_written(size: int) -> None:
     assert parse_byte_quantity(format_byte_quantity(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("250m", 0.25), ("2", 2), (4, 4), ("16Gi", 2**34), ("1.5k", 1500), ("1e3", 1000), ("100n", 1e-7)],
+)
+def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, number: float) -> None:
+    assert parse_quantity(text) == pytest.approx(number)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1Q", "1 Gi"])
+def test_text_that_is_not_a_quantity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a quantity"):
+        parse_quantity(text)

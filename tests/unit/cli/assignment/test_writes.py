@@ -1,4 +1,4 @@
-"""A person's flip: one conditional write, judged before it is written."""
+"""A flip requested by a person is one conditional write of the PDAssignment, checked first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def make_object(kind: str, name: str, spec: Mapping[str, Any]) -> Any:
 
 @pytest.fixture
 async def store() -> MemoryStore:
-    """A service of three instances: one prefills, two decode; all serve."""
+    """A service with one prefill and two decode instances, all serving."""
     store = MemoryStore(SystemClock())
     await store.create(make_object("PDService", "chat", {"model": "m", "instances": 3}))
     roles = {"chat-0": "Prefill", "chat-1": "Decode", "chat-2": "Decode"}
@@ -56,7 +56,10 @@ async def test_a_flip_is_written_with_its_reason_and_its_pin(store: MemoryStore)
 async def test_an_unknown_instance_is_refused_with_the_known_names(store: MemoryStore) -> None:
     with pytest.raises(InvalidInput) as caught:
         await flip_instance(store, "chat", "chat-9", Role.PREFILL, namespace="default", reason="")
-    assert str(caught.value) == "instance (chat-9) is not of service chat; it has chat-0, chat-1, chat-2"
+    assert (
+        str(caught.value)
+        == "instance (chat-9) is not an instance of service chat; it has chat-0, chat-1, chat-2"
+    )
 
 
 async def test_a_person_cannot_flip_the_last_instance_of_a_role(store: MemoryStore) -> None:
@@ -64,7 +67,7 @@ async def test_a_person_cannot_flip_the_last_instance_of_a_role(store: MemorySto
         await flip_instance(store, "chat", "chat-0", Role.DECODE, namespace="default", reason="")
     assert str(caught.value) == (
         "instance (chat-0) may not flip to Decode: 0 instances would serve Prefill, the floor is 1; "
-        "leaving: chat-0; flip another one to Prefill first"
+        "leaving: chat-0; flip another instance to Prefill first"
     )
 
 
@@ -76,8 +79,7 @@ async def test_with_two_serving_instances_a_flip_is_refused_and_advises_more_ins
         await flip_instance(store, "chat", "chat-1", Role.PREFILL, namespace="default", reason="")
     assert str(caught.value) == (
         "instance (chat-1) may not flip to Prefill: 0 instances would serve Decode, the floor is 1; "
-        "leaving: chat-1; there is none to spare: it takes more instances "
-        "(spec.instances, or those of a pool)"
+        "leaving: chat-1; no instance is left to flip: raise spec.instances, or the instances of a pool"
     )
 
 
@@ -90,7 +92,7 @@ async def test_a_refusal_that_more_instances_would_not_change_gives_no_advice(st
 
 
 class ReplacingStore(MemoryStore):
-    """A store in which chat-2 is replaced under its name just before the assignment is read."""
+    """A store in which chat-2 is replaced by an instance of the same name before the assignment is read."""
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
         if kind is PDAssignment:
@@ -110,7 +112,7 @@ async def test_an_instance_replaced_before_the_assignment_was_read_does_not_coun
 
 
 class ConflictingStore(MemoryStore):
-    """A store in which somebody else is always quicker."""
+    """A store in which another client changes the object before every write."""
 
     async def patch(self, *_args: object, **_kwargs: object) -> Any:
         raise Conflict("changed since")

@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is one line on standard error with path, value and rule; exit code 2."""
+"""Bad input is reported as one line on standard error, with path, value and rule, and exit code 2."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from tests.paths import ROOT
 Cli = Callable[..., str]
 
 NO_TARGET_FOUND = (
-    "target (none) was found: no service runs on this machine (fulcrum up -f FILE --local starts one) and "
-    "KUBECONFIG (nowhere) names no file (--kubeconfig names a file)"
+    "No cluster and no local run found: KUBECONFIG (nowhere) names no existing file. "
+    "Pass --kubeconfig, or start one with `fulcrum up --local`."
 )
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Runs the command line, expects a refusal, and gives its one line without `error: `."""
+    """Run the command line, expect exit code 2, and return its one line without `error: `."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", "nowhere")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -162,8 +162,8 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--flips", "-1"), "--flips (-1) must not be negative"),
         (("play", "--port", "70000"), "--port (70000) must be between 0 and 65535"),
         (("play", "--json", "/nowhere/at/all"), "--json (/nowhere/at/all) must lie in a folder that exists"),
-        (("up", "-f", "x"), "--local (not given) is needed: only local services can be brought up"),
-        (("up", "--local"), "--file (not given) is needed where no --engine is named"),
+        (("up", "-f", "x"), "--local (not given) is required: `up` starts local services only"),
+        (("up", "--local"), "--file (not given) is required without --engine"),
         (("up", "--local", "--engine", "x"), "--engine (x) is not one of vllm-cpu"),
         (
             ("flip", "chat-0", "--to", "Decode", "--pin", "10"),
@@ -182,7 +182,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("drain", "chat-0", "--undo"), NO_TARGET_FOUND),
         (
             ("drain", "chat-0", "--wait", "--undo"),
-            "--wait (with --undo) is for a drain: taking it back needs no wait",
+            "--wait (given) cannot be combined with --undo",
         ),
         (("explain",), NO_TARGET_FOUND),
         (("doctor", "-o", "table"), "--output (table) is not one of json, yaml"),
@@ -206,7 +206,7 @@ def test_without_arguments_the_commands_are_listed(capsys: pytest.CaptureFixture
     assert all(command in out for command in ("play", "up", "status", "flip", "drain", "explain", "doctor"))
 
 
-def test_real_engines_without_their_environment_are_one_line_that_says_how_to_make_it(
+def test_real_engines_without_their_environment_are_refused_with_the_command_that_makes_it(
     refused: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FULCRUM_ENGINE", "/nowhere")

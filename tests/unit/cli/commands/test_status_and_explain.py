@@ -1,4 +1,4 @@
-"""What `explain` and `status` print."""
+"""The lines that `explain` and `status` print."""
 
 import re
 import time
@@ -6,23 +6,15 @@ import time
 import pytest
 
 from fulcrum_cli.commands.explain import decisions_from_assignment, format_decisions
-from fulcrum_cli.commands.status import (
-    ServiceSnapshot,
-    attainment_percent,
-    detail_lines,
-    instance_table,
-    service_table,
-)
-from fulcrum_cli.play.loads import LOAD_SHAPES, make_load
+from fulcrum_cli.commands.status import detail_lines, instance_table, service_table
+from fulcrum_cli.target.snapshot import ServiceSnapshot, attainment_percent
 from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus
-from fulcrum_core.profiles import load_profile
 from fulcrum_core.router_state import RouterState, TierState
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_simulator.workload import WorkloadPhase
 from tests.unit.core.router_states import router_state
 
 LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
@@ -85,7 +77,7 @@ def test_explain_lists_decisions_of_person_operator_and_autoscaler() -> None:
         "chat-0": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
         "chat-1": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
         "chat-2": RoleAssignment(role=Role.DECODE, since=since + 60, by=Actor.PERSON, reason="by command"),
-        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="told already"),
+        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="in the journal"),
     }
     spec = PDAssignmentSpec(service="chat", roles=entries)
     given = decisions_from_assignment(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec), [FLIP])
@@ -190,10 +182,10 @@ def test_instances_without_a_router_are_still_listed() -> None:
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        pytest.param({"profile": "l70-h100-tp4"}, "Starting 45 of 180 s", id="against its profile"),
+        pytest.param({"profile": "l70-h100-tp4"}, "Starting 45 of 180 s", id="expected time by the profile"),
         pytest.param({"profile": "elsewhere/e.yaml"}, "Starting 45 s", id="a profile in another folder"),
-        pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine, which has no profile"),
-        pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile of no time"),
+        pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine"),
+        pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile without start-up time"),
         pytest.param(
             {"reason": "ImagePullFailed"}, "Starting 45 s: ImagePullFailed", id="the image cannot be pulled"
         ),
@@ -208,9 +200,13 @@ def test_a_starting_instance_shows_elapsed_time_or_start_failure(given: dict[str
 @pytest.mark.parametrize(
     ("generation", "observed", "expected"),
     [
-        pytest.param(1, 0, ["no operator has looked at this yet: fulcrum doctor says why"], id="never"),
-        pytest.param(3, 2, ["status speaks of generation 2, the spec is 3"], id="not since it changed"),
-        pytest.param(3, 3, [], id="seen as it is"),
+        pytest.param(
+            1, 0, ["no operator has reconciled this service yet; fulcrum doctor shows why"], id="never"
+        ),
+        pytest.param(
+            3, 2, ["the status is of generation 2, the spec of generation 3"], id="not since the last change"
+        ),
+        pytest.param(3, 3, [], id="current"),
     ],
 )
 def test_an_outdated_status_is_pointed_out(generation: int, observed: int, expected: list[str]) -> None:
@@ -237,32 +233,3 @@ def test_an_expired_pin_is_not_shown(until_s: float | None, by: str) -> None:
     assignment = PDAssignment(metadata=meta, spec=PDAssignmentSpec(service="chat", roles={"chat-0": entry}))
     line = instance_table([instance(phase="Serving")], assignment, None, now_s=NOW_S)[1]
     assert re.split(r" {3,}", line)[-1] == by
-
-
-LAPTOP = load_profile("laptop")
-
-
-def prefill_instances(phase: WorkloadPhase) -> float:
-    """Instances busy with the phase's prompts: rate · mean T(n), by the profile's own model."""
-    requests = make_load("moving", duration_s=3600.0, seed=1)
-    lengths = [
-        r.input_tokens for r in requests if (p := requests.phase_at(r.arrival_s)) and p.name == phase.name
-    ]
-    model = LAPTOP.step_model.prefill_model(LAPTOP.token_budget)
-    return phase.rate_rps * sum(map(model.ttft_s, lengths)) / len(lengths)
-
-
-def test_the_moving_load_needs_more_prefill_than_half_and_then_much_less() -> None:
-    heavy, light = (
-        prefill_instances(phase) for phase in make_load("moving", duration_s=60.0, seed=1).phases[:2]
-    )
-    assert 4.2 < heavy < 6.0
-    assert light < 2.0
-
-
-@pytest.mark.parametrize("shape", list(LOAD_SHAPES))
-def test_every_load_shape_fits_the_laptop_profile(shape: str) -> None:
-    requests = list(make_load(shape, duration_s=300.0, seed=3))
-    assert requests
-    assert max(r.input_tokens + r.output_tokens for r in requests) <= LAPTOP.kv_capacity_tokens
-    assert list(make_load(shape, duration_s=300.0, seed=3)) == requests

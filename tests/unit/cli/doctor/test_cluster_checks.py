@@ -1,4 +1,4 @@
-"""Doctor's checks of what stands around the services: kinds, rights, programs, nodes, images, routers."""
+"""Doctor's checks of the cluster: CRDs, permissions, components, nodes, images and routers."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.doctor.access_reviews import service_account_of
 from fulcrum_cli.doctor.components import check_deployment, check_lease
 from fulcrum_cli.doctor.crd_schemas import check_crds
-from fulcrum_cli.doctor.findings import Finding, Severity, worst_severity
-from fulcrum_cli.doctor.gather import deployments_for_namespace, service_account_of
+from fulcrum_cli.doctor.findings import CheckId, Component, Finding, Severity, worst_severity
+from fulcrum_cli.doctor.gather import deployments_for_namespace
 from fulcrum_cli.doctor.permissions import (
     AUTOSCALER_PERMISSIONS,
     USER_PERMISSIONS,
@@ -18,8 +19,7 @@ from fulcrum_cli.doctor.permissions import (
     check_service_account,
     check_user_permissions,
 )
-from fulcrum_cli.doctor.pod_checks import check_images, check_nodes, check_restarts
-from fulcrum_cli.doctor.quantities import format_amount, parse_quantity
+from fulcrum_cli.doctor.pod_checks import check_images, check_nodes, check_restarts, format_amount
 from fulcrum_cli.doctor.routing import check_endpoints
 from fulcrum_core.api.crds import build_crd
 from fulcrum_core.api.meta import format_time
@@ -34,14 +34,14 @@ def summarise(finding: Finding) -> tuple[Severity, str]:
     return finding.severity, finding.observed
 
 
-# the kinds
+# CRDs
 
 OURS = {f"{kind.plural}.fulcrum.dev": build_crd(kind) for kind in KINDS}
 SERVICES = "pdservices.fulcrum.dev"
 
 
 def crds_with(**changes: Any) -> dict[str, Any]:
-    """The kinds as they are, but for PDService: `lacks` a field, `has` one more, `rule` differs."""
+    """Return the CRDs with changes to PDService: `lacks` a field, `has` another, a `maximum`, …"""
     kinds = copy.deepcopy(OURS)
     spec = kinds[SERVICES]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     if field := changes.get("lacks"):
@@ -61,15 +61,13 @@ def crds_with(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [
-        pytest.param(
-            crds_with(), (OK, "all 5 kinds are there, as this program knows them"), id="as they shall be"
-        ),
+        pytest.param(crds_with(), (OK, "all 5 are installed in this program's version"), id="equal"),
         pytest.param(
             crds_with(description="other words", established=True),
-            (OK, "all 5 kinds are there, as this program knows them"),
+            (OK, "all 5 are installed in this program's version"),
             id="other descriptions only",
         ),
-        pytest.param(crds_with(without=SERVICES), (PROBLEM, f"missing: {SERVICES}"), id="one is missing"),
+        pytest.param(crds_with(without=SERVICES), (PROBLEM, f"missing: {SERVICES}"), id="a missing CRD"),
         pytest.param(
             crds_with(lacks="drain"),
             (PROBLEM, f"older than this program: {SERVICES} has no spec.drain"),
@@ -79,11 +77,15 @@ def crds_with(**changes: Any) -> dict[str, Any]:
             crds_with(has="later"),
             (
                 WARNING,
-                f"newer than this program: {SERVICES} has spec.later, which this program does not know",
+                f"newer than this program: {SERVICES} has spec.later, unknown to this program",
             ),
             id="newer",
         ),
-        pytest.param(crds_with(maximum=7), (WARNING, f"{SERVICES} has other rules"), id="another rule"),
+        pytest.param(
+            crds_with(maximum=7),
+            (WARNING, f"{SERVICES} has different validation rules"),
+            id="another maximum",
+        ),
         pytest.param(
             crds_with(established=False),
             (WARNING, f"{SERVICES} is not established yet"),
@@ -95,7 +97,7 @@ def test_crds_are_compared_field_by_field(kinds: Mapping[str, Any], expected: tu
     assert summarise(check_crds(kinds, OURS)) == expected
 
 
-# rights
+# permissions
 
 
 def access_reviews(
@@ -114,33 +116,41 @@ def access_reviews(
     [
         pytest.param(
             check_user_permissions(access_reviews(USER_PERMISSIONS), namespace="n"),
-            (OK, "you may look at and change what is in namespace n"),
-            id="a person who may do all",
+            (OK, "you may read and change services in namespace n"),
+            id="a user with all permissions",
         ),
         pytest.param(
             check_user_permissions(access_reviews(USER_PERMISSIONS, denied=2), namespace="n"),
-            (WARNING, "in namespace n you may not patch pdassignments.fulcrum.dev, get services/proxy"),
-            id="a person who may only look",
+            (
+                WARNING,
+                "in namespace n you have no permission to "
+                "patch pdassignments.fulcrum.dev, get services/proxy",
+            ),
+            id="a user who may only read",
         ),
         pytest.param(
             check_user_permissions((AccessReview(USER_PERMISSIONS[0], False),), namespace="n"),
-            (PROBLEM, "in namespace n you may not list pdservices.fulcrum.dev"),
-            id="a person who may not even look",
+            (PROBLEM, "in namespace n you have no permission to list pdservices.fulcrum.dev"),
+            id="a user without permissions",
         ),
         pytest.param(
-            check_service_account("autoscaler", "f/a", access_reviews(AUTOSCALER_PERMISSIONS)),
-            (OK, "ServiceAccount f/a may do what it has to"),
-            id="an account that may do all",
+            check_service_account(Component.AUTOSCALER, "f/a", access_reviews(AUTOSCALER_PERMISSIONS)),
+            (OK, "ServiceAccount f/a has all permissions that it needs"),
+            id="an account with all permissions",
         ),
         pytest.param(
-            check_service_account("autoscaler", "f/a", access_reviews(AUTOSCALER_PERMISSIONS, denied=1)),
-            (PROBLEM, "ServiceAccount f/a may not patch pdassignments.fulcrum.dev"),
-            id="an account with a gap",
+            check_service_account(
+                Component.AUTOSCALER, "f/a", access_reviews(AUTOSCALER_PERMISSIONS, denied=1)
+            ),
+            (PROBLEM, "ServiceAccount f/a has no permission to patch pdassignments.fulcrum.dev"),
+            id="an account without one permission",
         ),
         pytest.param(
-            check_service_account("router", "f/a", access_reviews(AUTOSCALER_PERMISSIONS, unknown=True)),
-            (WARNING, "not looked at: you may not ask for ServiceAccount f/a"),
-            id="an account not to be asked for",
+            check_service_account(
+                Component.ROUTER, "f/a", access_reviews(AUTOSCALER_PERMISSIONS, unknown=True)
+            ),
+            (WARNING, "skipped: no permission to review the access of ServiceAccount f/a"),
+            id="an account that may not be reviewed",
         ),
     ],
 )
@@ -148,7 +158,7 @@ def test_missing_permissions_are_named(finding: Finding, expected: tuple[Severit
     assert summarise(finding) == expected
 
 
-# programs
+# components
 
 
 def deployment(ready: int, replicas: int = 2, *conditions: Body) -> Body:
@@ -166,8 +176,8 @@ WHERE = "Deployment f/fulcrum-operator"
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        pytest.param(None, (WARNING, "not looked at: you may not list Deployments"), id="nobody could look"),
-        pytest.param([], (PROBLEM, "no Deployment of the operator is there"), id="absent"),
+        pytest.param(None, (WARNING, "skipped: no permission to list Deployments"), id="no permission"),
+        pytest.param([], (PROBLEM, "the operator has no Deployment"), id="absent"),
         pytest.param([deployment(2)], (OK, f"{WHERE}: 2 of 2 replicas ready"), id="ready"),
         pytest.param([deployment(0)], (PROBLEM, f"{WHERE}: 0 of 2 replicas ready"), id="none ready"),
         pytest.param(
@@ -176,23 +186,23 @@ WHERE = "Deployment f/fulcrum-operator"
         pytest.param(
             [deployment(0, 1, DEADLINE_EXCEEDED)],
             (PROBLEM, f"{WHERE}: 0 of 1 replica ready: deadline exceeded"),
-            id="late, with its reason",
+            id="a roll-out beyond its deadline",
         ),
         pytest.param(
             [deployment(2), deployment(1)],
             (WARNING, f"{WHERE}: 1 of 2 replicas ready"),
-            id="one of two Deployments is not whole",
+            id="one of two Deployments is not ready",
         ),
     ],
 )
 def test_a_component_without_ready_replicas_is_a_problem(
     found: list[Body] | None, expected: tuple[Severity, str]
 ) -> None:
-    assert summarise(check_deployment("operator", found, advice_absent="install it")) == expected
+    assert summarise(check_deployment(Component.OPERATOR, found, advice_absent="install it")) == expected
 
 
 def test_a_deployment_with_a_standby_missing_still_works() -> None:
-    assert check_deployment("router", [deployment(1)], advice_absent="").severity is WARNING
+    assert check_deployment(Component.ROUTER, [deployment(1)], advice_absent="").severity is WARNING
 
 
 def lease(holder: str | None, age_s: float) -> Body:
@@ -203,21 +213,21 @@ def lease(holder: str | None, age_s: float) -> Body:
 @pytest.mark.parametrize(
     ("held", "expected"),
     [
-        pytest.param(None, (PROBLEM, "its Lease is not there"), id="absent"),
-        pytest.param(lease(None, 0), (PROBLEM, "nobody holds Lease f/fulcrum-operator"), id="given back"),
+        pytest.param(None, (PROBLEM, "the Lease is missing"), id="absent"),
+        pytest.param(lease(None, 0), (PROBLEM, "Lease f/fulcrum-operator has no holder"), id="released"),
         pytest.param(lease("o-1", 14), (OK, "o-1 holds Lease f/fulcrum-operator"), id="held"),
         pytest.param(
             lease("o-1", 90),
             (
                 PROBLEM,
-                "Lease f/fulcrum-operator of o-1 was last renewed 1m30s ago and ran out after 15s",
+                "Lease f/fulcrum-operator of o-1 was last renewed 1m30s ago and expired after 15s",
             ),
             id="stale",
         ),
     ],
 )
 def test_an_expired_lease_is_a_problem(held: Body | None, expected: tuple[Severity, str]) -> None:
-    assert summarise(check_lease("leader", held, now_s=NOW_S, advice="")) == expected
+    assert summarise(check_lease(CheckId.LEADER, held, now_s=NOW_S, advice="")) == expected
 
 
 def installed(namespace: str, *args: str) -> Body:
@@ -235,10 +245,10 @@ FOR_ALL, FOR_N, FOR_OTHERS = (
 @pytest.mark.parametrize(
     ("there", "expected"),
     [
-        pytest.param([FOR_ALL, FOR_N, installed("n")], [installed("n")], id="the one installed there"),
-        pytest.param([FOR_ALL, FOR_N, FOR_OTHERS], [FOR_N], id="the one for it alone"),
-        pytest.param([FOR_ALL, FOR_OTHERS], [FOR_ALL], id="the one for all"),
-        pytest.param([FOR_OTHERS], [], id="none is for it"),
+        pytest.param([FOR_ALL, FOR_N, installed("n")], [installed("n")], id="installed in the namespace"),
+        pytest.param([FOR_ALL, FOR_N, FOR_OTHERS], [FOR_N], id="for this namespace only"),
+        pytest.param([FOR_ALL, FOR_OTHERS], [FOR_ALL], id="for all namespaces"),
+        pytest.param([FOR_OTHERS], [], id="none"),
     ],
 )
 def test_the_installation_that_manages_the_namespace_is_examined(
@@ -285,27 +295,30 @@ UNSCHEDULABLE = "no node fits chat-0: 0/1 nodes are available"
     [
         pytest.param([pod(), pod("chat-1")], [], (OK, "2 of 2 pods on a node"), "", id="all placed"),
         pytest.param(
-            [PENDING], None, (PROBLEM, UNSCHEDULABLE), "could not be looked at", id="nodes not to be seen"
+            [PENDING],
+            None,
+            (PROBLEM, UNSCHEDULABLE),
+            "no permission to list nodes",
+            id="no permission to list nodes",
         ),
         pytest.param(
-            [PENDING], [], (PROBLEM, UNSCHEDULABLE), "there is no node: add one", id="no node at all"
+            [PENDING], [], (PROBLEM, UNSCHEDULABLE), "the cluster has no node: add one", id="no node"
         ),
         pytest.param(
             [PENDING],
             [node(cpu="1")],
-            (PROBLEM, f"{UNSCHEDULABLE}; it asks for 2 cpu, the most that a node has is 1 cpu"),
-            "add nodes of that size",
-            id="too big for every node",
+            (PROBLEM, f"{UNSCHEDULABLE}; it requests 2 cpu, the largest node has 1 cpu"),
+            "add larger nodes",
+            id="too large for every node",
         ),
         pytest.param(
             [pod(unschedulable_message="0/1 nodes are available", requests={"nvidia.com/gpu": "4"})],
             [node()],
             (
                 PROBLEM,
-                f"{UNSCHEDULABLE}; it asks for 4 nvidia.com/gpu, the most that a node has is 0 "
-                f"nvidia.com/gpu",
+                f"{UNSCHEDULABLE}; it requests 4 nvidia.com/gpu, the largest node has 0 nvidia.com/gpu",
             ),
-            "add nodes of that size",
+            "add larger nodes",
             id="a device that no node has",
         ),
         pytest.param(
@@ -334,7 +347,7 @@ UNSCHEDULABLE = "no node fits chat-0: 0/1 nodes are available"
             "kubectl uncordon",
             id="cordoned",
         ),
-        pytest.param([PENDING], [node()], (PROBLEM, UNSCHEDULABLE), "are full", id="big enough and full"),
+        pytest.param([PENDING], [node()], (PROBLEM, UNSCHEDULABLE), "are full", id="large enough and full"),
     ],
 )
 def test_an_unschedulable_pod_is_reported_with_the_reason(
@@ -354,10 +367,10 @@ def waiting(reason: str, message: str = "", *, restarts: int = 0, name: str = "c
 @pytest.mark.parametrize(
     ("pods", "expected"),
     [
-        pytest.param([pod()], (OK, "no pod of 1 waits for its image"), id="none waits"),
+        pytest.param([pod()], (OK, "1 pod, all with their image"), id="pulled"),
         pytest.param(
             [waiting("ContainerCreating")],
-            (OK, "no pod of 1 waits for its image"),
+            (OK, "1 pod, all with their image"),
             id="another reason",
         ),
         pytest.param(
@@ -376,7 +389,7 @@ def waiting(reason: str, message: str = "", *, restarts: int = 0, name: str = "c
                 waiting("ErrImagePull", "dial tcp: refused", name="chat-1"),
             ],
             (PROBLEM, "chat-0, chat-1: ErrImagePull reg/x:1: dial tcp: refused"),
-            id="two of one image, by the words that say most",
+            id="two pods of one image, with the longest message",
         ),
     ],
 )
@@ -386,22 +399,8 @@ def test_an_image_that_cannot_be_pulled_is_named(pods: list[Body], expected: tup
 
 def test_a_crash_looping_container_is_a_warning() -> None:
     pods = [waiting("CrashLoopBackOff", restarts=5)]
-    assert summarise(check_restarts(pods)) == (WARNING, "ended again and again: chat-0 (5 restarts)")
+    assert summarise(check_restarts(pods)) == (WARNING, "restarting repeatedly: chat-0 (5 restarts)")
     assert check_restarts([pod()]).severity is OK
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("250m", 0.25), ("2", 2), (4, 4), ("16Gi", 2**34), ("1.5k", 1500), ("1e3", 1000), ("100n", 1e-7)],
-)
-def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, number: float) -> None:
-    assert parse_quantity(text) == pytest.approx(number)
-
-
-@pytest.mark.parametrize("text", ["", "x", "1Q", "1 Gi"])
-def test_text_that_is_no_quantity_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no quantity"):
-        parse_quantity(text)
 
 
 def test_amounts_are_formatted_with_binary_units() -> None:
@@ -421,13 +420,13 @@ def router_pod(address: str) -> Body:
     return {"metadata": {"name": "chat-router-x"}, "status": {"podIP": address}}
 
 
-EMPTY = (PROBLEM, "EndpointSlice chat-router is empty: nobody answers at the Service chat")
+EMPTY = (PROBLEM, "EndpointSlice chat-router is empty: the Service chat has no endpoint")
 
 
 @pytest.mark.parametrize(
     ("found", "pods", "expected"),
     [
-        pytest.param(None, [], (PROBLEM, "EndpointSlice chat-router is not there"), id="absent"),
+        pytest.param(None, [], (PROBLEM, "EndpointSlice chat-router is missing"), id="absent"),
         pytest.param(endpoint_slice(), [], EMPTY, id="empty"),
         pytest.param(endpoint_slice("10.0.0.1", ready=False), [], EMPTY, id="not ready"),
         pytest.param(
@@ -439,8 +438,8 @@ EMPTY = (PROBLEM, "EndpointSlice chat-router is empty: nobody answers at the Ser
         pytest.param(
             endpoint_slice("10.0.0.9"),
             [router_pod("10.0.0.1")],
-            (PROBLEM, "the Service chat leads to 10.0.0.9, which is no router that lives"),
-            id="a router that is gone",
+            (PROBLEM, "the Service chat leads to 10.0.0.9, the address of no running router"),
+            id="a router that was deleted",
         ),
     ],
 )
@@ -453,6 +452,12 @@ def test_the_endpoint_slice_must_hold_a_running_router(
 def test_the_worst_finding_gives_the_severity() -> None:
     assert worst_severity([]) is OK
     assert (
-        worst_severity([Finding("a", OK, ""), Finding("b", PROBLEM, ""), Finding("c", WARNING, "")])
+        worst_severity(
+            [
+                Finding(CheckId.TIERS, OK, ""),
+                Finding(CheckId.MODEL, PROBLEM, ""),
+                Finding(CheckId.PAIRS, WARNING, ""),
+            ]
+        )
         is PROBLEM
     )

@@ -1,4 +1,4 @@
-"""What doctor says of KV transfer between the instances of a local run."""
+"""Doctor reports the KV transfers between the instances of a local run."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def pair(
     decode: str,
     reason: str = "Verified",
     *,
-    proven_s: float | None = 3.2,
+    verified_age_s: float | None = 3.2,
     handshake_s: float | None = 0.21,
     speed_s: float | None = 0.012,
 ) -> PairState:
@@ -23,7 +23,7 @@ def pair(
         verified=1,
         recomputed=0,
         unknown=0,
-        verified_age_s=proven_s,
+        verified_age_s=verified_age_s,
         handshake_s=handshake_s,
         transfer_s_per_1k_tokens=speed_s,
         last_reason=reason,
@@ -37,28 +37,30 @@ def state(*pairs: PairState) -> RouterState:
 @pytest.mark.parametrize(
     ("pairs", "severity", "observed"),
     [
-        pytest.param((), Severity.OK, "no hand-off was seen yet", id="nothing yet"),
+        pytest.param((), Severity.OK, "no KV transfer was observed yet", id="no transfer yet"),
         pytest.param(
             (pair("chat-0", "chat-1"),),
             Severity.OK,
             "chat-0 → chat-1: Verified, verified 3s ago, handshake 210 ms, 1,000 tokens in 12 ms",
-            id="all is known",
+            id="all measurements",
         ),
         pytest.param(
-            (pair("chat-0", "chat-1", "NoTrafficYet", proven_s=None, handshake_s=None, speed_s=None),),
+            (pair("chat-0", "chat-1", "NoTrafficYet", verified_age_s=None, handshake_s=None, speed_s=None),),
             Severity.OK,
             "chat-0 → chat-1: NoTrafficYet",
-            id="nothing is known",
+            id="no measurement",
         ),
         pytest.param(
             (
-                pair("chat-0", "chat-1", proven_s=95.0),
-                pair("chat-1", "chat-0", "HandshakeFailed", proven_s=None, handshake_s=None, speed_s=None),
+                pair("chat-0", "chat-1", verified_age_s=95.0),
+                pair(
+                    "chat-1", "chat-0", "HandshakeFailed", verified_age_s=None, handshake_s=None, speed_s=None
+                ),
             ),
             Severity.WARNING,
             "chat-1 → chat-0: HandshakeFailed; "
             "chat-0 → chat-1: Verified, verified 1m35s ago, handshake 210 ms, 1,000 tokens in 12 ms",
-            id="a bad pair comes first",
+            id="a failing pair comes first",
         ),
     ],
 )
@@ -71,7 +73,9 @@ def test_pairs_are_reported_with_handshake_speed_and_age(
 
 
 def test_of_many_pairs_the_slowest_are_reported() -> None:
-    many = [pair(f"chat-{n}", "chat-9", speed_s=n / 1000, proven_s=None, handshake_s=None) for n in range(8)]
+    many = [
+        pair(f"chat-{n}", "chat-9", speed_s=n / 1000, verified_age_s=None, handshake_s=None) for n in range(8)
+    ]
     finding = check_transfer("chat", state(*many))
     assert finding is not None
     assert finding.observed.startswith("chat-7 → chat-9: Verified, 1,000 tokens in 7 ms; chat-6")

@@ -1,4 +1,4 @@
-"""Doctor asks for what the chart, or the operator for its routers, grants: nothing else, nothing left out."""
+"""The permissions that doctor examines are those that the chart, or the operator for routers, grants."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.doctor.permissions import (
     AUTOSCALER_PERMISSIONS,
     OPERATOR_PERMISSIONS,
@@ -63,15 +64,15 @@ def test_every_permission_examined_is_granted_by_the_chart(
     ] == []
 
 
-CATCHES_UP = {"get"}
-"""Rights that the operator needs after a conflict only; whoever has the others has them, too."""
+VERBS_NOT_EXAMINED = {"get"}
+"""Needed after a conflict only, and always granted together with the other verbs."""
 
 
 @pytest.mark.parametrize(("permissions", "rules"), list(cases()))
 def test_every_granted_permission_is_examined(
     permissions: tuple[Permission, ...], rules: list[dict[str, Any]]
 ) -> None:
-    asked = {(n.group, f"{n.resource}/{n.subresource}".rstrip("/"), n.verb) for n in permissions}
+    examined = {(n.group, f"{n.resource}/{n.subresource}".rstrip("/"), n.verb) for n in permissions}
     all_granted = {
         (group, resource, verb)
         for rule in rules
@@ -79,12 +80,14 @@ def test_every_granted_permission_is_examined(
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert {right for right in all_granted - asked if right[2] not in CATCHES_UP} == set()
+    assert {each for each in all_granted - examined if each[2] not in VERBS_NOT_EXAMINED} == set()
 
 
 def test_many_missing_permissions_are_summarised() -> None:
     found = check_service_account(
-        "operator", "f/operator", [AccessReview(permission, False) for permission in OPERATOR_PERMISSIONS]
+        Component.OPERATOR,
+        "f/operator",
+        [AccessReview(permission, False) for permission in OPERATOR_PERMISSIONS],
     )
     assert len(found.observed) < 400
     assert found.observed.endswith(f"and {len(OPERATOR_PERMISSIONS) - 8} more")

@@ -1,4 +1,4 @@
-"""Doctor's checks of one service: status, tiers, floors, instances, pairs, rollout; and all together."""
+"""Doctor's checks of one service, and the grouping of all findings by cause."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from fulcrum_cli.commands.doctor import format_findings
 from fulcrum_cli.doctor.examine import examine
 from fulcrum_cli.doctor.facts import ClusterFacts, DoctorFacts, LocalFacts
-from fulcrum_cli.doctor.findings import Finding, Severity, worst_severity
+from fulcrum_cli.doctor.findings import Component, Finding, Severity, worst_severity
 from fulcrum_cli.doctor.permissions import USER_PERMISSIONS, AccessReview
 from fulcrum_cli.doctor.routing import check_router_responds, check_serving_instances
 from fulcrum_cli.doctor.services import (
@@ -101,21 +101,21 @@ PAIR = assignment(chat_0="Prefill", chat_1="Decode")
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        pytest.param(service(), (OK, "speaks of generation 3, the current one"), id="current"),
+        pytest.param(service(), (OK, "of generation 3, the current one"), id="current"),
         pytest.param(
             service(observed_generation=2),
-            (WARNING, "speaks of generation 2, the spec is generation 3"),
+            (WARNING, "of generation 2, the spec is of generation 3"),
             id="behind",
         ),
         pytest.param(
             service(observed_generation=0),
-            (PROBLEM, "speaks of generation 0, the spec is generation 3: nobody has looked at it yet"),
-            id="never looked at",
+            (PROBLEM, "of generation 0, the spec is of generation 3: no operator has reconciled it"),
+            id="never reconciled",
         ),
         pytest.param(
             service(observed_generation=0, age_s=1),
-            (WARNING, "speaks of generation 0, the spec is generation 3"),
-            id="just made",
+            (WARNING, "of generation 0, the spec is of generation 3"),
+            id="just created",
         ),
     ],
 )
@@ -127,8 +127,8 @@ def test_a_status_of_an_older_generation_is_reported(
 
 def test_tiers_that_are_missing_are_named() -> None:
     named = service(qosTiers=["gold", "free"])
-    assert summarise(check_tiers(named, {"gold"})) == (PROBLEM, "no QoSTier named free")
-    assert summarise(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers are there")
+    assert summarise(check_tiers(named, {"gold"})) == (PROBLEM, "QoSTier not found: free")
+    assert summarise(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers exist")
     assert summarise(check_tiers(service(), ())) == (OK, "none is named")
 
 
@@ -142,18 +142,18 @@ POOLS = [
 @pytest.mark.parametrize(
     ("found", "instances", "expected"),
     [
-        pytest.param(service(), (P, D), (OK, "at least 1 Prefill and 1 Decode"), id="held"),
+        pytest.param(service(), (P, D), (OK, "at least 1 Prefill and 1 Decode"), id="met"),
         pytest.param(
             service(),
             (P, instance("chat-1", "Starting", None)),
             (PROBLEM, "0 of at least 1 Decode serve"),
-            id="not held now",
+            id="not met now",
         ),
         pytest.param(
             service(instances=None, pools=THREE, roles={"prefill": {"min": 2}, "decode": {"min": 2}}),
             (P, D),
-            (PROBLEM, "floors of 2 and 2 need more than the 3 instances there may be"),
-            id="more than there may be",
+            (PROBLEM, "floors of 2 and 2 need more than the maximum of 3 instances"),
+            id="more than the maximum",
         ),
         pytest.param(
             service(instances=None, pools=POOLS, roles={"decode": {"min": 2}}),
@@ -165,7 +165,7 @@ POOLS = [
             service(instances=1),
             (instance("chat-0", role="Both"),),
             (OK, "at least 1 Prefill and 1 Decode"),
-            id="one alone does both",
+            id="a single instance serves both roles",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_failed_instances_are_reported_with_their_message() -> None:
         status=P.status.model_copy(update={"phase": Phase.FAILED, "message": "its engine ended"})
     )
     assert summarise(check_instances("chat", (failed, D))) == (PROBLEM, "chat-0: its engine ended")
-    assert summarise(check_instances("chat", ())) == (PROBLEM, "there is none")
+    assert summarise(check_instances("chat", ())) == (PROBLEM, "there are none")
     assert summarise(check_instances("chat", (P, D))) == (OK, "none has failed, 2 of 2 serve")
 
 
@@ -191,29 +191,29 @@ ENGINE_MISMATCH = "engine differs: prefill has e:1, decode has e:2"
 @pytest.mark.parametrize(
     ("instances", "roles", "expected"),
     [
-        pytest.param((P, D), PAIR, (OK, "no pair of 1 is refused"), id="alike"),
+        pytest.param((P, D), PAIR, (OK, "1 pair, none incompatible"), id="equal engines"),
         pytest.param(
             (P, OTHER_ENGINE),
             PAIR,
             (PROBLEM, f"1 of 1 pair cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}"),
-            id="no pair can",
+            id="no compatible pair",
         ),
         pytest.param(
             (P, OTHER_ENGINE, instance("chat-2", role="Decode")),
             assignment(chat_0="Prefill", chat_1="Decode", chat_2="Decode"),
             (WARNING, f"1 of 2 pairs cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}"),
-            id="some can",
+            id="one compatible pair",
         ),
         pytest.param(
             (instance("chat-0", tensorParallel=2), D),
             assignment(chat_0="Decode", chat_1="Prefill"),
-            (OK, "no pair of 1 is refused"),
-            id="one direction is enough where nobody flips",
+            (OK, "1 pair, none incompatible"),
+            id="compatible in the direction that is used",
         ),
         pytest.param(
             (P, D.replace(status=D.status.model_copy(update={"identity": None}))),
             PAIR,
-            (WARNING, "not known yet of chat-1: no identity"),
+            (WARNING, "unknown for chat-1: no identity reported yet"),
             id="not verified yet",
         ),
     ],
@@ -236,12 +236,12 @@ def test_pairs_that_cannot_exchange_kv_are_reported_with_the_reason(
         pytest.param(
             (condition("Progressing", "True", message="1 of 2", since_s=60),),
             (OK, "1 of 2; for 1m"),
-            id="on its way",
+            id="within the deadline",
         ),
         pytest.param(
             (condition("Progressing", "True", message="1 of 2", since_s=PROGRESS_DEADLINE_S + 60),),
             (PROBLEM, "1 of 2; for 11m"),
-            id="hanging",
+            id="beyond the deadline",
         ),
     ],
 )
@@ -280,9 +280,11 @@ def state(*, missed_probes: int = 0) -> RouterState:
 @pytest.mark.parametrize(
     ("router", "expected"),
     [
-        pytest.param(None, (PROBLEM, "it does not answer"), id="away"),
-        pytest.param(state(), (OK, "answers, and reaches 1 instance"), id="there"),
-        pytest.param(state(missed_probes=3), (WARNING, "it does not reach chat-0"), id="an engine is silent"),
+        pytest.param(None, (PROBLEM, "it does not respond"), id="no response"),
+        pytest.param(state(), (OK, "responds, and reaches 1 instance"), id="a response"),
+        pytest.param(
+            state(missed_probes=3), (WARNING, "cannot reach chat-0"), id="an engine does not respond"
+        ),
     ],
 )
 def test_a_local_router_that_does_not_respond_is_a_problem(
@@ -319,11 +321,11 @@ def test_a_healthy_local_run_has_only_ok_findings() -> None:
 
 def test_a_namespace_without_a_service_is_ok() -> None:
     findings = examine(facts(services=(), instances=(), assignments={}))
-    assert [finding.observed for finding in findings] == ["there is no PDService in namespace n"]
+    assert [finding.observed for finding in findings] == ["no PDService in namespace n"]
 
 
 def cluster_without_permissions() -> ClusterFacts:
-    """What somebody sees who may see nothing."""
+    """Return the facts that a user without permissions can read."""
     return ClusterFacts(
         crds=None,
         user_access=tuple(AccessReview(permission, False) for permission in USER_PERMISSIONS),
@@ -346,7 +348,7 @@ def test_without_permissions_only_those_are_reported() -> None:
     findings = examine(
         facts(services=(), instances=(), assignments={}, cluster=cluster_without_permissions())
     )
-    assert [(finding.name, finding.severity) for finding in findings] == [
+    assert [(finding.check, finding.severity) for finding in findings] == [
         ("CRDs", WARNING),
         ("your permissions", PROBLEM),
         ("operator", WARNING),
@@ -362,7 +364,7 @@ def test_every_problem_and_warning_says_what_to_do() -> None:
             cluster=cluster_without_permissions(),
         )
     )
-    assert [finding.name for finding in findings if finding.severity is not OK and not finding.advice] == []
+    assert [finding.check for finding in findings if finding.severity is not OK and not finding.advice] == []
     assert all(finding.advice == "" for finding in findings if finding.severity is OK)
 
 
@@ -370,7 +372,7 @@ def test_every_problem_and_warning_says_what_to_do() -> None:
 
 
 def in_cluster(**changes: Any) -> ClusterFacts:
-    """A cluster in which nothing is, as somebody with all rights sees it."""
+    """Return an empty cluster as a user with all permissions reads it, with `changes`."""
     empty: dict[str, Any] = {
         "router_deployments": {},
         "router_leases": {},
@@ -383,7 +385,7 @@ def in_cluster(**changes: Any) -> ClusterFacts:
     )
 
 
-def program(name: str) -> dict[str, Any]:
+def deployment(name: str) -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": "f"}, "spec": {"replicas": 1}, "status": {}}
 
 
@@ -399,9 +401,12 @@ def problems_of(findings: Sequence[Finding]) -> list[tuple[str, Severity, str]]:
 
 def test_an_operator_without_its_image_is_the_only_problem_of_a_new_installation() -> None:
     cluster = in_cluster(
-        operator_deployments=[program("op")],
-        autoscaler_deployments=[program("auto")],
-        component_pods={"operator": [pulling("op-x", "f:1")], "autoscaler": [pulling("auto-x", "f:1")]},
+        operator_deployments=[deployment("op")],
+        autoscaler_deployments=[deployment("auto")],
+        component_pods={
+            Component.OPERATOR: [pulling("op-x", "f:1")],
+            Component.AUTOSCALER: [pulling("auto-x", "f:1")],
+        },
         leases_readable=True,
     )
     findings = examine(
@@ -424,17 +429,20 @@ def test_an_operator_without_its_image_is_the_only_problem_of_a_new_installation
             id="neither is installed",
         ),
         pytest.param(
-            {"operator_deployments": [program("op")], "autoscaler_deployments": [program("auto")]},
+            {"operator_deployments": [deployment("op")], "autoscaler_deployments": [deployment("auto")]},
             ["operator", "autoscaler"],
-            id="neither is ready, and nothing says that it is for the same reason",
+            id="neither is ready, without a common cause",
         ),
         pytest.param(
             {
-                "autoscaler_deployments": [program("auto")],
-                "component_pods": {"operator": None, "autoscaler": [pulling("auto-x", "f:1")]},
+                "autoscaler_deployments": [deployment("auto")],
+                "component_pods": {
+                    Component.OPERATOR: None,
+                    Component.AUTOSCALER: [pulling("auto-x", "f:1")],
+                },
             },
             ["autoscaler's pods"],
-            id="the autoscaler alone lacks its image",
+            id="only the autoscaler lacks its image",
         ),
     ],
 )
@@ -472,7 +480,7 @@ def test_an_engine_image_that_cannot_be_pulled_is_the_only_problem_of_its_servic
     assert problems_of(findings) == [("chat: images", PROBLEM, f"chat-0: ErrImagePull vllm:9: {message}")]
     assert findings[0].consequences == ("chat: conditions", "chat: floors", "chat: serving instances")
     assert (
-        "         follows from it: chat: conditions, chat: floors, chat: serving instances"
+        "         explains also: chat: conditions, chat: floors, chat: serving instances"
         in format_findings(findings)
     )
 
@@ -481,7 +489,7 @@ def test_an_engine_image_that_cannot_be_pulled_is_the_only_problem_of_its_servic
     ("status", "expected"),
     [
         pytest.param("True", (OK, "fits, R: 13 requests"), id="it fits"),
-        pytest.param("Unknown", (OK, "not known whether it fits, R: 13 requests"), id="nobody knows"),
+        pytest.param("Unknown", (OK, "unknown whether it fits, R: 13 requests"), id="unknown"),
         pytest.param("False", (PROBLEM, "does not fit, R: 13 requests"), id="it does not"),
     ],
 )

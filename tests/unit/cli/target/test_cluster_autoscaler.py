@@ -1,12 +1,11 @@
-"""Which of a cluster's autoscalers is asked for a service's decisions."""
+"""Decisions on a service are fetched from the autoscaler that manages it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
 
-from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable
-from fulcrum_cli.target.cluster_autoscaler import fetch_cluster_decisions
+from fulcrum_cli.target.autoscaler import AutoscalerUnavailable, fetch_cluster_decisions
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_core.errors import Forbidden, StoreUnavailable
 
@@ -15,7 +14,7 @@ UNAVAILABLE = StoreUnavailable("no endpoints available")
 
 
 class FakeCluster:
-    """A cluster that has an autoscaler in each of these namespaces, with what it answers."""
+    """A cluster with an autoscaler in each of the namespaces, and its response."""
 
     def __init__(self, responses: Mapping[str, object], *, may_list_all: bool = True) -> None:
         self._responses, self._may_list_all = responses, may_list_all
@@ -48,19 +47,25 @@ async def fetch(cluster: FakeCluster) -> Sequence[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("cluster", "expected"),
     [
-        pytest.param(FakeCluster({"a": [], "fulcrum": DECISIONS}), DECISIONS, id="the one that decides"),
+        pytest.param(
+            FakeCluster({"a": [], "fulcrum": DECISIONS}), DECISIONS, id="the autoscaler that has decisions"
+        ),
         pytest.param(
             FakeCluster({"a": [{"action": "flip"}], "n": DECISIONS}),
             DECISIONS,
-            id="its namespace's before others",
+            id="the autoscaler of the same namespace first",
         ),
         pytest.param(
-            FakeCluster({"a": UNAVAILABLE, "b": DECISIONS}), DECISIONS, id="another one may be away"
+            FakeCluster({"a": UNAVAILABLE, "b": DECISIONS}),
+            DECISIONS,
+            id="another autoscaler does not respond",
         ),
         pytest.param(
-            FakeCluster({"n": DECISIONS}, may_list_all=False), DECISIONS, id="somebody who sees one namespace"
+            FakeCluster({"n": DECISIONS}, may_list_all=False),
+            DECISIONS,
+            id="no permission to list other namespaces",
         ),
-        pytest.param(FakeCluster({"a": [], "n": []}), [], id="nobody has decided yet"),
+        pytest.param(FakeCluster({"a": [], "n": []}), [], id="no decision yet"),
     ],
 )
 async def test_decisions_come_from_the_autoscaler_that_manages_the_service(
@@ -72,11 +77,13 @@ async def test_decisions_come_from_the_autoscaler_that_manages_the_service(
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        pytest.param(FakeCluster({}), "no Service with the labels", id="there is none"),
+        pytest.param(FakeCluster({}), "no Service with the labels", id="no autoscaler"),
         pytest.param(
-            FakeCluster({"a": [], "n": UNAVAILABLE}), "does not answer through", id="it may be the silent one"
+            FakeCluster({"a": [], "n": UNAVAILABLE}),
+            "does not respond through",
+            id="the managing autoscaler may be the one that does not respond",
         ),
-        pytest.param(FakeCluster({"n": {}}), "does not answer with a list", id="another program"),
+        pytest.param(FakeCluster({"n": {}}), "does not respond with a list", id="the response is no list"),
     ],
 )
 async def test_an_unavailable_autoscaler_is_reported(cluster: FakeCluster, message: str) -> None:

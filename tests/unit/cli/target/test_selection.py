@@ -1,4 +1,4 @@
-"""What a command speaks to is decided by one rule, and what cannot be spoken to is said in one line."""
+"""One rule selects the target of a command; a target that cannot be used is reported in one line."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def run_info(
 
 
 def write_kubeconfig(path: Path, *names: str, current: str | None = None) -> Path:
-    """A kubeconfig with one context and one cluster a name; `NAME-ns` is the context's namespace."""
+    """Write a kubeconfig with a context and a cluster for each name; the namespace is `NAME-ns`."""
     document = {
         "current-context": current,
         "contexts": [{"name": n, "context": {"cluster": n, "namespace": f"{n}-ns"}} for n in names],
@@ -92,12 +92,13 @@ def test_inside_a_pod_the_target_is_its_own_cluster(tmp_path: Path, monkeypatch:
     ("text", "context", "expected"),
     [
         pytest.param("[", None, "is not YAML", id="no YAML"),
-        pytest.param("[]", None, "is no kubeconfig", id="no mapping"),
-        pytest.param("{}", None, "has no current context: choose one with --context", id="empty"),
+        pytest.param("[]", None, "is not a kubeconfig", id="no mapping"),
+        pytest.param("{}", None, "has no current context: select one with --context", id="empty"),
         pytest.param("{}", "x", "--context (x) is not a context of", id="no such context"),
         pytest.param("current-context: x", None, "current-context (x) is not a context of", id="dangling"),
         pytest.param(
-            "contexts: [{name: x, context: {cluster: y}}]", "x", "context x (y) names no cluster of it",
+            "contexts: [{name: x, context: {cluster: y}}]", "x",
+            "cluster of context x (y) is not a cluster of this file",
             id="a context without its cluster",
         ),
     ],
@@ -123,28 +124,21 @@ def test_the_first_of_several_kubeconfig_files_wins(tmp_path: Path) -> None:
 RUNS = LocalTarget((run_info("chat", started_at_s=2.0), run_info("code-gen"), run_info("chat", pid=7)))
 
 
-@pytest.mark.parametrize(
-    ("name", "instance", "found"),
-    [
-        pytest.param("chat", None, RUNS.runs[0], id="the latest of that name"),
-        pytest.param(None, "code-gen-3", RUNS.runs[1], id="by the name of an instance"),
-    ],
-)
-def test_a_local_run_is_found_by_service_or_instance_name(
-    name: str | None, instance: str | None, found: RunInfo
-) -> None:
-    assert find_run(RUNS, name, instance=instance) == found
+def test_the_latest_local_run_of_a_service_is_found_by_name() -> None:
+    assert find_run(RUNS, "chat") == RUNS.runs[0]
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        pytest.param(None, "SERVICE (chat, code-gen) are running: name one", id="several, none named"),
+        pytest.param(
+            None, "SERVICE (chat, code-gen) are running: name one of them", id="several services and no name"
+        ),
         pytest.param(
             "api",
             "SERVICE (api) does not run on this machine; running: chat, code-gen; "
-            "--context or -n means a cluster",
-            id="none of that name",
+            "use --context or -n for a cluster",
+            id="no service of that name",
         ),
     ],
 )

@@ -1,11 +1,15 @@
-"""The autoscaler of a cluster, asked through the API server: no port has to be forwarded for it."""
+"""Client of the autoscaler's `/decisions`: directly in a local run, through the API server in a cluster.
+
+The API server's proxy makes port forwarding unnecessary.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from fulcrum_cli.target.autoscaler_client import AutoscalerUnavailable
-from fulcrum_core.errors import StoreError
+import httpx
+
+from fulcrum_core.errors import FulcrumError, StoreError
 
 if TYPE_CHECKING:
     from fulcrum_cluster.objects import ObjectApi
@@ -14,15 +18,35 @@ AUTOSCALER_LABELS = "app.kubernetes.io/part-of=fulcrum,app.kubernetes.io/compone
 PORT_NAME = "http"
 
 
+class AutoscalerUnavailable(FulcrumError):
+    """The autoscaler does not respond, or its response is not a list of decisions."""
+
+
+async def fetch_decisions(client: httpx.AsyncClient, url: str, *, limit: int) -> Sequence[dict[str, Any]]:
+    """Return the last decisions of the autoscaler at `url`, oldest first.
+
+    Raises:
+        AutoscalerUnavailable: if it does not respond with a list.
+    """
+    try:
+        response = await client.get(f"{url}/decisions", params={"limit": limit}, timeout=2.0)
+        response.raise_for_status()
+        decisions = response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise AutoscalerUnavailable(f"autoscaler ({url}) does not respond: {type(error).__name__}") from error
+    return _check_list(decisions, f"autoscaler ({url})")
+
+
 async def fetch_cluster_decisions(
     objects: "ObjectApi", service: str, *, namespace: str, limit: int
 ) -> Sequence[dict[str, Any]]:
-    """The last decisions on one service, newest last, of the autoscaler that decides on it.
+    """Return the last decisions on one service, oldest first.
 
-    A cluster may have several, each for some namespaces: who looks after a service has something to tell.
+    A cluster may run several autoscalers, each for some namespaces. Only the autoscaler that manages the
+    service returns decisions on it.
 
     Raises:
-        AutoscalerUnavailable: if there is none, or one that may be the one does not answer with a list.
+        AutoscalerUnavailable: if there is no autoscaler, or none returned decisions and one did not respond.
     """
     first_error: AutoscalerUnavailable | None = None
     for autoscaler in await _find_autoscaler_services(objects, namespace):
@@ -45,15 +69,19 @@ async def _get_list(objects: "ObjectApi", path: str) -> Sequence[dict[str, Any]]
         document = await objects.get_raw(path)
     except StoreError as error:
         raise AutoscalerUnavailable(
-            f"the autoscaler does not answer through the API server: {error}"
+            f"the autoscaler does not respond through the API server: {error}"
         ) from error
+    return _check_list(document, "the autoscaler")
+
+
+def _check_list(document: Any, autoscaler: str) -> Sequence[dict[str, Any]]:
     if not isinstance(document, list):
-        raise AutoscalerUnavailable("the autoscaler does not answer with a list")
+        raise AutoscalerUnavailable(f"{autoscaler} does not respond with a list of decisions")
     return document
 
 
 def decisions_proxy_path(autoscaler: Mapping[str, Any], service: str, *, namespace: str, limit: int) -> str:
-    """The path at the API server that leads to `/decisions` of the autoscaler behind that Service."""
+    """Path at the API server that is forwarded to `/decisions` of the autoscaler behind that Service."""
     meta, ports = autoscaler["metadata"], autoscaler["spec"].get("ports") or [{}]
     names = [port.get("name") or port.get("port", "") for port in ports]
     port = PORT_NAME if PORT_NAME in names else names[0]
@@ -62,7 +90,7 @@ def decisions_proxy_path(autoscaler: Mapping[str, Any], service: str, *, namespa
 
 
 async def _find_autoscaler_services(objects: "ObjectApi", namespace: str) -> Sequence[Mapping[str, Any]]:
-    """The Services of all autoscalers that may be seen; those in the same namespace go first."""
+    """List the Services of all autoscalers that the user may list; those in `namespace` come first."""
     from fulcrum_cluster.objects import SERVICE
 
     last_error = ""
@@ -74,7 +102,7 @@ async def _find_autoscaler_services(objects: "ObjectApi", namespace: str) -> Seq
             continue
         if found:
             return sorted(found, key=lambda body: _sort_key(body["metadata"], namespace))
-    raise AutoscalerUnavailable(f"no Service with the labels {AUTOSCALER_LABELS} was found{last_error}")
+    raise AutoscalerUnavailable(f"no Service with the labels {AUTOSCALER_LABELS} found{last_error}")
 
 
 def _sort_key(meta: Mapping[str, Any], namespace: str) -> tuple[bool, str, str]:
