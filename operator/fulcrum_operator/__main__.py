@@ -1,4 +1,7 @@
-"""`python -m fulcrum_operator`: the operator of a cluster; of several processes one leads."""
+"""`python -m fulcrum_operator`: the operator of a cluster.
+
+Several replicas may run: the holder of the Lease reconciles all services, the others are standbys.
+"""
 
 import argparse
 import asyncio
@@ -31,7 +34,7 @@ _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run until SIGTERM or SIGINT, or until the lease is lost: then the exit code is 1."""
+    """Run until SIGTERM or SIGINT (exit code 0), or until the Lease is lost (exit code 1)."""
     args = _parser().parse_args(argv)
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -44,27 +47,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog="fulcrum_operator", description="Looks after every PDService of a cluster.")
+    parser = ArgumentParser(prog="fulcrum_operator", description="Reconcile all PDServices of a cluster.")
     add = parser.add_argument
-    add("--store", default="in-cluster", help="the API server: in-cluster or kubeconfig:[PATH][#CONTEXT]")
-    add("--namespace", default="", help="look after this one only (default: all)")
-    add("--image", required=True, help="image of routers, and of engines that name none")
-    add("--image-pull-secret", action="append", default=[], help="for these images; may be repeated")
-    add("--lease-namespace", required=True, help="where the Lease is, and this operator")
-    add("--identity", required=True, help="who this process is among the operators: its pod's name")
-    add("--service-account", default="fulcrum-operator", help="its ServiceAccount, and the name of the Lease")
-    add("--autoscaler-service-account", type=_parse_account, help="the autoscaler's, as NAMESPACE:NAME")
-    add("--token-file", type=Path, required=True, help="token for routers' state ports; may be replaced")
+    add("--store", default="in-cluster", help="API server: in-cluster or kubeconfig:[PATH][#CONTEXT]")
+    add("--namespace", default="", help="reconcile this namespace only (default: all)")
+    add("--image", required=True, help="image of routers, and of engines without an image of their own")
+    add("--image-pull-secret", action="append", default=[], help="pull secret of that image; may be repeated")
+    add("--lease-namespace", required=True, help="namespace of this operator and of its Lease")
+    add("--identity", required=True, help="holder name in the Lease: the name of this pod")
+    add(
+        "--service-account",
+        default="fulcrum-operator",
+        help="ServiceAccount of the operator, and name of its Lease",
+    )
+    add(
+        "--autoscaler-service-account",
+        type=_parse_account,
+        help="ServiceAccount of the autoscaler, as NAMESPACE:NAME",
+    )
+    add(
+        "--token-file",
+        type=Path,
+        required=True,
+        help="file with the token for the routers' state ports; read again for each request",
+    )
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
-    add("--router-replicas", type=int, default=2, help="routers of a service, of which one is active")
+    add("--router-replicas", type=int, default=2, help="routers for each service, one of which is active")
     add(
         "--router-resources",
         type=_parse_resources,
         default={},
-        help="of their containers, as JSON (default: none)",
+        help="resources of the router containers, as JSON (default: none)",
     )
-    add("--host", default="0.0.0.0", help="address to serve /healthz, /readyz and /metrics on")
-    add("--port", type=int, default=9093, help="port for them; 0: any free one")
+    add("--host", default="0.0.0.0", help="address for /healthz, /readyz and /metrics")
+    add("--port", type=int, default=9093, help="port for /healthz, /readyz and /metrics; 0: any free port")
     return parser
 
 
@@ -91,9 +107,8 @@ async def _run_operator(args: argparse.Namespace) -> int:
     metrics = Metrics()
     async with (
         open_cluster(args.store, program="fulcrum-operator") as cluster,
-        open_cluster(
-            args.store, program="fulcrum-operator"
-        ) as lease_cluster,  # a renewal waits for nothing else
+        # Its own connections: a Lease renewal must not queue behind other requests.
+        open_cluster(args.store, program="fulcrum-operator") as lease_cluster,
     ):
         candidate = Candidate(cluster, lease_cluster.objects, args, metrics, stop)
         app = make_http_app(metrics, candidate.unready_reason, candidate.unhealthy_reason)
@@ -103,14 +118,14 @@ async def _run_operator(args: argparse.Namespace) -> int:
 
 
 class Candidate:
-    """One operator process: stands by, leads, ends.
+    """One operator process: a standby until it holds the Lease, then the leader, until it stops or loses it.
 
     Args:
-        cluster: The API server.
-        lease_objects: The same, for the Lease alone.
-        args: The command line.
-        metrics: What is measured.
-        stop: Set when the process shall end.
+        cluster: Client for the API server.
+        lease_objects: Client for the Lease only, with connections of its own.
+        args: The parsed command line.
+        metrics: Metrics of this process.
+        stop: Event that ends the process.
     """
 
     def __init__(
@@ -135,17 +150,17 @@ class Candidate:
         )
 
     def unready_reason(self) -> str | None:
-        """Why it is not ready; None if it leads and has seen everything, or stands by."""
+        """Why the process is not ready; None for a leader after its first full list, and for a standby."""
         if self._leader is not None:
-            return None if self._leader.synced else "listing"
-        return None if self._elector.holder is not None else "has not read the Lease yet"
+            return None if self._leader.synced else "the first list of all objects is not complete"
+        return None if self._elector.holder is not None else "the Lease has not been read yet"
 
     def unhealthy_reason(self) -> str | None:
-        """Why it must be started anew, if it does not end by itself; None while it is of use."""
-        return "leader election has ended" if self._lease_lost else None
+        """Why the kubelet must restart the process if it hangs; None while it can lead or leads."""
+        return "the Lease was lost or leader election has ended" if self._lease_lost else None
 
     async def run(self) -> int:
-        """Until told to stop, or the lease is lost; returns the exit code."""
+        """Run until `stop` is set or the Lease is lost; returns the exit code."""
         election = asyncio.get_running_loop().create_task(self._elector.run())
         election.add_done_callback(self._on_election_ended)
         try:
@@ -160,7 +175,7 @@ class Candidate:
         return 1 if self._lease_lost else 0
 
     async def _lead(self) -> None:
-        # Half of what the process needs is needed by the leader only.
+        # Imported here to save a standby's memory: only the leader needs kopf and the control loop.
         from fulcrum_operator.controller.kopf_feed import KopfFeed
         from fulcrum_operator.controller.leader import Leader
 
@@ -179,13 +194,13 @@ class Candidate:
         await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         await self._leader.aclose()
-        await self._elector.release()  # at once: what is left of the feed writes nothing
+        await self._elector.release()  # now, so that a standby takes over: what still runs writes nothing
         self._stop.set()
         await leading
 
     def _on_election_ended(self, election: asyncio.Task[None]) -> None:
-        """Of itself it never ends: whoever does not stand for election any more is of no use."""
-        _log.error("election ended", error=repr(election.exception()))
+        """Election ends only by an error; without it this process can never lead, so it exits."""
+        _log.error("leader election failed, exiting", error=repr(election.exception()))
         self._lease_lost = True
         self._stop.set()
 
@@ -194,7 +209,7 @@ class Candidate:
         if is_leader:
             self._elected.set()
         elif not self._stop.is_set():
-            _log.error("lease lost", holder=self._elector.holder)
+            _log.error("lease lost, exiting", holder=self._elector.holder)
             self._lease_lost = True
             self._stop.set()
 
@@ -226,7 +241,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 
 async def _wait_for_any(*events: asyncio.Event) -> None:
-    """Returns when one of these is set."""
+    """Return when one of the events is set."""
     waits = [asyncio.get_running_loop().create_task(event.wait()) for event in events]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:

@@ -1,7 +1,7 @@
-"""Kubernetes Events: what a pass changed, told once, in words, on the PDService.
+"""Kubernetes Events on the PDService, for `kubectl describe` and `fulcrum status`.
 
-What happened follows from the picture that a pass started from and the plan that it made: pure. Nothing is
-told of what only goes on; a change that repeats is one Event whose count grows.
+`derive_events` is pure: Events follow from the state before a reconcile and its plan, and unchanged state
+causes none. `EventRecorder` writes them; a repeated Event increments a count.
 """
 
 import hashlib
@@ -41,21 +41,21 @@ _EVENT_BY_REASON = {
         ("ScalingLimited", WARNING),
     ),
 }
-"""Reasons of a service's conditions that are worth an Event when they come."""
+"""Event reason and type when a condition of the service changes to one of these reasons."""
 _REASON_WHEN_FALSE = {
     conditions.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
     conditions.MODEL_FITS: "ModelDoesNotFit",
 }
-"""Conditions that are told whenever they are False for another reason than before."""
+"""Event reason for a condition that becomes False, or stays False for another reason."""
 _REASON_WHEN_TRUE_AGAIN = {conditions.KV_TRANSFER_VERIFIED: "KVTransferVerified"}
-"""Those of them that are told, too, when they are True after they were False."""
+"""Event reason for a condition that is True again after it was False."""
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened to a service. Two of one `key` are the same thing again."""
+    """Something that happened to a service. An Event with the reason and key of an earlier one repeats it."""
 
     reason: str
     type: str
@@ -64,63 +64,63 @@ class Event:
 
 
 def role_flipped(instance: str, role: str, by: str, cause: str) -> Event:
-    """An instance's role was changed by somebody's wish."""
+    """An instance's role was changed by an assignment."""
     suffix = f" ({cause})" if cause else ""
-    return Event("RoleFlipped", NORMAL, f"{instance} to {role} by {by}{suffix}", f"{instance}/{role}")
+    return Event("RoleFlipped", NORMAL, f"{instance} flipped to {role} by {by}{suffix}", f"{instance}/{role}")
 
 
 def assignment_refused(instance: str, role: str | None, cause: str) -> Event:
-    """A wished role was turned down, or another change, as a cordon or a pin."""
+    """A requested role, cordon or pin was refused."""
     subject = f"{instance} to {role}" if role else instance
     return Event("AssignmentRefused", WARNING, f"{subject}: {cause}", f"{instance}/{role}")
 
 
 def instance_failed(instance: str, cause: str) -> Event:
-    """An instance does not serve any more."""
+    """An instance failed and does not serve."""
     return Event("InstanceFailed", WARNING, f"{instance}: {cause}", instance)
 
 
 def instance_replaced(instance: str) -> Event:
-    """An instance whose engine will not come back was taken away; another one takes its place."""
-    return Event("InstanceReplaced", NORMAL, f"{instance} is replaced by a new instance", instance)
+    """An instance whose engine was lost was deleted; its pool creates a new one."""
+    return Event("InstanceReplaced", NORMAL, f"{instance} was lost; a new instance replaces it", instance)
 
 
 def pod_deleted_externally(instance: str) -> Event:
-    """Somebody ends an instance's pod (a node is drained); another one takes its place."""
-    message = f"the pod of {instance} is ended by somebody else; a new instance takes its place"
+    """Somebody else deleted an instance's pod, for example to drain a node."""
+    message = f"the pod of {instance} is being deleted by somebody else; a new instance replaces {instance}"
     return Event("PodDeletedExternally", NORMAL, message, instance)
 
 
 def scaled(pool: str, before: int, after: int) -> Event:
-    """A pool has more or fewer instances."""
+    """A pool's wanted number of instances changed."""
     reason = "ScaledUp" if after > before else "ScaledDown"
-    message = f"pool {pool} from {before} to {format_count(after, 'instance')}"
+    message = f"pool {pool} scaled from {before} to {format_count(after, 'instance')}"
     return Event(reason, NORMAL, message, f"{pool}/{before}/{after}")
 
 
 def engine_cannot_start(instance: str, reason: str, cause: str) -> Event:
-    """Something keeps an instance's engine from starting."""
+    """An instance's engine cannot start."""
     return Event(reason, WARNING, f"{instance}: {cause}", instance)
 
 
 def child_apply_failed(cause: str) -> Event:
-    """The API server refuses something that the service needs: by a quota, a webhook, for want of a right."""
-    message = f"what stands around the engines cannot be made: {cause}; tried again every few seconds"
+    """The API server refused a child of the service: a quota, a webhook or a missing permission."""
+    message = f"Cannot create the router's objects: {cause}; retrying."
     return Event("ChildApplyFailed", WARNING, message, cause)
 
 
 def object_unreadable(description: str) -> Event:
-    """An object of the service is not as this version knows it; the words name it and the field."""
+    """An object of the service cannot be parsed by this version; `description` names object and field."""
     return Event("ObjectUnreadable", WARNING, description, description)
 
 
 def derive_events(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
-    """What the pass from `before` by `plan` changed.
+    """Derive the Events of one reconcile.
 
     Args:
-        before: The picture that the plan was made from.
-        plan: What shall be.
-        last: The engines as the pass before saw them.
+        before: State that the plan was made from.
+        plan: Plan that was applied.
+        last: Engines as the previous reconcile observed them, by instance.
     """
     return (
         *_role_events(before, plan),
@@ -157,7 +157,7 @@ def _instance_events(before: Observed, plan: Plan) -> Iterator[Event]:
 
 
 def _pool_events(before: Observed, plan: Plan) -> Iterator[Event]:
-    """A pool was asked for another number than it has: told when that is first seen."""
+    """A pool's spec changed to another number of instances than it has; reported once for each spec."""
     known = {pool.metadata.name: pool for pool in before.pools}
     for pool in plan.objects:
         was = known.get(pool.metadata.name) if isinstance(pool, PDPool) else None
@@ -204,7 +204,7 @@ def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:
 
 
 def _status_change_events(before: Condition | None, now: Condition) -> Iterator[Event]:
-    """What is wrong, and that it is right again."""
+    """Events for a condition that became False or, for some types, True again."""
     if now.status == "False" and (before is None or before.reason != now.reason):
         yield Event(_REASON_WHEN_FALSE[now.type], WARNING, now.message, now.type)
     again = now.status == "True" and before is not None and before.status == "False"
@@ -213,7 +213,7 @@ def _status_change_events(before: Condition | None, now: Condition) -> Iterator[
 
 
 def _event_for_reasons(before: str, now: str) -> tuple[str, str] | None:
-    """What the change of a condition's reason is called; None if it is not told."""
+    """Event reason and type for a condition's change of reason; None if the change has no Event."""
     paused = conditions.ROLLOUT_PAUSED in (before, now)
     if before == now or (paused and conditions.ROLLOUT_PROGRESSING in (before, now)):
         return None
@@ -221,12 +221,12 @@ def _event_for_reasons(before: str, now: str) -> tuple[str, str] | None:
 
 
 class EventRecorder:
-    """Writes Events: one object for each key, whose count grows; at most a few at a time for a service.
+    """Writes Events: one object for each reason and key, with a count; each service has a budget.
 
     Args:
-        objects: Where they go.
-        clock: When things happened.
-        is_leader: Whether this process may write now.
+        objects: API to write them with.
+        clock: Source of their timestamps.
+        is_leader: Returns whether this process may write now.
     """
 
     def __init__(self, objects: ObjectApi, clock: Clock, *, is_leader: Callable[[], bool]) -> None:
@@ -235,7 +235,7 @@ class EventRecorder:
         self._budgets: dict[str, tuple[float, float]] = {}
 
     async def record(self, service: ObjectMeta, events: Iterable[Event]) -> None:
-        """Write them about that PDService. What cannot be written is logged and lost: nobody needs it."""
+        """Write Events about a PDService; an Event that cannot be written is logged and dropped."""
         for event in events:
             _log.info("event", service=service.name, reason=event.reason, message=event.message)
             if not self._spend_budget(service.uid):
@@ -247,7 +247,7 @@ class EventRecorder:
                 _log.warning("event not written", reason=event.reason, error=str(error))
 
     def _spend_budget(self, service: str) -> bool:
-        """A budget of `_BURST` Events, and one more each `_REFILL_S`."""
+        """Spend one Event of the service's budget: `_BURST` at first, one more each `_REFILL_S` seconds."""
         now_s = self._clock.monotonic_s()
         left, at_s = self._budgets.pop(service, (float(_BURST), now_s))
         if len(self._budgets) >= _REMEMBERED_MAX:
@@ -287,14 +287,14 @@ class EventRecorder:
         }
         try:
             await self._objects.patch(EVENT, name, patch, namespace=service.namespace)
-        except NotFound:  # events live for an hour
+        except NotFound:  # the API server deletes Events after an hour
             await self._objects.create(EVENT, _body(service, name, event, now), namespace=service.namespace)
             return 1
         return count + 1
 
 
 def event_name(service: ObjectMeta, event: Event) -> str:
-    """The same for the same thing, whichever operator tells it."""
+    """Name of the Event's object: equal for a repeated Event, also after a change of leader."""
     text = f"{service.uid}/{event.reason}/{event.key}"
     return f"{service.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -323,5 +323,5 @@ def _body(service: ObjectMeta, name: str, event: Event, now: str) -> Object:
 
 
 def _seconds(at: str) -> str:
-    """Without the fraction: `metav1.Time`."""
+    """A timestamp without fraction, as `metav1.Time` requires."""
     return f"{at.partition('.')[0]}Z"

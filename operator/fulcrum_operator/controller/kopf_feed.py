@@ -1,7 +1,7 @@
-"""kopf, as far as it is used: it watches, and every event goes into the cache. Nothing else is asked of it.
+"""Watches all kinds through kopf and puts every event into the object cache.
 
-No handler but `on.event`: others would put finalizers and annotations on users' objects. Nor is it told of
-what a relist lacks, so the cache is compared with a list of our own soon after one, and now and then.
+Only `kopf.on.event` is used: other handlers would add finalizers and annotations to users' objects. kopf
+does not report objects that are missing from a relist; so the leader lists all kinds after a watch restarted.
 """
 
 import asyncio
@@ -20,24 +20,24 @@ from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.children import WATCHED_CHILDREN
 
 LABELLED_KINDS = (POD, *WATCHED_CHILDREN)
-"""Followed only where they carry `SERVICE_LABEL`."""
+"""Kinds of which only objects with `SERVICE_LABEL` are watched."""
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 
 _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
 
 def label_selector(kind: ObjectKind) -> str:
-    """The label selector for a kind's lists and watches."""
+    """Label selector for lists and watches of a kind."""
     return SERVICE_LABEL if kind in LABELLED_KINDS else ""
 
 
 class KopfFeed:
-    """Watches of everything that is followed; `run` until `stop` is set.
+    """Watches of all kinds in `WATCHED_KINDS`.
 
     Args:
-        access: How to reach the API server.
-        cache: What is fed.
-        namespace: Only this one; "": all.
+        access: Connection settings of the API server.
+        cache: Receives the events.
+        namespace: The only namespace to watch; "": all.
     """
 
     def __init__(self, access: ClientConfig, cache: ObjectCache, *, namespace: str) -> None:
@@ -46,12 +46,12 @@ class KopfFeed:
     async def run(
         self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
     ) -> None:
-        """Feed the cache.
+        """Feed the cache until `stop` is set.
 
         Args:
-            stop: Ends it.
-            on_started: Called after kopf has taken over the process' signals.
-            on_listed: Called when a watch begins with a list, at the start and after a gap.
+            stop: Ends the watches.
+            on_started: Called after kopf has installed its signal handlers.
+            on_listed: Called when a watch begins with a list: at the start, and after a gap.
         """
         logging.getLogger("kopf").setLevel(logging.WARNING)
         others = asyncio.all_tasks()
@@ -90,7 +90,7 @@ class KopfFeed:
     ) -> None:
         async def on_event(event: Any, **_: Any) -> None:
             apply_event(self._cache, kind, event)
-            if event["type"] is None:  # how kopf marks what a list said
+            if event["type"] is None:  # kopf's mark of an object from a list
                 on_listed()
 
         group, _, version = kind.api_version.rpartition("/")
@@ -98,7 +98,7 @@ class KopfFeed:
 
 
 def apply_event(cache: ObjectCache, kind: ObjectKind, event: Any) -> None:
-    """Take one event of a watch into the cache."""
+    """Apply one event of a watch to the cache."""
     body = event["object"]
     if event["type"] == "DELETED":
         meta = body["metadata"]
@@ -120,7 +120,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
 
 
 def _make_session(access: ClientConfig) -> aiohttp.ClientSession:
-    """kopf's own would read the token once: this one has the `ClientConfig` say it for each request."""
+    """A session that takes the token from `ClientConfig` for each request; kopf's own reads it only once."""
 
     async def with_token(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType

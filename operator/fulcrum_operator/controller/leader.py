@@ -1,4 +1,7 @@
-"""The operator of a cluster, while it leads: what is fed, what is woken, what a pass reaches."""
+"""The leading operator of a cluster: wires watches, object cache, work queue and reconcile.
+
+`__main__.Candidate` creates it once the process holds the Lease; a standby has none.
+"""
 
 import asyncio
 import contextlib
@@ -44,11 +47,11 @@ from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_operator.plan.pools import wanted_replicas
 
 RESYNC_S = 60.0
-"""Every service is looked at once in so long, even if nothing happened."""
+"""Longest time between two reconciles of a service, in seconds."""
 RELIST_S = 300.0
-"""Once in so long everything is listed, for a deletion that no watch told of."""
+"""Time between two lists of all kinds, in seconds; a list finds deletions that no watch reported."""
 RELIST_AFTER_GAP_S = 1.0
-"""So long after a watch had to begin anew, since what was deleted meanwhile it does not tell."""
+"""Delay of a list after a watch restarted, in seconds: the watch does not report deletions in the gap."""
 _LIST_RETRY_S = 1.0
 
 _log = structlog.get_logger()
@@ -56,25 +59,25 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorOptions:
-    """What an installation decides about its operator."""
+    """Options of an installation's operator."""
 
     settings: InstallationSettings
     namespace: str = ""
-    """Only this one; "": all."""
+    """The only namespace to reconcile; "": all."""
     token_file: Path = field(default_factory=Path)
-    """What routers' state ports ask for."""
+    """Token for the routers' state ports."""
     router_state: str = STATE_URL_TEMPLATE
 
 
 class Leader:
-    """Everything that the leader does. To be closed.
+    """The control loop of all services of a cluster. The owner calls `aclose`.
 
     Args:
         connection: The cluster, for writes and lists.
-        feed: Makes what keeps a cache current.
-        options: What the installation decides.
-        metrics: Where its passes are counted.
-        is_leader: Whether this process may write now.
+        feed: Creates the watches that feed a cache.
+        options: Options of the installation.
+        metrics: Metrics of the reconciles.
+        is_leader: Returns whether this process may write now.
     """
 
     def __init__(
@@ -88,10 +91,10 @@ class Leader:
         self._connection, self._options, self._metrics = connection, options, metrics
         self.synced = False
         self._watch_restarted = asyncio.Event()
-        """A watch began anew."""
+        """Set when a watch has restarted, which calls for a list."""
         self._last_engines: dict[ServiceKey, dict[str, EngineObservation]] = {}
         self._reported_refusals: dict[ServiceKey, str] = {}
-        """Why what a service needs was refused, as last told."""
+        """Last reported refusal of a service's children."""
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
         self._probes = RoleProbes(self._probe_roles)
         self._queue = WorkQueue[ServiceKey](self._reconcile_service, resync_s=RESYNC_S)
@@ -121,9 +124,9 @@ class Leader:
         )
 
     async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
-        """Look after every service until `stop` is set."""
+        """Reconcile every service until `stop` is set."""
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
-        list_task.add_done_callback(lambda _: stop.set())  # of itself it never ends
+        list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
         try:
             await self._feed.run(stop, on_started=on_started, on_listed=self._watch_restarted.set)
         finally:
@@ -133,13 +136,13 @@ class Leader:
             list_task.result()
 
     async def aclose(self) -> None:
-        """End all passes; nothing is written afterwards."""
+        """Cancel all reconciles; nothing is written afterwards."""
         await self._queue.aclose()
         await self._probes.aclose()
         await asyncio.gather(self._client.aclose(), self._router_view.aclose())
 
     def _enqueue(self, key: ServiceKey) -> None:
-        if self.synced:  # half a picture would have passes make what is there already
+        if self.synced:  # before the first full list, a reconcile would recreate existing objects
             self._queue.add(key)
 
     async def _relist_forever(self) -> None:
@@ -148,7 +151,7 @@ class Leader:
             try:
                 await self._relist()
             except FulcrumError as error:
-                _log.warning("cannot list", error=str(error))
+                _log.warning("cannot list objects, retrying", retry_s=_LIST_RETRY_S, error=str(error))
                 await asyncio.sleep(_LIST_RETRY_S)
                 continue
             if not self.synced:
@@ -199,9 +202,8 @@ class Leader:
         try:
             await self._sync_children(key, service, sum(wanted_replicas(pool) for pool in pools))
         except (Forbidden, InvalidInput):
-            await self._model_reader.sync(
-                service, plan.model_read
-            )  # first engines wait for it, and for no other child
+            # The first engines wait for the model's facts, but not for any of the children.
+            await self._model_reader.sync(service, plan.model_read)
             raise
         await self._model_reader.sync(service, plan.model_read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
@@ -225,18 +227,18 @@ class Leader:
         key = instance_key(instance)
         identity, startup_s, fit = self._derive_facts(instance)
         image = self._runtime.image(key)
-        if image is not None:  # engines of two images are not known to read each other's KV
+        if image is not None:  # engines of different images may be unable to read each other's KV
             identity = identity.model_copy(update={"engine": f"{identity.engine}@{short_digest(image)}"})
         return EngineFacts(identity, self._runtime.strategy(key), startup_s, fit)
 
     def _derive_facts(self, instance: PDInstance) -> tuple[EngineIdentitySpec, float, Fit | None]:
-        """What its type and its settings tell of an engine, how long it takes to start, and if it can."""
+        """Identity, start-up time and fit of an instance's engine, from its spec."""
         if instance.spec.engine.type == "Simulated":
             profile = _profile(instance.spec.engine.profile)
             return simulated.identity(instance.spec, profile), profile.startup_s, None
         service = self._cache.get_resource(PDService, instance.metadata.namespace, instance.spec.service)
         if service is None:
-            raise NotFound(f"PDService {instance.spec.service} is gone")
+            raise NotFound(f"PDService {instance.spec.service} was deleted")
         request = vllm_launch_request(instance, service)
         return *vllm.expected_identity_and_startup_s(request, vllm.POD_PLACEMENT), judge_instance_fit(
             request, instance, service

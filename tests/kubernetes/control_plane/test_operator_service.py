@@ -90,7 +90,7 @@ def test_a_minimal_service_becomes_pools_instances_pods_and_children(world: Worl
         "2:2",
         f"http://chat.{world.api.name}.svc",
     )
-    message = "pool chat-flex from 0 to 4 instances"
+    message = "pool chat-flex scaled from 0 to 4 instances"
     wait_until(lambda: world.api.events().get("ScaledUp") == message, "the event")
     written = world.api.get("pdservices", "chat")["metadata"]
     assert {"finalizers", "annotations"} & written.keys() == set(), "a user's object stays the user's"
@@ -319,7 +319,7 @@ def test_a_pool_with_an_external_owner_is_scaled_by_kubectl(world: World) -> Non
     world.api.cluster.kubectl("scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={world.api.name}")
     wait_until(lambda: "chat-2" in world.api.names("pods"), "the third pod")
     wait_until(
-        lambda: "pool chat-flex from 2 to 3 instances" in world.api.event_counts("ScaledUp"), "the event"
+        lambda: "pool chat-flex scaled from 2 to 3 instances" in world.api.event_counts("ScaledUp"), "the event"
     )
 
 

@@ -1,4 +1,4 @@
-"""What stands in for an API server where the operator makes and ends pods."""
+"""Fakes of ports for the operator's tests: a clock, and an API server that stores pods."""
 
 import copy
 from dataclasses import dataclass, field
@@ -13,22 +13,34 @@ Json = dict[str, Any]
 
 
 @dataclass
+class FakeClock:
+    """A `Clock` that a test moves by `at_s`."""
+
+    at_s: float = NOW_S
+
+    def now_s(self) -> float:
+        return self.at_s
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+
+@dataclass
 class FakePods:
-    """Pods as an API server keeps them. A deleted one is gone at once; who watches hears of it later."""
+    """An API server that stores pods. It removes a deleted pod at once and sends no watch events."""
 
     pods: dict[str, Json] = field(default_factory=dict)
     refusal: Exception | None = None
-    """What a creation is refused with."""
+    """Error that `create` raises."""
     version: int = 100
     log: list[tuple[str, Json]] = field(default_factory=list)
-    """What was created and deleted, in order."""
-
+    """Verb and pod of each creation and deletion, in order."""
     graces_s: list[float | None] = field(default_factory=list)
-    """How long each of the deleted may take; None: as long as its own spec says."""
+    """Grace period of each deletion in seconds; None: that of the pod's spec."""
 
     @property
     def deletions(self) -> list[str]:
-        """Names of the deleted."""
+        """Names of the deleted pods."""
         return [pod["metadata"]["name"] for verb, pod in self.log if verb == "delete"]
 
     async def create(self, kind: ObjectKind, body: Json, *, namespace: str) -> Json:
@@ -59,12 +71,12 @@ class FakePods:
         del self.pods[name]
 
     def put(self, body: Json) -> Json:
-        """Keep the pod in its next version, as if somebody had written it."""
+        """Store the pod in a new version, as after a write by another client."""
         self.version += 1
         meta = {"uid": f"u-{self.version}", "creationTimestamp": format_time(NOW_S), **body["metadata"]}
-        made = body | {"metadata": meta | {"resourceVersion": str(self.version)}}
-        self.pods[meta["name"]] = made
-        return copy.deepcopy(made)
+        stored = body | {"metadata": meta | {"resourceVersion": str(self.version)}}
+        self.pods[meta["name"]] = stored
+        return copy.deepcopy(stored)
 
     def _find(self, name: str, namespace: str) -> Json:
         assert namespace == "default"

@@ -1,4 +1,4 @@
-"""One operator process of several: what it says of itself without an API server, and without its Lease."""
+"""An operator process is healthy without an API server, and exits when leader election ends."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ ARGS = ["--image", "i", "--lease-namespace", "fulcrum", "--identity", "operator-
 
 
 class FailingLeases:
-    """Where the Lease would be, if anything answered."""
+    """An API server that fails every request for a Lease."""
 
     def __init__(self, failure: Exception) -> None:
         self.failure, self.requested = failure, set[str]()
@@ -35,12 +35,12 @@ def candidate(leases: FailingLeases, stop: asyncio.Event, *args: str) -> Candida
 
 async def test_a_candidate_without_an_api_server_waits_and_stays_healthy() -> None:
     stop = asyncio.Event()
-    process = candidate(FailingLeases(StoreUnavailable("away")), stop)
+    process = candidate(FailingLeases(StoreUnavailable("no response")), stop)
     work = asyncio.get_running_loop().create_task(process.run())
     await advance(600)
     assert (process.unhealthy_reason(), process.unready_reason(), work.done()) == (
         None,
-        "has not read the Lease yet",
+        "the Lease has not been read yet",
         False,
     )
     stop.set()
@@ -50,7 +50,10 @@ async def test_a_candidate_without_an_api_server_waits_and_stays_healthy() -> No
 async def test_a_candidate_whose_election_ends_is_unhealthy_and_exits_with_1() -> None:
     stop = asyncio.Event()
     process = candidate(FailingLeases(KeyError("metadata")), stop)
-    assert (await process.run(), process.unhealthy_reason()) == (1, "leader election has ended")
+    assert (await process.run(), process.unhealthy_reason()) == (
+        1,
+        "the Lease was lost or leader election has ended",
+    )
 
 
 async def test_operators_of_two_releases_in_one_namespace_use_two_leases() -> None:

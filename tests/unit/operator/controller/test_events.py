@@ -1,4 +1,4 @@
-"""What a pass tells of: each thing once, in words, and nothing of what only goes on."""
+"""Events report each change once and nothing that stays the same; the recorder counts repeated Events."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from tests.unit.operator.builders import (
     pool,
     service,
 )
+from tests.unit.operator.fakes import FakeClock
 
 ROLES = {"chat-0": entry(P), "chat-1": entry(D)}
 OBSERVED = Observed(
@@ -44,7 +45,7 @@ SETTLED = Plan(
 
 
 def reported(before: Observed, plan: Plan, last: Any = None) -> list[tuple[str, str]]:
-    """Reasons and messages, in order."""
+    """Reasons and messages of the derived Events, in order."""
     known = OBSERVED.engines if last is None else last
     return [(event.reason, event.message) for event in derive_events(before, plan, dict(known))]
 
@@ -65,9 +66,9 @@ def test_an_unchanged_service_causes_no_event() -> None:
 
 
 def test_a_flip_event_names_actor_and_reason() -> None:
-    flipped = assignment_spec({**ROLES, "chat-0": entry(D, Actor.PERSON, reason="asked")})
+    flipped = assignment_spec({**ROLES, "chat-0": entry(D, Actor.PERSON, reason="slow TTFT")})
     assert reported(OBSERVED, replace(SETTLED, accepted_assignment=flipped)) == [
-        ("RoleFlipped", "chat-0 to Decode by Person (asked)")
+        ("RoleFlipped", "chat-0 flipped to Decode by Person (slow TTFT)")
     ]
 
 
@@ -99,18 +100,18 @@ def test_a_failed_instance_is_reported_once() -> None:
 def test_a_deleted_lost_instance_is_reported_as_replaced() -> None:
     lost = replace(OBSERVED, engines={"chat-1": engine("chat-1", EngineState.LOST)})
     plan = replace(SETTLED, delete=(OBSERVED.instances[1],))
-    assert reported(lost, plan) == [("InstanceReplaced", "chat-1 is replaced by a new instance")]
+    assert reported(lost, plan) == [("InstanceReplaced", "chat-1 was lost; a new instance replaces it")]
     assert reported(OBSERVED, plan) == []
 
 
 def test_a_new_replica_count_is_reported_once() -> None:
     small = pool(replicas=4).replace(status=pool(replicas=4).status.model_copy(update={"replicas": 2}))
-    asked = small.replace(metadata=small.metadata.model_copy(update={"generation": 2}))
-    plan = replace(SETTLED, objects=(asked,))
-    assert reported(replace(OBSERVED, pools=(asked,)), plan) == [
-        ("ScaledUp", "pool chat-flex from 2 to 4 instances")
+    scaled_up = small.replace(metadata=small.metadata.model_copy(update={"generation": 2}))
+    plan = replace(SETTLED, objects=(scaled_up,))
+    assert reported(replace(OBSERVED, pools=(scaled_up,)), plan) == [
+        ("ScaledUp", "pool chat-flex scaled from 2 to 4 instances")
     ]
-    known = asked.replace(status=asked.status.model_copy(update={"observed_generation": 2}))
+    known = scaled_up.replace(status=scaled_up.status.model_copy(update={"observed_generation": 2}))
     assert reported(replace(OBSERVED, pools=(known,)), plan) == []
 
 
@@ -155,7 +156,7 @@ def test_a_more_precise_start_failure_is_reported_again() -> None:
 def test_an_externally_deleted_pod_is_reported_once() -> None:
     engines = {"chat-1": engine("chat-1", terminating=True)}
     seen = replace(OBSERVED, engines=engines)
-    message = "the pod of chat-1 is ended by somebody else; a new instance takes its place"
+    message = "the pod of chat-1 is being deleted by somebody else; a new instance replaces chat-1"
     assert reported(seen, SETTLED) == [("PodDeletedExternally", message)]
     assert reported(seen, SETTLED, engines) == []
 
@@ -200,12 +201,17 @@ def test_a_condition_that_changes_its_reason_is_reported_as_the_table_says(
 @pytest.mark.parametrize(
     ("before", "now", "is_reported"),
     [
-        pytest.param(("Unknown", "ModelUnknown"), ("False", "WeightsTooLarge"), True, id="it comes"),
-        pytest.param(("False", "WeightsTooLarge"), ("False", "WeightsTooLarge"), False, id="it goes on"),
         pytest.param(
-            ("False", "WeightsTooLarge"), ("False", "ContextTooLong"), True, id="for another reason"
+            ("Unknown", "ModelUnknown"), ("False", "WeightsTooLarge"), True, id="the model stops fitting"
         ),
-        pytest.param(("False", "WeightsTooLarge"), ("True", "Fits"), False, id="it is well again"),
+        pytest.param(("False", "WeightsTooLarge"), ("False", "WeightsTooLarge"), False, id="nothing changes"),
+        pytest.param(
+            ("False", "WeightsTooLarge"),
+            ("False", "ContextTooLong"),
+            True,
+            id="it does not fit for another reason",
+        ),
+        pytest.param(("False", "WeightsTooLarge"), ("True", "Fits"), False, id="it fits again"),
     ],
 )
 def test_a_model_that_does_not_fit_is_reported_once_for_each_reason(
@@ -223,16 +229,21 @@ def test_a_model_that_does_not_fit_is_reported_once_for_each_reason(
             ("True", "Verified"),
             ("False", "HandshakeFailed"),
             [("KVTransferNotVerified", "Warning")],
-            id="it breaks",
+            id="the transfer fails",
         ),
         pytest.param(
             ("False", "HandshakeFailed"),
             ("True", "Verified"),
             [("KVTransferVerified", "Normal")],
-            id="and heals",
+            id="the transfer works again",
         ),
-        pytest.param(("True", "Verified"), ("True", "Verified"), [], id="it goes on"),
-        pytest.param(("Unknown", "NoTrafficYet"), ("True", "Verified"), [], id="a service begins"),
+        pytest.param(("True", "Verified"), ("True", "Verified"), [], id="nothing changes"),
+        pytest.param(
+            ("Unknown", "NoTrafficYet"),
+            ("True", "Verified"),
+            [],
+            id="the first verification of a new service",
+        ),
     ],
 )
 def test_a_lost_and_a_recovered_kv_transfer_are_both_reported(
@@ -245,26 +256,15 @@ def test_a_lost_and_a_recovered_kv_transfer_are_both_reported(
 
 
 @dataclass
-class FakeClock:
-    at_s: float = NOW_S
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def monotonic_s(self) -> float:
-        return self.at_s
-
-
-@dataclass
 class FakeEvents:
-    """Events as an API server keeps them."""
+    """An API server that stores Events."""
 
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
-    away: bool = False
+    unavailable: bool = False
 
     async def create(self, _kind: ObjectKind, body: dict[str, Any], *, namespace: str) -> dict[str, Any]:
-        if self.away:
-            raise StoreUnavailable("away")
+        if self.unavailable:
+            raise StoreUnavailable("no response")
         assert namespace == "default"
         name = body["metadata"]["name"]
         if name in self.events:
@@ -309,7 +309,7 @@ UP = scaled("chat-flex", 2, 4)
 
 async def test_a_repeated_event_increments_its_count(world: World) -> None:
     await world.recorder.record(OBSERVED.service.metadata, [UP, UP])
-    await world.make_recorder().record(OBSERVED.service.metadata, [UP])  # an operator that was started since
+    await world.make_recorder().record(OBSERVED.service.metadata, [UP])  # a restarted operator
     assert world.counts() == [("ScaledUp", 3)]
 
 
@@ -328,7 +328,7 @@ async def test_an_events_involved_object_is_the_service(world: World) -> None:
         "PDService",
         "chat",
         "u-service",
-        "pool chat-flex from 2 to 4 instances",
+        "pool chat-flex scaled from 2 to 4 instances",
     )
 
 
@@ -342,8 +342,8 @@ async def test_a_service_is_limited_to_a_burst_of_25_events(world: World) -> Non
 
 
 async def test_an_event_that_cannot_be_written_raises_no_error(world: World) -> None:
-    world.objects.away = True
+    world.objects.unavailable = True
     await world.recorder.record(OBSERVED.service.metadata, [UP])
-    world.objects.away, world.is_leader = False, False
+    world.objects.unavailable, world.is_leader = False, False
     await world.recorder.record(OBSERVED.service.metadata, [UP])
     assert world.objects.events == {}

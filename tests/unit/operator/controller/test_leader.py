@@ -1,4 +1,4 @@
-"""The leader's lists: soon after a watch began anew, now and then, and never given up in silence."""
+"""The leader lists all kinds after a watch restarted and from time to time, and reports refused children."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,12 +23,12 @@ OPTIONS = OperatorOptions(settings=SETTINGS)
 
 
 class World:
-    """A leader of a cluster that is empty, and of which nothing is heard but that a watch began anew."""
+    """A leader of an empty cluster whose feed reports restarted watches only."""
 
     def __init__(self) -> None:
         self.lists, self.failures = 0, list[Exception]()
         self.refusal = Forbidden("exceeded quota: services")
-        self.events, self.made = list[Object](), list[Object]()
+        self.events, self.created = list[Object](), list[Object]()
         self.store: Any = None
         self.objects: Any = self
         self.stop = asyncio.Event()
@@ -59,11 +59,11 @@ class World:
 
     async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
         assert namespace == "default"
-        (self.events if kind == EVENT else self.made).append(body)
+        (self.events if kind == EVENT else self.created).append(body)
         return {**body, "metadata": {"resourceVersion": "1", **body["metadata"]}}
 
     async def after_apply(self, read: ModelReadRequest | None = None) -> str:
-        """What a pass whose plan is carried out says of what it could not make."""
+        """Run what follows the applied plan; returns the error of the refused child."""
         with pytest.raises(Forbidden) as refused:
             await self.leader._after_apply(Observed(service=service(), now_s=0.0), Plan(model_read=read))
         return str(refused.value)
@@ -83,21 +83,21 @@ async def test_restarted_watches_cause_one_relist_soon_and_otherwise_relists_are
     world = World()
     work = world.start()
     await advance(RELIST_S / 2)
-    once = world.lists
+    at_start = world.lists
     for _ in WATCHED_KINDS:
         world.restart_watch()
     await advance(2 * RELIST_AFTER_GAP_S)
-    again = world.lists
+    after_gap = world.lists
     await advance(RELIST_S * 0.9)
-    seldom = world.lists
+    before_period = world.lists
     await advance(RELIST_S * 0.2)
-    assert (once, again, seldom, world.lists) == (1, 2, 2, 3)
+    assert (at_start, after_gap, before_period, world.lists) == (1, 2, 2, 3)
     await world.end(work)
 
 
 async def test_a_failed_list_is_retried() -> None:
     world = World()
-    world.failures = [StoreUnavailable("away")] * 3
+    world.failures = [StoreUnavailable("no response")] * 3
     work = world.start()
     await advance(2)
     before = world.leader.synced
@@ -118,7 +118,7 @@ async def test_an_unexpected_error_in_a_list_ends_the_leader() -> None:
 async def test_a_model_is_read_even_if_a_child_cannot_be_applied() -> None:
     world = World()
     await world.after_apply(ModelReadRequest(desired_pools(service(), ())[0].spec.launch_spec, "k", 1))
-    assert [pod["metadata"]["name"] for pod in world.made] == ["chat-model"]
+    assert [pod["metadata"]["name"] for pod in world.created] == ["chat-model"]
     await world.leader.aclose()
 
 
@@ -126,11 +126,11 @@ async def test_a_refused_child_is_reported_once_for_each_error() -> None:
     world = World()
     for _ in range(3):
         assert await world.after_apply() == "exceeded quota: services"
-    world.refusal = Forbidden("a webhook says no")
+    world.refusal = Forbidden("denied by a webhook")
     await world.after_apply()
-    told = [(event["reason"], event["message"].split(": ", 1)[1]) for event in world.events]
-    assert told == [
-        ("ChildApplyFailed", "exceeded quota: services; tried again every few seconds"),
-        ("ChildApplyFailed", "a webhook says no; tried again every few seconds"),
+    reported = [(event["reason"], event["message"].split(": ", 1)[1]) for event in world.events]
+    assert reported == [
+        ("ChildApplyFailed", "exceeded quota: services; retrying."),
+        ("ChildApplyFailed", "denied by a webhook; retrying."),
     ]
     await world.leader.aclose()

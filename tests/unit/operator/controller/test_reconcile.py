@@ -1,5 +1,6 @@
-"""A pass over a service, on the memory store with engines that obey at once."""
+"""Reconciling a service on the memory store, with engines that start and stop at once."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,8 @@ from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import EngineObservation, InstanceKey
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.reconcile import RECHECK_S, ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from tests.unit.operator.builders import (
     ENGINE_FACTS,
@@ -29,13 +31,15 @@ from tests.unit.operator.builders import (
     service,
     tier,
 )
+from tests.unit.operator.fakes import FakeClock
+from tests.waiting import run_pending_tasks
 
 KEY = ServiceKey("default", "chat")
 
 
 @dataclass
 class FakeRuntime:
-    """A runtime whose engines start when told by `become_ready`, and end at once."""
+    """An `EngineRuntime` whose engines run after `become_ready` and stop at once."""
 
     observations: dict[str, EngineObservation] = field(default_factory=dict)
     startups_s: dict[str, float] = field(default_factory=dict)
@@ -65,10 +69,11 @@ class FakeRuntime:
 
 @dataclass
 class FakeRouter:
-    """A router that answers what it is told to."""
+    """A `RouterView` that returns `state`, once `released` is set, and counts the requests."""
 
     state: RouterState | None = None
     requests: int = 0
+    released: asyncio.Event | None = None
 
     def endpoint(self, key: ServiceKey) -> str | None:
         assert key == KEY
@@ -77,25 +82,14 @@ class FakeRouter:
     async def read_state(self, key: ServiceKey) -> RouterState | None:
         assert key == KEY
         self.requests += 1
+        if self.released is not None:
+            await self.released.wait()
         return self.state
 
 
 @dataclass
-class FakeClock:
-    """Stands still until moved."""
-
-    at_s: float = NOW_S
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def monotonic_s(self) -> float:
-        return self.at_s
-
-
-@dataclass
 class World:
-    """The service `chat` and all around it."""
+    """The service `chat`, its store, engines, router and clock."""
 
     clock: FakeClock
     store: MemoryStore
@@ -104,19 +98,19 @@ class World:
     context: ReconcileContext
 
     async def reconcile_until_stable(self) -> float | None:
-        """Pass until nothing changes any more; returns what the last pass wants."""
+        """Reconcile until nothing changes; returns the result of the last reconcile."""
         for _ in range(10):
             before = await self.version()
             requeue_after_s = await reconcile(KEY, self.context)
             if await self.version() == before:
                 return requeue_after_s
-        raise AssertionError("passes go on changing things")
+        raise AssertionError("ten reconciles changed the state")
 
     async def version(self) -> str:
         return (await self.store.list(PDService, namespace="default")).resource_version
 
     async def up(self, **spec: Any) -> None:
-        """A service that serves."""
+        """Create a service and wait until all its instances serve."""
         await self.store.create(service(**spec))
         await self.reconcile_until_stable()
         self.engines.become_ready()
@@ -140,7 +134,7 @@ class World:
 
     async def flip(self, name: str, to: Role, by: Actor = Actor.PERSON) -> None:
         now = await self.assignment()
-        spec = apply_flip(now.spec, name, to, by=by, reason="asked", now_s=self.clock.at_s)
+        spec = apply_flip(now.spec, name, to, by=by, reason="requested", now_s=self.clock.at_s)
         patch = {"spec": create_merge_patch(now.spec.dump(), spec.dump())}
         await self.store.patch(PDAssignment, "chat", patch, namespace="default")
 
@@ -166,14 +160,14 @@ def world() -> World:
 async def test_a_minimal_service_makes_pools_instances_an_assignment_and_engines(world: World) -> None:
     await world.store.create(service(instances=4))
     await world.reconcile_until_stable()
-    made = {
+    created = {
         kind.kind_name(): [
             obj.metadata.name for obj in (await world.store.list(kind, namespace="default")).items
         ]
         for kind in KINDS
     }
     names = ["chat-0", "chat-1", "chat-2", "chat-3"]
-    assert (made, await world.phases(), world.engines.startups_s) == (
+    assert (created, await world.phases(), world.engines.startups_s) == (
         {
             "PDService": ["chat"],
             "PDPool": ["chat-flex"],
@@ -323,7 +317,7 @@ async def test_the_routers_state_is_polled_every_ten_seconds_and_sooner_in_the_f
 ) -> None:
     await world.up(instances=4)
     counts = []
-    for pause_s in (0.0, 1.0, 1.0, 60.0, 9.0, 1.0):  # soon again in the first minute
+    for pause_s in (0.0, 1.0, 1.0, 60.0, 9.0, 1.0):  # the first minute has a shorter interval
         world.clock.at_s += pause_s
         await world.flip("chat-0", D)
         await world.reconcile_until_stable()
@@ -334,8 +328,40 @@ async def test_the_routers_state_is_polled_every_ten_seconds_and_sooner_in_the_f
 async def test_the_router_of_a_single_instance_is_polled_too(world: World) -> None:
     await world.up(instances=1)
     world.clock.at_s += 3600
-    asked = world.router.requests
-    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, asked + 1)
+    before = world.router.requests
+    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, before + 1)
+
+
+@pytest.mark.looptime
+async def test_an_open_router_request_survives_a_failed_write_and_is_not_repeated(world: World) -> None:
+    await world.up(instances=4)
+    world.clock.at_s += 3600
+    before, world.router.released = world.router.requests, asyncio.Event()
+
+    async def fail(_observed: Observed, _plan: Plan) -> None:
+        raise Conflict("changed meanwhile")
+
+    with pytest.raises(Conflict):
+        await reconcile(KEY, replace(world.context, after_apply=fail))
+    while_open = await reconcile(KEY, world.context)
+    world.router.released.set()
+    after = await reconcile(KEY, world.context)
+    assert (while_open, after, world.router.requests) == (RECHECK_S, 10.0, before + 1)
+
+
+@pytest.mark.looptime
+async def test_a_failed_router_request_is_raised_once_and_then_repeated(world: World) -> None:
+    await world.up(instances=4)
+    world.clock.at_s += 3600
+
+    async def fail() -> None:
+        raise KeyError("a fault")
+
+    request: Any = asyncio.ensure_future(fail())
+    await run_pending_tasks()
+    world.context.memory[KEY] = replace(world.context.memory[KEY], state_request=request)
+    before = world.router.requests
+    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, before + 1)
 
 
 async def test_a_status_whose_counts_alone_changed_is_written_every_ten_seconds(world: World) -> None:
@@ -379,7 +405,7 @@ async def test_a_tier_created_later_is_accepted(world: World) -> None:
 
 
 class RacingStore:
-    """A store in which somebody patches the assignment just before we do."""
+    """A store in which another client patches the assignment just before the operator does."""
 
     def __init__(self, store: MemoryStore, race: Callable[[], Awaitable[None]]) -> None:
         self._store, self._race = store, race

@@ -1,4 +1,4 @@
-"""What the operator writes about hand-offs: the finding at once, and nothing while the finding stays."""
+"""A reconcile writes a changed KVTransferVerified condition at once, and nothing while it stays the same."""
 
 from typing import Any
 
@@ -47,10 +47,10 @@ async def test_an_hour_of_verified_kv_transfers_is_written_once(world: World) ->
 
 async def test_a_changed_kv_transfer_condition_is_written_at_once(world: World) -> None:
     await world.up(instances=4)
-    seen = []
+    written = []
     for reason in ("Verified", "HandshakeFailed", "Verified"):
         world.clock.at_s += 10
         world.router.state = state_with_reason(reason)
         await world.reconcile_until_stable()
-        seen.append(await verdict(world))
-    assert seen == [("True", "Verified"), ("False", "HandshakeFailed"), ("True", "Verified")]
+        written.append(await verdict(world))
+    assert written == [("True", "Verified"), ("False", "HandshakeFailed"), ("True", "Verified")]

@@ -1,4 +1,4 @@
-"""What a pass writes of a model: what was read at once, and nothing while it stays."""
+"""A reconcile writes a model's facts at once, and nothing while they stay the same."""
 
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from tests.unit.operator.plan.test_model import LLAMA, VLLM, model_key_of
 
 @dataclass
 class FakeModelReader:
-    """Somebody who reads models, and what came of it."""
+    """A `ModelReader` that returns `result`."""
 
     result: ModelReadAttempt | None = None
 
@@ -24,8 +24,8 @@ class FakeModelReader:
         return self.result
 
     def report(self, attempt: int = 1, **fields: object) -> None:
-        told = {"key": model_key_of(), "attempt": attempt, "started_s": NOW_S, **fields}
-        self.result = ModelReadAttempt(**told)  # type: ignore[arg-type]  # of a test's own fields
+        attempt_fields = {"key": model_key_of(), "attempt": attempt, "started_s": NOW_S, **fields}
+        self.result = ModelReadAttempt(**attempt_fields)  # type: ignore[arg-type]  # of a test's own fields
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def reader(world: World) -> FakeModelReader:
 
 
 async def model_status(world: World) -> ModelStatus:
-    """What the status says of the model."""
+    """The model in the service's status."""
     found = (await world.service()).status.model
     assert found is not None
     return found
@@ -46,7 +46,7 @@ async def test_model_facts_are_written_at_once_and_given_to_the_first_instances(
     world: World, reader: FakeModelReader
 ) -> None:
     await world.up(**VLLM)
-    assert await world.instances() == {}, "they wait"
+    assert await world.instances() == {}, "instances wait for the model's facts"
     reader.report(facts=LLAMA)
     await world.reconcile_until_stable()
     assert await model_status(world) == ModelStatus(
@@ -63,7 +63,7 @@ async def test_a_known_model_causes_no_write_for_an_hour(world: World, reader: F
     reader.result = None
     world.engines.become_ready()
     await world.reconcile_until_stable()
-    world.clock.at_s += 10  # counts may have waited for their turn
+    world.clock.at_s += 10  # a status in which only counts changed is written at most every 10 s
     await world.reconcile_until_stable()
     before = await world.version()
     for _ in range(60):
