@@ -318,9 +318,8 @@ def test_a_pool_with_an_external_owner_is_scaled_by_kubectl(world: World) -> Non
     world.kubelet.set_ready("chat-0", "chat-1")
     world.api.cluster.kubectl("scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={world.api.name}")
     wait_until(lambda: "chat-2" in world.api.names("pods"), "the third pod")
-    wait_until(
-        lambda: "pool chat-flex scaled from 2 to 3 instances" in world.api.event_counts("ScaledUp"), "the event"
-    )
+    message = "pool chat-flex scaled from 2 to 3 instances"
+    wait_until(lambda: message in world.api.event_counts("ScaledUp"), "the event")
 
 
 def test_a_pod_refused_by_a_quota_causes_an_event(world: World) -> None:
