@@ -109,12 +109,16 @@ class DecodeLeg(Completion[None]):
         self.events = 0
         """Events of the stream that were sent to the client."""
         self._committed = False
+        """Whether the first byte was sent to the client: no other instance can take over."""
         self._lease_checked = False
         self._withheld: list[bytes] | None = None
         """Chunks withheld during the lease check; None outside one."""
         self._mid_chunk = False
+        """Whether part of a chunk too large to buffer was forwarded: no event can be inserted."""
         self._buffered = self._last_sent = b""
+        """Beginning of a chunk, or events before the first token; and the bytes sent last."""
         self._body_parts: list[bytes] = []
+        """Body of a JSON response until it is complete or too large."""
         self._body_bytes = 0
 
     @property
@@ -194,6 +198,7 @@ class DecodeLeg(Completion[None]):
         return ready
 
     def _collect(self, data: bytes) -> None:
+        """Buffer a JSON response up to its end; above the limit send it on (a 5xx is never sent)."""
         self._body_parts.append(data)
         self._body_bytes += len(data)
         assert self.head is not None
@@ -213,12 +218,14 @@ class DecodeLeg(Completion[None]):
         self.downstream.write(self.head.prepend_headers(self.fulcrum_headers) + content)
 
     def _commit(self) -> None:
+        """Record the first byte: from here on the leg cannot be retried, and its KV was fetched."""
         self._committed = True
         self.first_byte_at_s = time.monotonic()
         pending, head = self.instance.incoming_transfers, self.head
         if self.transfer is not None:
             pending.discard(self.transfer)
         if head is not None and head.status == 200:
+            # Only a 200 shows that the engine has processed what it was sent earlier.
             pending.record_response(sent_s=self.sent_s, now_s=self.first_byte_at_s)
         self.on_first_byte(self.first_byte_at_s)
         if self.downstream.paused:
@@ -230,6 +237,7 @@ class DecodeLeg(Completion[None]):
         """Whether the response may use KV that was fetched too late, and this was not checked yet."""
         if self._lease_checked or self.cache_salt is None or self.head is None or self.head.status >= 400:
             return False
+        # A salt rotated since this leg was sent: another leg found that the prefix cache may hold wrong KV.
         return bool(self.cache_salt != self.instance.cache_salt or self.find_late_transfers())
 
     def find_late_transfers(self) -> list[IncomingTransfer]:
@@ -277,6 +285,7 @@ class DecodeLeg(Completion[None]):
                 self.set_exception(failed)
                 return
             if self._needs_lease_check():
+                # The body is in `_body_parts`; `finish_lease_check` calls this method again.
                 self._withheld, self.released = [], True
                 self._request_lease_check(pause_reading=False)
                 return
@@ -297,7 +306,7 @@ class DecodeLeg(Completion[None]):
         self.set_result(None)
 
     def _find_failure(self) -> LegFailed | None:
-        """The failure that a complete response stands for; None if it can be sent to the client."""
+        """The failure that a complete response amounts to; None if it can be sent to the client."""
         head = self.head
         assert head is not None
         if head.status >= 500:

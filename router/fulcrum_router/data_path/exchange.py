@@ -143,7 +143,7 @@ class Exchange:
                 if prefill_leg.kv_transfer_params is None and not self._must_recompute:
                     await prefill_leg.compute_prompt()
                 decision = self._choose_decode(self._router.flip_rules)
-                if type(decision) is FlipProposal:
+                if type(decision) is FlipProposal:  # wait for the flip, then choose with or without it
                     await run_in_asyncio_task(self._router.request_flip(decision))
                     decision = self._choose_decode(NO_FLIP_PROPOSALS)
                 instance = self._dispatch(decision)
@@ -256,6 +256,7 @@ class Exchange:
     def _end_transfer(self, instance: Instance, transfer: KvTransfer, cache_salt: str | None) -> None:
         """Stop waiting for the transfer; rotate the cache salt if its KV may still be fetched too late."""
         instance.incoming_transfers.discard(transfer)
+        # After a first byte the KV was fetched. Without one the engine may still fetch it, and cache it.
         if self._first_byte_at_s is None and transfer.may_be_late:
             self._router.rotate_cache_salt(instance, cache_salt)
 
@@ -289,13 +290,13 @@ class Exchange:
         """Add a prompt that the decode instance computes to its ledger, until the first byte."""
         leg = self._prefill_leg
         if leg.source is None or leg.local_prefill_reason is not None:
-            seconds = instance.prefill_model.ttft_s(leg.tokens)
+            predicted_s = instance.prefill_model.ttft_s(leg.tokens)
             self._local_prefill_entry = instance.ledger.add_local_prefill(
-                tokens=leg.tokens, predicted_s=seconds
+                tokens=leg.tokens, predicted_s=predicted_s
             )
 
     def _start_lease_check(self) -> None:
-        """Ask the source instances whether any transfer expired; the leg withholds its response meanwhile."""
+        """Query the source instances for expired transfers; the leg withholds its response until then."""
         if self._decode_leg is not None:
             self._lease_check = asyncio.get_running_loop().create_task(check_leases(self._decode_leg))
 

@@ -100,7 +100,7 @@ class PrefillLeg:
                 self.local_prefill_reason = LocalPrefillReason.PREFILL_FAILED
                 return
             decision = self._choose(self._router.flip_rules)
-            if type(decision) is FlipProposal:
+            if type(decision) is FlipProposal:  # wait for the flip, then choose with or without it
                 await run_in_asyncio_task(self._router.request_flip(decision))
                 decision = self._choose(NO_FLIP_PROPOSALS)
             instance = self._dispatch(decision)
@@ -137,7 +137,7 @@ class PrefillLeg:
         entry = ledger.add_prefill(tokens=tokens, predicted_s=instance.prefill_model.ttft_s(tokens))
         predicted_s = ledger.prefill_queued_s
         body = build_prefill_body(self.request_body, cache_salt=instance.cache_salt)
-        self._expired_before = instance.expired_transfers
+        self._expired_before = instance.expired_transfers  # before the lease begins, for a lease check
         sent_s = time.monotonic()
         try:
             status, content, head = await send_request(
@@ -155,13 +155,13 @@ class PrefillLeg:
         self._take_response(instance, content, pool.host)
         self._router.record_leg_success(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
-        if was_idle:
+        if was_idle:  # with other legs the duration would include their work
             instance.learn_prefill(tokens=self.tokens, duration_s=now_s - sent_s)
 
     def _build_failure(
         self, instance: Instance, status: int, content: bytes, head: ResponseHead
     ) -> Exception:
-        """A 5xx fails the leg; any other status goes to the client, for its request caused it."""
+        """Fail the leg after a 5xx; forward any other status, since the client's request caused it."""
         if status >= 500:
             return LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
         self._router.record_leg_success(instance, PREFILL)

@@ -1,4 +1,4 @@
-"""The instances of the service as this router knows them: endpoint, role, health, latency models, load.
+"""The router's record of each instance: endpoint, role, health, latency models, load.
 
 `observe.objects` sets roles (from the PDAssignment) and endpoints (from the PDInstances), `observe.engines`
 what engines report, the data path health and load. Dispatch reads an instance through `policy.InstanceView`.
@@ -35,7 +35,7 @@ class IncomingTransfer(PendingTransfer, Protocol):
 
 
 class Instance:
-    """One engine instance, and what the router knows about it."""
+    """One engine instance: assignment, endpoint, health, load and reported values."""
 
     __slots__ = (
         "_decode_predictor",
@@ -88,7 +88,7 @@ class Instance:
         self.reported_block_size: int | None = None
         """Tokens per KV block as the engine reports it; None until it was read."""
         self.kv_lease_s = KV_LEASE_S
-        """How long the engine keeps KV that nobody fetches, in seconds: a start-up option of the engine."""
+        """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.incoming_transfers: PendingTransfers[IncomingTransfer] = PendingTransfers()
         """Transfers that the instance was sent as decode instance and has not responded to."""
         self.ledger = Ledger()

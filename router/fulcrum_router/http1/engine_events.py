@@ -63,7 +63,7 @@ def strip_usage_events(framed: bytes) -> bytes:
 def has_no_token(framed: bytes) -> bool:
     """Whether the events hold no token: only `[DONE]`, the usage or comments.
 
-    vLLM that shuts down answers a new stream with `[DONE]` alone.
+    While vLLM shuts down it sends `[DONE]` alone on a new stream.
     """
     return framed.count(b"data:") == framed.count(DONE_EVENT) + framed.count(EMPTY_CHOICES)
 

@@ -48,7 +48,7 @@ class Completion(Generic[T]):
             waiter.resume()
 
     def set_waiter(self, waiter: "InlineTask | None") -> None:
-        """Set the inline task that is resumed at completion; None: nobody."""
+        """Set the inline task that is resumed at completion; None removes it."""
         self._waiter = waiter
 
 

@@ -28,7 +28,9 @@ MAX_IDLE_S = 4.0
 REUSE_RACE_S = 0.05
 """If a reused connection closes this soon after a request was sent, the engine has not read the request."""
 SMALL_BODY_BYTES = 16_384
+"""Below this size, copying head and body into one write is cheaper than `writelines`."""
 MAX_RESPONSE_BYTES = 8 * 1024 * 1024
+"""Limit of a response that is buffered whole."""
 
 
 class ResponseHandler(Protocol):
@@ -48,7 +50,7 @@ class ResponseHandler(Protocol):
         """The response is complete; the connection was already returned to its pool."""
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
-        """Receive a whole unchunked response that came in one read: stands for the three calls above."""
+        """Receive a whole unchunked response that came in one read, instead of the three calls above."""
 
     def on_failure(self, failure: Failure, detail: str) -> None:
         """The response failed; the connection is closed."""
@@ -78,6 +80,7 @@ class EngineConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.handler: ResponseHandler | None = None
         self.reused = False
+        """Whether an earlier request was sent on this connection."""
         self.idle_since_s = self.sent_s = self.deadline_s = self._idle_timeout_s = 0.0
         self._clear()
 
@@ -123,6 +126,7 @@ class EngineConnection(asyncio.Protocol):
             return
         self._received_data = True
         try:
+            # Short path: prefill responses, probes and short completions come in one read.
             if self._head is None and not self._buffer and self._read_complete_response(handler, data):
                 return
             if self._head is None:
@@ -223,6 +227,7 @@ class EngineConnection(asyncio.Protocol):
         handler, self.handler = self.handler, None
         if handler is None:
             return
+        # Without a length the engine ends the response by closing the connection.
         if self._head is not None and self._head.length == UNTIL_CLOSE and exc is None:
             handler.on_end()
         else:

@@ -350,7 +350,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, 
 async def test_a_decode_leg_delayed_past_the_lease_never_returns_another_prompts_text(
     client: aiohttp.ClientSession, engines: tuple[Engine, Engine], *, stream: bool, guarded: bool
 ) -> None:
-    """The engine returns 200 and another prompt's text; only the lease check keeps it from the client."""
+    """The engine returns 200 and another prompt's text; only the lease check detects it."""
     p, d = engines
     calls = Client(client)
     async with route_to_servers({"p1": p, "d1": d}, first_byte=10.0, prefill=10.0) as (router, url):
