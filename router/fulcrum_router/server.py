@@ -105,20 +105,16 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     clients, state = bind_socket(options.host, options.port, option="--port"), None
     if options.has_state_port:
         state = bind_socket(options.host, options.state_port, option="--state-port")
-    router = Router()
-    ports = {"port": _port(clients)}
+    router, ports = Router(), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
-        cluster = watcher = failover = None
+        cluster = watcher = None
         if options.store is not None:
             cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
             watcher = await _watch_store(stack, router, cluster, options)
         else:
             configure_statically(router, options)
         if state is not None:
-            authenticator = _make_authenticator(options, cluster)
-            if isinstance(authenticator, ServiceAccountAuthenticator):
-                await stack.enter_async_context(background_task(authenticator.refresh_keys()))
-            await stack.enter_async_context(_serve_state_port(router, authenticator, state))
+            await _open_state_port(stack, router, cluster, options, state)
             ports["state_port"] = _port(state)
         if watcher is not None and options.lease is not None:
             await _wait_until_synced(watcher)
@@ -129,16 +125,11 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
                 background_task(CanaryScheduler(router, rng=random.Random()).run())
             )
         announce(**ports)
-        if cluster is not None and watcher is not None and options.lease is not None:
-            failover = _make_failover(router, cluster, options, **ports)
-        gc.collect()
-        # A collection delays every request. Keep it short: objects of the start-up are never garbage. Keep it
-        # rare: see GC_THRESHOLD_OBJECTS.
-        gc.freeze()
-        gc.set_threshold(GC_THRESHOLD_OBJECTS)
-        if failover is None or watcher is None:
+        _limit_garbage_collection()
+        if cluster is None or watcher is None or options.lease is None:
             await stopped.wait()
         else:
+            failover = _make_failover(router, cluster, options, **ports)
             await _run_election(failover, watcher, stopped)
             server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
 
@@ -164,6 +155,26 @@ async def _wait_until_synced(watcher: StoreWatcher) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SYNC_TIMEOUT_S):
             await watcher.wait_until_synced()
+
+
+async def _open_state_port(
+    stack: contextlib.AsyncExitStack,
+    router: Router,
+    cluster: ClusterClient | None,
+    options: RouterOptions,
+    bound: socket.socket,
+) -> None:
+    authenticator = _make_authenticator(options, cluster)
+    if isinstance(authenticator, ServiceAccountAuthenticator):
+        await stack.enter_async_context(background_task(authenticator.refresh_keys()))
+    await stack.enter_async_context(_serve_state_port(router, authenticator, bound))
+
+
+def _limit_garbage_collection() -> None:
+    """Make collections short and rare, since each one delays all requests."""
+    gc.collect()
+    gc.freeze()  # the objects of the start-up stay until the end: never scan them again
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
 
 
 def _make_authenticator(options: RouterOptions, cluster: ClusterClient | None) -> Authenticator:

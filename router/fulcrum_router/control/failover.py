@@ -144,7 +144,7 @@ class Failover:
         while True:
             self._leadership_changed.clear()
             pause_s = SLICE_CHECK_INTERVAL_S
-            if self._elector.leading and not await self._ensure_slice():
+            if self._elector.leading and not await self.ensure_slice():
                 pause_s = SLICE_RETRY_S
             try:
                 async with asyncio.timeout(pause_s):
@@ -152,8 +152,11 @@ class Failover:
             except TimeoutError:
                 continue
 
-    async def _ensure_slice(self) -> bool:
-        """Direct the slice here if it does not do so; False if that failed and must be retried."""
+    async def ensure_slice(self) -> bool:
+        """Direct the slice here, unless another router leads by now; False if that failed and must be retried.
+
+        The caller has seen this router lead, but a pause of the process may have ended its lease since.
+        """
         try:
             found = await self._get_slice()
             if not self._endpoint.matches_slice(found):
