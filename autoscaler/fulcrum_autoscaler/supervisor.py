@@ -96,8 +96,9 @@ class AutoscalerSupervisor:
             self._stopping[key] = task
 
     async def _run_loop(self, key: _ServiceKey, previous: asyncio.Task[None] | None) -> None:
-        """Run the loop of one service until cancelled. A failing loop is started again; other loops are not
-        affected.
+        """Run the loop of one service until cancelled.
+
+        A failing loop is started again; other loops are not affected.
         """
         namespace, service = key
         if previous is not None:

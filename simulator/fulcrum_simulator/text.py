@@ -1,9 +1,8 @@
-"""Deterministic prompts' token counts and output texts, shared by the simulated engine and the load
-generator.
+"""Deterministic text: token counts of prompts, and the output text that belongs to a prompt.
 
-The output is a pure function of the prompt whose KV cache the engine holds. If a KV transfer delivers the
-blocks of another prompt, the output is that prompt's, and a client that knows its own prompt detects the
-wrong text.
+Shared by the simulated engine and the load generator. The output is a pure function of the prompt whose KV
+cache the engine holds. If a KV transfer delivers the blocks of another prompt, the output is that prompt's,
+and a client that has its own prompt detects the wrong text.
 """
 
 import hashlib

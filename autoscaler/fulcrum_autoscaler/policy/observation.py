@@ -30,8 +30,9 @@ class AutoscalingRules:
 
     @classmethod
     def from_spec(cls, spec: PDServiceSpec, *, assignment_rules: AssignmentRules) -> "AutoscalingRules":
-        """Build the rules of one service. `assignment_rules` are the rules by which `may_apply` judges its
-        flips.
+        """Build the rules of one service.
+
+        `assignment_rules` are the rules by which `may_apply` judges its flips.
         """
         scaling = spec.autoscaling
         return cls(

@@ -14,8 +14,9 @@ from fulcrum_simulator.client.exchange import HttpExchange
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection to the service. Calls `on_free` when it can take the next exchange, `on_closed` once it
-    is closed.
+    """One connection to the service.
+
+    Calls `on_free` when it can take the next exchange, `on_closed` once it is closed.
     """
 
     def __init__(

@@ -23,8 +23,9 @@ UNFINISHED = "unfinished when the run ended"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """The service that receives the load, and the form of the requests. All requests stream, for the sake of
-    TTFT.
+    """The service that receives the load, and the form of the requests.
+
+    All requests stream, for the sake of TTFT.
     """
 
     host: str

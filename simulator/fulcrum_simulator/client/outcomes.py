@@ -79,8 +79,9 @@ class LoadReport:
 
 @dataclass(slots=True)
 class LoadResults:
-    """Counts of offered and ended requests. The load generator writes them, the live view and the report read
-    them.
+    """Counts of offered and ended requests.
+
+    The load generator writes them, the live view and the report read them.
     """
 
     slo: Slo
@@ -116,8 +117,9 @@ class LoadResults:
         return self.outcomes[first:]
 
     def report(self) -> LoadReport:
-        """Compute the figures so far. Attainment is over all offered requests; one without an outcome has
-        missed.
+        """Compute the figures so far.
+
+        Attainment is over all offered requests; one without an outcome has missed.
         """
         return LoadReport(
             offered=self.offered,

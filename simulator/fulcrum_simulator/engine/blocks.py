@@ -28,8 +28,9 @@ _NO_PROMPT = PromptKey(bytes(16), ())
 
 
 class BlockPool:
-    """A pool of `size` blocks. Free blocks outside the prefix cache are allocated first, then the least
-    recently used.
+    """A pool of `size` blocks.
+
+    Free blocks outside the prefix cache are allocated first, then the least recently used.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,8 +74,9 @@ class BlockPool:
             self._reference_counts[block] += 1
 
     def allocate(self, count: int, prompt: PromptKey, first_index: int) -> list[int]:
-        """Allocate `count` blocks for the prompt's blocks from `first_index` on. The caller checks
-        `can_allocate` first.
+        """Allocate `count` blocks for the prompt's blocks from `first_index` on.
+
+        The caller checks `can_allocate` first.
         """
         uncached = min(count, len(self._free_uncached))
         allocated = [self._free_uncached.popleft() for _ in range(uncached)]
@@ -85,8 +87,9 @@ class BlockPool:
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block. A prompt's last blocks are reused first; its first ones may be a
-        shared prefix.
+        """Drop one reference of each block.
+
+        A prompt's last blocks are reused first; its first ones may be a shared prefix.
         """
         for block in reversed(blocks):
             self._reference_counts[block] -= 1

@@ -168,8 +168,9 @@ class Engine:
         return self._lease_s / HEARTBEATS_PER_LEASE
 
     def take_kv_fetches(self) -> list[KvFetch]:
-        """Return the KV fetches to start since the last call. Call it after every `start_step`, also if that
-        returned None.
+        """Return the KV fetches to start since the last call.
+
+        Call it after every `start_step`, also if that returned None.
         """
         fetches, self._fetches = self._fetches, []
         return fetches
@@ -205,15 +206,17 @@ class Engine:
     # KV transfer, on the prefill instance
 
     def extend_lease(self, request_id: str, now_s: float) -> bool:
-        """Handle a heartbeat: extend the lease to at least 2/3 lease_s from now. False if there is no such
-        lease.
+        """Handle a heartbeat: extend the lease to at least 2/3 lease_s from now.
+
+        False if there is no such lease.
         """
         self.expire_leases(now_s)
         return self._leases.extend(request_id, now_s)
 
     def release_lease(self, request_id: str, now_s: float) -> bool:
-        """Free the blocks of a lease, read by the decode instance or not. False if there is no lease, which
-        is counted.
+        """Free the blocks of a lease, read by the decode instance or not.
+
+        False if there is no lease, which is counted.
         """
         self.expire_leases(now_s)
         blocks = self._leases.end(request_id)
@@ -337,8 +340,9 @@ class Engine:
         return True
 
     def _count_prefix_hits(self, run: RequestRun) -> None:
-        """Count the cache hits of a first admission. A request computed again after a preemption is not
-        counted again.
+        """Count the cache hits of a first admission.
+
+        A request computed again after a preemption is not counted again.
         """
         if run.first_token_s is None:
             run.cached_tokens, run.external_tokens = run.computed_tokens, 0
@@ -348,8 +352,9 @@ class Engine:
             self.stats.external_queries += run.request.prompt_tokens - run.computed_tokens
 
     def _schedule(self, run: RequestRun, budget: int, now_s: float) -> int:
-        """Add the request to the running set; returns the budget used. With one token left to compute it
-        decodes at once.
+        """Add the request to the running set; returns the budget used.
+
+        With one token left to compute it decodes at once.
         """
         if run.scheduled_s is None:
             run.scheduled_s = now_s

@@ -20,8 +20,9 @@ class LinkReservation:
 
 @dataclass(slots=True)
 class LinkEnd:
-    """One direction of one engine's network link. Transfers run one after another, in order of
-    reservation.
+    """One direction of one engine's network link.
+
+    Transfers run one after another, in order of reservation.
     """
 
     busy_until_s: float = 0.0

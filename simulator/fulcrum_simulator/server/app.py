@@ -159,8 +159,9 @@ class EngineApp:
         return web.Response(body=body, content_type="application/json")
 
     async def _respond_streamed(self, request: web.Request, call: _GenerateCall) -> web.StreamResponse:
-        """Stream a response. The step loop writes the tokens to the transport; this handler writes the
-        end.
+        """Stream a response.
+
+        The step loop writes the tokens to the transport; this handler writes the end.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()

@@ -25,8 +25,9 @@ def parse_kv_transfer_params(params: Mapping[str, Any] | None) -> KvTransfer:
 
 
 def _parse_import(params: Mapping[str, Any]) -> KvImportRequest:
-    """Parse the parameters of a decode leg. Without all four source fields the real engine never starts the
-    pull.
+    """Parse the parameters of a decode leg.
+
+    Without all four source fields the real engine never starts the pull.
     """
     complete = all(field in params for field in _SOURCE_FIELDS)
     return KvImportRequest(

@@ -1,9 +1,9 @@
-"""Prometheus metric families rendered without a client library: line prefixes are built once, a scrape
-formats numbers only.
+"""Prometheus metric families, rendered without a client library.
 
-Eight engine servers share two cores, and each is scraped every second. Rendering through objects per sample
-costs several milliseconds per scrape, which delays steps; this costs a fraction of one. The layout is that of
-prometheus_client (sorted labels, `_created` as a separate gauge family), because vLLM uses it.
+Line prefixes are built once, and a scrape formats numbers only. Eight engine servers share two cores, and
+each is scraped every second: rendering through objects per sample costs several milliseconds per scrape,
+which delays steps; this costs a fraction of one. The layout is that of prometheus_client (sorted labels,
+`_created` as a separate gauge family), because vLLM uses it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

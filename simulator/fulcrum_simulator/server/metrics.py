@@ -134,8 +134,9 @@ class EngineMetrics:
         return "".join([family.render() for family in self._families]).encode()
 
     def flush_samples(self, stats: EngineStats) -> None:
-        """Move the samples of `stats` into the histograms. Called regularly, so that the samples do not pile
-        up.
+        """Move the samples of `stats` into the histograms.
+
+        Called regularly, so that the samples do not pile up.
         """
         samples = stats.take_samples()
         for name, values in (

@@ -11,8 +11,9 @@ from fulcrum_core.profiles import EngineProfile, load_profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Validated options. A port of 0 lets the system choose a free one; `seed` 0 means steps without
-    jitter.
+    """Validated options.
+
+    A port of 0 lets the system choose a free one; `seed` 0 means steps without jitter.
     """
 
     name: str

@@ -144,8 +144,9 @@ class SideChannelPuller:
         return tuple(map(bytes.fromhex, digests))
 
     async def _notify_pulled(self, peer: _Peer, source: KvImportRequest) -> None:
-        """Release the blocks of the prefill instance. A failure is counted and otherwise ignored: the lease
-        will expire.
+        """Release the blocks of the prefill instance.
+
+        A failure is counted and otherwise ignored: the lease will expire.
         """
         try:
             await peer.request(release=source.request_id)

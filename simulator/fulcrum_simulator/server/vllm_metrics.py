@@ -19,8 +19,9 @@ class MetricType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MetricFamilySpec:
-    """One metric family. A counter's name comes without `_total`; `label` distinguishes the family's
-    series.
+    """One metric family.
+
+    A counter's name comes without `_total`; `label` distinguishes the family's series.
     """
 
     type: MetricType

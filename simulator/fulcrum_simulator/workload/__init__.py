@@ -1,5 +1,6 @@
-"""Workloads: recorded and generated request arrivals, and transforms of arrival times. Sends nothing; see
-`client`.
+"""Workloads: recorded and generated request arrivals, and transforms of arrival times.
+
+Sends nothing; see `client`.
 """
 
 from fulcrum_simulator.workload.generated import (

@@ -52,8 +52,9 @@ class LengthDistribution:
 
 @dataclass(frozen=True, slots=True)
 class TrafficMix:
-    """A kind of traffic. Input and output lengths are drawn independently (their recorded correlation is near
-    0).
+    """A kind of traffic.
+
+    Input and output lengths are drawn independently (their recorded correlation is near 0).
     """
 
     name: str
@@ -86,8 +87,9 @@ DECODE_HEAVY = TrafficMix(
 
 @dataclass(frozen=True, slots=True)
 class WorkloadPhase:
-    """A span of time with one mean rate and one mix. `gap_cv`: standard deviation over mean of the gaps
-    between arrivals.
+    """A span of time with one mean rate and one mix.
+
+    `gap_cv`: standard deviation over mean of the gaps between arrivals.
     """
 
     name: str

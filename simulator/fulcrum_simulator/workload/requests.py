@@ -1,5 +1,6 @@
-"""The requests of a workload: arrival time and lengths. The sender writes a prompt of that length
-(`client.prompts`).
+"""The requests of a workload: arrival time and lengths.
+
+The sender writes a prompt of that length (`client.prompts`).
 """
 
 from collections.abc import Iterable, Iterator

@@ -67,7 +67,7 @@ class TestResponses:
         ]
         assert done == "[DONE]"
 
-    async def test_a_chat_answer_and_the_parameters_of_its_prefill_leg_carry_the_callers_id(
+    async def test_a_chat_response_and_the_parameters_of_its_prefill_leg_have_the_id_of_the_client(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         messages = [{"role": "user", "content": "hello"}]

@@ -40,7 +40,7 @@ class TestDeath:
         assert (await client.post(d, "/v1/completions", body))[0] == 500
         assert await wait_for_exit(d) == 0
 
-    async def test_parameters_without_a_request_id_hang_until_the_client_leaves_which_kills_the_engine(
+    async def test_parameters_without_a_request_id_hang_until_the_client_disconnects_which_kills_the_engine(
         self, client: Client, start: Start
     ) -> None:
         p, d = start(), start()
@@ -98,7 +98,7 @@ class TestDeath:
 
 
 class TestClientDisconnects:
-    async def test_a_stream_whose_client_left_frees_its_blocks(
+    async def test_a_stream_whose_client_disconnected_frees_its_blocks(
         self, client: Client, pair: tuple[Server, Server]
     ) -> None:
         server, _ = pair
@@ -199,7 +199,7 @@ class TestShutdown:
         assert (await hanging)[0] == 500
         assert await wait_for_exit(d) == 0
 
-    async def test_a_drain_that_takes_too_long_never_answers_and_ends_when_the_client_leaves(
+    async def test_a_drain_that_times_out_sends_no_response_and_ends_when_the_client_disconnects(
         self, client: Client, start: Start
     ) -> None:
         server = start("--shutdown-timeout", "0.2")

@@ -301,7 +301,7 @@ async def test_an_unavailable_router_holds_every_decision(setup: AutoscalerSetup
     assert [d.reason for d in (ticked, requested)] == ["cannot decide: the router did not respond"] * 2
 
 
-async def test_missing_objects_hold_and_are_named(setup: AutoscalerSetup) -> None:
+async def test_a_hold_decision_names_the_missing_object(setup: AutoscalerSetup) -> None:
     assert (await setup.autoscaler.tick()).reason == "cannot decide: the store has no PDService"
     await setup.create_objects()
     setup.objects.the_assignment = None
@@ -371,7 +371,9 @@ async def test_instances_of_a_fixed_pool_are_not_flipped_by_the_loop(setup: Auto
     assert "belongs to a pool that only serves Prefill" in decision.reason
 
 
-async def test_a_flip_answers_all_requests_made_before_it_was_acknowledged(setup: AutoscalerSetup) -> None:
+async def test_a_flip_satisfies_all_flip_requests_sent_before_its_acknowledgement(
+    setup: AutoscalerSetup,
+) -> None:
     await setup.create_objects()
     setup.router.instances = (prefill("chat-0", 2.0), decode("chat-1", 0.01), decode("chat-2", 0.01))
     roles = {"spec": {"roles": {"chat-1": {"role": "Decode"}}}}

@@ -112,7 +112,7 @@ def test_a_chat_without_a_limit_may_fill_the_model() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
-def test_token_ids_count_as_many_tokens_as_there_are(prompt: list[Any]) -> None:
+def test_a_prompt_of_token_ids_has_one_token_per_id(prompt: list[Any]) -> None:
     assert parse({"prompt": prompt}).prompt_tokens == 3
 
 

@@ -140,7 +140,7 @@ async def test_lost_time_beyond_the_bound_is_skipped(clock: LateClock) -> None:
     assert itl_s[-2] < 0.05
 
 
-async def test_a_request_that_arrives_during_a_step_joins_the_one_after(clock: LateClock) -> None:
+async def test_a_request_that_arrives_during_a_step_joins_the_next_step(clock: LateClock) -> None:
     runner, first, second = new_runner(clock), RecordingSink(), RecordingSink()
     runner.submit(request("a", arrival_s=0.0, prompt_tokens=400, tokens=1), first)
     await advance(0.05)
