@@ -15,6 +15,7 @@ from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, PDServiceStatus
 from fulcrum_core.errors import AlreadyExists, Conflict, NotFound
 from fulcrum_core.ports import EventType
+from tests.clocks import ManualClock
 
 T = TypeVar("T")
 
@@ -22,16 +23,6 @@ NAMESPACE = "default"
 
 names = st.sampled_from(["a", "b", "c"])
 numbers = st.integers(1, 3)
-
-
-class StoppedClock:
-    """A clock that always shows 0."""
-
-    def now_s(self) -> float:
-        return 0.0
-
-    def monotonic_s(self) -> float:
-        return 0.0
 
 
 def run_without_waiting(call: Coroutine[Any, Any, T]) -> T:
@@ -49,7 +40,7 @@ class StoreAgainstDictionary(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = MemoryStore(StoppedClock(), history=10_000)
+        self.store = MemoryStore(ManualClock(), history=10_000)
         self.model: dict[str, tuple[int, int]] = {}
         self.versions: dict[str, str] = {}
         self.last_version = 0

@@ -36,10 +36,11 @@ from fulcrum_operator.engines import simulated
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_simulator.engine import OutputToken
 from fulcrum_simulator.workload import WorkloadRequest
+from tests.clocks import LoopClock
 from tests.simulation.engines import EngineProcess, Network, SimulatedRuntime
 from tests.simulation.history import History
 from tests.simulation.routing import SimulatedRequest, SimulatedRouter
-from tests.simulation.virtual_time import EPOCH_S, VirtualClock, run_on_virtual_time
+from tests.simulation.virtual_time import EPOCH_S, run_on_virtual_time
 from tests.waiting import advance, run_pending_tasks
 
 SERVICE_NAME = "chat"
@@ -180,7 +181,7 @@ class _Simulation:
         self._scenario = scenario
         self._profile = load_profile(scenario.spec.get("engine", {}).get("profile", "laptop"))
         self._rng = random.Random(scenario.seed)
-        self._clock = VirtualClock()
+        self._clock = LoopClock(EPOCH_S)
 
     async def run(self) -> SimulationResult:
         self._build()

@@ -48,16 +48,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jumping_selector.now_s
 
 
-class VirtualClock:
-    """The `fulcrum_core.ports.Clock` of the running virtual loop."""
-
-    def now_s(self) -> float:
-        return EPOCH_S + asyncio.get_running_loop().time()
-
-    def monotonic_s(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
 def run_on_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end on a new virtual loop."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -21,31 +21,9 @@ from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.ports import Clock, R
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import Actor, Role
+from tests.clocks import LoopClock, ManualClock
 from tests.unit.autoscaler.builders import NOW_S, decode, make_flip_request, make_router_state, prefill
 from tests.waiting import advance
-
-
-class ManualClock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.time_s = NOW_S
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def monotonic_s(self) -> float:
-        return self.time_s
-
-
-class LoopClock:
-    """The event loop's virtual time, moved by `advance`."""
-
-    def now_s(self) -> float:
-        return NOW_S + asyncio.get_running_loop().time()
-
-    def monotonic_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 class ScriptedRouter:
@@ -206,7 +184,7 @@ def _instance(name: str, phase: str) -> PDInstance:
 
 @pytest.fixture
 def clock() -> ManualClock:
-    return ManualClock()
+    return ManualClock(NOW_S)
 
 
 @pytest.fixture
@@ -326,9 +304,9 @@ async def test_a_restart_keeps_the_cooldown(setup: AutoscalerSetup, clock: Manua
     await setup.store.patch(PDAssignment, "chat", patch, namespace="default")
     await setup.add_instance("chat-3")
     await setup.refresh_assignment()
-    clock.time_s += 9
+    clock.at_s += 9
     assert (await setup.make_autoscaler().tick()).action is Action.REFUSE
-    clock.time_s += 1
+    clock.at_s += 1
     assert (await setup.make_autoscaler().tick()).action is Action.FLIP
 
 
@@ -412,7 +390,7 @@ async def test_hold_decisions_never_push_the_last_flip_out_of_the_history() -> N
 
 @pytest.mark.looptime
 async def test_ticks_follow_the_interval_and_flip_requests_are_handled_at_once() -> None:
-    setup = AutoscalerSetup(LoopClock())
+    setup = AutoscalerSetup(LoopClock(NOW_S))
     await setup.create_objects(arrow={"consecutiveTicks": 3, "interval": "1s"})
     running = asyncio.create_task(setup.autoscaler.run())
     await advance(1.99)
@@ -433,7 +411,7 @@ async def test_ticks_follow_the_interval_and_flip_requests_are_handled_at_once()
 
 @pytest.mark.looptime
 async def test_polling_resumes_at_the_sequence_number_of_a_recovered_router() -> None:
-    setup = AutoscalerSetup(LoopClock())
+    setup = AutoscalerSetup(LoopClock(NOW_S))
     await setup.create_objects()
     instances, setup.router.instances = setup.router.instances, None
     running = asyncio.create_task(setup.autoscaler.run())

@@ -13,24 +13,17 @@ from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, Resource
 from fulcrum_core.errors import Gone, InvalidInput, StoreUnavailable
 from fulcrum_core.ports import Listing, WatchEvent
+from tests.clocks import ManualClock
 
 R = TypeVar("R", bound=Resource)
 Change = tuple[int | None, int | None]
-
-
-class FakeClock:
-    def now_s(self) -> float:
-        return 0.0
-
-    def monotonic_s(self) -> float:
-        return 0.0
 
 
 class FlakyStore(MemoryStore):
     """A memory store that can go away, cut its watches or end them with a fault."""
 
     def __init__(self) -> None:
-        super().__init__(FakeClock(), bookmark_interval_s=0.0)
+        super().__init__(ManualClock(), bookmark_interval_s=0.0)
         self.unavailable = False
         self.fault: Exception | None = None
         """What the next watch ends with at once."""

@@ -10,19 +10,12 @@ import pytest
 
 from fulcrum_cluster.leader_election import LeaderElector, LeaseRecord, LeaseTiming, StepDown
 from fulcrum_core.errors import AlreadyExists, Conflict, NotFound, StoreUnavailable
+from tests.clocks import LoopClock
 
 pytestmark = pytest.mark.looptime(start=0.0)
 
 TIMING = LeaseTiming(lease_duration_s=3.0, renew_interval_s=1.0, retry_interval_s=0.5, renew_deadline_s=2.0)
 SHORT_S = 0.01
-
-
-class LoopClock:
-    def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def monotonic_s(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 @dataclass

@@ -1,24 +1,13 @@
 """What the memory store does beyond the contract of every adapter (`tests/integration/cluster`)."""
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
 from fulcrum_cluster.memory_store import MemoryStore, build_applied_document
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, ServiceSloSpec
 from fulcrum_core.errors import Gone, InvalidInput
-
-
-@dataclass
-class FakeClock:
-    at_s: float = 0.0
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def monotonic_s(self) -> float:
-        return self.at_s
+from tests.clocks import ManualClock
 
 
 def tier(name: str = "gold", priority: int = 0) -> QoSTier:
@@ -26,7 +15,7 @@ def tier(name: str = "gold", priority: int = 0) -> QoSTier:
 
 
 async def test_creation_time_and_versions_come_from_the_clock() -> None:
-    store = MemoryStore(FakeClock(1767225600.25), new_uid=lambda: "uid-1")
+    store = MemoryStore(ManualClock(1767225600.25), new_uid=lambda: "uid-1")
     created = await store.create(tier())
     assert created.metadata == ObjectMeta(
         name="gold",
@@ -38,14 +27,14 @@ async def test_creation_time_and_versions_come_from_the_clock() -> None:
 
 
 async def test_get_and_list_return_the_same_instance() -> None:
-    store = MemoryStore(FakeClock())
+    store = MemoryStore(ManualClock())
     created = await store.create(tier())
     assert await store.get(QoSTier, "gold", namespace="default") is created
     assert (await store.list(QoSTier, namespace="default")).items[0] is created
 
 
 async def test_version_of_an_earlier_store_is_gone() -> None:
-    clock = FakeClock(1000.0)
+    clock = ManualClock(1000.0)
     old = MemoryStore(clock)
     await old.create(tier())
     since = (await old.list(QoSTier, namespace="default")).resource_version
@@ -58,13 +47,13 @@ async def test_version_of_an_earlier_store_is_gone() -> None:
 
 @pytest.mark.parametrize("since", ["", "-1", "soon", "999999"])
 async def test_invalid_or_future_version_is_gone(since: str) -> None:
-    store = MemoryStore(FakeClock(1.0))
+    store = MemoryStore(ManualClock(1.0))
     with pytest.raises(Gone):
         await anext(store.watch(QoSTier, namespace="default", since=since))
 
 
 async def test_watch_behind_the_history_is_gone() -> None:
-    store = MemoryStore(FakeClock(), history=4)
+    store = MemoryStore(ManualClock(), history=4)
     await store.create(tier())
     events = store.watch(QoSTier, namespace="default", since="0")
     await anext(events)
@@ -75,7 +64,7 @@ async def test_watch_behind_the_history_is_gone() -> None:
 
 
 async def test_a_waiting_watch_is_woken_by_a_write() -> None:
-    store = MemoryStore(FakeClock())
+    store = MemoryStore(ManualClock())
     waiting = asyncio.ensure_future(anext(store.watch(QoSTier, namespace="default", since="0")))
     await asyncio.sleep(0)
     created = await store.create(tier())
@@ -84,7 +73,7 @@ async def test_a_waiting_watch_is_woken_by_a_write() -> None:
 
 async def test_durations_are_rounded_as_on_the_wire() -> None:
     """In memory as on the wire: what a store hands out does not depend on the adapter."""
-    store = MemoryStore(FakeClock())
+    store = MemoryStore(ManualClock())
     spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=0.1234567891, tpot=0.05))
     created = await store.create(PDService(metadata=ObjectMeta(name="chat"), spec=spec))
     assert created == PDService.model_validate(created.dump())
@@ -93,7 +82,7 @@ async def test_durations_are_rounded_as_on_the_wire() -> None:
 async def test_create_validates_an_object_built_without_validation() -> None:
     broken = tier().replace(spec=QoSTierSpec.model_construct(priority=10**6))
     with pytest.raises(InvalidInput, match=r"spec\.priority"):
-        await MemoryStore(FakeClock()).create(broken)
+        await MemoryStore(ManualClock()).create(broken)
 
 
 def test_applied_document_holds_only_fields_that_were_set() -> None:

@@ -13,6 +13,7 @@ from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.controller.events import Event, EventRecorder, derive_events, event_name, scaled
 from fulcrum_operator.plan import Observed, Plan
+from tests.clocks import ManualClock
 from tests.unit.operator.builders import (
     NOW_S,
     STARTING,
@@ -288,7 +289,7 @@ class FakeEvents:
 
 class World:
     def __init__(self) -> None:
-        self.objects, self.clock, self.is_leader = FakeEvents(), FakeClock(), True
+        self.objects, self.clock, self.is_leader = FakeEvents(), ManualClock(NOW_S), True
         self.recorder = self.make_recorder()
 
     def make_recorder(self) -> EventRecorder:

@@ -18,6 +18,7 @@ from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.controller.reconcile import RECHECK_S, ReconcileContext, ServiceKey, reconcile
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from tests.clocks import ManualClock
 from tests.unit.operator.builders import (
     ENGINE_FACTS,
     EXITED,
@@ -91,7 +92,7 @@ class FakeRouter:
 class World:
     """The service `chat`, its store, engines, router and clock."""
 
-    clock: FakeClock
+    clock: ManualClock
     store: MemoryStore
     engines: FakeRuntime
     router: FakeRouter
@@ -145,7 +146,7 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    clock, engines, router = FakeClock(), FakeRuntime(), FakeRouter()
+    clock, engines, router = ManualClock(NOW_S), FakeRuntime(), FakeRouter()
     store = MemoryStore(clock)
     context = ReconcileContext(
         store=store,

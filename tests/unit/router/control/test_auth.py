@@ -18,23 +18,13 @@ from fulcrum_router.control.auth import (
     SharedTokenAuthenticator,
     Unauthorized,
 )
+from tests.clocks import ManualClock
 
 ISSUER = "https://kubernetes.default.svc"
 OPERATOR = "system:serviceaccount:fulcrum:operator"
 NOW_S = 1_800_000_000.0
 RSA = {name: rsa.generate_private_key(public_exponent=65537, key_size=2048) for name in ("one", "two")}
 EC = ec.generate_private_key(ec.SECP256R1())
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.at_s = NOW_S
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def monotonic_s(self) -> float:
-        return self.at_s
 
 
 class FakeApiServer:
@@ -75,7 +65,7 @@ def token(key: str = "one", *, kid: str | None = None, algorithm: str = "RS256",
     return jwt.encode(kept, signing, algorithm=algorithm, headers={"kid": kid or key})
 
 
-def make_authenticator(server: FakeApiServer, clock: FakeClock) -> ServiceAccountAuthenticator:
+def make_authenticator(server: FakeApiServer, clock: ManualClock) -> ServiceAccountAuthenticator:
     return ServiceAccountAuthenticator(server.get_raw, [OPERATOR], clock=clock)
 
 
@@ -90,7 +80,7 @@ async def try_authenticate(authenticator: ServiceAccountAuthenticator, given: st
 
 async def test_a_valid_token_is_accepted_and_keys_are_read_once() -> None:
     server = FakeApiServer("one", "ec")
-    authenticator = make_authenticator(server, FakeClock())
+    authenticator = make_authenticator(server, ManualClock(NOW_S))
     given = [token(), token("ec", algorithm="ES256"), token()]
     assert [await try_authenticate(authenticator, one) for one in given] == ["accepted"] * 3
     assert server.key_reads == 1
@@ -134,11 +124,13 @@ async def test_a_valid_token_is_accepted_and_keys_are_read_once() -> None:
     ],
 )
 async def test_an_invalid_token_is_refused_with_its_reason(given: str, reason: str) -> None:
-    assert reason in await try_authenticate(make_authenticator(FakeApiServer("one"), FakeClock()), given)
+    assert reason in await try_authenticate(
+        make_authenticator(FakeApiServer("one"), ManualClock(NOW_S)), given
+    )
 
 
 async def test_known_keys_stay_valid_during_an_api_server_outage() -> None:
-    server, clock = FakeApiServer("one"), FakeClock()
+    server, clock = FakeApiServer("one"), ManualClock(NOW_S)
     authenticator = make_authenticator(server, clock)
     await authenticator.refresh_keys()
     server.unavailable = True
@@ -149,7 +141,7 @@ async def test_known_keys_stay_valid_during_an_api_server_outage() -> None:
 
 
 async def test_a_new_key_is_found_and_unknown_keys_cause_at_most_one_read_per_interval() -> None:
-    server, clock = FakeApiServer("one"), FakeClock()
+    server, clock = FakeApiServer("one"), ManualClock(NOW_S)
     authenticator = make_authenticator(server, clock)
     assert await try_authenticate(authenticator, token()) == "accepted"
     server.names = ("two",)

@@ -15,6 +15,7 @@ from fulcrum_router.control.failover import (
     RouterEndpoint,
 )
 from fulcrum_router.router import Router
+from tests.clocks import LoopClock
 from tests.unit.router.fake_object_api import FakeObjectApi
 from tests.waiting import advance, wait_until
 
@@ -29,14 +30,6 @@ HANDOVER_S = 1.2
 
 def loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-class LoopClock:
-    def now_s(self) -> float:
-        return loop_time()
-
-    def monotonic_s(self) -> float:
-        return loop_time()
 
 
 class RouterGroup:
