@@ -45,7 +45,8 @@ def test_an_error_is_one_line_and_exit_code_2() -> None:
 def test_a_child_ends_with_a_parent_that_was_killed() -> None:
     """The child keeps the pipe open, so the end of the pipe is the end of the child."""
     child = f"{HEAD}die_with_parent()\nannounce_ready(pid=os.getpid())\nsignal.pause()"
-    parent = "import signal, subprocess, sys\nsubprocess.Popen([sys.executable, '-c', sys.argv[1]])\nsignal.pause()"
+    start = "subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    parent = f"import signal, subprocess, sys\n{start}\nsignal.pause()"
     with subprocess.Popen(
         [sys.executable, "-c", parent, child], stdout=subprocess.PIPE, text=True
     ) as process:

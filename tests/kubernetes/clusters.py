@@ -1,4 +1,4 @@
-"""What the Kubernetes levels share: a cluster or why there is none, our kinds, a namespace for one test."""
+"""Starts test clusters with the CRDs, or skips with the reason; creates namespaces for single tests."""
 
 import contextlib
 import json
@@ -18,9 +18,9 @@ from tools.kubernetes.waiting import wait_for
 CRDS = ROOT / "crds"
 
 START_DURATIONS_S: dict[str, float] = {}
-"""How long what was started in this run took."""
+"""Seconds that starting a cluster or loading an image took in this run, by what it was."""
 
-# Who did what, without the cluster's own parts: what a test of rights or of write rates reads.
+# Requests of everything except Kubernetes itself, for tests of permissions and of write rates.
 AUDIT_POLICY = """
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -30,7 +30,7 @@ rules:
   users: ["system:apiserver", "system:kube-controller-manager", "system:kube-scheduler", "system:kube-proxy"]
 - level: None
   userGroups: ["system:nodes", "system:serviceaccounts:kube-system"]
-- level: None # tests look all the time
+- level: None # tests poll
   users: ["admin"]
   verbs: ["get", "list", "watch"]
 - level: Metadata
@@ -45,7 +45,7 @@ def start_test_cluster(
     api_server: Mapping[str, str] | None = None,
     crds: bool = True,
 ) -> Cluster:
-    """A running cluster, by default with our kinds."""
+    """Start a cluster with `nodes` nodes, the images in `archives` and, by default, the CRDs."""
     cluster = Cluster(folder, api_server=api_server, audit=AUDIT_POLICY)
     try:
         begin = time.monotonic()
@@ -64,11 +64,11 @@ def start_test_cluster(
 
 
 def require_kubernetes() -> None:
-    """Skips where no cluster can run and says why; with KUBERNETES_TESTS=required it fails instead."""
+    """Skip with the reason if no cluster can run here; fail if KUBERNETES_TESTS=required."""
     try:
         check_machine()
-        if not locate_program().exists():  # minutes, which no test's own timeout allows for
-            raise ClusterUnavailable("its program is not built yet; make kubernetes builds it")
+        if not locate_program().exists():  # building takes minutes, longer than a test's time-out
+            raise ClusterUnavailable("its program is not built yet; `make test-kubernetes` builds it")
     except ClusterUnavailable as reason:
         if os.environ.get("KUBERNETES_TESTS") == "required":
             raise
@@ -76,19 +76,23 @@ def require_kubernetes() -> None:
 
 
 def apply_crds(cluster: Cluster) -> None:
-    """Our kinds as they lie in `crds/`, and the moment they are served."""
+    """Apply the CRDs in `crds/` and wait until the API server serves them."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CRDS))
     _wait_for_crds(cluster)
 
 
 def _wait_for_crds(cluster: Cluster) -> None:
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
-    wait_for(lambda: b"pdservices" in cluster.get("/apis/fulcrum.dev/v1alpha1")[1], "our kinds", timeout_s=30)
+    wait_for(
+        lambda: b"pdservices" in cluster.get("/apis/fulcrum.dev/v1alpha1")[1],
+        "the CRDs to be served",
+        timeout_s=30,
+    )
 
 
 @contextlib.contextmanager
 def temporary_namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace that pods may start in at once, deleted with all that is in it."""
+    """Create a namespace in which pods can start at once; delete it with its contents afterwards."""
     name = f"t-{secrets.token_hex(4)}"
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
     status, response = cluster.request("POST", "/api/v1/namespaces", json.dumps(body).encode())
@@ -102,7 +106,7 @@ def temporary_namespace(cluster: Cluster) -> Iterator[str]:
 
 
 def enforce_restricted_pod_security(cluster: Cluster, namespace: str) -> None:
-    """From now on the namespace takes no pod that is not restricted."""
+    """Make the API server refuse pods in this namespace that violate the restricted Pod Security Standard."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{namespace}"
     body = json.dumps(label).encode()

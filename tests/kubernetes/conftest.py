@@ -1,4 +1,4 @@
-"""Levels 3 and 4: real clusters, one of each for the whole run."""
+"""Fixtures of levels 3 and 4: one control plane and one cluster with nodes for the whole run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,9 +16,9 @@ StartCluster = Callable[..., Cluster]
 
 @pytest.fixture(scope="session")
 def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCluster]:
-    """Starts a cluster of a test's own: `start_cluster(nodes, archives=…, api_server={flag: value})`.
+    """`start_cluster(nodes, archives=…, api_server={flag: value})` starts another cluster for one test.
 
-    All are stopped at the end of the run, and may be stopped before. Their folders, with logs, are kept.
+    A test may stop its cluster; the end of the run stops all of them. Their folders, with logs, are kept.
     """
     require_kubernetes()
     running: list[Cluster] = []
@@ -37,13 +37,13 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartClu
 
 @pytest.fixture(scope="session")
 def control_plane(start_cluster: StartCluster) -> Cluster:
-    """Level 3: etcd, API server, controller-manager and scheduler with our kinds, and no nodes."""
+    """Level 3: etcd, API server, controller manager and scheduler with the CRDs, without nodes."""
     return start_cluster(0)
 
 
 @pytest.fixture(scope="session")
 def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
-    """The product's image under two tags: what is installed, and what is rolled out after it."""
+    """Fulcrum's image under two tags: one to install, one to upgrade to."""
     require_kubernetes()
     folder = tmp_path_factory.mktemp("images")
     return tuple(build_image(folder / f"fulcrum-{tag}.tar", f"localhost/fulcrum:{tag}") for tag in (1, 2))
@@ -51,9 +51,9 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
 
 @pytest.fixture(scope="session")
 def cluster(start_cluster: StartCluster, archives: tuple[Path, ...]) -> Cluster:
-    """Level 4: nodes n1, n2 and n3 with the product's images; the chart brings our kinds.
+    """Level 4: nodes n1, n2 and n3 with Fulcrum's images; the chart installs the CRDs.
 
-    KUBERNETES_TESTS_CLUSTER names the folder of a cluster that is up and stays up, for work on a scenario.
+    To work on a scenario, name the folder of a running cluster in KUBERNETES_TESTS_CLUSTER: it stays up.
     """
     if folder := os.environ.get("KUBERNETES_TESTS_CLUSTER"):
         return Cluster(Path(folder))

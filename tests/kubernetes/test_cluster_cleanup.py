@@ -1,4 +1,4 @@
-"""A run that starts a node leaves nothing of it on the machine, however the run ends."""
+"""A test run that starts a node leaves no process, mount or cgroup, however the run ends."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ def test_with_a_node(start_cluster):
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.usefixtures("control_plane")  # where no cluster can run there is nothing to see here, either
+@pytest.mark.usefixtures("control_plane")  # skips where no cluster can run
 @pytest.mark.parametrize("ending", ["passed", "failed", "interrupted"])
 def test_a_run_with_a_node_leaves_no_process_mount_or_cgroup(tmp_path: Path, ending: str) -> None:
     before = _snapshot_machine()
@@ -54,7 +54,7 @@ def _expected_exit_code(ending: str) -> int:
 
 @contextlib.contextmanager
 def _start_test_run(tmp_path: Path, ending: str) -> Iterator[subprocess.Popen[str]]:
-    """A run of its own, over when the block is."""
+    """Run pytest in a process of its own; kill it at the end of the block."""
     report, test = tmp_path / "report", tmp_path / "test_run.py"
     test.write_text(TEST_SOURCE.format(report=str(report), ending=ending))
     options = [
@@ -78,7 +78,7 @@ def _start_test_run(tmp_path: Path, ending: str) -> Iterator[subprocess.Popen[st
 
 
 def _read_cluster(run: subprocess.Popen[str], report: Path) -> tuple[Path, int]:
-    """The folder of the run's cluster, once that is up, and its first process; 0: it is gone again."""
+    """Wait for the run's cluster; return its folder and the id of its first process, 0 if it has ended."""
     wait_for(lambda: run.poll() is not None or bool(report.read_text()), "the run's cluster", timeout_s=100)
     folder = Path(report.read_text())
     state = folder / "state.json"
@@ -86,12 +86,12 @@ def _read_cluster(run: subprocess.Popen[str], report: Path) -> tuple[Path, int]:
 
 
 def _restore_interrupts() -> None:
-    """A shell that starts us in the background has interrupts ignored, by us and by what we start."""
+    """Restore SIGINT: a shell starts background jobs with it ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _snapshot_machine() -> dict[str, object]:
-    """What every process of the machine shares and a cluster could spoil."""
+    """Return the machine's mounts, interfaces, kernel settings and folders that a cluster could change."""
     settings = [*KERNEL_SETTINGS, "net-ipv4-ip_forward", "net-netfilter-nf_conntrack_max"]
     places = {name: Path("/proc/sys", *name.split("-")) for name in settings}
     links = json.loads(subprocess.run(["ip", "-json", "link"], capture_output=True, check=True).stdout)
@@ -104,13 +104,13 @@ def _snapshot_machine() -> dict[str, object]:
 
 
 def _find_processes(folder: Path, hub: int) -> list[str]:
-    """Processes that name the cluster's folder, and its first one."""
+    """Return the command lines that name the cluster's folder, and that of its first process."""
     found = []
     for process in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
         try:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
         if str(folder) in command or (int(process.name) == hub and "namespace_init.py" in command):
             found.append(command)
     return found

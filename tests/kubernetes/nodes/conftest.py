@@ -1,7 +1,7 @@
-"""Level 4: the product installed on three nodes, one service on it, and a steady load on that service.
+"""Fixtures of level 4: Fulcrum installed on three nodes, one service, and a constant load on the service.
 
-All scenarios share cluster and service: to start them anew for each would take longer than the scenarios.
-A scenario leaves the service as it found it: whole, with the spec it was installed with but for the image.
+All scenarios share cluster and service, because starting them takes longer than a scenario. A scenario leaves
+the service ready and with its original spec, except for the image.
 """
 
 from collections.abc import Generator, Iterator
@@ -16,27 +16,27 @@ from tests.kubernetes.nodes.load import Load, run_load
 from tests.kubernetes.nodes.service import MANIFEST, DeployedService
 from tools.kubernetes.cluster import Cluster
 
-# Scenarios that take parts of the cluster away come after those that need all of it, and deletion is the end.
+# Scenarios that break parts of the cluster come after those that need all of it; deletion comes last.
 MODULE_ORDER = (
     "test_machine",
     "test_install",
     "test_flips",
     "test_scale",
-    "test_rollout",  # for half a minute new routers hold nobody for drained: their predecessors' leases run
+    "test_rollout",  # for 30 s new routers report no instance as drained: leases of old routers may be open
     "test_model_reader",
     "test_real_engines",
     "test_bad_input",
     "test_kills",
     "test_nodes",
-    "test_api_server",  # Kubernetes' own parts may watch in vain for a minute afterwards, and see no cordon
-    "test_permissions",  # by then the log tells of all that a service lives through
+    "test_api_server",  # Kubernetes' scheduler may miss a cordon for a minute afterwards
+    "test_permissions",  # by then the audit log covers the other scenarios
     "test_deletion",
     "test_one_namespace",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scenarios run in the order of `MODULE_ORDER`; the rest stays where it is."""
+    """Order the scenarios by `MODULE_ORDER`; leave other tests in place."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.parent == here]
     places = {name: place for place, name in enumerate(MODULE_ORDER)}
@@ -49,7 +49,7 @@ def pytest_runtest_makereport(
     item: pytest.Item,
     call: pytest.CallInfo[None],  # noqa: ARG001
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A scenario that fails shows what our programs in the cluster said last: soon it is gone."""
+    """Add the last log lines of Fulcrum's pods to the report of a failed scenario, before the pods end."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and cluster is not None:
@@ -69,20 +69,20 @@ def _read_last_log_lines(cluster: Cluster, namespace: str) -> str:
 
 @pytest.fixture
 def namespace(cluster: Cluster) -> Iterator[str]:
-    """A fresh namespace on the three nodes, deleted after the test."""
+    """A new namespace of the cluster, deleted after the test."""
     with temporary_namespace(cluster) as name:
         yield name
 
 
 @pytest.fixture(scope="session")
 def helm(cluster: Cluster) -> Helm:
-    """Helm on the three nodes."""
+    """Helm for the cluster."""
     return Helm(cluster)
 
 
 @pytest.fixture(scope="module")
 def chat(cluster: Cluster, helm: Helm) -> DeployedService:
-    """The manifest applied where the chart is installed: `chat` with four simulated engines, whole."""
+    """The service `chat` with four simulated engines, ready; the chart is installed first if necessary."""
     made = DeployedService(cluster, "default", "chat")
     if not made.exists():
         helm.install(build_values())
@@ -93,7 +93,7 @@ def chat(cluster: Cluster, helm: Helm) -> DeployedService:
 
 @pytest.fixture
 def service(chat: DeployedService) -> DeployedService:
-    """`chat`, mended of what a scenario before left when it failed."""
+    """`chat`, ready and with its original spec even if the scenario before failed."""
     chat.restore_spec()
     chat.wait_until_ready(timeout_s=150)
     return chat
@@ -103,12 +103,12 @@ def service(chat: DeployedService) -> DeployedService:
 def steady_load(
     cluster: Cluster, chat: DeployedService, seed: int, record_measurement: RecordMeasurement
 ) -> Iterator[Load]:
-    """One load for all scenarios of a module: to start it takes seconds."""
+    """One load for all scenarios of a module, because starting it takes seconds."""
     with run_load(cluster, chat, seed, node="n1", report=record_measurement) as running:
         yield running
 
 
 @pytest.fixture
-def load(service: DeployedService, steady_load: Load) -> Load:  # noqa: ARG001 - the service is whole first
-    """A steady load on the service through its address, from node n1."""
+def load(service: DeployedService, steady_load: Load) -> Load:  # noqa: ARG001 - the service is ready first
+    """Constant load on the service's cluster address, from node n1."""
     return steady_load

@@ -1,6 +1,6 @@
-"""One Helm action, read as JSON from standard input: kubeconfig, namespace, action, arguments, options.
+"""Runs one Helm action, read as JSON from standard input: kubeconfig, namespace, action, arguments, options.
 
-A process of its own, because the library brings Go's runtime, whose threads would stay in the tests' process.
+A process of its own, because the library starts Go's runtime, whose threads would stay in the tests' process.
 """
 
 import json
@@ -10,7 +10,7 @@ from helm_python.config import Config
 
 
 def main() -> None:
-    """Prints the release that the action gave, or fails with Helm's own words."""
+    """Print the resulting release as JSON, or exit with Helm's error."""
     request = json.load(sys.stdin)
     with Config(kubeconfig_path=request["kubeconfig"], namespace=request["namespace"]) as config:
         action = getattr(config, request["action"])

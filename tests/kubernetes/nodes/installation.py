@@ -1,4 +1,4 @@
-"""The product as a person installs it: the chart through Helm, a manifest through kubectl."""
+"""Installs Fulcrum as a user does, with Helm."""
 
 import json
 import subprocess
@@ -16,32 +16,32 @@ IMAGE, NEXT_IMAGE = "localhost/fulcrum:1", "localhost/fulcrum:2"
 
 
 def build_values(image: str = IMAGE, **more: Any) -> dict[str, Any]:
-    """What the tests set, and a person need not: where the image is."""
+    """Return chart values with this image."""
     repository, _, tag = image.rpartition(":")
     return {"image": {"repository": repository, "tag": tag}, **more}
 
 
 class Helm:
-    """Helm on one cluster, in the namespace of the release."""
+    """Helm commands for the release in one namespace of a cluster."""
 
     def __init__(self, cluster: Cluster, namespace: str = NAMESPACE) -> None:
         self._cluster, self._namespace = cluster, namespace
 
     def install(self, settings: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
-        """`helm install`; with `wait` until all that it made is ready."""
+        """Run `helm install`; with `wait`, wait until all objects are ready."""
         options = {"create_namespace": True, "timeout": 60} | ({"wait": "watcher"} if wait else {})
         return self._run("install", str(CHART), RELEASE, settings, **options)
 
     def upgrade(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """`helm upgrade`, until all that it changed is ready."""
+        """Run `helm upgrade` and wait until all objects are ready."""
         return self._run("upgrade", str(CHART), RELEASE, settings, timeout=120, wait="watcher")
 
     def uninstall(self) -> dict[str, Any]:
-        """`helm uninstall`, until all of it is gone; harmless where nothing is installed."""
+        """Run `helm uninstall` and wait until all objects are deleted; succeeds if nothing is installed."""
         return self._run("uninstall", RELEASE, timeout=60, wait="watcher", ignore_not_found=True)
 
     def test(self) -> dict[str, Any]:
-        """`helm test`; RuntimeError if the release does not pass it."""
+        """Run `helm test`; RuntimeError if the release fails it."""
         return self._run("test", RELEASE, timeout=60)
 
     def _run(self, action: str, *arguments: Any, **options: Any) -> dict[str, Any]:

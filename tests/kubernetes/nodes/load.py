@@ -1,4 +1,4 @@
-"""Steady load on a service from one node, and what became of it while a scenario did something."""
+"""Constant load on a service from one node; results are grouped by time window."""
 
 import contextlib
 import json
@@ -17,13 +17,13 @@ from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
 
 REQUESTS_PER_S = 50.0
-"""Requests a second that every scenario holds."""
+"""Requests per second in each scenario."""
 LOAD_PROGRAM = "tests.kubernetes.nodes.load_program"
 
 
 @dataclass(slots=True)
 class LoadWindow:
-    """What became of the requests offered while a scenario did one thing; empty until it has ended."""
+    """Results of the requests offered during one step of a scenario; empty until the window has closed."""
 
     name: str
     figures: dict[str, Any] = field(default_factory=dict)
@@ -44,17 +44,17 @@ class LoadWindow:
         return f"{self.name}: {counts} silent={silent} ttft_p99={ttft or -1:.3f}s{why}"
 
     def all_succeeded(self) -> bool:
-        """Every request offered got the right answer, whole."""
+        """Whether each offered request got its whole, right response."""
         return bool(self.figures["ok"] == self.figures["offered"] > 0)
 
     def outage_s(self) -> float:
-        """From the sending of the first request that got no right answer to that of the last."""
+        """Seconds between the first and the last request without a right response; 0 if there is none."""
         offered = [float(failure["offered_s"]) for failure in self.figures["failures"]]
         return max(offered) - min(offered) if offered else 0.0
 
 
 class Load:
-    """The load process on a node; `window` cuts out what a scenario does, and tells what became of it."""
+    """The load process on a node; `window` collects the results of one step of a scenario."""
 
     def __init__(self, node: Machine, *, host: str, model: str, seed: int, report: RecordMeasurement) -> None:
         self._report = report
@@ -78,19 +78,19 @@ class Load:
 
     @contextlib.contextmanager
     def window(self, name: str, *, timeout_s: float = 60.0) -> Iterator[LoadWindow]:
-        """Counts the requests offered within the `with`; the figures are there after it."""
+        """Collect the requests offered while the block runs; the figures are set after the block."""
         key = self._open_window(name)
         window = LoadWindow(name)
         try:
             yield window
         finally:
             self._open_window("between")
-            wait_for(lambda: key in self._windows, f"the answers of {name}", timeout_s=timeout_s)
+            wait_for(lambda: key in self._windows, f"the responses of {name}", timeout_s=timeout_s)
             window.figures = self._windows[key]
             self._report(str(window))
 
     def stop(self) -> None:
-        """Ends the load; what is in flight is waited for."""
+        """End the load and wait for the requests in flight."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -122,12 +122,12 @@ class Load:
 def run_load(
     cluster: Cluster, service: DeployedService, seed: int, *, node: str, report: RecordMeasurement
 ) -> Iterator[Load]:
-    """Steady load on the service from this node, once it is seen to be answered."""
+    """Run a constant load on the service from this node, once the service responds."""
     address = service.address()
     running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, report=report)
     try:
         with running.window("warming up"):
-            wait_for(lambda: service.receive_first_token(node), "an answer", timeout_s=30)
+            wait_for(lambda: service.receive_first_token(node), "a first token", timeout_s=30)
         yield running
     finally:
         running.stop()

@@ -1,9 +1,9 @@
-"""A steady load until told to stop: the process that a scenario talks to over its standard input and output.
+"""Offers constant load and reports each time window as one JSON line; run by `load.Load`.
 
-It runs within a node's network, so that requests take the way a client's take: to the Service's address,
-through kube-proxy, to the router. Its time is cut into windows, one for each thing that a scenario does; a
-window ends when the last request offered in it has ended. Every line it prints is JSON: `{"window": …}` for
-the figures of one that ended, after `window NAME` opened the next.
+The process runs in a node's network, so that requests take a client's route: the Service's address,
+kube-proxy, router. Each line of standard input closes the current window and opens the next, with the line as
+its name. A closed window is reported as `{"window": …}` when its last request has ended. The end of the input
+ends the load.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from fulcrum_simulator.client import LoadGenerator, LoadTarget, OutcomeKind, Req
 from fulcrum_simulator.workload import WorkloadRequest
 
 FINISH_TIMEOUT_S = 15.0
-"""How long a window waits for the last answers; what is left then counts as unfinished."""
+"""Time for the last responses of a window; requests without one then count as unfinished."""
 FAILURES_MAX = 200
-"""Requests without a right answer that are told one by one."""
+"""Most failures that are reported one by one."""
 
 
 def main() -> None:
-    """Offers load until standard input ends."""
+    """Offer load until standard input ends."""
     options = argparse.ArgumentParser()
     options.add_argument("--host", required=True)
     options.add_argument("--port", type=int, default=80)
@@ -69,7 +69,7 @@ async def _open_standard_input() -> asyncio.StreamReader:
 
 
 async def _read_window_name(commands: asyncio.StreamReader) -> str:
-    """The name of the window that shall open now; empty at the end."""
+    """Return the name of the next window; empty at the end of the input."""
     return (await commands.readline()).decode().strip()
 
 
@@ -89,7 +89,7 @@ async def _report_window(name: str, generator: LoadGenerator, start_s: float, ra
 
 
 def _describe(outcome: RequestOutcome, offered_s: float) -> dict[str, Any]:
-    """`offered_s` is of the machine's monotonic clock, which every namespace shares."""
+    """Return one failure as JSON; `offered_s` is on the monotonic clock, common to all namespaces."""
     return {
         "offered_s": offered_s,
         "kind": outcome.kind,

@@ -1,4 +1,4 @@
-"""What a ServiceAccount may do by its roles, and what the API server's audit log says it did."""
+"""Permissions of a ServiceAccount: granted by roles, and used or refused by the API server's audit log."""
 
 import json
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from typing import Any
 from tools.kubernetes.cluster import Cluster
 
 Permission = tuple[str, str, str]
-"""API group, resource with its subresource, verb."""
+"""API group, resource with its subresource, and verb."""
 
 _RBAC = "/apis/rbac.authorization.k8s.io/v1"
 _FORBIDDEN, _CREATED = 403, 201
 _TERMINATING = "because it is being terminated"
-"""A namespace that is being deleted answers a create with 403, too, whatever roles allow."""
+"""Part of the message of a 403 that is due to a deleted namespace and not to missing permissions."""
 
 
 def expand_rules(rules: list[dict[str, Any]]) -> set[Permission]:
-    """Rules, one right at a time; names of single objects are left out."""
+    """Return the permissions in RBAC rules; `resourceNames` are ignored."""
     return {
         (group, resource, verb)
         for rule in rules
@@ -27,7 +27,7 @@ def expand_rules(rules: list[dict[str, Any]]) -> set[Permission]:
 
 
 def list_granted(cluster: Cluster, namespace: str, account: str) -> set[Permission]:
-    """What bindings that name the account give it, in any namespace."""
+    """Return the permissions that bindings grant to the account, in any namespace."""
     subject = {"kind": "ServiceAccount", "name": account, "namespace": namespace}
     found: set[Permission] = set()
     for kind in ("clusterrolebindings", "rolebindings"):
@@ -45,21 +45,27 @@ def _read_role(cluster: Cluster, binding: dict[str, Any]) -> dict[str, Any]:
 
 
 def list_used(cluster: Cluster, namespace: str, account: str) -> set[Permission]:
-    """What the API server let the account do, even if there was nothing there."""
-    return {right for right, _, code in _read_requests(cluster, namespace, account) if code != _FORBIDDEN}
+    """Return the permissions that the account used successfully, even if the object did not exist."""
+    return {
+        permission
+        for permission, _, code in _read_requests(cluster, namespace, account)
+        if code != _FORBIDDEN
+    }
 
 
 def list_forbidden(cluster: Cluster, namespace: str, account: str) -> set[Permission]:
-    """What the account tried and may not do, in any namespace.
+    """Return the permissions that the account needed and did not have, in any namespace.
 
-    The last answer counts: an API server that starts forbids what its own caches do not know of yet.
+    The last response counts: a starting API server forbids requests until its caches are filled.
     """
-    last = {(right, where): code for right, where, code in _read_requests(cluster, namespace, account)}
-    return {right for (right, _), code in last.items() if code == _FORBIDDEN}
+    last = {
+        (permission, where): code for permission, where, code in _read_requests(cluster, namespace, account)
+    }
+    return {permission for (permission, _), code in last.items() if code == _FORBIDDEN}
 
 
 def _read_requests(cluster: Cluster, namespace: str, account: str) -> Iterator[tuple[Permission, str, int]]:
-    """What the account asked for, in which namespace, and the status of the answer."""
+    """Yield permission, namespace and HTTP status of each request of the account."""
     name = f"system:serviceaccount:{namespace}:{account}"
     for line in cluster.audit_log.read_text(encoding="utf-8").splitlines():
         event = _parse_event(line)
@@ -73,13 +79,13 @@ def _read_requests(cluster: Cluster, namespace: str, account: str) -> Iterator[t
         if code == _FORBIDDEN and _TERMINATING in status.get("message", ""):
             continue
         yield (group, resource, event["verb"]), where, code
-        if event["verb"] == "patch" and code == _CREATED:  # an apply of something new needs both rights
+        if event["verb"] == "patch" and code == _CREATED:  # an apply that creates needs both permissions
             yield (group, resource, "create"), where, code
 
 
 def _parse_event(line: str) -> dict[str, Any]:
     try:
         event: dict[str, Any] = json.loads(line)
-    except ValueError:  # the last line, which is being written
+    except ValueError:  # the last line may be incomplete
         return {}
     return event

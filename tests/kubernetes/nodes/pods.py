@@ -1,4 +1,4 @@
-"""Pods as the tests need them: who runs where, and the process of one, by its id on its node."""
+"""Pods as values, and signals to their processes."""
 
 import signal
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tools.kubernetes.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What a scenario asks about a pod."""
+    """The fields of a pod that scenarios use."""
 
     name: str
     namespace: str
@@ -25,7 +25,7 @@ class Pod:
 
     @classmethod
     def from_object(cls, body: dict[str, Any]) -> Self:
-        """Reads a pod from the API's answer."""
+        """Build the value from the API object."""
         meta, spec, status = body["metadata"], body["spec"], body.get("status", {})
         containers = status.get("containerStatuses") or []
         conditions = {c["type"]: c["status"] for c in status.get("conditions") or []}
@@ -45,14 +45,14 @@ class Pod:
 
 
 def list_pods(cluster: Cluster, namespace: str, labels: str = "") -> list[Pod]:
-    """The namespace's pods with these labels, by name."""
+    """Return the namespace's pods with these labels, sorted by name."""
     query = f"?labelSelector={labels.replace('=', '%3D').replace(',', '%2C')}" if labels else ""
     items = cluster.read(f"/api/v1/namespaces/{namespace}/pods{query}")["items"]
     return sorted((Pod.from_object(item) for item in items), key=lambda pod: pod.name)
 
 
 def signal_pod(cluster: Cluster, pod: Pod, number: signal.Signals) -> None:
-    """Sends a signal to the first process of the pod's first container, from outside of it."""
+    """Send a signal to the first process of the pod's first container, from its node."""
     node = cluster.nodes[pod.node]
     tasks = node.run("ctr", "--namespace=k8s.io", "tasks", "ls").splitlines()
     found = [line.split()[1] for line in tasks if line.split()[0] == pod.containers[0]]

@@ -1,7 +1,7 @@
-"""Real engines in pods, as their user has them: an image without weights, and claims for all that is large.
+"""Manifest and volume claims for vLLM in pods: an image without weights, and claims for all large files.
 
-The engine environment and its interpreter are claims, too. They are mounted where they lie on this machine,
-as a virtual environment cannot be moved.
+The engine environment and its interpreter are mounted from claims, too, at the same paths as on this machine,
+because a virtual environment cannot be moved.
 """
 
 import json
@@ -19,7 +19,7 @@ WEIGHTS_CLAIM = "weights"
 
 
 def copy_model_for_all_users(environment: Path, folder: Path) -> Path:
-    """A copy of the model that any user may read: a pod is not this machine's root."""
+    """Copy the model so that any user may read it: pods do not run as root."""
     model = folder / MODEL
     shutil.copytree(environment / MODEL, model)
     for path in (folder, model, *model.iterdir()):
@@ -28,18 +28,18 @@ def copy_model_for_all_users(environment: Path, folder: Path) -> Path:
 
 
 class VolumeClaims:
-    """Folders of the nodes as claims of one namespace, for reading by many; volumes are the cluster's."""
+    """Folders of the nodes as read-only volumes, with claims in one namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str, folders: dict[str, Path]) -> None:
         self._cluster, self._namespace, self._folders = cluster, namespace, folders
 
     def create(self) -> None:
-        """Makes volumes and claims, bound to each other by name."""
+        """Create volumes and claims, bound to each other by name."""
         items = [body for name in self._folders for body in (self._volume(name), self._claim(name))]
         self._cluster.kubectl("apply", "-f", "-", stdin=json.dumps(_build_list(items)))
 
     def delete(self) -> None:
-        """Removes the volumes; the claims go with the namespace."""
+        """Delete the volumes; the claims are deleted with the namespace."""
         self._cluster.kubectl(
             "delete", "persistentvolume", "--wait=false", *map(self._volume_name, self._folders)
         )
@@ -76,12 +76,12 @@ def _build_list(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_claim_folders(environment: Path, model: Path) -> dict[str, Path]:
-    """What the claims hold, by their names."""
+    """Return the folder behind each claim."""
     return {"environment": environment, "interpreter": find_interpreter(environment), WEIGHTS_CLAIM: model}
 
 
 def build_manifest(environment: Path) -> dict[str, Any]:
-    """Two engines, each on a node of its own, that flip when a person says so."""
+    """Return a PDService with two engines on two nodes and without an autoscaler's flips."""
     spec = {
         "model": MODEL,
         "modelSource": {"pvc": WEIGHTS_CLAIM},
@@ -95,14 +95,14 @@ def build_manifest(environment: Path) -> dict[str, Any]:
             }
         ],
         "autoscaling": {"mode": "Off"},
-        "drain": {"timeout": "5s"},  # at the end vLLM waits as long for canaries that nobody fetches
+        "drain": {"timeout": "5s"},  # at its end vLLM waits this long for canaries that nobody fetched
     }
     head = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService", "metadata": {"name": "chat"}}
     return {**head, "spec": spec}
 
 
 def _build_pod_overlay(environment: Path) -> dict[str, Any]:
-    """What is laid over the operator's pod: the environment where it was made, and one engine to a node."""
+    """Return the pod template: mounts the environment at its path and puts each engine on another node."""
     mounted = {"environment": environment, "interpreter": find_interpreter(environment)}
     mounts = [{"name": name, "mountPath": str(path), "readOnly": True} for name, path in mounted.items()]
     volumes = [

@@ -1,4 +1,4 @@
-"""The state port of a service's active router, read as the autoscaler reads it: with its token."""
+"""Client of the active router's state port, with an autoscaler's token."""
 
 import contextlib
 import http.client
@@ -14,7 +14,7 @@ MAX_ATTEMPTS = 20
 
 
 class StatePort:
-    """The state port behind a Service's address: one connection kept open, to whichever router is active."""
+    """The state port behind a Service's address, over one connection to the active router."""
 
     def __init__(self, cluster: Cluster, address: str, node: str) -> None:
         self._cluster, self._address, self._node = cluster, address, node
@@ -22,9 +22,9 @@ class StatePort:
         self._connection = self._connect()
 
     def read(self, *, min_generation: int = 0, timeout_s: float = 5.0) -> RouterState:
-        """What the active router says as soon as it has applied that generation, or at the time-out.
+        """Return the router state once that generation is applied, or at the time-out.
 
-        A router that has just become a standby is left for its successor. LookupError if none answers.
+        Reconnects if the router has become a standby. LookupError if no router responds.
         """
         path = f"/state?min_generation={min_generation}&timeout_s={timeout_s}"
         status, body = 0, b""
@@ -37,10 +37,10 @@ class StatePort:
                     return RouterState.model_validate_json(body)
             self.close()
             wait_for(lambda: self._reconnect(), "a state port", timeout_s=10)
-        raise LookupError(f"the state port says {status} {body[:200]!r}")
+        raise LookupError(f"the state port responded {status} {body[:200]!r}")
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def _reconnect(self) -> bool:
@@ -57,12 +57,12 @@ class StatePort:
 def open_state_port(
     cluster: Cluster, address: str, *, node: str = "n1"
 ) -> contextlib.AbstractContextManager[StatePort]:
-    """The state port behind this Service's address, closed at the end."""
+    """Open the state port behind this Service's address; closed at the end of the block."""
     return contextlib.closing(StatePort(cluster, address, node))
 
 
 def create_autoscaler_token(cluster: Cluster) -> str:
-    """A token such as the autoscaler's pod has mounted."""
+    """Create a token like the one that the autoscaler's pod mounts."""
     accounts = cluster.read(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")["items"]
     names = [account["metadata"]["name"] for account in accounts]
     name = next(name for name in names if name.endswith("autoscaler"))

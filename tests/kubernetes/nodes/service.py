@@ -33,7 +33,7 @@ _OPPOSITE_ROLE = {"Prefill": "Decode", "Decode": "Prefill"}
 
 
 class DeployedService:
-    """A PDService of the cluster, read as its administrator."""
+    """One PDService of the cluster with its objects and pods, read with administrator permissions."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         self._cluster, self._namespace, self._name = cluster, namespace, name
@@ -41,18 +41,18 @@ class DeployedService:
     # -- objects --
 
     def read(self, plural: str, name: str | None = None) -> Object:
-        """One of our objects of this service, its own name unless another is given."""
+        """Return one object of a kind of ours; by default the one with the service's name."""
         response: Object = self._cluster.read(f"{self._path(plural)}/{name or self._name}")
         return response
 
     def exists(self) -> bool:
-        """Whether the PDService is there."""
+        """Whether the PDService exists."""
         with contextlib.suppress(LookupError):
             return bool(self.read("pdservices"))
         return False
 
     def patch(self, plural: str, change: Object, *, name: str | None = None) -> Object:
-        """A merge patch; RuntimeError with what the API server said if it refuses."""
+        """Send a merge patch; RuntimeError with the API server's response if it refuses."""
         status, body = self._cluster.request(
             "PATCH",
             f"{self._path(plural)}/{name or self._name}",
@@ -65,18 +65,18 @@ class DeployedService:
         return response
 
     def restore_spec(self) -> None:
-        """Gives it the spec of the manifest again but for the image, whatever a scenario has made of it."""
+        """Reset the spec to that of the manifest, except for the image."""
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
         spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
         self.patch("pdservices", {"spec": {**spec, "pools": None, "slo": None}})
 
     def read_desired_roles(self) -> dict[str, Object]:
-        """The wish: the assignment's entry of each instance."""
+        """Return the desired assignment: the PDAssignment's entry of each instance."""
         entries: dict[str, Object] = self.read("pdassignments")["spec"].get("roles", {})
         return entries
 
     def instances(self) -> dict[str, Object]:
-        """The status of each PDInstance of the service, by name."""
+        """Return the status of each PDInstance of the service, by name."""
         items = self._cluster.read(self._path("pdinstances"))["items"]
         return {
             item["metadata"]["name"]: item.get("status", {})
@@ -85,12 +85,12 @@ class DeployedService:
         }
 
     def serves_role(self, instance: str, role: str) -> bool:
-        """Whether the instance serves in that role."""
+        """Whether the instance serves in this role."""
         status = self.instances()[instance]
         return (status.get("phase"), status.get("role")) == ("Serving", role)
 
     def flip_one_instance(self) -> tuple[str, str]:
-        """A person's flip of one of the role that more instances have; its name and its new role."""
+        """Flip one instance of the larger role, as a person; return its name and new role."""
         roles = {name: entry["role"] for name, entry in self.read_desired_roles().items()}
         most = max(("Decode", "Prefill"), key=list(roles.values()).count)
         name = min(name for name, role in roles.items() if role == most)
@@ -98,9 +98,9 @@ class DeployedService:
         return name, _OPPOSITE_ROLE[most]
 
     def swap_roles(self) -> float:
-        """A person's flip of all instances in one write: of a pair, floors allow no other.
+        """Flip all instances in one write, as a person: the only flip that the floors of a pair allow.
 
-        Returns when it was written, in seconds of the monotonic clock.
+        Returns the time of the write, in seconds of the monotonic clock.
         """
         return self._write_roles(
             {name: _OPPOSITE_ROLE[entry["role"]] for name, entry in self.read_desired_roles().items()}
@@ -115,16 +115,16 @@ class DeployedService:
         return began_s
 
     def phases(self) -> Counter[str]:
-        """How many instances are in each phase."""
+        """Return the number of instances in each phase."""
         return Counter(status.get("phase", "Pending") for status in self.instances().values())
 
     def condition(self, kind: str) -> Object:
-        """One condition of the PDService; empty if it is not there."""
+        """Return one condition of the PDService; empty if it is not set."""
         conditions = self.read("pdservices").get("status", {}).get("conditions", [])
         return next((c for c in conditions if c["type"] == kind), {})
 
     def messages(self) -> dict[str, str]:
-        """What was told of the service, in all Events of a reason together."""
+        """Return the messages of the service's Events, joined by reason."""
         messages: dict[str, str] = {}
         for event in self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]:
             if event["involvedObject"]["name"] == self._name:
@@ -134,17 +134,17 @@ class DeployedService:
     # -- pods --
 
     def engines(self) -> list[Pod]:
-        """The engine pods."""
+        """Return the engine pods."""
         labels = f"fulcrum.dev/service={self._name},app.kubernetes.io/name=fulcrum-engine"
         return list_pods(self._cluster, self._namespace, labels)
 
     def routers(self) -> list[Pod]:
-        """The router pods, active and standby."""
+        """Return the router pods, active and standby."""
         labels = f"fulcrum.dev/router={self._name},app.kubernetes.io/name=fulcrum-router"
         return list_pods(self._cluster, self._namespace, labels)
 
     def active_router(self) -> Pod:
-        """The router that the Service's traffic goes to; LookupError while there is none."""
+        """Return the router whose address the Service has; LookupError if there is not exactly one."""
         addresses = self.endpoints()
         found = [pod for pod in self.routers() if pod.address in addresses]
         if len(found) != 1:
@@ -152,7 +152,7 @@ class DeployedService:
         return found[0]
 
     def endpoints(self) -> list[str]:
-        """The addresses that the Service leads to."""
+        """Return the ready addresses of the Service's EndpointSlices."""
         selector = f"labelSelector=kubernetes.io%2Fservice-name%3D{self._name}"
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices?{selector}"
         slices = self._cluster.read(path)["items"]
@@ -160,26 +160,26 @@ class DeployedService:
         return [e["addresses"][0] for e in endpoints if (e.get("conditions") or {}).get("ready", True)]
 
     def find_duplicate_endpoints(self) -> list[str]:
-        """Addresses that more than one serving instance claims."""
+        """Return the endpoints that more than one serving instance has."""
         claims = Counter(s.get("endpoint") for s in self.instances().values() if s.get("phase") == "Serving")
         return [str(endpoint) for endpoint, claimed in claims.items() if claimed > 1]
 
     # -- traffic --
 
     def address(self) -> str:
-        """The Service's cluster address."""
+        """Return the Service's cluster address."""
         path = f"/api/v1/namespaces/{self._namespace}/services/{self._name}"
         address: str = self._cluster.read(path)["spec"]["clusterIP"]
         return address
 
     def receive_first_token(self, node: str) -> bool:
-        """Whether a streamed completion through the Service's address begins."""
+        """Whether a streamed completion through the Service's address returns a first token."""
         with self.stream(node, tokens=4) as response:
             return response.readline().startswith(b"data: {")
 
     @contextlib.contextmanager
     def stream(self, node: str, *, tokens: int) -> Iterator[http.client.HTTPResponse]:
-        """A streamed completion through the Service's address; LookupError if it is refused."""
+        """Open a streamed completion through the Service's address; LookupError if the status is not 200."""
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "stream": True})
         address = self.address()
         with self._cluster.nodes[node].enter_network():
@@ -192,10 +192,10 @@ class DeployedService:
                 raise LookupError(f"{response.status} {response.read()[:200]!r}")
             yield response
 
-    # -- being whole --
+    # -- readiness --
 
     def is_fully_ready(self, instances: int = INSTANCES) -> bool:
-        """As many serving instances as wished with a ready pod each, no other, and two ready routers."""
+        """Whether exactly `instances` serve, each with a ready pod, and two routers are ready, one active."""
         engines, routers = self.engines(), self.routers()
         return (
             self.phases() == {"Serving": instances}
@@ -206,7 +206,7 @@ class DeployedService:
         )
 
     def is_fully_ready_without(self, node: str, instances: int = INSTANCES) -> bool:
-        """As `is_fully_ready`, whatever becomes of what a lost node held: nothing that counts is on it."""
+        """Like `is_fully_ready`, ignoring everything on this node."""
         engines = [pod for pod in self.engines() if pod.ready and not pod.terminating and pod.node != node]
         routers = [pod for pod in self.routers() if pod.ready and not pod.terminating and pod.node != node]
         serving = self.phases()["Serving"]
@@ -215,7 +215,7 @@ class DeployedService:
         )
 
     def wait_until_ready(self, instances: int = INSTANCES, *, timeout_s: float = 60.0) -> float:
-        """Waits until it is whole, and says how long that took; the error tells what it lacks."""
+        """Wait until `is_fully_ready`; return the seconds. A TimeoutError's notes list all pods."""
         try:
             return wait_for(
                 lambda: self.is_fully_ready(instances), f"{instances} instances", timeout_s=timeout_s
@@ -227,7 +227,7 @@ class DeployedService:
                 error.add_note(
                     f"pod {pod.name} on {pod.node}: ready={pod.ready} terminating={pod.terminating}"
                 )
-            error.add_note(f"the service leads to {self.endpoints()}")
+            error.add_note(f"endpoints of the Service: {self.endpoints()}")
             raise
 
     def _path(self, plural: str) -> str:

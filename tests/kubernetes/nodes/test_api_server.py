@@ -1,4 +1,4 @@
-"""The API server is away for half a minute: what serves goes on, and what was missed is made up for."""
+"""API server down for 30 s: requests succeed; afterwards all components converge."""
 
 import signal
 import time
@@ -24,33 +24,32 @@ def test_api_server_outage_of_30_s_fails_no_request_and_a_killed_engine_recovers
 ) -> None:
     victim = service.engines()[0]
     with open_state_port(cluster, service.address()) as state:
-        with load.window("API server away") as away:
+        with load.window("API server down") as away:
             cluster.kill_component(API_SERVER)
             stopped_at_s = time.monotonic()
             wait_for(lambda: time.monotonic() > stopped_at_s + OUTAGE_S / 2, "the time to pass")
         with load.window("engine killed without API server") as killed:
             signal_pod(cluster, victim, signal.SIGKILL)
-            wait_for(lambda: not _serves(state.read(), victim.name), "the router to leave it out")
+            wait_for(lambda: not _serves(state.read(), victim.name), "the router to eject the engine")
             recovered_after_s = wait_for(
-                lambda: _serves(state.read(), victim.name), "the router to take it back"
+                lambda: _serves(state.read(), victim.name), "the router to readmit the engine"
             )
             wait_for(lambda: time.monotonic() > stopped_at_s + OUTAGE_S, "the time to pass")
-        with load.window("API server back") as back:
+        with load.window("API server restarted") as back:
             cluster.start_component(API_SERVER)
             started_at_s = time.monotonic()
-            patch = {"spec": {"roles": {victim.name: {"reason": "still here"}}}}
+            patch = {"spec": {"roles": {victim.name: {"reason": "after the outage"}}}}
             generation = service.patch("pdassignments", patch)["metadata"]["generation"]
             wait_for(
-                lambda: state.read(min_generation=generation).generation >= generation, "the router to hear"
+                lambda: state.read(min_generation=generation).generation >= generation,
+                "the router to apply the write",
             )
             wait_for(lambda: service.phases() == {"Serving": INSTANCES}, "all to serve", timeout_s=60)
             converged_s = time.monotonic() - started_at_s
-            ready_s = service.wait_until_ready(
-                timeout_s=120
-            )  # kubelets take their time to say that pods are ready
+            ready_s = service.wait_until_ready(timeout_s=120)  # kubelets report readiness late
     record_measurement(
         f"an engine killed meanwhile served again after {recovered_after_s:.1f} s; "
-        f"all converged {converged_s:.1f} s after the API server's return, "
+        f"all converged {converged_s:.1f} s after the API server's restart, "
         f"and {ready_s:.1f} s later every pod was Ready"
     )
     assert (away.all_succeeded(), back.all_succeeded()) == (True, True)

@@ -1,4 +1,4 @@
-"""What is deleted is gone: a service with all that was made for it, a release but for what it keeps."""
+"""Deleting a service deletes all its objects; uninstalling the release leaves only the CRDs."""
 
 import contextlib
 
@@ -12,9 +12,9 @@ from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 MADE_BY_KUBERNETES = frozenset({"kube-root-ca.crt", "default", "kubernetes"})
-"""What Kubernetes itself makes in a namespace."""
+"""Objects that Kubernetes itself creates in each namespace."""
 LONG_STREAM_TOKENS = 400
-"""A good eight seconds: longer than a pod that has nothing to do takes to end."""
+"""Takes eight seconds, longer than the end of an idle pod."""
 
 
 @pytest.mark.timeout(600)
@@ -27,15 +27,19 @@ def test_deleted_service_drains_and_after_helm_uninstall_only_the_crds_are_left(
         streamed = (begun + answer.read()).split(b"\n\n")
     assert (len(streamed) >= LONG_STREAM_TOKENS, streamed[-2:]) == (True, [b"data: [DONE]", b""])
     deleted_after_s = wait_for(
-        lambda: _list_objects(cluster, "default") == [], "the service's things to go", timeout_s=180
+        lambda: _list_objects(cluster, "default") == [], "the service's objects to be deleted", timeout_s=180
     )
     forbidden = [
         list_forbidden(cluster, NAMESPACE, part) for part in ("fulcrum-operator", "fulcrum-autoscaler")
     ]
     helm.uninstall()
     with contextlib.suppress(TimeoutError):
-        wait_for(lambda: _list_objects(cluster, NAMESPACE) == [], "the release's things to go", timeout_s=30)
-    record_measurement(f"service deleted: all that was made for it gone {deleted_after_s:.1f} s afterwards")
+        wait_for(
+            lambda: _list_objects(cluster, NAMESPACE) == [],
+            "the release's objects to be deleted",
+            timeout_s=30,
+        )
+    record_measurement(f"service deleted: all its objects deleted {deleted_after_s:.1f} s afterwards")
     assert (forbidden, _list_objects(cluster, NAMESPACE)) == ([set(), set()], [])
     assert _list_cluster_objects(cluster) == [
         f"customresourcedefinition.apiextensions.k8s.io/{kind}.fulcrum.dev"
@@ -44,7 +48,7 @@ def test_deleted_service_drains_and_after_helm_uninstall_only_the_crds_are_left(
 
 
 def _list_objects(cluster: Cluster, namespace: str) -> list[str]:
-    """Every object of the namespace, but for events and for what Kubernetes makes."""
+    """Return all objects of the namespace except Events and those that Kubernetes creates."""
     kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "--output=name").split()
     wanted = ",".join(kind for kind in kinds if not kind.startswith("events"))
     found = cluster.kubectl("get", wanted, f"--namespace={namespace}", "--output=name", "--ignore-not-found")
@@ -52,7 +56,7 @@ def _list_objects(cluster: Cluster, namespace: str) -> list[str]:
 
 
 def _list_cluster_objects(cluster: Cluster) -> list[str]:
-    """What is ours of the objects without a namespace."""
+    """Return Fulcrum's cluster-scoped objects."""
     kinds = "customresourcedefinitions,clusterroles,clusterrolebindings,validatingwebhookconfigurations"
     found = cluster.kubectl("get", kinds, "--output=name").split()
     return sorted(name for name in found if "fulcrum" in name)

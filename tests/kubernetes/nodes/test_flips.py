@@ -1,4 +1,4 @@
-"""Flips under a steady load: no request fails or gets a wrong text, and the router hears of them at once."""
+"""Flips under constant load: no request fails, no text is wrong, the router applies each flip at once."""
 
 import asyncio
 import contextlib
@@ -26,15 +26,15 @@ from tools.kubernetes.waiting import wait_for
 
 RELABEL_FLIPS, RESTART_FLIPS = 300, 4
 STORES = 4
-"""No program of ours asks more than 100 times a second over one."""
+"""Clients to write with: each allows 100 requests a second."""
 ACKNOWLEDGED_P99_TARGET_S = 0.1
-"""What is promised. Whether a machine shared with others keeps it is measured, not asserted."""
+"""The target; reported and not asserted, because other programs share the machine."""
 ACKNOWLEDGED_P99_MAX_S = 2.0
 
 
 @pytest.fixture
 def manual_service(service: DeployedService) -> Iterator[DeployedService]:
-    """The service with an autoscaler that decides nothing, so that every flip is the scenario's."""
+    """The service with autoscaling Off, so that all flips are the scenario's."""
     service.patch("pdservices", {"spec": {"autoscaling": {"mode": "Off"}}})
     yield service
     service.restore_spec()
@@ -42,7 +42,7 @@ def manual_service(service: DeployedService) -> Iterator[DeployedService]:
 
 
 def generate_flips(service: DeployedService, rng: random.Random) -> Iterator[tuple[str, Role]]:
-    """Flips that keep both roles served: the second of a pair undoes what the first did to the balance."""
+    """Yield flips that keep both roles served: each second flip restores the split."""
     roles = {name: Role(entry["role"]) for name, entry in service.read_desired_roles().items()}
     for majority in itertools.cycle((Role.PREFILL, Role.DECODE)):
         name = rng.choice(sorted(name for name, role in roles.items() if role is majority))
@@ -77,7 +77,7 @@ async def test_300_relabel_flips_are_acknowledged_and_fail_no_request(
 
 
 async def _measure_flips(cluster: Cluster, state: StatePort, planned: list[tuple[str, Role]]) -> list[float]:
-    """Flips one after the other; seconds from each decision to the router's word."""
+    """Flip one instance after the other; return the seconds from each decision to its acknowledgement."""
     delays_s: list[float] = []
     async with contextlib.AsyncExitStack() as opened:
         address = f"kubeconfig:{cluster.kubeconfig}"
@@ -130,7 +130,7 @@ def _wait_for_role(service: DeployedService, instance: str, role: Role) -> float
 
 
 def _kill_operator_during_switch(cluster: Cluster, service: DeployedService, instance: str) -> None:
-    """Its engine has ended, and nobody has seen the next one serve."""
+    """Whether the engine has ended and no new engine serves yet."""
     victim = find_leading_operator(cluster)
     wait_for(lambda: service.instances()[instance]["phase"] == "Switching", "the switch", timeout_s=60)
     signal_pod(cluster, victim, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""From nothing to the first token."""
+"""Time from `helm install` to the first token."""
 
 import time
 

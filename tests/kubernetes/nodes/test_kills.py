@@ -1,4 +1,4 @@
-"""A process dies or hangs under a steady load: the operator's, the autoscaler's, a router's, an engine's."""
+"""Operator, autoscaler, router or engine dies or hangs under constant load."""
 
 import signal
 from collections.abc import Callable
@@ -37,14 +37,14 @@ def test_killing_a_component_during_a_flip_or_drain_fails_no_request(
         killed = FIND_POD[component](cluster)
         signal_pod(cluster, killed, signal.SIGKILL)
         ended_s = wait_for(lambda: service.serves_role(instance, role), "the flip's end", timeout_s=60)
-        wait_for(partial(has_restarted, cluster, killed), f"the {component} to be back", timeout_s=60)
+        wait_for(partial(has_restarted, cluster, killed), f"the {component} to restart", timeout_s=60)
     with load.window(f"{component} killed in a drain") as draining:
         service.patch("pdservices", {"spec": {"instances": INSTANCES - 1}})
         wait_for(lambda: service.phases()["Serving"] < INSTANCES, "a drain", timeout_s=60)
         killed = FIND_POD[component](cluster)
         signal_pod(cluster, killed, signal.SIGKILL)
         drained_s = service.wait_until_ready(INSTANCES - 1, timeout_s=90)
-        wait_for(partial(has_restarted, cluster, killed), f"the {component} to be back", timeout_s=60)
+        wait_for(partial(has_restarted, cluster, killed), f"the {component} to restart", timeout_s=60)
         service.patch("pdservices", {"spec": {"instances": INSTANCES}})
         service.wait_until_ready(timeout_s=60)
     record_measurement(
@@ -61,9 +61,9 @@ def test_killed_active_router_is_replaced_within_5_seconds(
     dead = service.active_router()
     with load.window("active router killed") as window:
         signal_pod(cluster, dead, signal.SIGKILL)
-        wait_for(partial(has_restarted, cluster, dead), "the killed router to be back", timeout_s=60)
+        wait_for(partial(has_restarted, cluster, dead), "the killed router to restart", timeout_s=60)
         service.wait_until_ready(timeout_s=60)
-    record_measurement(f"active router killed: without right answers for {window.outage_s():.1f} s")
+    record_measurement(f"active router killed: no right responses for {window.outage_s():.1f} s")
     assert window.wrong == 0
     assert [reason for reason in window.reasons if reason.startswith("status")] == []
     assert window.outage_s() <= ROUTER_OUTAGE_MAX_S
@@ -76,9 +76,9 @@ def test_killed_engine_fails_no_request_before_its_first_byte(
     victim = service.engines()[0]
     with load.window("engine killed") as window:
         signal_pod(cluster, victim, signal.SIGKILL)
-        wait_for(lambda: victim not in service.engines(), "the kill to show", timeout_s=30)
+        wait_for(lambda: victim not in service.engines(), "the kill to be observed", timeout_s=30)
         ready_s = service.wait_until_ready(timeout_s=60)
-    record_measurement(f"engine killed: whole again after {ready_s:.1f} s")
+    record_measurement(f"engine killed: ready again after {ready_s:.1f} s")
     assert (window.failed, window.wrong, window.broken_silently) == (0, 0, 0)
 
 
@@ -89,7 +89,7 @@ def test_hung_engine_fails_no_request_before_its_first_byte(
     victim = service.engines()[0]
     with load.window("engine hung", timeout_s=120) as window:
         signal_pod(cluster, victim, signal.SIGSTOP)
-        noticed_s = wait_for(lambda: victim not in service.engines(), "the hang to show", timeout_s=90)
+        noticed_s = wait_for(lambda: victim not in service.engines(), "the hang to be observed", timeout_s=90)
         ready_s = service.wait_until_ready(timeout_s=90)
-    record_measurement(f"engine hung: noticed after {noticed_s:.1f} s, whole again {ready_s:.1f} s later")
+    record_measurement(f"engine hung: noticed after {noticed_s:.1f} s, ready again {ready_s:.1f} s later")
     assert (window.failed, window.wrong, window.broken_silently) == (0, 0, 0)

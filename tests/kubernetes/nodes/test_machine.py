@@ -1,4 +1,4 @@
-"""The three nodes that the scenarios stand on."""
+"""The three nodes of the test cluster: start time, and a pod that is reachable."""
 
 import socket
 
@@ -27,7 +27,7 @@ spec:
 def test_three_nodes_start_within_60_s_and_an_image_loads_within_40_s(
     record_measurement: RecordMeasurement,
 ) -> None:
-    """Promised are 15 s, and 10 s for a control plane; a machine shared with others gets four times that."""
+    """The targets are 15 s, and 10 s for a control plane; a shared machine gets four times as long."""
     for what, took_s in START_DURATIONS_S.items():
         record_measurement(f"started or loaded: {what} in {took_s:.1f} s")
     assert START_DURATIONS_S["3 nodes"] <= 60.0

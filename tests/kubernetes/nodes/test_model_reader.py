@@ -1,4 +1,4 @@
-"""A model is read in a real pod, where an engine would find it; the engine itself is another scenario's."""
+"""The model reader pod reads a model from a node's folder; real engines are tested elsewhere."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ CONFIG = MODELS / "llama-3.1-8b" / "config.json"
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A folder of the nodes that holds a model in `llama`, and that anybody may read."""
+    """A folder on the nodes with a model in `llama`, readable by all users."""
     model = tmp_path / "weights" / "llama"
     model.mkdir(parents=True)
     shutil.copy(CONFIG, model)
@@ -35,8 +35,8 @@ def weights(tmp_path: Path) -> Path:
 def real(
     cluster: Cluster, namespace: str, service: DeployedService, weights: Path
 ) -> Iterator[DeployedService]:
-    """A service of real engines whose model is in that folder; their image has no engine."""
-    assert service.is_fully_ready()  # the product is installed
+    """A service of real engines with the model in this folder; its image contains no engine."""
+    assert service.is_fully_ready()  # Fulcrum is installed
     hardware = {"resource": "cpu", "memory": "64Gi"}
     spec = {
         "model": "acme/model",
@@ -51,7 +51,7 @@ def real(
 
 
 def read_model_status(real: DeployedService) -> dict[str, Any]:
-    """What the status says of the model; KeyError before it says anything."""
+    """Return `status.model`; KeyError before it is set."""
     found: dict[str, Any] = real.read("pdservices")["status"]["model"]
     return found
 
@@ -84,4 +84,4 @@ def test_model_config_is_read_in_a_pod_and_a_missing_one_is_reported_with_its_pa
     wait_for(lambda: "error" in read_model_status(real), "the next model to be looked for", timeout_s=60)
     why = "/models/lama/config.json: No such file or directory; /models holds llama"
     assert read_model_status(real)["error"] == why
-    record_measurement(f"from the manifest to a model that was read: {read_s:.1f} s")
+    record_measurement(f"applied to model read: {read_s:.1f} s")

@@ -1,4 +1,4 @@
-"""Nodes are drained, cut off, and lose power, under a steady load from another node."""
+"""Nodes are drained, disconnected or killed under constant load from another node."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ NODES = frozenset({"n1", "n2", "n3"})
 
 @pytest.fixture
 def restored_nodes(cluster: Cluster, service: DeployedService, archives: tuple[Path, ...]) -> Iterator[None]:
-    """After the test all three nodes are there and ready, and the service is whole on them."""
+    """After the test, restore all three nodes and wait until the service is ready on them."""
     yield
     for name in sorted(NODES - cluster.nodes.keys()):
         cluster.add_node(name, archives=archives)
@@ -27,7 +27,7 @@ def restored_nodes(cluster: Cluster, service: DeployedService, archives: tuple[P
 
 
 def _choose_victim_and_client(service: DeployedService, *, router: bool) -> tuple[str, str]:
-    """A node to take away, with engines and with or without the active router; one to send load from."""
+    """Return a victim node with engines, with or without the active router, and a node to send load from."""
     active = service.active_router().node
     engines = {pod.node for pod in service.engines()}
     victim = active if router else min(engines - {active})
@@ -48,12 +48,12 @@ def test_drained_node_fails_no_request(
             drain = ("drain", victim, "--delete-emptydir-data", "--ignore-daemonsets", "--timeout=150s")
             cluster.kubectl(*drain)
             ready_s = service.wait_until_ready(timeout_s=90)
-            cluster.kubectl(*drain)  # what was on its way to the node when it was cordoned
+            cluster.kubectl(*drain)  # pods that were being scheduled when the node was cordoned
             service.wait_until_ready(timeout_s=90)
         left = [pod.name for pod in (*service.engines(), *service.routers()) if pod.node == victim]
     finally:
         cluster.kubectl("uncordon", victim)
-    record_measurement(f"node drained: whole {ready_s:.1f} s afterwards")
+    record_measurement(f"node drained: ready {ready_s:.1f} s afterwards")
     assert (window.all_succeeded(), left) == (True, [])
 
 
@@ -74,7 +74,7 @@ def test_capacity_of_a_killed_node_is_restored_elsewhere(
         )
     record_measurement(
         f"node killed, with {'the active router' if router else 'engines'}: capacity restored after "
-        f"{ready_s:.1f} s; without right answers for {window.outage_s():.1f} s"
+        f"{ready_s:.1f} s; no right responses for {window.outage_s():.1f} s"
     )
     assert (window.wrong, service.find_duplicate_endpoints()) == (0, [])
     if not router:
@@ -88,7 +88,7 @@ def test_capacity_of_a_partitioned_node_is_restored_elsewhere_and_the_node_recov
 ) -> None:
     victim, client = _choose_victim_and_client(service, router=False)
     with run_load(cluster, service, seed, node=client, report=record_measurement) as load:
-        with load.window(f"{victim} cut off", timeout_s=120) as cut:
+        with load.window(f"{victim} disconnected", timeout_s=120) as cut:
             cluster.disconnect_node(victim)
             try:
                 ready_s = wait_for(
@@ -96,11 +96,11 @@ def test_capacity_of_a_partitioned_node_is_restored_elsewhere_and_the_node_recov
                 )
             finally:
                 cluster.reconnect_node(victim)
-        with load.window(f"{victim} healed") as healed:
+        with load.window(f"{victim} reconnected") as healed:
             wait_for(lambda: cluster.is_ready(victim), f"{victim} to be ready", timeout_s=60)
             healed_s = service.wait_until_ready(timeout_s=120)
     record_measurement(
-        f"node cut off: capacity restored after {ready_s:.1f} s, at rest {healed_s:.1f} s after it healed"
+        f"node disconnected: capacity restored after {ready_s:.1f} s, ready {healed_s:.1f} s after reconnect"
     )
     assert (cut.failed, cut.wrong, cut.broken_silently, service.find_duplicate_endpoints()) == (0, 0, 0, [])
     assert healed.all_succeeded()

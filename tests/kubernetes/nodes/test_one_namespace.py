@@ -1,4 +1,4 @@
-"""The chart in one namespace that refuses every pod that is not restricted, with Roles alone."""
+"""The chart in one namespace under the restricted Pod Security Standard, with Roles only."""
 
 from collections.abc import Iterator
 
@@ -21,9 +21,9 @@ spec: {model: laptop-1b, instances: 2}
 
 @pytest.fixture
 def installed(cluster: Cluster, namespace: str) -> Iterator[Helm]:
-    """The release, after whatever release there was for all namespaces has gone."""
+    """The release for one namespace, after a release for all namespaces was uninstalled."""
     Helm(cluster).uninstall()
-    crds_exist = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # from that release, and still its own
+    crds_exist = cluster.get("/apis/fulcrum.dev/v1alpha1")[0] == 200  # kept by that release
     if not crds_exist:
         apply_crds(cluster)
     enforce_restricted_pod_security(cluster, namespace)

@@ -1,6 +1,6 @@
-"""Nobody may do more than they do: roles are held to the API server's audit log.
+"""Each granted permission is used and none is missing, by the API server's audit log.
 
-It runs after what a service lives through: the log tells of that. What no scenario has done is done here.
+Runs after the other scenarios, whose requests are in the log; causes the requests that are missing there.
 """
 
 import json
@@ -28,11 +28,11 @@ OPERATOR, AUTOSCALER = "fulcrum-operator", "fulcrum-autoscaler"
 ONLY_AFTER_CONFLICT: set[Permission] = {
     ("fulcrum.dev", plural, "get") for plural in ("pdassignments", "pdpools", "pdservices")
 }
-"""What operator and autoscaler ask only after somebody else's write came between its reading and its own."""
+"""Permissions that operator and autoscaler use only after a write conflict."""
 
 
 def expand_router_rules(service: DeployedService) -> set[Permission]:
-    """What the operator grants to the service's router."""
+    """Return the permissions that the operator grants to the service's router."""
     accounts = ServiceAccount(NAMESPACE, OPERATOR), ServiceAccount(NAMESPACE, AUTOSCALER)
     settings = InstallationSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
     chat = PDService.model_validate(service.read("pdservices"))
@@ -41,13 +41,13 @@ def expand_router_rules(service: DeployedService) -> set[Permission]:
 
 
 def delete_a_pod(cluster: Cluster, service: DeployedService, _seed: int) -> None:
-    """A pod is deleted by somebody."""
+    """Delete an engine pod."""
     cluster.kubectl("delete", "pod", min(service.instances()), "--wait=false")
     service.wait_until_ready(timeout_s=120)
 
 
 def add_and_remove_a_pool(cluster: Cluster, service: DeployedService, _seed: int) -> None:
-    """A pool comes, whose one instance has a name that somebody else's pod has taken, and goes again."""
+    """Add a pool whose instance has the name of an existing foreign pod, and remove the pool."""
     used_names = service.instances()
     taken = next(name for n in range(INSTANCES + 1) if (name := f"chat-{n}") not in used_names)
     container = {"name": "other", "image": "localhost/busybox:1"}
@@ -68,7 +68,7 @@ def add_and_remove_a_pool(cluster: Cluster, service: DeployedService, _seed: int
 
 
 def replace_the_leader(cluster: Cluster, service: DeployedService, _seed: int) -> None:
-    """The leader ends between two roll-outs; in the first, flips restart engines."""
+    """Delete the leading operator between two roll-outs; in the first, flips restart engines."""
     roll_out = partial(_roll_out_flip_strategy, service)
     roll_out("Restart")
     name, role = service.flip_one_instance()
@@ -80,7 +80,7 @@ def replace_the_leader(cluster: Cluster, service: DeployedService, _seed: int) -
 
 
 def _roll_out_flip_strategy(service: DeployedService, value: str) -> None:
-    """Change how instances flip, which rolls them out anew."""
+    """Change the flip strategy, which rolls out all instances."""
     before = {pod.uid for pod in service.engines()}
     service.patch("pdservices", {"spec": {"autoscaling": {"flip": {"strategy": value}}}})
     wait_for(
@@ -90,17 +90,17 @@ def _roll_out_flip_strategy(service: DeployedService, value: str) -> None:
 
 
 def let_the_autoscaler_flip(cluster: Cluster, service: DeployedService, seed: int) -> None:
-    """Decoding is never as fast as was asked for: more of it is wanted.
+    """Set a TPOT that cannot be met, so that the autoscaler flips an instance to decode.
 
-    The load is dense enough to be seen at every tick: at 5 requests a second, each of which decodes for an
-    eighth of one, ticks of a second may fall into the gaps for minutes.
+    The load is dense enough for each tick: at 5 requests a second, each decoding for 1/8 s, the ticks might
+    fall into the gaps for minutes.
     """
 
     def has_flipped() -> bool:
         return "Autoscaler" in {entry["by"] for entry in service.read_desired_roles().values()}
 
     if [entry["role"] for entry in service.read_desired_roles().values()].count("Prefill") < 2:
-        name, role = service.flip_one_instance()  # the floor would hold the only one
+        name, role = service.flip_one_instance()  # the floor forbids to flip the only one
         wait_for(partial(service.serves_role, name, role), "a second prefill instance", timeout_s=60)
     with run_load(cluster, service, seed, node="n1", report=print):
         service.patch("pdservices", {"spec": {"slo": {"tpot": "1ms"}}})

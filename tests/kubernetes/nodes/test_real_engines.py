@@ -1,4 +1,4 @@
-"""Levels 4 and 5 at once: real vLLM in restricted pods on two nodes, which hand KV over by their network."""
+"""Levels 4 and 5 together: vLLM in restricted pods on two nodes, with KV transfers over the network."""
 
 import itertools
 import json
@@ -48,12 +48,12 @@ from tools.kubernetes.waiting import wait_for
 REQUESTS = 8
 VERIFICATION_TIMEOUT_S = 60.0
 CLIENT_NODE = "n1"
-"""Where the client is."""
+"""Node of the client."""
 
 
 @pytest.fixture(scope="session")
 def environment() -> Path:
-    """The engine environment; without one the scenario is left out, and no cluster is started for it."""
+    """The engine environment; skips without one, before a cluster is started."""
     require_engines()
     return find_engine_environment()
 
@@ -62,11 +62,11 @@ def environment() -> Path:
 def prepared_service(
     environment: Path,
     cluster: Cluster,
-    service: DeployedService,  # noqa: ARG001 - the product is installed first
+    service: DeployedService,  # noqa: ARG001 - Fulcrum is installed first
     namespace: str,
     tmp_path: Path,
 ) -> Iterator[DeployedService]:
-    """A service that its user has made all ready for, in a namespace of its own, and not applied yet."""
+    """A service in a namespace of its own, with claims and image, not applied yet."""
     archive = tmp_path / "vllm.tar"
     build_system_image(archive, IMAGE, environment)
     cluster.load_image(archive)
@@ -85,19 +85,19 @@ def prepared_service(
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Asks the service, and for what is right one of its engines, from a node."""
+    """Sends requests to the service, and to one engine for reference tokens, from a node."""
 
     node: Machine
     http: httpx.AsyncClient
     service: str
 
     async def send(self, request: CompletionRequest) -> CompletionResponse:
-        """What the service returns."""
+        """Send the request to the service."""
         with self.node.enter_network():
             return await send(self.http, self.service, request)
 
     async def compute_expected(self, engine: str, request: CompletionRequest) -> tuple[int, ...]:
-        """The tokens of an engine that computes everything itself."""
+        """Return the tokens of one engine that computes everything itself."""
         with self.node.enter_network():
             return await compute_reference_tokens(self.http, f"http://{engine}", request)
 
@@ -145,7 +145,7 @@ async def test_vllm_on_two_nodes_transfers_kv_before_and_after_a_flip(
 
 
 def apply_and_wait_ready_s(cluster: Cluster, namespace: str, body: dict[str, Any]) -> float:
-    """How long it takes from `kubectl apply` to Ready; the error has what the engines said."""
+    """Return the seconds from `kubectl apply` to Ready; the error's notes have the engines' logs."""
     began_s = time.monotonic()
     cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=json.dumps(body))
     try:
@@ -160,7 +160,7 @@ def apply_and_wait_ready_s(cluster: Cluster, namespace: str, body: dict[str, Any
 
 
 def wait_for_condition(cluster: Cluster, namespace: str, condition: str, timeout_s: float) -> None:
-    """Until the condition is True, by a watch: polling costs what engines need that start."""
+    """Wait for the condition by a watch: polling would take CPU from the starting engines."""
     limit = f"--timeout={timeout_s:.0f}s"
     cluster.kubectl(
         "wait", "pdservice/chat", f"--namespace={namespace}", f"--for=condition={condition}", limit
@@ -168,7 +168,7 @@ def wait_for_condition(cluster: Cluster, namespace: str, condition: str, timeout
 
 
 def read_printed_columns(cluster: Cluster, namespace: str) -> dict[str, str]:
-    """What `kubectl get` prints of the service."""
+    """Return the columns of `kubectl get pds` for the service."""
     head, row = cluster.kubectl("get", "pdservice", "chat", f"--namespace={namespace}").splitlines()
     begins = [found.start() for found in re.finditer(r"\S+", head)]
     parts = itertools.pairwise([*begins, len(row)])
@@ -178,7 +178,7 @@ def read_printed_columns(cluster: Cluster, namespace: str) -> dict[str, str]:
 async def assert_kv_transfers(
     client: Client, chat: DeployedService, state: StatePort, rng: random.Random
 ) -> tuple[str, str]:
-    """The way that requests take, all with the right tokens; the router counts each as verified."""
+    """Return the route of requests; all have the right tokens and a verified KV transfer."""
     route, requests = read_route(chat), generate_mixed_requests(rng, REQUESTS)
     engine, before = chat.instances()[route[1]]["endpoint"], verified(state)[route]
     right = [await client.compute_expected(engine, one) for one in requests]
@@ -198,7 +198,7 @@ async def assert_kv_transfers(
 
 
 async def measure_flip_to_token_s(client: Client, chat: DeployedService, rng: random.Random) -> float:
-    """From the write of a flip of both to the first token of a request that took the new way."""
+    """Return the seconds from the flip of both to the first token of a request with the new route."""
     route, request = read_route(chat), CompletionRequest(generate_prompts(rng, 1, (60, 60))[0], 1)
     right = await client.compute_expected(chat.instances()[route[1]]["endpoint"], request)
     began_s = chat.swap_roles()
@@ -207,17 +207,17 @@ async def measure_flip_to_token_s(client: Client, chat: DeployedService, rng: ra
 
 
 def read_route(chat: DeployedService) -> tuple[str, str]:
-    """The way that the assignment wishes."""
+    """Return the route of the desired assignment."""
     names = {entry["role"]: name for name, entry in chat.read_desired_roles().items()}
     return names["Prefill"], names["Decode"]
 
 
 def verified(state: StatePort) -> dict[Route, int]:
-    """How many hand-offs each way has had that were verified."""
+    """Return the number of verified KV transfers of each pair."""
     return {(pair.prefill, pair.decode): pair.verified for pair in state.read().pairs}
 
 
 def are_all_pairs_verified(state: StatePort) -> bool:
-    """Whether each way there is was verified, and by the last hand-off, too."""
+    """Whether each pair was verified, also by its last KV transfer."""
     pairs = state.read().pairs
     return [pair.last_reason for pair in pairs] == [conditions.VERIFIED] * (ENGINES * (ENGINES - 1))

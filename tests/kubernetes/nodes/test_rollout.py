@@ -1,4 +1,4 @@
-"""New images and new kinds under a steady load: engines one after the other, operator, routers, CRDs."""
+"""New images and CRDs under constant load: engines, operator, autoscaler, routers."""
 
 import json
 from collections.abc import Callable
@@ -17,10 +17,9 @@ from tools.kubernetes.waiting import wait_for
 
 
 class TransferObserver:
-    """Which instances transferred KV in a roll-out, as the router counts it, and what engines they were then.
+    """Pairs that transferred KV during a roll-out, and whether their engines were of different revisions.
 
-    A name is given again, to an instance with another engine: who has another one after a look than before it
-    tells nothing in that look.
+    Names are used again: an instance whose engine changed during an observation is skipped in it.
     """
 
     def __init__(self, service: DeployedService, state: StatePort) -> None:
@@ -29,7 +28,7 @@ class TransferObserver:
         self.between_revisions: set[tuple[str, str]] = set()
 
     def observe_until(self, done: Callable[[], bool]) -> bool:
-        """Look once, and whether that was the last look."""
+        """Observe once; return `done()`."""
         before, pairs, after = self._engines(), self._state.read().pairs, self._engines()
         for pair in pairs:
             names = pair.prefill, pair.decode
@@ -43,7 +42,7 @@ class TransferObserver:
         return done()
 
     def _engines(self) -> dict[str, str]:
-        """By instance: what engine it is, as far as it is known."""
+        """Return the engine of each instance whose identity is known."""
         statuses = self._service.instances().items()
         return {name: status["identity"]["engine"] for name, status in statuses if "identity" in status}
 
@@ -91,7 +90,7 @@ def test_helm_upgrade_of_operator_and_router_fails_no_request(
 
 
 def _all_components_run(cluster: Cluster, service: DeployedService, image: str) -> bool:
-    """Engines stay as they are: an upgrade of what controls them is no reason to start them again."""
+    """Engines keep their image: an upgrade of the control plane does not restart them."""
     pods = [
         *list_component_pods(cluster, "operator"),
         *list_component_pods(cluster, "autoscaler"),
@@ -107,12 +106,12 @@ def test_upgrade_of_the_crds_fails_no_request(
     cluster: Cluster, service: DeployedService, load: Load, record_measurement: RecordMeasurement
 ) -> None:
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    place = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/fieldOfTheNextRelease"
+    field_path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/fieldOfTheNextRelease"
     kinds = ("pdservices", "pdinstances", "pdassignments")
     with load.window("new fields in the CRDs") as window:
         for change in (
-            {"op": "add", "path": place, "value": {"type": "string"}},
-            {"op": "remove", "path": place},
+            {"op": "add", "path": field_path, "value": {"type": "string"}},
+            {"op": "remove", "path": field_path},
         ):
             for kind in kinds:
                 body = json.dumps([change]).encode()

@@ -1,4 +1,4 @@
-"""More engines and fewer, under a steady load."""
+"""More and fewer engines under constant load."""
 
 import pytest
 
