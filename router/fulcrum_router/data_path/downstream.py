@@ -333,7 +333,8 @@ class ClientConnection(asyncio.Protocol):
             return
         router = self._server.router
         if router.settings is None or router.stopping:
-            message = "the router is shutting down" if router.stopping else "the router has no settings yet"
+            starting = "the router is starting: it has not read its PDService yet"
+            message = "the router is shutting down" if router.stopping else starting
             self._transport.write(responses.build_error_response(503, message, close=not request.keep_alive))
             if not request.keep_alive:
                 self._close()
