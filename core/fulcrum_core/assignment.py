@@ -1,9 +1,8 @@
-"""May this wish be applied? The one judge of every voluntary change of a PDAssignment.
+"""Checks every voluntary change of a PDAssignment (`may_apply`), and builds flips (`apply_flip`).
 
-Writers ask it before they write and readers ask it on receipt, since a person may have patched the
-object by hand. It is pure and does not depend on who asks: the cooldown counts between the times
-written in the objects, so a late reader comes to the writer's verdict. Only two guards ask the reader's
-clock: nothing may be dated ahead of it, and a pin is in force until it runs out.
+Writers check before they write. Routers check what they receive, because a person may have patched the
+object. Both come to the same result, because times are taken from the objects. Only two rules use the
+reader's clock: no change is dated in the future, and a pin ends at its time.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,12 +19,12 @@ from fulcrum_core.kv_compatibility import assign_compatibility_groups
 from fulcrum_core.values import Actor, FlipStrategy, Role
 
 CLOCK_SKEW_S = 5.0
-"""How far ahead of the reader's clock a wish may be dated."""
+"""Longest time that a change may be dated ahead of the reader's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignmentRules:
-    """What a service's spec says about its assignment."""
+    """Rules for a service's assignment, from the specs of service and pools and the engines' status."""
 
     prefill_to_decode_cooldown_s: float
     fixed_roles: Mapping[str, Role] = field(default_factory=dict)
@@ -33,15 +32,15 @@ class AssignmentRules:
     floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
     """The service's own floors: an assignment that was patched by hand cannot lower them."""
     compatibility_groups: Mapping[str, int] = field(default_factory=dict)
-    """Which instances can exchange KV: those of one number. Nobody is in a group of his own by default."""
+    """Compatibility group of each instance: instances of one group can exchange KV. Default: group 0."""
     restarted_by_flip: frozenset[str] = frozenset()
-    """Instances that are started anew for a flip: until then they serve neither role."""
+    """Instances whose engine restarts for a flip, during which they serve neither role."""
 
 
 def build_assignment_rules(
     spec: PDServiceSpec, pools: Iterable[PDPool], instances: Iterable[PDInstance]
 ) -> AssignmentRules:
-    """What judges the assignment of a service with these pools and instances."""
+    """Collect the rules for the assignment of a service with these pools and instances."""
     by_pool = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools}
     instances = tuple(instances)
     fixed = {instance.metadata.name: by_pool.get(instance.spec.pool) for instance in instances}
@@ -55,7 +54,7 @@ def build_assignment_rules(
 
 
 def group_by_compatibility(instances: Iterable[PDInstance]) -> dict[str, int]:
-    """The compatibility group of each instance, by what its engine was seen to be."""
+    """The compatibility group of each instance, from the observed identities of the engines."""
     identities = {i.metadata.name: i.status.identity for i in instances}
     return assign_compatibility_groups(
         {name: known.to_identity() if known else None for name, known in identities.items()}
@@ -63,7 +62,7 @@ def group_by_compatibility(instances: Iterable[PDInstance]) -> dict[str, int]:
 
 
 def find_restarted_by_flip(instances: Iterable[PDInstance]) -> frozenset[str]:
-    """Those whose engine was started for one role, and is started anew for the other."""
+    """Names of the instances whose engine takes its role only at start, so that a flip restarts it."""
     return frozenset(
         i.metadata.name
         for i in instances
@@ -72,7 +71,7 @@ def find_restarted_by_flip(instances: Iterable[PDInstance]) -> frozenset[str]:
 
 
 def awaits_restart(instance: PDInstance, entry: RoleAssignment) -> bool:
-    """Whether its engine was started for the role that it shall leave: it refuses the one it shall take."""
+    """Whether the engine still runs in the old role of a flip and must restart to take the new one."""
     started = instance.spec.role or instance.status.role
     return (
         bool(find_restarted_by_flip([instance]))
@@ -91,9 +90,9 @@ def may_apply(
 ) -> Verdict:
     """Whether `proposed` may follow `current`, given the instances that are ready to serve.
 
-    No voluntary change takes a role below its floor of serving instances. Where a crash has done so
-    already, a change that does not make it worse is allowed; but neither may a flip or cordon of crashed
-    instances leave fewer than the floor to come back to. New instances may always be added.
+    No voluntary change takes a role below its floor of serving instances. If a crash has done so already,
+    changes that do not make it worse are allowed, but enough instances must stay assigned to the role to
+    reach the floor when crashed instances recover. New instances may always be added.
     """
     for name in sorted(proposed.roles):
         refusal = _refuse_entry(name, current, proposed, rules, now_s=now_s)
@@ -130,27 +129,26 @@ def resolve_effective_roles(
     *,
     restarted_by_flip: Collection[str] = (),
 ) -> dict[str, Role]:
-    """The role each ready instance plays: the one assigned, or Both where nobody could take the other.
+    """The effective role of each ready instance: as assigned, or Both if no other can take the other role.
 
-    That is an instance that is the only one to take work, and, while several compatibility groups serve,
-    everybody in a group that has one role only: no pair across groups can exchange KV. Of
-    `restarted_by_flip`, whose
-    engines were started for one role, only those that decode can do without the others: they compute a
-    prompt themselves, while one that was started to prefill refuses to decode.
+    Both is for the only instance that takes work and, while several compatibility groups serve, for every
+    instance of a group in which all have the same role, because no KV is transferred between groups. Of
+    `restarted_by_flip` only decode instances can play Both: a decode engine can compute a prompt itself,
+    while an engine that was started for prefill refuses to decode.
     """
     names = sorted(name for name in ready if name in roles)
     working = [name for name in names if not roles[name].cordoned] or names
-    played = {name: Role(roles[name].role) for name in names}
-    alone = {name for name in names if name not in restarted_by_flip or played[name] is Role.DECODE}
+    effective = {name: Role(roles[name].role) for name in names}
+    alone = {name for name in names if name not in restarted_by_flip or effective[name] is Role.DECODE}
     group = dict.fromkeys(names, 0) | {name: groups[name] for name in names if groups and name in groups}
     if len(working) == 1:
-        return played | dict.fromkeys(alone.intersection(working), Role.BOTH)
+        return effective | dict.fromkeys(alone.intersection(working), Role.BOTH)
     if len({group[name] for name in working}) > 1:
         for number in {group[name] for name in working}:
-            mates = [name for name in working if group[name] == number]
-            if len({roles[name].role for name in mates}) == 1:
-                played |= dict.fromkeys(alone.intersection(mates), Role.BOTH)
-    return played
+            members = [name for name in working if group[name] == number]
+            if len({roles[name].role for name in members}) == 1:
+                effective |= dict.fromkeys(alone.intersection(members), Role.BOTH)
+    return effective
 
 
 def apply_flip(
@@ -163,10 +161,10 @@ def apply_flip(
     now_s: float,
     pinned_until_s: float | None = None,
 ) -> PDAssignmentSpec:
-    """`current` with one instance given a role. A pin of somebody else's past word is dropped with it.
+    """Return `current` with one instance assigned to a role; an expired pin or refusal is removed.
 
-    Only a real change from Prefill to Decode starts the cooldown, and a writer whose clock is behind never
-    sets it back.
+    Only a change from Prefill to Decode starts the cooldown. A writer whose clock is behind does not move
+    the cooldown's start back.
 
     Raises:
         KeyError: if the instance has no entry.
@@ -182,7 +180,7 @@ def apply_flip(
             "refused": None,
         }
     )
-    if before.cordoned:  # a flip changes whose word the role is, not whose the cordon is
+    if before.cordoned:  # the cordon keeps its owner, although the flip changes `by`
         entry = entry.model_copy(update={"cordoned_by": before.effective_cordoned_by})
     changes = before.role is not to
     last = current.last_prefill_to_decode
@@ -216,9 +214,9 @@ def _refuse_entry(
     if after.since > now_s + CLOCK_SKEW_S:
         return f"the flip of instance {name!r} is dated {after.since - now_s:.0f} s ahead"
     if before.effective_cordoned_by is Actor.OPERATOR and after.cordoned:
-        return f"instance {name!r} is about to leave: {before.effective_cordon_reason}"
+        return f"instance {name!r} is about to stop: {before.effective_cordon_reason}"
     if after.by is Actor.PERSON:
-        return None  # a person's word beats pins, refusals and the cooldown; never the floors
+        return None  # a person overrides pins, refusals and the cooldown, but not the floors
     if before.pinned_until is not None and before.pinned_until > after.since:
         return _pinned_message(name, before.role, before.pinned_until - after.since)
     if before.refused and before.refused.role is after.role and before.refused.until > after.since:
@@ -227,9 +225,9 @@ def _refuse_entry(
 
 
 def _is_operator_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
-    """Whether this is the operator's refusal of the flip to `before.role`.
+    """Whether the operator takes back the flip to `before.role`, which it has refused.
 
-    A reader that took the flip for good, because it knew less, has to follow, whatever the time.
+    A router may already have applied that flip. It must follow the rollback whatever the cooldown and pins.
     """
     return after.refused is not None and after.refused.role is before.role and before.role is not after.role
 
@@ -237,7 +235,7 @@ def _is_operator_rollback(before: RoleAssignment, after: RoleAssignment) -> bool
 def _refuse_unpinning(
     name: str, before: RoleAssignment, after: RoleAssignment, *, now_s: float
 ) -> str | None:
-    """A pin in force is a person's word: nobody else ends it sooner."""
+    """Why a person's pin may not be shortened by another writer; None if it is not."""
     until_s = before.pinned_until
     if after.by is Actor.PERSON or until_s is None or until_s <= now_s:
         return None
@@ -253,7 +251,7 @@ def _pinned_message(name: str, role: Role, left_s: float) -> str:
 def _refuse_cooldown(
     name: str, current: PDAssignmentSpec, proposed: PDAssignmentSpec, rules: AssignmentRules
 ) -> str | None:
-    """The autoscaler's flip to Decode waits for the cooldown, and starts it again in the same write."""
+    """The autoscaler's flip to Decode must wait for the cooldown, and restart it in the same write."""
     after, last = proposed.roles[name], current.last_prefill_to_decode
     if after.by is not Actor.AUTOSCALER or after.role is not Role.DECODE:
         return None
@@ -269,7 +267,7 @@ def _refuse_cooldown(
 
 
 def _refuse_times(current: PDAssignmentSpec, proposed: PDAssignmentSpec, *, now_s: float) -> str | None:
-    """The cooldown's start only moves on, and never ahead of the clock."""
+    """The cooldown's start may only move forward, and not beyond the reader's clock."""
     before, after = current.last_prefill_to_decode, proposed.last_prefill_to_decode
     if before == after:
         return None
@@ -310,15 +308,19 @@ def _refuse_group_without_role(
     ready: Collection[str],
     rules: AssignmentRules,
 ) -> str | None:
-    """While several groups serve that cannot exchange KV, no flip takes a role's last from one of them."""
+    """While several compatibility groups serve, no flip takes a role's last instance from one of them."""
     if len({rules.compatibility_groups.get(name, 0) for name in ready}) < 2:
         return None
     stays = {name for name in list_serving(proposed.roles, ready, role.other) if name in current.roles}
     for name in sorted(stays & set(list_serving(current.roles, ready, role))):
         group = rules.compatibility_groups.get(name, 0)
-        mates = [mate for mate in ready if rules.compatibility_groups.get(mate, 0) == group and mate != name]
-        had = list_serving(current.roles, mates, role.other)
-        if had and not list_serving(proposed.roles, mates, role):
+        members = [
+            member
+            for member in ready
+            if rules.compatibility_groups.get(member, 0) == group and member != name
+        ]
+        had = list_serving(current.roles, members, role.other)
+        if had and not list_serving(proposed.roles, members, role):
             return f"instance {name!r} is the last to serve {role} among those that can exchange KV with it"
     return None
 
@@ -326,9 +328,9 @@ def _refuse_group_without_role(
 def _refuse_last_assigned(
     role: Role, floor: int, current: PDAssignmentSpec, proposed: PDAssignmentSpec
 ) -> str | None:
-    """Of the instances that stay, serving or not, the floor must stay assigned to the role.
+    """Of the remaining instances, serving or not, at least the floor must stay assigned to the role.
 
-    Instances that leave the map do not count: dropping one that is gone for good must always be possible.
+    Instances that are removed from the assignment do not count: removing a lost instance is always allowed.
     """
     staying = [name for name in current.roles if name in proposed.roles]
     before = list_serving(current.roles, staying, role)

@@ -1,11 +1,11 @@
-"""What a judgement says: yes or no, and why."""
+"""The result of a check: allowed or not, and why."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether something may be done. `reason` is in words and is there for yes, too."""
+    """Whether something may be done. `reason` is for people and is set for both results."""
 
     allowed: bool
     reason: str

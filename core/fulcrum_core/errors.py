@@ -1,23 +1,23 @@
 """The project's errors.
 
 FulcrumError
-├── InvalidInput            what a user wrote breaks a rule: path, value, rule
+├── InvalidInput            a user's value breaks a rule: path, value, rule
 └── StoreError              the store refused
     ├── NotFound
     ├── AlreadyExists
-    ├── Conflict            the precondition (resourceVersion) no longer holds: read again, decide again
+    ├── Conflict            the object changed since it was read: read again, decide again
     ├── Gone                a watch cannot resume from there: list again
-    ├── Forbidden           this account may not do that: who grants rights has to act
-    └── StoreUnavailable    the store did not answer: retry later
+    ├── Forbidden           this account lacks the permission
+    └── StoreUnavailable    the store did not respond: retry later
 """
 
 
 class FulcrumError(Exception):
-    """Root of the tree; its text is one line that a user can act on."""
+    """Root of the tree. The text is one line that a user can act on."""
 
 
 class InvalidInput(FulcrumError):
-    """A value that a user wrote breaks a rule. The text is one line: path, value, rule."""
+    """A user's value breaks a rule. The text is one line: path, value, rule."""
 
     def __init__(self, path: str, value: object, rule: str) -> None:
         super().__init__(f"{path} ({value}) {rule}")
@@ -45,11 +45,11 @@ class Gone(StoreError):
 
 
 class Forbidden(StoreError):
-    """This account may not do that. The text names account, verb, resource and namespace."""
+    """This account lacks a permission. The text names account, verb, resource and namespace."""
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer: retry later, and not before `retry_after_s` if the store said so."""
+    """The store did not respond: retry later, after `retry_after_s` if the store requested a pause."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,14 +1,14 @@
-"""How counts and lists are spelt for people."""
+"""Format counts and lists for messages."""
 
 from collections.abc import Sequence
 
 
 def format_count(count: int, one: str, many: str = "") -> str:
-    """`1 instance`, `2 instances`, `12,000 tokens`. `many` is for what an `s` alone does not make plural."""
+    """`1 instance`, `2 instances`, `12,000 tokens`. `many` is an irregular plural."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def format_list(items: Sequence[str], *, at_most: int) -> str:
-    """`a, b, c`; of more than `at_most` the first ones, and how many more there are."""
+    """`a, b, c`; beyond `at_most` items, `a, b and 5 more`."""
     more = f" and {len(items) - at_most} more" if len(items) > at_most else ""
     return ", ".join(items[:at_most]) + more

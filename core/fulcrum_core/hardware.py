@@ -1,4 +1,4 @@
-"""What accelerators can do: a small table, and what a manifest says over it.
+"""Accelerators: a table of known devices, which a manifest can override.
 
 Memory is what the driver reports, in bytes; rates are peaks of one device at 16 bits, without sparsity.
 """
@@ -10,7 +10,7 @@ MIB = 2**20
 
 
 class Fabric(StrEnum):
-    """What carries KV between two instances; `AUTO`: whatever the engine's transport finds."""
+    """Network that carries KV between two instances; `AUTO`: whatever the engine's transport finds."""
 
     AUTO = "auto"
     INFINIBAND = "InfiniBand"
@@ -20,18 +20,18 @@ class Fabric(StrEnum):
 
     @property
     def bytes_per_s(self) -> float:
-        """What an instance can count on: 400 and 200 Gbit/s cards, NVLink 4, 25 Gbit/s Ethernet.
+        """Bandwidth assumed in plans: 400 and 200 Gbit/s cards, NVLink 4, 25 Gbit/s Ethernet.
 
-        `AUTO` counts as the slowest: what is planned with it then holds anywhere.
+        `AUTO` counts as the slowest, so that plans work on any network.
         """
         return _FABRIC_BYTES_PER_S[self]
 
     @property
     def min_bytes_per_s(self) -> float:
-        """Below this rate it is not what carries the KV; 0: nothing is slower than it.
+        """Rate below which another, slower network must carry the KV; 0: there is no slower one.
 
-        A quarter of what can be counted on, as blocks are small and a card is shared; of NVLink a fifteenth,
-        which they do not fill. TCP gives half of the least of these.
+        A quarter of `bytes_per_s`, because blocks are small and a card is shared; of NVLink a fifteenth,
+        because KV blocks do not fill it. TCP reaches half of the lowest of these rates.
         """
         return _MIN_FABRIC_BYTES_PER_S.get(self, 0.0)
 
@@ -47,7 +47,7 @@ _MIN_FABRIC_BYTES_PER_S = {Fabric.INFINIBAND: 10e9, Fabric.ROCE: 5e9, Fabric.NVL
 
 
 class Vendor(StrEnum):
-    """Whose software stack the engine is built for."""
+    """Vendor of the software stack that the engine is built for."""
 
     NVIDIA = "NVIDIA"
     AMD = "AMD"
@@ -110,7 +110,7 @@ def _amd(name: str, mib: int, tb_s: float, tflops: float) -> HardwareFacts:
 
 CPU = HardwareFacts(name="CPU", vendor=Vendor.CPU, fabric=Fabric.TCP)
 UNKNOWN_GPU = HardwareFacts(name="GPU", vendor=Vendor.NVIDIA)
-"""A device that nobody described: an NVIDIA one of unknown size."""
+"""A device without description: NVIDIA, of unknown size."""
 
 _DEVICES = {
     facts.name: facts
@@ -164,10 +164,10 @@ def find_hardware(name: str) -> HardwareFacts | None:
 def resolve_hardware(
     name: str = "", *, resource: str = "", memory_bytes: int | None = None, fabric: Fabric | None = None
 ) -> HardwareFacts:
-    """A device as a manifest describes it: what it says stands over the table.
+    """Describe a device from a manifest; the manifest's values override the table's.
 
-    Without a known name the resource tells: `amd.com/…` is an AMD device, `cpu` no accelerator, anything else
-    an NVIDIA device of unknown size.
+    Without a known name the resource decides: `amd.com/…` is an AMD device, `cpu` no accelerator, anything
+    else an NVIDIA device of unknown size.
     """
     found = find_hardware(name) if name else None
     facts = found or _hardware_by_resource(resource)

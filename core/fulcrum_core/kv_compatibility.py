@@ -1,4 +1,4 @@
-"""Who may hand KV blocks to whom."""
+"""Decides which engines can exchange KV blocks, and groups instances by it (compatibility groups)."""
 
 from collections.abc import Mapping
 
@@ -23,8 +23,8 @@ def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
     """Whether `decode` can read the KV blocks that `prefill` wrote.
 
     Engines refuse a handshake unless model spelling, version, data types, attention back end and block size
-    agree; the model's revision they do not compare, so it is compared here. Decode reads into one pipeline
-    stage.
+    agree. They do not compare the model's revision, so it is compared here. A decode instance can read KV
+    only into one pipeline stage.
     """
     for name, words in _MUST_BE_EQUAL.items():
         ours, theirs = getattr(prefill, name), getattr(decode, name)
@@ -44,16 +44,16 @@ def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
 def _refuse_split(prefill: EngineIdentity, decode: EngineIdentity) -> str | None:
     """Why KV that is split over prefill's tensor-parallel ranks cannot be split over decode's; None: it can.
 
-    A rank of decode reads its heads from one rank of prefill or from several. It cannot where prefill has
-    more ranks than there are KV heads, so that some hold copies; under latent attention all do, and one is
-    read. A rank of LMCache's knows the rank of its own number only.
+    A decode rank reads its heads from one or several prefill ranks. It cannot if prefill has more ranks than
+    KV heads, because some ranks then hold copies. Under latent attention every rank holds a copy, and decode
+    reads one. LMCache transfers only between ranks of the same number.
     """
     ours, theirs = prefill.tensor_parallel, decode.tensor_parallel
     sizes = f"prefill has {format_count(ours, 'tensor-parallel rank')}, decode has {theirs}"
     if ours == theirs:
         return None
     if decode.connector == "LMCache":
-        return f"{sizes}: LMCache hands over from rank to rank"
+        return f"{sizes}: LMCache transfers KV only between ranks of the same number"
     if max(ours, theirs) % min(ours, theirs):
         return f"{sizes}: neither divides the other"
     if ours > theirs and not decode.latent and 0 < prefill.kv_heads < ours:
@@ -66,9 +66,9 @@ def _display(value: object) -> object:
 
 
 def assign_compatibility_groups(identities: Mapping[str, EngineIdentity | None]) -> dict[str, int]:
-    """A number for each name; two engines have the same one if either could hand KV blocks to the other.
+    """Number the compatibility groups: instances are in one group if KV can be transferred either way.
 
-    Engines of which nothing is known yet share the first group: nobody is kept apart by a guess.
+    Instances of unknown identity are in group 0, so that nothing is separated by a guess.
     """
     found: list[EngineIdentity] = []
     return {name: _find_group(identities[name], found) for name in sorted(identities)}

@@ -1,4 +1,4 @@
-"""How long an engine takes: three models of one machine, from the exact step to the two that policies use.
+"""Latency models of an engine: the duration of a step, and the two predictors that dispatch uses.
 
 `StepModel` is what the simulated engine runs on: the duration of one step from what the step holds.
 `PrefillModel` and `DecodeModel` are what a dispatcher predicts with (Arrow's predictors, quadratic and

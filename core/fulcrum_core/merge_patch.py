@@ -1,4 +1,4 @@
-"""JSON merge patches (RFC 7386): applied by stores, written by those who changed a copy."""
+"""JSON merge patches (RFC 7386): stores apply them, writers create them from a changed copy."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,6 @@
-"""The ports through which shells reach the world.
+"""Ports of the shells: store, clock and engine runtime. Adapters are in `cluster`, `operator` and `cli`.
 
-`Store` is where desired state lives: memory in a local run, Kubernetes in a cluster. One conformance
-suite runs against every adapter, so what is written here is what a reconciler may rely on.
+One conformance suite runs against every `Store`, so callers may rely on everything that is written here.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -16,7 +15,7 @@ R = TypeVar("R", bound=Resource)
 
 
 class EventType(StrEnum):
-    """What happened to an object on a watch."""
+    """Kind of change of a watched object."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
@@ -28,8 +27,8 @@ class EventType(StrEnum):
 class WatchEvent(Generic[R]):
     """One change. `object` is the state after it, or the last state of a deleted object.
 
-    A BOOKMARK carries no object: it says that everything up to `resource_version` was delivered. Another
-    event without one is about an object that its model cannot read: `unreadable` is its namespace and name.
+    A BOOKMARK has no object: everything up to `resource_version` was delivered. Another event without an
+    object is about one that the model cannot read: `unreadable` is its namespace and name.
     """
 
     type: EventType
@@ -42,7 +41,7 @@ class WatchEvent(Generic[R]):
 class Listing(Generic[R]):
     """All objects of a kind at one resourceVersion, ordered by namespace and name.
 
-    `unreadable` are namespace and name of those that their model cannot read: a newer writer's.
+    `unreadable` lists namespace and name of objects of a newer version, which the model cannot read.
     """
 
     items: tuple[R, ...]
@@ -118,30 +117,30 @@ class Store(Protocol):
 
 
 class Clock(Protocol):
-    """The two clocks of a shell."""
+    """Wall clock and monotonic clock."""
 
     def now_s(self) -> float:
-        """Unix time in seconds: what objects and other processes are told."""
+        """Unix time in seconds, for objects and messages to other processes."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds that never jump: what durations are measured with."""
+        """Seconds of a clock that never jumps, for measuring durations."""
         ...
 
 
 class EngineState(StrEnum):
-    """What a runtime sees of one engine process or pod."""
+    """Observed state of an engine's process or pod."""
 
     STARTING = "Starting"
     RUNNING = "Running"
     EXITED = "Exited"
-    """It ended and is started again where it is."""
+    """The engine ended and is being restarted in place."""
     LOST = "Lost"
-    """It will not come back: deleted by somebody else, evicted, failed for good, or its node is gone."""
+    """The engine will not recover: its pod was deleted or evicted, failed for good, or its node is lost."""
 
 
 class InstanceKey(NamedTuple):
-    """Which PDInstance an engine belongs to: two services in two namespaces may have one of the same name."""
+    """Namespace and name of the PDInstance that an engine belongs to."""
 
     namespace: str
     name: str
@@ -161,7 +160,7 @@ class EngineObservation:
     restarts: int
     endpoint: str | None = None
     exit_reason: str | None = None
-    """Why its last life ended; None in its first."""
+    """Why the engine last exited; None if it never did."""
     reason: str = ""
     """Why the engine cannot start, as a reason of the condition Degraded (`conditions.IMAGE_PULL_FAILED`,
     `UNSCHEDULABLE` or `ENGINE_START_FAILED`); empty while nothing prevents the start."""
@@ -175,13 +174,13 @@ class EngineObservation:
     since_s: float | None = None
     """Since when it is in this state, where that is known; unix seconds."""
     terminating: bool = False
-    """Its end was asked for, by us or by somebody else. While it still serves its state is RUNNING."""
+    """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
     node_lost: bool = False
-    """It counts as LOST because its node is not heard of; who reaches the engine itself knows better."""
+    """LOST because the node does not report. A caller that reaches the engine itself overrides this."""
 
 
 class EngineRuntime(Protocol):
-    """Where engine instances run: processes in a local run, pods in a cluster. All calls are idempotent."""
+    """Runs engines: as processes in a local run, as pods in a cluster. All calls are idempotent."""
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         """Have the instance's engine run; one that exits is started again with back-off.

@@ -1,4 +1,4 @@
-"""Engine profiles: what a model on some hardware does in a step, and the machine around it.
+"""Engine profiles: step duration, memory and links of a model on some hardware, for the simulated engine.
 
 A profile is a YAML file, shipped (`PROFILE_NAMES`) or a user's own. The loader holds each to its physical
 floors: no step is faster than the hardware can read the weights, multiply them, or read the KV cache.
@@ -29,7 +29,9 @@ class EngineProfile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
-    description: str = Field(min_length=1, description="What it stands for, and where its numbers come from.")
+    description: str = Field(
+        min_length=1, description="Model and hardware of the profile, and the source of its numbers."
+    )
     t0: Positive = Field(description="Step: fixed part, seconds.")
     b: Positive = Field(description="Step: per prefill token, seconds.")
     c: NotNegative = Field(description="Step: per prefill token squared (attention), seconds.")
@@ -69,7 +71,7 @@ def load_profile(name_or_path: str) -> EngineProfile:
 
     Anything with a slash or a `.yaml` ending is a path. Raises InvalidInput for an unknown name, a file
     that cannot be read, a field that is missing, unknown or out of range, and a coefficient below its
-    physical floor.
+    physical limit.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
         return parse_profile(_read_file(name_or_path), source=name_or_path)
@@ -154,5 +156,5 @@ def _check_physical_limits(profile: EngineProfile, source: str) -> None:
     for field, value, floor, formula in floors:
         if value < floor:
             raise InvalidInput(
-                f"{source}.{field}", value, f"is below its physical floor {floor:.3g} = {formula}"
+                f"{source}.{field}", value, f"is below its physical limit {floor:.3g} = {formula}"
             )

@@ -1,7 +1,7 @@
-"""RouterState: what a router tells about itself at its state port.
+"""RouterState: the report of a router at its state port, as JSON.
 
-The autoscaler decides flips from it and the operator decides drains from it, so it is the one live
-contract between the shells. It crosses the wire as JSON; both ends use these models.
+The autoscaler decides flips from it, the operator drains, the CLI shows it. Router and readers (the client is
+`fulcrum_cluster.router_client`) use these models.
 """
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,22 +15,22 @@ ROUTER_HANDOVER_TIMEOUT_S = 5
 
 
 class _WireModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may say more
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may send more fields
 
 
 class InstanceState(_WireModel):
-    """The router's ledger of one instance, with what it last read from the engine."""
+    """The router's ledger of one instance, with the figures that it last read from the engine."""
 
     name: str
-    role: Role = Field(description="The role the router dispatches by now.")
-    serving: bool = Field(description="Whether the router sends it new work.")
-    prefill_queued_s: float = Field(description="Predicted seconds of prefill work sent and not answered.")
+    role: Role = Field(description="Role that the router dispatches by.")
+    serving: bool = Field(description="Whether the router sends new work to the instance.")
+    prefill_queued_s: float = Field(description="Predicted duration of prefill work in flight, in seconds.")
     prefill_tokens: int = Field(description="Prompt tokens of prefill legs in flight.")
     decode_tokens: int = Field(description="KV tokens of decode legs in flight: prompt and output so far.")
     decode_legs: int = Field(description="Decode legs in flight.")
     legs: int = Field(description="All legs in flight.")
     pending_transfers: int = Field(
-        description="Prompts prefilled here whose KV no decode instance has taken yet."
+        description="Prompts prefilled here whose KV no decode instance has fetched yet."
     )
     itl_s: float | None = Field(
         description="Mean inter-token latency over the last completed second; None: no tokens."
@@ -38,16 +38,19 @@ class InstanceState(_WireModel):
     kv_usage: float | None = Field(
         default=None, description="The engine's KV cache use, 0 to 1; None: not read."
     )
-    missed_probes: int = Field(default=0, description="Probes in a row that the engine did not answer.")
+    missed_probes: int = Field(default=0, description="Consecutive probes without a response of the engine.")
     engine_requests: int | None = Field(
-        default=None, description="Requests in the engine, by its own count; None: it does not say."
+        default=None, description="Requests in the engine, by the engine's count; None: not reported."
     )
-    engine_read_at_s: float = Field(default=0.0, description="Unix time at which it was last asked for that.")
+    engine_read_at_s: float = Field(
+        default=0.0, description="Unix time of the request that read engine_requests."
+    )
 
     def is_idle(self, *, since_s: float) -> bool:
-        """Whether nothing is on it: by the router's ledger, and by its own count as of `since_s` or later.
+        """Whether nothing is in flight: by the ledger, and by the engine's count as of `since_s` or later.
 
-        Its own count knows what another router sent. An engine that does not answer is not waited for.
+        The engine's count includes requests of another router. An engine that reports no count is idle if
+        the ledger is empty.
         """
         if self.legs or self.pending_transfers:
             return False
@@ -55,64 +58,71 @@ class InstanceState(_WireModel):
 
 
 class TierState(_WireModel):
-    """What became of the requests of one tier since the router started."""
+    """Outcomes of one tier's requests since the router started."""
 
     name: str
     offered: int
     ok: int
-    failed: int = Field(description="Ended before the first byte of an answer.")
-    broken: int = Field(description="Ended with an error event after the first byte.")
-    cancelled: int = Field(description="The client left.")
+    failed: int = Field(description="Requests that failed before the first byte of the response.")
+    broken: int = Field(description="Requests that ended with an error event after the first byte.")
+    cancelled: int = Field(description="Requests whose client disconnected.")
     slo_met: int = Field(description="Requests that met TTFT and TPOT.")
 
 
 class PairState(_WireModel):
-    """What the router knows of hand-offs from one instance to another."""
+    """KV transfers from one instance to another, as the router has observed them."""
 
     prefill: str
     decode: str
-    verified: int = Field(description="Hand-offs whose prompt decode did not compute, by its own count.")
-    recomputed: int = Field(description="Hand-offs whose prompt decode computed all the same.")
-    unknown: int = Field(description="Hand-offs of which decode did not say.")
-    verified_age_s: float | None = Field(description="Seconds since the last verified one; None: none.")
-    handshake_s: float | None = Field(description="What the first hand-off took decode; None: not measured.")
-    transfer_s_per_1k_tokens: float | None = Field(
-        description="What a hand-off takes decode now, per 1,000 tokens; None: not measured."
+    verified: int = Field(
+        description="KV transfers after which decode did not compute the prompt, by the engine's count."
     )
-    last_reason: str = Field(description="The last finding, as a reason of the condition KVTransferVerified.")
+    recomputed: int = Field(description="KV transfers after which decode computed the prompt again.")
+    unknown: int = Field(description="KV transfers of which decode reported no count.")
+    verified_age_s: float | None = Field(
+        description="Seconds since the last verified KV transfer; None: none was verified."
+    )
+    handshake_s: float | None = Field(
+        description="Duration of the pair's first KV transfer, in seconds; None: not measured."
+    )
+    transfer_s_per_1k_tokens: float | None = Field(
+        description="Current duration of a KV transfer per 1,000 tokens, in seconds; None: not measured."
+    )
+    last_reason: str = Field(description="Last result, as a reason of the condition KVTransferVerified.")
 
 
 class RouterState(_WireModel):
-    """One consistent picture of a router."""
+    """One consistent snapshot of a router."""
 
     service: str
     generation: int = Field(description="Last PDAssignment generation applied: the router's acknowledgement.")
     acknowledged_at_s: float = Field(description="Unix time at which that generation was applied.")
-    at_s: float = Field(description="Unix time of this picture.")
+    at_s: float = Field(description="Unix time of the snapshot.")
     ledger_since_s: float = Field(
-        default=0.0, description="Unix time at which its ledger begins: of what came before it knows nothing."
+        default=0.0, description="Unix time at which the ledger begins; earlier requests are not in it."
     )
     instances: tuple[InstanceState, ...]
     flip_request_role: Role | None = Field(
         description="The phase for which dispatch last found no instance within the SLO."
     )
     flip_request_seq: int = Field(
-        description="Counts such findings; the long-poll of `/flip-requests` resumes after one."
+        description="Number of the last flip request; a long poll of `/flip-requests` resumes after it."
     )
     prediction_error: float | None = Field(
         description="Mean of (predicted − measured)/measured of recent prefills."
     )
     local_prefills: int = Field(
-        description="Requests decoded without a prefill leg because no prefill answered."
+        description="Requests decoded without a prefill leg because no prefill instance responded."
     )
     tiers: tuple[TierState, ...]
     pairs: tuple[PairState, ...] = Field(
-        default=(), description="Directed pairs of instances: of very many those that matter most."
+        default=(),
+        description="Pairs of prefill and decode instances; if there are very many, the most relevant.",
     )
 
 
 class FlipRequest(_WireModel):
-    """Answer of `/flip-requests`: dispatch found no instance of `role` within the SLO."""
+    """Response of `/flip-requests`: dispatch found no instance of `role` within the SLO."""
 
     seq: int
     role: Role

@@ -1,4 +1,4 @@
-"""The nouns that policies reason about.
+"""The values that policies, plans and the API share.
 
 All are frozen: a decision is a frozen value made from frozen values. Seconds, tokens and bytes are
 named in the suffix.
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Which phase an instance serves. `BOTH` is only ever effective, where there is nobody to share with."""
+    """Request phase that an instance serves. `BOTH` is only an effective role, never an assigned one."""
 
     PREFILL = "Prefill"
     DECODE = "Decode"
@@ -32,7 +32,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where an instance stands in its life."""
+    """Lifecycle phase of an instance."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -45,14 +45,14 @@ class Phase(StrEnum):
 
 
 class FlipStrategy(StrEnum):
-    """How an instance changes its role, as probed at its start."""
+    """How an instance changes its role, as probed when its engine started."""
 
     RELABEL = "Relabel"
     RESTART = "Restart"
 
 
 class Actor(StrEnum):
-    """Who wrote a wish into a PDAssignment."""
+    """Writer of an entry of a PDAssignment."""
 
     OPERATOR = "Operator"
     AUTOSCALER = "Autoscaler"
@@ -84,19 +84,21 @@ class Slo:
 
 
 KV_LEASE_S = 30.0
-"""For how long an engine that was told nothing else keeps a hand-off that nobody fetches (vLLM)."""
+"""vLLM's default time, in seconds, for which an engine keeps KV that no decode instance fetches."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What an engine is to those that it exchanges KV blocks with.
+    """Properties of an engine that decide with which engines it can exchange KV (`can_transfer`).
 
-    `revision` is of the model: weights of two revisions make KV that fits and is wrong. `attention` is the
-    back end, which lays KV out; `latent` says that every tensor-parallel rank holds all of it. `kv_lease_s`
-    is for how long it keeps the blocks of a hand-off that nobody fetches, `kv_transfer_s_per_1k_tokens` the
-    longest that its
-    declared fabric takes for the KV of 1,000 tokens (0: not known): those two need not agree. `kv_heads` are
-    the model's; 0: not known, and not held against it.
+    Attributes:
+        revision: Revision of the model. Two revisions compute different KV of the same shape.
+        attention: Attention back end, which decides the layout of KV.
+        latent: Whether KV is one latent vector a token, of which every tensor-parallel rank holds a copy.
+        kv_heads: KV heads of the model; 0: unknown, and then not compared.
+        kv_lease_s: Time for which the engine keeps KV that no decode instance fetches; not compared.
+        kv_transfer_s_per_1k_tokens: Longest transfer time of 1,000 tokens' KV over the declared fabric;
+            0: unknown; not compared.
     """
 
     model: str

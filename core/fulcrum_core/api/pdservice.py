@@ -138,7 +138,7 @@ class FlipSpec(ApiModel):
     prefill_to_decode_cooldown: Duration = Field(
         default=10.0,
         ge=0,
-        description="Least time between flips from Prefill to Decode; none from Decode to Prefill (default 10s).",
+        description="Pause between flips from Prefill to Decode; none in the other direction (default 10s).",
     )
     paused: StrictBool = Field(
         default=False, description="Whether the autoscaler holds all flips (default false)."
@@ -263,7 +263,7 @@ class PDServiceSpec(ApiModel):
         default=None,
         ge=1,
         le=1024,
-        description="Short form: one Flexible pool of this size; exclusive with pools (neither: 2 instances).",
+        description="Short form: one Flexible pool of this size; excludes pools (neither: 2 instances).",
     )
     engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
     slo: ServiceSloSpec = Field(

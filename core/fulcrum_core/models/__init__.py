@@ -1,4 +1,4 @@
-"""What a model is, from its own config.json, and what that costs in memory. Pure."""
+"""Facts of a model from its config.json, and the memory that its weights and KV need. Pure."""
 
 from fulcrum_core.models.config import parse_model_config
 from fulcrum_core.models.config_excerpt import excerpt_config

@@ -20,13 +20,13 @@ _KEPT_KEYS = frozenset(
         *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "interleave_moe_layer_step"),
     }
 )
-"""What `parse_model_config` and `count_params` look at, besides what is cut out of its own below."""
+"""Keys that `parse_model_config` and `count_params` read; nested sections are cut below."""
 
 
 def excerpt_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left has the facts of the whole; a few hundred bytes, and one for each layer where they differ.
+    """Return the part of a config.json from which the same facts follow; a few hundred bytes.
 
-    A key of null is left out: no API object can hold one.
+    Keys of null are left out, because API objects cannot hold them.
     """
     kept = {key: value for key, value in config.items() if key in _KEPT_KEYS and value is not None}
     if isinstance(names := config.get("architectures"), list):

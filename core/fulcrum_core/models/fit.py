@@ -9,7 +9,7 @@ from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
 from fulcrum_core.models.sizes import GIB, rank_kv_bytes_per_token, rank_weight_bytes
 
 MODEL_UNKNOWN = "ModelUnknown"
-"""The reason of a verdict without the model's config.json."""
+"""Reason of a result without the model's config.json."""
 GPU_UTILIZATION = 0.9
 """The share of a device's memory that the engine may take."""
 _RESERVE_SHARE = 0.07
@@ -19,10 +19,10 @@ _RESERVE_MIN_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How one instance is laid over its devices.
+    """How one instance is split over its devices.
 
-    `max_tokens` is the longest context that is served; None: the model's own. `devices` is what the instance
-    is given; None: not said. `buffer_bytes` of each device go to a transfer buffer.
+    `max_tokens` is the longest context that is served; None: the model's own. `devices` is the number of
+    devices of the instance; None: unknown. `buffer_bytes` of each device go to a transfer buffer.
     """
 
     tensor: int = 1
@@ -43,7 +43,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The verdict, with its numbers; `kv_capacity_tokens` and what it follows from are None where unknown."""
+    """Result of the check, with its numbers; None where a number is unknown."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -53,9 +53,9 @@ class Fit:
 
 
 def check_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout) -> Fit:
-    """Whether an instance can hold the model and one request of the longest context.
+    """Check whether an instance has room for the model and one request of the longest context.
 
-    Unknown where the model or the memory of the device is; what can be refused without them is.
+    Unknown if the model or the device's memory is unknown and the layout alone rules nothing out.
     """
     refusal = _refuse_layout(facts, layout)
     if refusal is not None:
@@ -84,7 +84,7 @@ def check_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
 
 
 def format_gib(size: float) -> str:
-    """As people read it: `61.2 GiB`, and small sizes in MiB."""
+    """Format a size for people: `61.2 GiB`, small sizes in MiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
@@ -126,7 +126,7 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
 
 
 def _suggest_tensor_parallel(weights: float, usable: float, layout: Layout) -> str:
-    """What would help, in powers of two, as heads divide."""
+    """Suggest a tensor-parallel size that leaves room, in powers of two, because heads divide evenly."""
     if not usable:
         return "no memory is left for them"
     tensor = layout.tensor
@@ -136,7 +136,7 @@ def _suggest_tensor_parallel(weights: float, usable: float, layout: Layout) -> s
 
 
 def _refuse_layout(facts: ModelFacts | None, layout: Layout) -> Fit | None:
-    """What no memory can mend."""
+    """Why the layout cannot work whatever the memory; None if it can."""
     if layout.devices is not None and layout.devices != layout.devices_needed:
         message = (
             f"tensor {layout.tensor} × pipeline {layout.pipeline} × data {layout.data} takes "

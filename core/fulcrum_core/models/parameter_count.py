@@ -46,7 +46,7 @@ def count_params(
 
 
 def _count_latent_attention_params(text_config: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Low-rank queries, one latent for keys and values, and what opens both up again."""
+    """Low-rank queries, one latent vector for keys and values, and the matrices that expand both."""
     rank, rope = int(text_config["kv_lora_rank"]), int(text_config["qk_rope_head_dim"])
     plain, value = int(text_config["qk_nope_head_dim"]), int(text_config["v_head_dim"])
     queries = heads * (plain + rope)

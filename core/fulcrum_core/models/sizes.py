@@ -1,4 +1,4 @@
-"""What a model takes in memory and on the wire.
+"""Sizes of a model's weights and KV in memory and on the network.
 
 For L layers, H_kv heads of D values and b bytes a value, the KV of N tokens takes 2·L·N·(H_kv·D)·b; latent
 attention keeps one vector a layer instead and every tensor-parallel rank has all of it.
@@ -49,7 +49,7 @@ def rank_kv_bytes_per_token(facts: ModelFacts, *, tensor: int, pipeline: int, kv
 def transfer_buffer_bytes(
     facts: ModelFacts, tokens: int, kv: KvPrecision = KvPrecision.AUTO, *, tensor: int = 1
 ) -> int:
-    """Buffer of one rank through which a prompt of so many tokens is handed over, rounded up to 256 MiB."""
+    """Buffer of one rank for transferring the KV of a prompt of `tokens`, rounded up to 256 MiB."""
     share = kv_bytes(facts, tokens, kv) * _rank_share(facts, tensor)
     return TRANSFER_ALIGN_BYTES * max(1, math.ceil(share / TRANSFER_ALIGN_BYTES))
 

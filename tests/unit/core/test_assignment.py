@@ -1,4 +1,4 @@
-"""`may_apply` and what writers build their wishes with: refusals first, each with its words."""
+"""`may_apply` and `apply_flip`: refusals first, each with its message."""
 
 from collections.abc import Callable
 from typing import Any
@@ -190,7 +190,7 @@ def check_change(
             edit("a", cordoned=True, reason="more instances than wanted")(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
-            "instance 'a' is about to leave: more instances than wanted",
+            "instance 'a' is about to stop: more instances than wanted",
             id="who shall leave",
         ),
     ],

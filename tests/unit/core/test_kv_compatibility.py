@@ -114,5 +114,6 @@ def test_lmcache_needs_equal_tensor_parallel_sizes() -> None:
     assert can_transfer(one, one).allowed
     assert can_transfer(one, replace(one, tensor_parallel=4)) == Verdict(
         False,
-        "prefill has 2 tensor-parallel ranks, decode has 4: LMCache hands over from rank to rank",
+        "prefill has 2 tensor-parallel ranks, decode has 4: "
+        "LMCache transfers KV only between ranks of the same number",
     )

@@ -56,19 +56,19 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
     [
         pytest.param(
             {"b": 1e-5},
-            "mine.yaml.b (1e-05) is below its physical floor 0.000125 = "
+            "mine.yaml.b (1e-05) is below its physical limit 0.000125 = "
             "2*params/(tensor_parallel*peak_flops)",
             id="prefill faster than the multiplications",
         ),
         pytest.param(
             {"d2": 1e-9},
-            "mine.yaml.d2 (1e-09) is below its physical floor 8.19e-08 = "
+            "mine.yaml.d2 (1e-09) is below its physical limit 8.19e-08 = "
             "kv_bytes_per_token/(tensor_parallel*hbm_bytes_per_s)",
             id="decode faster than the KV cache is read",
         ),
         pytest.param(
             {"t0": 0.001},
-            "mine.yaml.t0 (0.001) is below its physical floor 0.01 = "
+            "mine.yaml.t0 (0.001) is below its physical limit 0.01 = "
             "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
             id="a step faster than the weights are read",
         ),

@@ -98,7 +98,7 @@ def test_a_profile_under_its_physical_floor_is_refused(refused: Cli, tmp_path: P
     profile.write_text(shipped.read_text().replace("t0: 1.8e-2", "t0: 1.0e-3"))
     path = manifest(tmp_path, [f"engine: {{type: Simulated, profile: {profile}}}"])
     assert refused("up", "--local", "-f", str(path)).startswith(
-        f"{profile}.t0 (0.001) is below its physical floor 0.01"
+        f"{profile}.t0 (0.001) is below its physical limit 0.01"
     )
 
 
