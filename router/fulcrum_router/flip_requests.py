@@ -16,7 +16,7 @@ FLIP_WAIT_BACKOFF_S = 1.0
 
 
 class Notifier:
-    """Wakes all waiting coroutines at once; unlike `asyncio.Event`, those that wait later wait anew."""
+    """Wakes all waiting coroutines at once. Unlike `asyncio.Event`, it does not stay set."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()

@@ -1,1 +1,1 @@
-"""The router as seen by the control plane: state port, authentication, failover, metrics."""
+"""Interfaces to the control plane: state port, authentication of its callers, failover, metrics."""

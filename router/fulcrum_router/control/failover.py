@@ -153,7 +153,7 @@ class Failover:
                 continue
 
     async def ensure_slice(self) -> bool:
-        """Direct the slice here, unless another router leads by now; False if that failed and must be retried.
+        """Direct the slice here, unless another router leads by now; False: it failed and must be retried.
 
         The caller has seen this router lead, but a pause of the process may have ended its lease since.
         """

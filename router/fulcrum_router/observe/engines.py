@@ -94,7 +94,10 @@ class EngineProber:
         while True:
             began_s = time.monotonic()
             if instance.connection_pool is not pool:
-                pool, previous = instance.connection_pool, None  # another engine process: sums start anew
+                pool, previous = (
+                    instance.connection_pool,
+                    None,
+                )  # another engine process, whose sums start at 0
             if instance.health.ejected:
                 await self._probe_ejected(instance)
             elif pool is not None:

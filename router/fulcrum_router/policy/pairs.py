@@ -51,7 +51,7 @@ class TransferPairs:
         """Return the record of a pair; creates it at its first use."""
         pair = self.pairs.get(key)
         if pair is None:
-            if len(self.pairs) >= MAX_PAIRS:
+            if len(self.pairs) >= MAX_PAIRS:  # drop the least recently used pair
                 del self.pairs[min(self.pairs, key=lambda k: (self.pairs[k].last_used_s, k))]
             pair = self.pairs[key] = TransferPair()
         return pair
@@ -63,7 +63,7 @@ class TransferPairs:
                 pair.invalidate()
 
     def refresh(self, instances: Sequence[InstanceView], *, now_s: float) -> None:
-        """Drop the pairs of removed instances, and compute delays and broken prefill instances anew."""
+        """Drop the pairs of removed instances, and update delays and broken prefill instances."""
         known = {instance.name for instance in instances}
         for key in [key for key in self.pairs if not known.issuperset(key)]:
             del self.pairs[key]
@@ -93,10 +93,11 @@ class TransferPairs:
         decode_instances: Sequence[InstanceView],
         now_s: float,
     ) -> dict[str, dict[str, TransferDelay]]:
-        """Delay of each pair over a warm and fast pair, in seconds, by prefill then by decode instance."""
+        """Find each pair's delay over a warm and fast pair in seconds, by prefill, then decode instance."""
         cold = TransferDelay(self.handshake_s)
         lags = [p.lag_s_per_1k_tokens for p in self.pairs.values() if p.lag_s_per_1k_tokens is not None]
         usual_s = _SIMILAR_FACTOR * min(lags, default=0.0)
+        # A pair without a record has never transferred, so it is cold.
         delays = {
             prefill.name: {i.name: cold for i in decode_instances if i is not prefill}
             for prefill in prefill_instances

@@ -101,7 +101,7 @@ async def test_both_directions_are_verified_before_the_first_request() -> None:
         }
 
 
-async def test_a_pair_without_traffic_is_tried_again() -> None:
+async def test_a_pair_without_traffic_gets_another_canary() -> None:
     engines = [
         FakeEngine("p1", decode=reports_cached_tokens(261)),
         FakeEngine("d1", decode=reports_cached_tokens(261)),
@@ -150,7 +150,7 @@ async def test_no_canary_is_sent_by_a_router_that(state: Any) -> None:
             assert bodies(world) == []
 
 
-async def test_engines_that_refuse_a_role_are_left_alone_until_roles_change() -> None:
+async def test_an_engine_that_refuses_a_role_gets_no_canary_until_its_role_changes() -> None:
     refusing = FakeEngine("d1", prefill=respond_with_status(400), decode=reports_cached_tokens(261))
     prefill = FakeEngine("p1", decode=reports_cached_tokens(261))
     async with run_router(prefill, refusing) as world, canaries_running(world, interval_s=0.05):
@@ -206,7 +206,7 @@ async def test_an_engine_without_cached_token_counts_gets_one_check_request(
         await wait_until(lambda: reasons(world).get(BOTH_WAYS[1]) == expected, expected)
 
 
-async def test_a_new_engine_process_is_tried_at_once() -> None:
+async def test_a_new_engine_process_gets_canaries_at_once() -> None:
     engines = [
         FakeEngine("p1", decode=reports_cached_tokens(261)),
         FakeEngine("d1", decode=reports_cached_tokens(261)),
@@ -267,7 +267,7 @@ async def return_long_transfer_params(response: ResponseWriter) -> None:
     )
 
 
-async def test_a_slow_pair_is_tried_with_a_prompt_long_enough_to_time() -> None:
+async def test_a_slow_pair_gets_a_canary_long_enough_to_measure_its_speed() -> None:
     prefill = FakeEngine("p1", prefill=return_long_transfer_params, decode=reports_cached_tokens(3000))
     engines = [prefill, FakeEngine("d1", decode=reports_cached_tokens(3000))]
     async with run_router(*engines) as world:

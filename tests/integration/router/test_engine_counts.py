@@ -23,7 +23,7 @@ def instance_state(world: RunningRouter) -> InstanceState:
     return state
 
 
-async def test_requests_of_another_router_keep_an_instance_from_being_at_rest() -> None:
+async def test_requests_of_another_router_keep_an_instance_from_being_idle() -> None:
     async with run_router(FakeEngine("d", metrics=counts(1, 1))) as world:
         await wait_until(lambda: instance_state(world).engine_requests == 2, "the engine's count")
         assert (instance_state(world).legs, instance_state(world).is_idle(since_s=0.0)) == (0, False)
@@ -36,7 +36,7 @@ async def test_requests_of_another_router_keep_an_instance_from_being_at_rest() 
         ]
 
 
-async def test_an_engine_that_does_not_respond_or_was_removed_counts_as_at_rest() -> None:
+async def test_an_engine_that_does_not_respond_or_was_removed_counts_as_idle() -> None:
     async with run_router(FakeEngine("d", metrics=counts(1, 0))) as world:
         await wait_until(lambda: instance_state(world).engine_requests == 1, "the engine's count")
         world["d"].metrics = b""

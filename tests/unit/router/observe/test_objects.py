@@ -36,7 +36,7 @@ class WatchedService:
     def __init__(self) -> None:
         self.store = MemoryStore(SystemClock())
         self.router = Router()
-        self.watches = StoreWatcher(self.router, self.store, service="s", namespace="default")
+        self.watcher = StoreWatcher(self.router, self.store, service="s", namespace="default")
         self._port = 9000
 
     async def create_objects(self) -> None:
@@ -93,7 +93,7 @@ def entry(role: str) -> dict[str, Any]:
 async def watched() -> AsyncIterator[WatchedService]:
     made = WatchedService()
     await made.create_objects()
-    running = asyncio.create_task(made.watches.run())
+    running = asyncio.create_task(made.watcher.run())
     assert await made.wait_until_acknowledged(1)
     yield made
     running.cancel()
@@ -268,12 +268,12 @@ async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched
     objects, router = FakeObjectApi(), Router()
     for name in NAMES[:3]:
         objects.put("Pod", name, status={"phase": "Running", "podIP": "127.0.0.1"})
-    watches = StoreWatcher(
+    watcher = StoreWatcher(
         router, watched.store, service="s", namespace="default", objects=objects, rng=random.Random(1)
     )
-    running = asyncio.create_task(watches.run())
+    running = asyncio.create_task(watcher.run())
     try:
-        await asyncio.wait_for(watches.wait_until_synced(), DEADLINE_S)
+        await asyncio.wait_for(watcher.wait_until_synced(), DEADLINE_S)
         serving = {i.name: i.serving for i in router.fleet.instances}
         objects.put("Pod", "s-2", metadata={"deletionTimestamp": SINCE}, status={"podIP": "127.0.0.1"})
         await wait_until(lambda: not router.fleet["s-2"].serving, "the instance gets no work")
