@@ -1,8 +1,7 @@
-"""What every test run says about itself: the seed it ran with, and what it left out and why.
+"""Prints the seed, the measurements, and everything that a test run left out.
 
-A run that fails by chance must be repeatable, so one seed drives Hypothesis and every test that asks for
-`seed`. A run that skipped something must not look complete, so skips and folders that were not asked for
-are listed by name under a heading of their own.
+A run that fails by chance must be repeatable, so one seed drives Hypothesis and each test with the fixture
+`seed`. An incomplete run must not look complete, so skipped tests and folders that were not run are listed.
 """
 
 import os
@@ -18,22 +17,22 @@ from tests.paths import GOLDEN, ROOT
 
 settings.register_profile("fulcrum", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fulcrum")
-"""How long an example takes is the machine's business: other work on it must fail no test."""
+"""No deadline: how long an example takes depends on the other work of the machine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The seed of the run, and whether golden files are written."""
+    """Add the options `--seed` and `--rewrite-golden`."""
     parser.addoption("--seed", type=int, default=None, help="seed of the run (default: a new one, printed)")
     parser.addoption(
         "--rewrite-golden",
         action="store_true",
-        help="write tests/golden/ from what the code makes now; git diff then shows what changed",
+        help="write tests/golden/ from the code's current output; git diff then shows what changed",
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own option
 def pytest_configure(config: pytest.Config) -> None:
-    """Settles one seed for the run and hands it to Hypothesis, unless that was given its own."""
+    """Choose one seed for the run and pass it to Hypothesis, unless Hypothesis has an own seed."""
     if config.option.seed is None:
         config.option.seed = secrets.randbelow(2**32)
     if config.option.hypothesis_seed is None:
@@ -42,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def seed(request: pytest.FixtureRequest) -> int:
-    """The printed seed of the run, for `random.Random(seed)`."""
+    """Seed of the run, for `random.Random(seed)`; printed at the end."""
     value: int = request.config.option.seed
     return value
 
@@ -55,20 +54,20 @@ TARGETS = {
     "kubernetes": "test-kubernetes",
     "engines": "test-engines",
 }
-"""The make targets that run a folder of tests; `check` runs the others."""
+"""The make target that runs each folder of tests; `check` runs the others."""
 
 _MEASUREMENTS: list[str] = []
 
 
 @pytest.fixture(scope="session")
 def record_measurement() -> RecordMeasurement:
-    """`record_measurement("what: so much")` is printed at the end of the run."""
+    """`record_measurement(text)` prints the text at the end of the run, in the section "measured"."""
     return _MEASUREMENTS.append
 
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """`golden(path, text)` fails unless the file `path` below tests/golden/ holds this very text."""
+    """`golden(path, text)` fails unless the file `path` below tests/golden/ contains exactly this text."""
 
     def compare(path: str, text: str) -> None:
         file = GOLDEN / path
@@ -76,20 +75,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         recorded = file.read_text(encoding="utf-8") if file.exists() else ""
-        assert text == recorded, f"tests/golden/{path} is not this; --rewrite-golden writes it"
+        assert text == recorded, f"tests/golden/{path} differs; --rewrite-golden rewrites it"
 
     return compare
 
 
 @pytest.fixture(autouse=True)
 def reset_logging() -> Iterator[None]:
-    """Where a program that runs within a test sends its log lines ends with the test."""
+    """Undo the log configuration of a program that ran within a test."""
     yield
     structlog.reset_defaults()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tells what was measured, names what this run did not show, and the seed that repeats it."""
+    """Print the measurements, the tests and folders left out, and the seed that repeats the run."""
     if _MEASUREMENTS:
         terminalreporter.section("measured")
         for line in _MEASUREMENTS:
@@ -117,8 +116,8 @@ def _list_folders_not_run(config: pytest.Config) -> Iterator[str]:
         return  # `tools/test` runs the other folders, too
     requested = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     if not all(path.is_dir() for path in requested):
-        return  # somebody runs one file; the list of all the rest would be noise
+        return  # single files: a list of all other folders would be noise
     for folder in sorted((ROOT / "tests").iterdir()):
         touched = any(folder.is_relative_to(path) or path.is_relative_to(folder) for path in requested)
         if not touched and any(folder.rglob("test_*.py")):
-            yield f"tests/{folder.name}: not asked for, make {TARGETS.get(folder.name, 'check')} runs it"
+            yield f"tests/{folder.name}: not run; make {TARGETS.get(folder.name, 'check')} runs it"

@@ -1,4 +1,4 @@
-"""Every example is brought up and answers a request with the right text."""
+"""Each example starts in a local run and serves a request with the right text."""
 
 from pathlib import Path
 

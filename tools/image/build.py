@@ -1,4 +1,4 @@
-"""The container image for tests: no registry, no daemon, no build tool.
+"""Builds the container image for tests without registry, daemon or build tool.
 
     python tools/image/build.py OUT.tar TAG        writes localhost/fulcrum:TAG in the format of `docker save`
 
@@ -40,12 +40,12 @@ EXCLUDED_FOLDERS = {
     *("__pycache__", "site-packages", "dist-packages", "test", "tests"),
     *("ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo"),
 }
-"""Parts of a standard library that no program of ours loads: two thirds of its size."""
+"""Parts of the standard library that no program here loads: two thirds of its size."""
 EXCLUDED_SUFFIXES = {".a", ".c", ".h", ".pxd", ".pyc", ".pyi", ".pyx"}
 EXCLUDED_PATHS = ("kubernetes/aio/", "kubernetes/client/api/")
-"""A client for every kind, twice, of which we use the configuration. The Dockerfile leaves out the same."""
+"""Generated API clients; only the library's configuration is used. The Dockerfile leaves out the same."""
 SELDOM_USED = ("kubernetes/client/models/", "pygments/")
-"""Loaded on demand, a file or two of many: not compiled."""
+"""Packages of which only a few files are loaded: not compiled."""
 STRIP_ABOVE_BYTES = 1_000_000
 EXTRA_FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/sbin/nologin\nnonroot:x:65532:65532:nonroot:/tmp:/sbin/nologin\n",
@@ -55,7 +55,7 @@ EXTRA_FILES = {
         "#!/usr/local/bin/python\nfrom fulcrum_cli.__main__ import main\n\nraise SystemExit(main())\n"
     ),
 }
-"""What an image needs that no package brings: names for its users, names before DNS, the command line."""
+"""Files that no package contains: users, name service order, the command line."""
 
 
 def build_image(target: Path, name: str) -> Path:
@@ -82,7 +82,7 @@ def build_image(target: Path, name: str) -> Path:
 
 
 def _load_cached_layer(what: str, key: str, make: Callable[[Path], bytes]) -> bytes:
-    """The layer of this key, from the cache folder if it is there. `make` is given a scratch folder."""
+    """Return the layer of this key, cached or built by `make`, which gets a temporary folder."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum-image-for-tests"
     file = folder / f"{what}-{key}.tar"
     if not file.exists():
@@ -90,7 +90,7 @@ def _load_cached_layer(what: str, key: str, make: Callable[[Path], bytes]) -> by
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             partial = Path(scratch, "layer.tar")
             partial.write_bytes(make(Path(scratch)))
-            partial.replace(file)  # whole or not at all: others may be making it, too
+            partial.replace(file)  # atomic: another process may build the same layer
     return file.read_bytes()
 
 
@@ -108,7 +108,7 @@ def _hash_package_inputs() -> str:
 
 
 def _build_interpreter_layer(scratch: Path) -> bytes:
-    """The interpreter, its standard library, the shared libraries of both, and a few files."""
+    """Return interpreter, standard library, the shared libraries of both, and `EXTRA_FILES`."""
     entries: list[LayerEntry] = [
         (f"usr/local/bin/python{PYTHON_VERSION}", Path(os.path.realpath(sys.executable)))
     ]
@@ -129,7 +129,7 @@ def _build_interpreter_layer(scratch: Path) -> bytes:
 
 
 def _build_packages_layer(scratch: Path) -> bytes:
-    """What the image's lock names, from the environment that runs this."""
+    """Return the packages in the image's lock, from the environment that runs this program."""
     lock = (ROOT / "requirements" / "image.lock").read_text(encoding="utf-8")
     entries: list[LayerEntry] = []
     for name, version in re.findall(r"^([a-z0-9-]+)==([^ ;]+)", lock, re.MULTILINE):
@@ -151,7 +151,7 @@ def _build_packages_layer(scratch: Path) -> bytes:
 
 
 def _build_rooms_layer() -> bytes:
-    """The packages of the checkout, as the wheel would hold them."""
+    """Return the packages of the checkout, laid out as in the wheel."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
     entries: list[LayerEntry] = []
@@ -165,7 +165,7 @@ def _build_rooms_layer() -> bytes:
 
 
 def _list_tree(root: Path, name: str) -> Iterator[LayerEntry]:
-    """The files below `root`, links followed, as they shall lie below `name`."""
+    """Yield the files below `root` as entries below `name`; links are followed."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - EXCLUDED_FOLDERS)
         for path in (Path(folder, entry) for entry in files):
@@ -174,7 +174,7 @@ def _list_tree(root: Path, name: str) -> Iterator[LayerEntry]:
 
 
 def _list_shared_libraries(entries: Iterable[LayerEntry]) -> Iterator[LayerEntry]:
-    """Every shared library that a program or an extension among the entries loads, and the loader itself."""
+    """Return all shared libraries that programs and extensions load, and the loader."""
     binaries = [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     carried = {source.name for source in binaries}
@@ -189,7 +189,7 @@ def _is_elf(path: Path) -> bool:
 
 
 def _strip_libraries(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[LayerEntry]:
-    """The entries; large libraries lose what only debuggers read, where `strip` is at hand."""
+    """Return the entries, with debug information of large libraries removed if `strip` is installed."""
     strip = shutil.which("strip")
     for number, (name, source) in enumerate(entries):
         if (
@@ -207,7 +207,7 @@ def _strip_libraries(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[L
 
 
 def _compile_modules(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[LayerEntry]:
-    """The compiled file of each module, valid whatever the time of its source."""
+    """Return a compiled file for each module, valid whatever its source's time is."""
     modules = [
         (name, source) for name, source in entries if isinstance(source, Path) and name.endswith(".py")
     ]
@@ -220,7 +220,7 @@ def _compile_modules(entries: Iterable[LayerEntry], scratch: Path) -> Iterator[L
 
 
 def _compile_module(module: tuple[str, Path], target: Path) -> bool:
-    """False for a module that is none, such as a template."""
+    """Compile one module; return False if it is not valid Python, such as a template."""
     name, source = module
     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
     compiled = py_compile.compile(
@@ -230,10 +230,12 @@ def _compile_module(module: tuple[str, Path], target: Path) -> bool:
 
 
 def parse_image_name(tag: str) -> str:
-    """The image's name from its tag, or from a name that is whole already."""
+    """Return the image's full name from a tag or from a full name."""
     name = tag if "/" in tag else f"localhost/fulcrum:{tag}"
     if not re.fullmatch(r"[a-z0-9][a-z0-9._:/-]*/[a-z0-9._-]+:\w[\w.-]{0,127}", name):
-        raise SystemExit(f"error: TAG ({tag}) is a tag as 1, or a whole name as localhost/fulcrum:1")
+        raise SystemExit(
+            f"error: TAG ({tag}) must be a tag such as 1, or a full name such as localhost/fulcrum:1"
+        )
     return name
 
 

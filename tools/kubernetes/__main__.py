@@ -1,4 +1,4 @@
-"""The command line of a test cluster, for a person who wants one to try things on.
+"""Command line of a test cluster, to try something on a real Kubernetes.
 
 python -m tools.kubernetes up --nodes 3        # then: export KUBECONFIG=…
 python -m tools.kubernetes kubectl get nodes
@@ -25,7 +25,7 @@ from tools.kubernetes.program import (
 
 
 def main() -> None:
-    """Runs one command; what is known of the cluster between two of them lies in its folder."""
+    """Run one command. The cluster's state is in its folder, so the next command finds it."""
     options = _parser().parse_args()
     try:
         if options.command == "check":
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "kubernetes-for-tests")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check", help="say whether a cluster can run here")
-    commands.add_parser("program", help="print where the program is, or will be once it is built")
-    commands.add_parser("build", help="build the program, once, and print where it is")
+    commands.add_parser("check", help="check whether a cluster can run here")
+    commands.add_parser("program", help="print the path of the program, built or not")
+    commands.add_parser("build", help="build the program if necessary and print its path")
     up = commands.add_parser("up")
     up.add_argument("--nodes", type=int, default=1)
     up.add_argument("--image", type=Path, action="append", default=[], help="archive to load into every node")
@@ -99,7 +99,7 @@ def _run_command(cluster: Cluster, options: argparse.Namespace) -> None:
 
 def _load_image(cluster: Cluster, archive: Path) -> None:
     if not archive.is_file():
-        raise RuntimeError(f"{archive} is not there")
+        raise RuntimeError(f"file {archive} does not exist")
     if not cluster.hub.is_alive():
         raise RuntimeError(f"no cluster is up in {cluster.folder}")
     cluster.load_image(archive)
@@ -107,7 +107,7 @@ def _load_image(cluster: Cluster, archive: Path) -> None:
 
 def _find_node(cluster: Cluster, name: str) -> Machine:
     if name not in cluster.nodes:
-        raise RuntimeError(f"node {name} is not there; there are {', '.join(cluster.nodes) or 'none'}")
+        raise RuntimeError(f"no node {name}; nodes: {', '.join(cluster.nodes) or 'none'}")
     return cluster.nodes[name]
 
 

@@ -1,4 +1,4 @@
-"""The API of a test cluster as its administrator: requests over connections that are kept.
+"""Client of a test cluster's API server, with administrator permissions and kept-alive connections.
 
 Tests look many times a second. A connection of its own for each look would cost both sides a TLS handshake,
 which is most of what such a request costs.
@@ -19,14 +19,14 @@ _CONNECTION_CLOSED_ERRORS = (
 
 
 class AdminApi:
-    """The API server of the cluster in a folder. Any thread may ask."""
+    """The API server of the cluster in a folder. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._idle: list[http.client.HTTPSConnection] = []
 
     def request(self, method: str, path: str, body: bytes, *, content_type: str) -> tuple[int, bytes]:
-        """The status and the body of the response; OSError or HTTPException if there is none.
+        """Return status and body of the response; OSError or HTTPException if there is none.
 
         Connections are kept for what changes nothing: where one turns out to be closed, it is asked again.
         """
@@ -34,12 +34,12 @@ class AdminApi:
         while is_read and self._idle:
             with contextlib.suppress(
                 IndexError, *_CONNECTION_CLOSED_ERRORS
-            ):  # another thread may have taken it
+            ):  # another thread may have taken the connection
                 return self._send(self._idle.pop(), method, path, body, content_type, keep=True)
         return self._send(self._connect(), method, path, body, content_type, keep=is_read)
 
     def close(self) -> None:
-        """Close what is kept; a later request dials again."""
+        """Close the idle connections; a later request connects again."""
         while self._idle:
             with contextlib.suppress(IndexError):
                 self._idle.pop().close()

@@ -38,7 +38,7 @@ API_SERVER: Final = "kube-apiserver"
 
 
 class Cluster:
-    """A cluster in a folder; what is known of it lies in the folder, so another process can go on with it.
+    """A cluster with its state in a folder, so that another process can attach.
 
     `api_server` are flags of kube-apiserver beside ours, such as `etcd-compaction-interval`; `audit` is an
     audit policy (YAML), whose log is `audit_log`.
@@ -47,7 +47,7 @@ class Cluster:
     def __init__(self, folder: Path, *, api_server: Mapping[str, str] | None = None, audit: str = "") -> None:
         folder = folder.resolve()  # programs in the cluster start in another working folder
         if any(folder.is_relative_to(hidden) for hidden in ("/run", "/var/lib", "/var/log")):
-            raise ValueError(f"{folder} is not seen from inside a cluster: choose another folder")
+            raise ValueError(f"{folder} is not visible inside a cluster; choose another folder")
         self.folder, self.logs, self.kubeconfig = folder, folder / "logs", folder / "kubeconfig"
         self.audit_log = self.logs / "audit.jsonl"
         self.cgroup = f"kubernetes-for-tests-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def hub(self) -> Machine:
-        """The machine of the control plane; RuntimeError if the cluster is not up."""
+        """Machine of the control plane; RuntimeError if the cluster is not running."""
         if self._hub is None:
             raise RuntimeError(f"no cluster is up in {self.folder}")
         return self._hub
@@ -78,7 +78,7 @@ class Cluster:
         manifests: Path | None = None,
         die_with_parent: bool = True,
     ) -> None:
-        """Start a control plane and `nodes` nodes n1, n2, …; with none it is a control plane alone.
+        """Start a control plane and `nodes` nodes n1, n2, …; 0 starts only the control plane.
 
         `archives`: images that every node loads. `manifests`: a file or folder that is applied before there
         are controllers, which look for new kinds every half a minute only. `die_with_parent`: the cluster
@@ -111,7 +111,7 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """Ends the cluster; nothing is left but its folder. Harmless if it is not up."""
+        """Stop the cluster and remove everything but its folder; does nothing if it is not running."""
         self._api.close()
         for machine in filter(None, (self._hub, *self.nodes.values())):
             machine.kill()
@@ -124,7 +124,7 @@ class Cluster:
     def add_node(
         self, name: str, *, archives: tuple[Path, ...] = (), labels: Mapping[str, str] | None = None
     ) -> None:
-        """Powers on a new node, or one that was killed; its disk is empty but for the images `archives`."""
+        """Start a new node, or a killed one again, with an empty disk except for the images in `archives`."""
         number = int(name.removeprefix("n"))
         node = Machine.boot(name, self.logs / f"{name}.log", inside=self.hub)
         self._connect_node(node, number)
@@ -150,7 +150,7 @@ class Cluster:
             "--kubeconfig=/run/kubernetes/proxy.kubeconfig",
             "--proxy-mode=iptables", f"--cluster-cidr={POD_CIDR}", f"--bind-address=10.88.{number}.2",
             "--oom-score-adj=0",
-            # Zero: leave the machine's settings alone.
+            # 0: do not change the machine's settings.
             "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0", "--conntrack-tcp-timeout-close-wait=0",
         )  # fmt: skip
@@ -161,28 +161,28 @@ class Cluster:
         wait_for(lambda: _connects(node, ("10.96.0.1", 443)), f"the first service to be reachable on {name}")
 
     def kill_node(self, name: str) -> None:
-        """A power cut. `add_node` with the same name powers it on again."""
+        """Kill the node, like a power cut; `add_node` with the same name starts it again."""
         with self._lock:
             self.nodes.pop(name).kill()
             self._write_state()
 
     def disconnect_node(self, name: str) -> None:
-        """The node is alone: it reaches neither the control plane nor the other nodes."""
+        """Disconnect the node from the control plane and from all other nodes."""
         self.hub.run("ip", "link", "set", name, "down")
 
     def reconnect_node(self, name: str) -> None:
-        """Undoes `disconnect_node`."""
+        """Undo `disconnect_node`."""
         number = int(name.removeprefix("n"))
         self.hub.run_shell(
             f"ip link set {name} up", f"ip route replace 10.89.{number}.0/24 via 10.88.{number}.2"
         )
 
     def partition_nodes(self, one: str, other: str) -> None:
-        """Two nodes do not reach each other, in either direction; both reach all the rest."""
+        """Disconnect two nodes from each other, in both directions; both reach all other machines."""
         self._change_partition("-I", one, other)
 
     def heal_partition(self, one: str, other: str) -> None:
-        """Undoes `partition_nodes`."""
+        """Undo `partition_nodes`."""
         self._change_partition("-D", one, other)
 
     def _change_partition(self, change: str, one: str, other: str) -> None:
@@ -190,13 +190,13 @@ class Cluster:
             self.hub.run("iptables", "-w", change, "FORWARD", "-i", source, "-o", target, "-j", "DROP")
 
     def is_ready(self, name: str) -> bool:
-        """Whether the control plane holds this node for ready."""
+        """Whether the node's condition Ready is True."""
         status, body = self.get(f"/api/v1/nodes/{name}")
         conditions = json.loads(body)["status"].get("conditions", ()) if status == 200 else ()
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
 
     def load_image(self, image: Path) -> None:
-        """Loads an archive into every node."""
+        """Load an image archive into each node."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda node: self._load_image(node, image), self.nodes.values()))
 
@@ -206,9 +206,12 @@ class Cluster:
     def _connect_node(self, node: Machine, number: int) -> None:
         name = node.name
         wait_for(
-            lambda: not succeeds(self.hub.run, "ip", "link", "show", name), f"the old cable of {name} to go"
+            lambda: not succeeds(self.hub.run, "ip", "link", "show", name),
+            f"the old link of {name} to be removed",
         )
-        with self.hub.enter_network():  # not self.hub.run: the node's process id is the one seen from here
+        with (
+            self.hub.enter_network()
+        ):  # not self.hub.run: the node's process id is valid only in this namespace
             link = ["ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(node.pid)]
             subprocess.run(link, env=build_environment(), check=True)
         self.hub.run("ip", "addr", "add", f"10.88.{number}.1/24", "dev", name)
@@ -222,7 +225,7 @@ class Cluster:
     # -- the API --
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """Runs kubectl as the administrator; RuntimeError with what it said if it fails."""
+        """Run kubectl as administrator and return its output; RuntimeError with its messages if it fails."""
         command = [str(ensure_program()), "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True)
         if done.returncode:
@@ -230,17 +233,17 @@ class Cluster:
         return done.stdout
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Read from the API as its administrator; cheaper than kubectl when polling."""
+        """GET as administrator; return status and body. Cheaper than kubectl for polling."""
         return self.request("GET", path)
 
     def request(
         self, method: str, path: str, body: bytes = b"", *, content_type: str = "application/json"
     ) -> tuple[int, bytes]:
-        """Any request to the API as its administrator; `content_type` is the body's."""
+        """Send a request as administrator; return status and body. `content_type` is the request's."""
         return self._api.request(method, path, body, content_type=content_type)
 
     def read(self, path: str) -> Any:
-        """An object or a list as it stands; LookupError if the API says anything but 200."""
+        """Return an object or a list; LookupError if the status is not 200."""
         status, body = self.get(path)
         if status != 200:
             raise LookupError(f"{path}: {status} {body[:200]!r}")
@@ -249,21 +252,21 @@ class Cluster:
     # -- faults of the control plane --
 
     def signal_component(self, name: str, number: signal.Signals) -> None:
-        """Sends a signal to a part of the control plane: SIGSTOP hangs it, SIGCONT ends that."""
+        """Send a signal to a component of the control plane: SIGSTOP makes it hang, SIGCONT resumes it."""
         pid = self._components[name]
         os.kill(pid, number)
         if number == signal.SIGCONT:
-            os.kill(find_parent(pid), number)  # nsenter stopped itself when it saw its child stopped
+            os.kill(find_parent(pid), number)  # nsenter stops itself when its child is stopped
 
     def kill_component(self, name: str) -> None:
-        """A part of the control plane dies at once; `start_component` brings it back on the same data."""
+        """Kill a component of the control plane; `start_component` starts it again on the same data."""
         pid = self._components.pop(name)
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{pid}/ns/pid").exists(), f"{name} to end")
         self._write_state()
 
     def start_component(self, name: str) -> None:
-        """Starts a part that was killed, with the flags it had, and waits for the API server if it is it."""
+        """Start a killed component with its flags; if it is the API server, wait until it is ready."""
         self._start_component(name, self._build_flags(name))
         self._write_state()
         if name == API_SERVER:
@@ -289,7 +292,7 @@ class Cluster:
             return {}
         policy = self.folder / "audit.yaml"
         policy.write_text(self._audit)
-        whole = {"audit-log-maxsize": "10000"}  # MB; above 100 by default it would go on in another file
+        whole = {"audit-log-maxsize": "10000"}  # MB; the default would start another file at 100 MB
         return {"audit-policy-file": str(policy), "audit-log-path": str(self.audit_log), **whole}
 
     def _start_control_plane(self, manifests: Path | None) -> None:

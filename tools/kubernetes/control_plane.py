@@ -1,4 +1,4 @@
-"""What each part of the control plane is started with, and why it differs from a cluster that people use."""
+"""Flags of each control plane component, and why they differ from those of a normal cluster."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ SERVICE_CIDR, POD_CIDR = "10.96.0.0/16", "10.89.0.0/16"
 SERVICE_ACCOUNT_ISSUER = "https://kubernetes.default.svc.cluster.local"
 Flags = dict[str, str]
 
-# Served by dns.py on the hub: a service without a selector.
+# dns.py on the hub serves it: a Service without a selector.
 DNS_SERVICE = f"""
 apiVersion: v1
 kind: Service
@@ -33,7 +33,7 @@ def build_etcd_flags() -> Flags:
 
 
 def build_api_server_flags(certificates: Path, overrides: Mapping[str, str]) -> Flags:
-    """`overrides`: flags of this cluster, which beat the ones here."""
+    """Return the API server's flags; `overrides` replace the ones here."""
     certs = certificates
     return {
         "etcd-servers": "http://127.0.0.1:2379", "advertise-address": API_ADDRESS, "secure-port": "6443",
@@ -53,8 +53,8 @@ def build_api_server_flags(certificates: Path, overrides: Mapping[str, str]) -> 
         "proxy-client-key-file": f"{certs}/front-proxy-client.key",
         # Webhooks and aggregated APIs are called at pod addresses: the hub has no kube-proxy.
         "enable-aggregator-routing": "true",
-        # Pods leave a lost node after 30 s instead of 300. Less would cost pods: all nodes look lost when an
-        # API server comes back, and for 10 s more, since kubelets try again every 7 s by then.
+        # Pods leave a lost node after 30 s instead of 300. With less, a restart of the API server would evict
+        # pods: all nodes look lost then, and for 10 s more, because kubelets retry only every 7 s.
         "default-not-ready-toleration-seconds": "30", "default-unreachable-toleration-seconds": "30",
     } | dict(overrides)  # fmt: skip
 
@@ -68,9 +68,9 @@ def build_controller_manager_flags(folder: Path) -> Flags:
     return _build_client_flags(folder, "kube-controller-manager") | {
         "service-account-private-key-file": f"{certs}/sa.key", "root-ca-file": f"{certs}/ca.crt",
         "use-service-account-credentials": "true",
-        "kube-api-qps": "500", "kube-api-burst": "1000",  # 20 and 30 by default: 4 s more at the start
+        "kube-api-qps": "500", "kube-api-burst": "1000",  # the defaults, 20 and 30, make the start 4 s slower
         "cluster-signing-cert-file": f"{certs}/ca.crt", "cluster-signing-key-file": f"{certs}/ca.key",
-        "flex-volume-plugin-dir": "/var/lib/flexvolumes",  # by default it makes a folder below /usr
+        "flex-volume-plugin-dir": "/var/lib/flexvolumes",  # the default is a folder below /usr
         "node-monitor-period": "2s", "node-monitor-grace-period": "10s",
     }  # fmt: skip
 

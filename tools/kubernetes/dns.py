@@ -1,4 +1,4 @@
-"""Names of services inside a test cluster: asks the API at every question, so it is never behind.
+"""DNS server for Services of a test cluster: reads the API for each query, so it is never out of date.
 
 It answers A questions for services (NAME.NAMESPACE.svc.cluster.local: the cluster address, or the ready pods
 of a headless service) and for pods with a hostname in a headless service. No SRV, no reverse names, nothing
@@ -26,7 +26,7 @@ class NameResolver:
         self.context.load_cert_chain(certificates / "admin.crt", certificates / "admin.key")
 
     def resolve(self, name: str) -> list[str] | None:
-        """The addresses of a name, or None if there is no such name."""
+        """Return the addresses of a name, or None if the name does not exist."""
         if not name.endswith(ZONE):
             return None
         match name.removesuffix(ZONE).split("."):

@@ -1,4 +1,4 @@
-"""Container images without a registry, a daemon or a build tool: tar files in the format of `docker save`.
+"""Builds container images without registry, daemon or build tool: tar files in the format of `docker save`.
 
 `build_pause_image`: what a node needs; `build_system_image`: what stands beneath a virtual environment that
 is mounted. Import
@@ -21,10 +21,10 @@ MANYLINUX_LIBRARIES = frozenset(
     for name in (
         *("c.so.6", "m.so.6", "mvec.so.1", "dl.so.2", "rt.so.1", "pthread.so.0", "util.so.1", "resolv.so.2"),
         *("gcc_s.so.1", "stdc++.so.6", "atomic.so.1", "z.so.1", "expat.so.1"),
-        "numa.so.1",  # vLLM for CPUs alone
+        "numa.so.1",  # only for vLLM on CPUs
     )
 )
-"""What manylinux allows packages to take from the system, but for windows and graphics."""
+"""Libraries of the manylinux list, without X11 and OpenGL."""
 BUSYBOX_APPLETS = (
     "sh",
     "cat",
@@ -45,7 +45,7 @@ IDLE_SCRIPT = "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $!; done"
 
 
 def build_pause_image(target: Path) -> None:
-    """The image that holds a pod's network; as it has a shell and wget, tests use it for small pods too."""
+    """Write the pause image, which keeps a pod's network; small test pods use it, too (shell, wget)."""
     names = ["localhost/pause:1", "localhost/busybox:1"]
     write_image(
         target, names, [build_layer(_list_busybox_entries())], {"Entrypoint": ["/bin/sh", "-c", IDLE_SCRIPT]}
@@ -53,14 +53,14 @@ def build_pause_image(target: Path) -> None:
 
 
 def build_system_image(target: Path, name: str, environment: Path) -> None:
-    """What a virtual environment and its interpreter need of the system beneath them, and a shell.
+    """Write an image with a shell and the system libraries that a virtual environment needs.
 
     Both are mounted, at the paths that they have here: nodes keep their images in memory, which has no place
     for gigabytes.
     """
     base = find_interpreter(environment)
     lookup = target.with_suffix(".nsswitch.conf")
-    lookup.write_text("hosts: files dns\n")  # a pod's own name stands in its hosts file alone
+    lookup.write_text("hosts: files dns\n")  # a pod's own name is only in its hosts file
     lscpu = Path(shutil.which("lscpu") or "/usr/bin/lscpu")
     entries: list[LayerEntry] = [
         *_list_busybox_entries(),
@@ -74,15 +74,15 @@ def build_system_image(target: Path, name: str, environment: Path) -> None:
 
 
 def find_interpreter(environment: Path) -> Path:
-    """The folder of the interpreter that a virtual environment was made with."""
+    """Return the folder of the interpreter that a virtual environment uses."""
     return (environment / "bin/python").resolve().parents[1]
 
 
-LayerEntry = tuple[str, Path | str]  # name in the image; a file here, or where a link points to
+LayerEntry = tuple[str, Path | str]  # name in the image; a file of this machine, or the target of a link
 
 
 def build_layer(entries: Iterable[LayerEntry]) -> bytes:
-    """A layer as an uncompressed tar file: the same entries give the same bytes."""
+    """Return a layer as an uncompressed tar file; the same entries give the same bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
         scratch = tarfile.TarInfo("tmp")
@@ -133,7 +133,7 @@ def _list_busybox_entries() -> Iterator[LayerEntry]:
 
 
 def _add_shared_libraries(entries: list[LayerEntry]) -> Iterator[LayerEntry]:
-    """The entries, and what the programs among them load."""
+    """Return the entries and the shared libraries that their programs load."""
     yield from entries
     yield from _list_shared_libraries(
         [source for _, source in entries if isinstance(source, Path) and _is_elf(source)]
@@ -141,14 +141,14 @@ def _add_shared_libraries(entries: list[LayerEntry]) -> Iterator[LayerEntry]:
 
 
 def _list_shared_libraries(binaries: list[Path]) -> Iterator[LayerEntry]:
-    """Every shared library that one of the programs or extensions loads, and the loader."""
+    """Return all shared libraries that programs and extensions load, and the loader."""
     listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, check=False).stdout
     for found in sorted(set(re.findall(r"^\s+(?:\S+ => )?(/\S+) \(", listing, re.M))):
         yield found, Path(found)
 
 
 def _list_manylinux_libraries() -> Iterator[LayerEntry]:
-    """Those that packages expect to find, as far as this machine has them."""
+    """Return the system libraries that packages expect, as far as this machine has them."""
     listing = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     for name, path in re.findall(r"^\s+(\S+) \(libc6,.*\) => (/\S+)$", listing, re.M):
         if name in MANYLINUX_LIBRARIES:

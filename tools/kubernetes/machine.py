@@ -1,4 +1,4 @@
-"""A machine of a test cluster: a set of namespaces, known by its first process.
+"""A machine of a test cluster: a set of Linux namespaces, identified by its first process.
 
 When that process ends, the kernel ends every process, mount and interface in the set, so there is no list of
 things to clean up and nothing stays after a crash of the tests.
@@ -18,7 +18,7 @@ from typing import Self
 from tools.kubernetes.program import HERE, ClusterUnavailable, build_environment
 from tools.kubernetes.waiting import wait_for
 
-# What the kubelet would write for the whole machine; nodes see these values in files of their own.
+# Kernel settings that the kubelet would write for the whole machine; each node gets private files instead.
 KERNEL_SETTINGS = {
     "vm-overcommit_memory": 1,
     "vm-panic_on_oom": 0,
@@ -29,7 +29,7 @@ _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 
 
 class Machine:
-    """The hub or a node; made by `boot`, or taken up again from the id of its first process."""
+    """The hub or a node; created by `boot`, or attached by the id of its first process."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name, self.pid = name, pid
@@ -45,15 +45,16 @@ class Machine:
         listener: socket.socket | None = None,
         die_with_parent: bool = False,
     ) -> Self:
-        """Starts a set of namespaces; `die_with_parent`: it ends when the calling thread ends, however that
-        ends."""
+        """Start a set of namespaces; with `die_with_parent` they end when the calling thread ends."""
         fd = [] if listener is None else [str(listener.fileno())]
         command = [
             *(["setpriv", "--pdeathsig", "KILL"] if die_with_parent else []),
             *("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *(sys.executable, "-I", str(HERE / "namespace_init.py"), *fd),
         ]
-        with log.open("wb") as out:  # never our own stderr: a pipe that reads it would stay open
+        with log.open(
+            "wb"
+        ) as out:  # not this process's stderr: a reader of it would wait for the machine's end
             process = subprocess.Popen(
                 inside.build_command(*command) if inside else command,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out, pass_fds=[int(n) for n in fd],
@@ -82,7 +83,7 @@ class Machine:
         )
 
     def build_command(self, *arguments: str | Path) -> list[str]:
-        """The command line that runs another one on this machine."""
+        """Return the command line that runs a command on this machine."""
         return [
             "nsenter",
             f"--target={self.pid}",
@@ -95,7 +96,7 @@ class Machine:
         ]
 
     def run(self, *arguments: str | Path) -> str:
-        """Runs a program to its end and gives its output; RuntimeError with what it said if it fails."""
+        """Run a program and return its output; RuntimeError with its messages if it fails."""
         done = subprocess.run(self.build_command(*arguments), env=build_environment(), capture_output=True)
         if done.returncode:
             error = done.stderr.decode() or done.returncode
@@ -103,11 +104,11 @@ class Machine:
         return done.stdout.decode()
 
     def run_shell(self, *lines: str) -> str:
-        """Runs lines of shell that all must succeed."""
+        """Run shell lines; each must succeed."""
         return self.run("sh", "-euc", "\n".join(lines))
 
     def start(self, log: Path, *arguments: str | Path) -> subprocess.Popen[bytes]:
-        """Starts a program that stays; its output is added to the log."""
+        """Start a program in the background; its output is appended to the log."""
         with log.open("ab") as out:
             process = subprocess.Popen(
                 self.build_command(*arguments), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
@@ -118,7 +119,7 @@ class Machine:
 
     @contextlib.contextmanager
     def enter_network(self) -> Iterator[None]:
-        """This thread, and what it starts, use the machine's network: pod and service addresses."""
+        """Run this thread, and what it starts, in the machine's network while the block runs."""
         with open("/proc/thread-self/ns/net") as before, open(f"/proc/{self.pid}/ns/net") as inside:
             _set_network_namespace(inside.fileno())
             try:
@@ -127,13 +128,13 @@ class Machine:
                 _set_network_namespace(before.fileno())
 
     def is_alive(self) -> bool:
-        """Whether the first process is there, and is still ours."""
+        """Whether the first process exists and its id was not reused."""
         with contextlib.suppress(FileNotFoundError):
             return b"namespace_init.py" in Path(f"/proc/{self.pid}/cmdline").read_bytes()
         return False
 
     def kill(self) -> None:
-        """A power cut: everything on the machine ends at once."""
+        """Kill everything on the machine at once, like a power cut."""
         if self.is_alive():
             os.kill(self.pid, signal.SIGKILL)
             wait_for(lambda: not self.is_alive(), f"{self.name} to end")
@@ -142,7 +143,7 @@ class Machine:
 
 
 def find_innermost_child(pid: int) -> int:
-    """The last in the line of only children that nsenter and unshare make."""
+    """Return the last process in the chain of single children that nsenter and unshare create."""
     with contextlib.suppress(FileNotFoundError):
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = int(children[0])
@@ -150,7 +151,7 @@ def find_innermost_child(pid: int) -> int:
 
 
 def find_parent(pid: int) -> int:
-    """The process that started this one and waits for it."""
+    """Return the parent's process id."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -28,7 +28,7 @@ async def relay(reader: Reader, writer: Writer) -> None:
     try:
         inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", 6443)
     except OSError:
-        writer.close()  # not up yet: the client retries
+        writer.close()  # the API server does not listen yet; the client retries
         return
     await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer))
 

@@ -44,7 +44,7 @@ def create_authority(name: str) -> CertificateAndKey:
 def issue_certificate(
     issuer: CertificateAndKey, name: str, *, group: str = "", hosts: tuple[str, ...] = ()
 ) -> CertificateAndKey:
-    """A certificate for clients and servers: `name` is the user, `hosts` where it serves."""
+    """Issue a certificate for clients and servers: `name` is the user, `hosts` are the server's names."""
     return _sign_certificate(name, group, hosts, issuer)
 
 

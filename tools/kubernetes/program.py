@@ -1,4 +1,4 @@
-"""The Kubernetes program: every part, etcd and kubectl in one, built from Go modules into a cache folder.
+"""Builds the Kubernetes program (all components, etcd and kubectl in one) into a cache folder.
 
 The program is kept, not the build: its folder is keyed by the version and by what it is made from, so two
 checkouts and two test runs share it, and a changed source never meets an old program.
@@ -27,7 +27,7 @@ REQUIRED_PROGRAMS = (
     "runc",
     "busybox",
 )
-CNI_PLUGIN_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))  # Debian's place, everyone else's place
+CNI_PLUGIN_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))  # Debian's folder, everybody else's folder
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -36,7 +36,7 @@ class ClusterUnavailable(Exception):
 
 
 def check_machine() -> None:
-    """Raises ClusterUnavailable with the first reason why no cluster can run here."""
+    """Raise ClusterUnavailable with the first reason why no cluster can run here."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise ClusterUnavailable("a test cluster needs Linux and root")
     if missing := [tool for tool in REQUIRED_PROGRAMS if not shutil.which(tool, path=build_search_path())]:
@@ -46,21 +46,20 @@ def check_machine() -> None:
     if not any(place.is_dir() for place in CNI_PLUGIN_FOLDERS):
         raise ClusterUnavailable("a test cluster needs the CNI plugins (Debian: containernetworking-plugins)")
     if not (CGROUP_ROOT / "memory").is_dir():
-        raise ClusterUnavailable("a test cluster needs cgroup v1: nobody has tried it on v2 yet")
+        raise ClusterUnavailable("a test cluster needs cgroup v1; cgroup v2 is not supported yet")
     if not locate_program().exists() and not find_go():
         raise ClusterUnavailable("a test cluster needs Go, to build Kubernetes (on PATH or in /usr/local/go)")
 
 
 def locate_program() -> Path:
-    """Where the program is, or will be once it is built."""
+    """Return the path of the program, built or not."""
     sources = [HERE / name for name in ("go.mod", "go.sum", "main.go")]
     key = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     return _locate_cache() / f"{KUBERNETES_VERSION}-{key}" / "k8s"
 
 
 def ensure_program() -> Path:
-    """The Kubernetes program, built on first use: minutes then, at once later. ClusterUnavailable without
-    Go."""
+    """Return the Kubernetes program; the first call builds it in minutes. ClusterUnavailable without Go."""
     built = locate_program()
     if not built.exists():
         built.parent.mkdir(parents=True, exist_ok=True)
@@ -72,17 +71,17 @@ def ensure_program() -> Path:
 
 
 def find_go() -> str | None:
-    """The Go compiler: on PATH, or where its own archive puts it."""
+    """Return the Go compiler from PATH or /usr/local/go, or None."""
     return shutil.which("go", path=f"{build_search_path()}:/usr/local/go/bin")
 
 
 def build_search_path() -> str:
-    """PATH with the places where root's programs are, which a user's PATH may lack."""
+    """Return PATH with the folders of root's programs, which a user's PATH may not contain."""
     return os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"
 
 
 def build_environment() -> dict[str, str]:
-    """What the programs of a cluster get: nothing of the caller's but the path."""
+    """Return the environment of a cluster's programs: only PATH."""
     return {"PATH": build_search_path(), "HOME": "/root"}
 
 
@@ -99,7 +98,7 @@ def _build_program(target: Path) -> None:
     packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
     stamps = [f"-X {package}.{name}={value}" for package in packages for name, value in facts.items()]
     unfinished = target.with_suffix(".unfinished")
-    # The linker would strip debug information anyway: not making it saves a tenth of the time and 0.5 GB.
+    # The linker strips debug information anyway; not generating it saves a tenth of the time and 0.5 GB.
     flags = (
         "-trimpath",
         "-buildvcs=false",

@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: a condition, a deadline, and words for what did not come."""
+"""Waits for a condition of other processes, with a deadline and a description for the error."""
 
 import http.client
 import time
@@ -8,10 +8,12 @@ POLL_S = 0.05
 
 
 def wait_for(condition: Callable[[], bool | None], description: str, *, timeout_s: float = 120.0) -> float:
-    """Polls until the condition holds and returns the seconds that took; an error in it means not yet.
+    """Poll until the condition is true and return the seconds that took; an exception counts as false.
 
-    None is the answer of what can only fail. Nothing but these is one: an empty list would seem to hold.
-    Raises TimeoutError, with the last error as its cause.
+    The condition returns True, False, or None (true unless it raised); other values count as true.
+
+    Raises:
+        TimeoutError: with the last exception as its cause.
     """
     begin = time.monotonic()
     while (error := _find_failure(condition)) is not None:
@@ -22,7 +24,7 @@ def wait_for(condition: Callable[[], bool | None], description: str, *, timeout_
 
 
 def succeeds(function: Callable[..., object], *arguments: object) -> bool:
-    """False for a false answer and for an error: what is asked for may not be there yet."""
+    """Call the function; return False if it returned False or raised an error of I/O or of lookup."""
     return _find_failure(lambda: function(*arguments)) is None
 
 

@@ -1,4 +1,4 @@
-"""The command line of test clusters says in one line what it cannot do."""
+"""Errors of the test clusters' command line are one line."""
 
 import sys
 from pathlib import Path
@@ -11,10 +11,14 @@ from tools.kubernetes.__main__ import main
 @pytest.mark.parametrize(
     ("arguments", "expected_message"),
     [
-        pytest.param(["status"], "error: no cluster is up in {folder}", id="status of none"),
-        pytest.param(["load", "{folder}/x.tar"], "error: {folder}/x.tar is not there", id="load of no file"),
-        pytest.param(["load", __file__], "error: no cluster is up in {folder}", id="load into none"),
-        pytest.param(["kill", "n7"], "error: node n7 is not there; there are none", id="a node that is not"),
+        pytest.param(["status"], "error: no cluster is up in {folder}", id="status without a cluster"),
+        pytest.param(
+            ["load", "{folder}/x.tar"],
+            "error: file {folder}/x.tar does not exist",
+            id="load of a missing file",
+        ),
+        pytest.param(["load", __file__], "error: no cluster is up in {folder}", id="load without a cluster"),
+        pytest.param(["kill", "n7"], "error: no node n7; nodes: none", id="unknown node"),
     ],
 )
 def test_command_without_a_cluster_fails_with_one_line(
