@@ -208,7 +208,7 @@ class SimulatedService:
             engine.restarts,
             endpoint="127.0.0.1:1" if runs else engine.endpoint,
             exit_reason=engine.exit_reason,
-            message="its node n does not answer" if engine.state is EngineState.LOST else "",
+            message="its node n does not respond" if engine.state is EngineState.LOST else "",
             node_lost=engine.state is EngineState.LOST,
             terminating=engine.ends_at_s is not None,
         )

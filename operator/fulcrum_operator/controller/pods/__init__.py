@@ -1,1 +1,1 @@
-"""The engine and model reader pods of a cluster: created, observed, probed."""
+"""The engine and model reader pods of a cluster: creation, observation, role probes and deletion."""

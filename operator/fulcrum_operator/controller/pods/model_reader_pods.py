@@ -1,8 +1,8 @@
-"""The pods that read models: made when a plan asks for one, deleted as soon as it does no more.
+"""Model reader pods: short pods that read a model's config.json where the operator has no access to it.
 
-What such a pod says is read off the cache: its last words are the answer, and so is why there is none. It is
-remembered beyond the pod: a status that does not keep it (of CRDs older than the operator) then asks for one
-pod in ten minutes, not for one after the other.
+A pod is created when a plan requests one and deleted when no plan does. Its result is the termination message
+of its container. Results are kept for ten minutes after the pod: a service whose status cannot store them
+(CRDs older than the operator) gets one pod in ten minutes instead of one after the other.
 """
 
 import json
@@ -31,21 +31,21 @@ from fulcrum_operator.plan.model import ModelReadRequest
 from fulcrum_operator.plan.observed import ModelReadAttempt
 
 RESULT_KEPT_S = 600.0
-"""For how long an answer stands without the status."""
+"""Time that a result is kept after its pod was deleted, in seconds."""
 
 _log = structlog.get_logger()
 
 
 class ModelReaderPods:
-    """One short pod for each service whose model has to be read; `reconcile.ModelReader`.
+    """At most one model reader pod for each service; `reconcile.ModelReader`.
 
     Args:
-        objects: Where pods are made and deleted.
-        cache: Where they are seen.
-        settings: What holds for all services.
-        clock: What time it is.
-        is_leader: Whether this process may write now.
-        on_change: Called with a service of which there is something new.
+        objects: API to create and delete pods with.
+        cache: Last known pods.
+        settings: Settings of the installation.
+        clock: Source of the time.
+        is_leader: Returns whether this process may write now.
+        on_change: Called with a service whose attempt has a new result.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ModelReaderPods:
         self._objects, self._cache, self._settings, self._clock = objects, cache, settings, clock
         self._is_leader, self._on_change = is_leader, on_change
         self._results: dict[ServiceKey, ModelReadAttempt] = {}
-        """What pods said that are gone, or why there was none."""
+        """Results of deleted pods, and refusals of pods that could not be created."""
 
     def reading(self, key: ServiceKey) -> ModelReadAttempt | None:
         """See `ModelReader`."""
@@ -74,7 +74,7 @@ class ModelReaderPods:
         )
 
     async def sync(self, service: PDService, read: ModelReadRequest | None) -> None:
-        """Have the pod that this asks for, and no other."""
+        """Create the pod for this request, and delete a pod of another request; None: no pod is needed."""
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pod, reading = self._pod(key), self.reading(key)
         if read is not None and reading is not None and _matches(reading, read):
@@ -87,7 +87,7 @@ class ModelReaderPods:
             await self._create(key, service, read)
 
     def forget(self, key: ServiceKey) -> None:
-        """The service is gone; whom it owned the cluster deletes."""
+        """Drop the result of a deleted service; garbage collection deletes its pod."""
         self._results.pop(key, None)
 
     async def _create(self, key: ServiceKey, service: PDService, read: ModelReadRequest) -> None:
@@ -102,7 +102,7 @@ class ModelReaderPods:
             name = model_reader_pod_name(key.name)
             pod = await self._objects.get(POD, name, namespace=key.namespace)
             if observe_reader_pod(pod) is None:
-                self._record_refusal(key, read, f"NameTaken: there is a pod {name} that Fulcrum did not make")
+                self._record_refusal(key, read, f"NameTaken: a pod {name} exists that Fulcrum did not create")
             else:
                 self._cache.put_object(POD, pod)
         except (Forbidden, InvalidInput) as error:
@@ -131,7 +131,7 @@ class ModelReaderPods:
 
 
 def observe_reader_pod(pod: Object) -> ModelReadAttempt | None:
-    """What the pod says; None for a pod that reads no model."""
+    """The attempt that a pod makes, with its result if there is one; None for any other pod."""
     meta, status = pod["metadata"], pod.get("status", {})
     annotations = meta.get("annotations") or {}
     if MODEL_KEY_ANNOTATION not in annotations:
@@ -149,7 +149,7 @@ def observe_reader_pod(pod: Object) -> ModelReadAttempt | None:
 
 
 def _termination_message(status: dict[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
-    """What was read, or why nothing was; neither while the pod is at it."""
+    """The facts, or the error; neither while the pod runs."""
     terminated = _terminated_state(status)
     if terminated is None:
         failed = status.get("phase") == "Failed"
@@ -157,12 +157,12 @@ def _termination_message(status: dict[str, Any]) -> tuple[dict[str, Any] | None,
     message = (terminated.get("message") or "").strip()
     if terminated.get("exitCode") != 0:
         code = f"exit code {terminated.get('exitCode')} ({terminated.get('reason', '')})"
-        return None, message.splitlines()[-1] if message else f"the pod that reads it ended with {code}"
+        return None, message.splitlines()[-1] if message else f"the model reader pod ended with {code}"
     try:
         facts = json.loads(message)
     except ValueError:
         facts = None
-    return (facts, None) if isinstance(facts, dict) else (None, "the pod that reads it did not say it")
+    return (facts, None) if isinstance(facts, dict) else (None, "the model reader pod ended without a result")
 
 
 def _terminated_state(status: dict[str, Any]) -> dict[str, Any] | None:

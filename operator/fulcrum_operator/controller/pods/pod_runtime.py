@@ -1,4 +1,4 @@
-"""`EngineRuntime` over pods: one for each PDInstance, under its name."""
+"""`EngineRuntime` of a cluster: one pod for each PDInstance, with the instance's name."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from fulcrum_operator.manifests.engine_pod import engine_pod
 from fulcrum_operator.manifests.names import InstallationSettings
 
 RETRY_S = 10.0
-"""A pod that the API server refused (a quota, a template that breaks a rule) is tried again after so long."""
+"""Delay before a refused pod (a quota, an invalid template) is created again, in seconds."""
 DRAINED_GRACE_S = 5.0
-"""From deletion to SIGKILL, preStop included, for an engine on which nothing is left.
+"""Time of a drained engine from deletion to SIGKILL, preStop hook included, in seconds.
 
-It would wait for the lease of KV that nobody fetches: each engine holds some for half a minute after its
-roles were probed, and a flip by a restart, or a scale-down, would take as long.
+With the pod's own grace period the engine would wait for the lease of KV that only the role probe left: half
+a minute for each flip by restart and each scale-down.
 """
 PROBING = "its roles are probed"
 
@@ -42,17 +42,17 @@ class _RefusedPod:
 
 
 class PodRuntime:
-    """Engines as pods; `fulcrum_core.ports.EngineRuntime`. What it shows of them comes from the cache.
+    """Engines as pods; `fulcrum_core.ports.EngineRuntime`. Observations come from the cache.
 
-    An engine counts as running once it is ready and has answered the canary in this life.
+    An engine counts as running once its pod is ready and the role probe of this container run has a result.
 
     Args:
-        objects: Where pods are made and deleted.
-        cache: Where pods, and what they are made from, are seen.
-        probes: What engines answered.
-        settings: What holds for all services.
-        is_leader: Whether this process may write now.
-        on_change: Called with a service whose engines may look different now.
+        objects: API to create and delete pods with.
+        cache: Last known pods, instances and services.
+        probes: Role probes of the engines.
+        settings: Settings of the installation.
+        is_leader: Returns whether this process may write now.
+        on_change: Called with a service whose engines may be observed differently now.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class PodRuntime:
         self._objects, self._cache, self._probes = objects, cache, probes
         self._settings, self._is_leader, self._on_change = settings, is_leader, on_change
         self._stopped_uids: dict[InstanceKey, str] = {}
-        """Which pods were told to end, by their identity."""
+        """Uids of the pods that were deleted by `stop`."""
         self._pod_uids: dict[InstanceKey, str] = {}
         self._refused_pods: dict[InstanceKey, _RefusedPod] = {}
         self._retries: set[asyncio.Task[None]] = set()
-        """Nothing else holds a task."""
+        """References to the running tasks; asyncio itself keeps only weak ones."""
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
         """See `EngineRuntime`."""
@@ -83,7 +83,7 @@ class PodRuntime:
     async def _create_pod(self, key: InstanceKey, instance: PDInstance, startup_s: float) -> None:
         service = self._cache.get_resource(PDService, key.namespace, instance.spec.service)
         if service is None:
-            return  # it is being deleted, and the instance with it
+            return  # the service was deleted, and garbage collection deletes the instance
         check_is_leader(self._is_leader)
         try:
             body = engine_pod(instance, service, self._settings, startup_s=startup_s)
@@ -92,13 +92,13 @@ class PodRuntime:
         except AlreadyExists:
             pod = await self._refresh(key)
             if pod is not None and not _is_engine_pod(pod):
-                error = f"NameTaken: there is a pod {key.name} that Fulcrum did not make"
+                error = f"NameTaken: a pod {key.name} exists that Fulcrum did not create"
                 self._record_refusal(key, instance, startup_s, error)
         except (InvalidInput, Forbidden) as error:
             self._record_refusal(key, instance, startup_s, f"PodRefused: {error}")
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
-        """See `EngineRuntime`. For one that is not drained the pod's own grace period holds."""
+        """See `EngineRuntime`. An engine that is not drained has the pod's own grace period."""
         refused = self._refused_pods.pop(key, None)
         if refused is not None:
             refused.timer.cancel()
@@ -138,17 +138,17 @@ class PodRuntime:
         return tuple(engines[name] for name in sorted(engines))
 
     def strategy(self, key: InstanceKey) -> FlipStrategy | None:
-        """What the engine answered the canary; None if it has not."""
+        """Flip strategy that the role probe found; None if there is no result."""
         pod = self._pod(key)
         return self._probes.result(_container_run(pod)) if pod is not None else None
 
     def image(self, key: InstanceKey) -> str | None:
-        """The image that the engine runs, by digest; None if it does not run."""
+        """Image of the engine by digest; None if it does not run."""
         pod = self._pod(key)
         return observe_pod(pod).image if pod is not None else None
 
     async def sync_role_label(self, instance: PDInstance) -> None:
-        """Have the pod's label say which role the instance plays; nothing selects by it."""
+        """Write the instance's role into the pod's label, for people; nothing selects by the label."""
         key, role = instance_key(instance), instance.status.role
         pod = self._pod(key)
         if pod is None or "deletionTimestamp" in pod["metadata"] or self._is_stop_requested(key, pod):
@@ -180,7 +180,7 @@ class PodRuntime:
         return replace(engine, state=EngineState.STARTING, message=PROBING)
 
     def _is_probed(self, key: InstanceKey, pod: Object) -> bool:
-        """Whether the canary was answered in this life, to this operator or to the one before it."""
+        """Whether the role probe of this container run has a result, also one of an earlier operator."""
         run = _container_run(pod)
         if self._probes.result(run) is not None:
             return True
@@ -203,7 +203,7 @@ class PodRuntime:
         return bool(self._stopped_uids.get(key) == pod["metadata"]["uid"])
 
     def _forget_deleted_pods(self, namespace: str, pods: dict[str, Object]) -> None:
-        """Drop what is remembered of pods that are gone, or are another one by now."""
+        """Drop what is stored about pods that were deleted or recreated."""
         now = {InstanceKey(namespace, name): pod["metadata"]["uid"] for name, pod in pods.items()}
         for key, uid in [item for item in self._pod_uids.items() if item[0].namespace == namespace]:
             if now.get(key) != uid:
@@ -224,7 +224,7 @@ class PodRuntime:
         return pod
 
     def _record_refusal(self, key: InstanceKey, instance: PDInstance, startup_s: float, error: str) -> None:
-        """Say why there is no pod, and try again later."""
+        """Report why there is no pod, and create it again after `RETRY_S`."""
         known = self._refused_pods.get(key)
         loop = asyncio.get_running_loop()
 
@@ -259,5 +259,5 @@ def _is_engine_pod(pod: Object) -> bool:
 
 
 def _container_run(pod: Object) -> ContainerRun:
-    """Of the engine's own container: one beside it that starts again changes nothing."""
+    """Current run of the engine's container; restarts of sidecars do not count."""
     return ContainerRun(pod["metadata"]["uid"], observe_pod(pod).restarts)

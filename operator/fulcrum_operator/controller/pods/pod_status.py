@@ -1,9 +1,8 @@
-"""What a pod's status says of the engine in it: pure.
+"""Derives an `EngineObservation` from a pod's status: pure. Used by `pod_runtime` and `model_reader_pods`.
 
-Three sources say that a pod will not come back: its own phase (evicted, preempted, failed), its deletion by
-somebody else once it serves no more, and the node controller, which takes readiness away from the pods of a
-node that it does not hear of. The latter cannot be told from the pod's conditions by their reasons; but a
-kubelet never writes that a pod is not ready while all its containers are, unless a readiness gate is open.
+An engine is lost if its pod has finished (failed, evicted, preempted), if somebody else deleted the pod and
+it no longer serves, or if its node is unreachable. For an unreachable node the node controller sets Ready to
+False and leaves ContainersReady at True; a kubelet writes this combination only with an open readiness gate.
 """
 
 from typing import Any, NamedTuple
@@ -19,16 +18,16 @@ Pod = dict[str, Any]
 _FINISHED_PHASES = ("Failed", "Succeeded")
 _OPEN_GATE_REASON = "ReadinessGatesNotReady"
 _NORMAL_WAITING_REASONS = frozenset({"ContainerCreating", "PodInitializing", ""})
-"""What a container waits for in an ordinary start."""
+"""Waiting reasons of a normal start."""
 _CRASH_LOOP = "CrashLoopBackOff"
 _OOM_KILLED = "OOMKilled"
 _SCHEDULING_ERRORS = frozenset({"Unschedulable", "SchedulerError"})
 """Reasons of the scheduler for a pod that it cannot place."""
 _DIGEST_LENGTH = 12
 _MESSAGE_LENGTH_MAX = 400
-"""Longest text of a reason that is kept; the rest is in the pod."""
+"""Longest message that is kept, in characters; the whole text is in the pod's status."""
 _MESSAGE_HEAD_LENGTH = 120
-"""Of a longer one so much of its beginning, which names what failed, and the end, which says why."""
+"""Characters kept of the start of a longer message, which names what failed; the end names the cause."""
 
 
 class StartFailure(NamedTuple):
@@ -39,17 +38,17 @@ class StartFailure(NamedTuple):
 
 
 def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
-    """The engine of one pod.
+    """Observe the engine of one pod.
 
     Args:
-        pod: `metadata`, `status` and the node's name.
-        stopped: We asked for its end: what is told then is how it ends, not that it was lost.
+        pod: The pod's `metadata`, `status` and `spec.nodeName`.
+        stopped: Whether the operator deleted the pod; then its engine terminates and is not reported as lost.
     """
     meta, status = pod["metadata"], pod.get("status", {})
     terminating = stopped or "deletionTimestamp" in meta
     state, message, since = _engine_state(pod, terminating=terminating)
     if stopped and state is EngineState.LOST:
-        state = EngineState.RUNNING  # on its way out, as wanted
+        state = EngineState.RUNNING  # it terminates because the operator deleted it
     start_failure = start_failure_of(pod) if state is EngineState.STARTING else None
     address, container = status.get("podIP"), _engine_container(pod)
     runs = state is EngineState.RUNNING and address
@@ -70,12 +69,12 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
 
 
 def short_digest(image: str) -> str:
-    """What tells an image from others, short: from `repository@sha256:0123…` or `sha256:0123…`."""
+    """The first characters of an image's digest, from `repository@sha256:0123…` or `sha256:0123…`."""
     return image.rpartition("sha256:")[2][:_DIGEST_LENGTH]
 
 
 def _engine_state(pod: Pod, *, terminating: bool) -> tuple[EngineState, str, str | None]:
-    """The state, why, and since when."""
+    """State, its cause (or ""), and the time since when, as in the pod's status."""
     status = pod.get("status", {})
     ready = _find_condition(pod, "Ready")
     since = ready.get("lastTransitionTime")
@@ -106,13 +105,13 @@ def _engine_state(pod: Pod, *, terminating: bool) -> tuple[EngineState, str, str
 
 
 def _loss_cause(pod: Pod) -> str | None:
-    """Why the pod will not come back; None if it may."""
+    """Why the pod is lost; None if it is not."""
     status = pod.get("status", {})
     if status.get("phase") in _FINISHED_PHASES:
         cause = status.get("reason") or _last_exit(_engine_container(pod)) or status["phase"]
         return _format_reason(f"its pod ended: {cause}", status.get("message"))
     if _node_is_unreachable(pod):
-        return f"its node {pod.get('spec', {}).get('nodeName', '')} does not answer"
+        return f"its node {pod.get('spec', {}).get('nodeName', '')} does not respond"
     return None
 
 
@@ -137,7 +136,7 @@ def _disruption(pod: Pod) -> str:
 
 
 def _was_ready(ready: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether the container that runs was ready before: it fell silent, which is the routers' to judge."""
+    """Whether the running container was ready before. Routers decide whether its engine still works."""
     started, changed = state.get("running", {}).get("startedAt"), ready.get("lastTransitionTime")
     return bool(started and changed and parse_time(changed) > parse_time(started))
 
@@ -199,7 +198,7 @@ def _format_reason(reason: str, message: str | None) -> str:
 
 
 def _cut_middle(text: str) -> str:
-    """A text that is too long without its middle: errors are wrapped, the innermost stands last."""
+    """Shorten a long text in the middle: the innermost of wrapped errors is at the end."""
     if len(text) <= _MESSAGE_LENGTH_MAX:
         return text
     return f"{text[:_MESSAGE_HEAD_LENGTH]} … {text[_MESSAGE_HEAD_LENGTH + 3 - _MESSAGE_LENGTH_MAX :]}"

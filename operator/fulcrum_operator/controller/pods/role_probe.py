@@ -1,7 +1,8 @@
-"""The canary: which roles an engine takes, asked of the engine itself, once in each of its lives.
+"""Role probe: finds which roles an engine accepts, once for each container run. Used by `pod_runtime`.
 
-A prefill leg and a plain completion of one token. An engine that serves both takes its role from each
-request; one that refuses one of them was started for the other. Versions are never sniffed.
+The probe is one prefill request and one completion of one token. An engine that serves both takes its role
+from each request (Relabel); an engine that refuses one was started for the other role (Restart). The engine's
+version plays no part.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ _CONCURRENCY_MAX = 16
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 10.0
 _PROMPT = "fulcrum role probe {salt}: " + "is anybody there? " * 8
-"""Longer than a KV block, and new each time: nothing of it is cached."""
+"""Prompt longer than a KV block, with a new salt each time, so that no part of it is cached."""
 _PREFILL_ONLY = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 _REFUSED_STATUSES = frozenset({400, 422})
 
@@ -29,7 +30,7 @@ _log = structlog.get_logger()
 async def probe_roles(
     client: httpx.AsyncClient, endpoint: str, *, model: str, salt: str
 ) -> FlipStrategy | None:
-    """How the engine at `host:port` can change its role; None if it does not say."""
+    """Probe how the engine at `host:port` can change its role; None without a clear result."""
     prompt = _PROMPT.format(salt=salt)
     plain = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     prefill, completion = [await _accepts(client, endpoint, body) for body in (plain | _PREFILL_ONLY, plain)]
@@ -41,7 +42,7 @@ async def probe_roles(
 
 
 async def _accepts(client: httpx.AsyncClient, endpoint: str, body: dict[str, object]) -> bool | None:
-    """Whether the engine serves such a request; None if it neither serves nor refuses it."""
+    """Whether the engine serves the request; None for a failure that says nothing about roles."""
     try:
         response = await client.post(
             f"http://{endpoint}/v1/completions", json=body, timeout=_RESPONSE_TIMEOUT_S
@@ -55,18 +56,18 @@ async def _accepts(client: httpx.AsyncClient, endpoint: str, body: dict[str, obj
 
 @dataclass(frozen=True, slots=True)
 class ContainerRun:
-    """One life of an engine: its pod's identity and how often its container was started again."""
+    """One run of an engine's container: the pod's uid and the container's restart count."""
 
     pod_uid: str
     restarts: int
 
 
 class RoleProbes:
-    """The answers of engines by their lives, each asked for once; to be closed.
+    """Results of the role probes by container run. The owner calls `aclose`.
 
     Args:
-        probe: Asks the engine at this endpoint for a model.
-        sleep: Waits so many seconds.
+        probe: Probes the engine at an endpoint, with a model's name.
+        sleep: Waits a number of seconds.
     """
 
     def __init__(
@@ -81,28 +82,28 @@ class RoleProbes:
         self._slots = asyncio.Semaphore(_CONCURRENCY_MAX)
 
     def result(self, run: ContainerRun) -> FlipStrategy | None:
-        """What the engine answered in this life; None if it has not."""
+        """The flip strategy found for this container run; None if there is no result yet."""
         return self._results.get(run)
 
     def adopt(self, run: ContainerRun, strategy: FlipStrategy) -> None:
-        """Take over what an earlier operator was answered."""
+        """Use the result of an earlier operator process."""
         self._results.setdefault(run, strategy)
 
     def request(self, run: ContainerRun, endpoint: str, model: str, *, on_result: Callable[[], None]) -> None:
-        """Ask until the engine answers; `on_result` is called when it has. Asked already: nothing happens.
+        """Probe until there is a result, then call `on_result`; does nothing if a probe ran or is running.
 
-        The pod's earlier lives are over: an engine that ends at each canary is not asked once more for each.
+        Probes of earlier runs of the pod are cancelled, so an engine that crashes at each probe has only one.
         """
         if run in self._results or run in self._probing:
             return
         self.forget(run.pod_uid)
         task = asyncio.get_running_loop().create_task(
-            self._probe_until_answered(run, endpoint, model, on_result)
+            self._probe_until_result(run, endpoint, model, on_result)
         )
         self._probing[run] = task
 
     def forget(self, pod_uid: str) -> None:
-        """A pod is gone, or has begun another life."""
+        """Cancel the probes and drop the results of a pod."""
         for run in [run for run in (*self._results, *self._probing) if run.pod_uid == pod_uid]:
             self._results.pop(run, None)
             task = self._probing.pop(run, None)
@@ -110,13 +111,13 @@ class RoleProbes:
                 task.cancel()
 
     async def aclose(self) -> None:
-        """Stop asking."""
+        """Cancel all probes."""
         tasks = list(self._probing.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _probe_until_answered(
+    async def _probe_until_result(
         self, run: ContainerRun, endpoint: str, model: str, on_result: Callable[[], None]
     ) -> None:
         for attempt in itertools.count():

@@ -1,4 +1,4 @@
-"""Many calls, a few at a time."""
+"""`run_bounded` limits how many calls run at a time and raises the first failure at the end."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the operator last heard of: the newest stays, the dead stay dead, who is concerned is woken."""
+"""The object cache has the newest version of each object and notifies the services that a change affects."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CHAT = ServiceKey("default", "chat")
 
 
 class RecordingCache:
-    """A cache, and whom it woke."""
+    """A cache that records the notified services."""
 
     def __init__(self) -> None:
         self.notified: list[ServiceKey] = []
@@ -86,25 +86,25 @@ def test_a_late_deletion_does_not_remove_the_recreated_object(recording: Recordi
 
 
 def test_a_list_removes_missing_objects_unless_they_are_newer(recording: RecordingCache) -> None:
-    recording.service(10, name="gone")
-    recording.service(30, name="born-since")
-    recording.service(10, name="elsewhere", namespace="other")
+    recording.service(10, name="deleted")
+    recording.service(30, name="created-later")
+    recording.service(10, name="chat-2", namespace="other")
     listed = {"metadata": {"name": "chat", "namespace": "default", "resourceVersion": "11"}}
     recording.cache.replace_all(
         SERVICE, "default", [{**listed, "kind": "PDService", "spec": {"model": "m"}}], "20"
     )
     assert recording.cache.list_services() == (
-        ServiceKey("default", "born-since"),
         CHAT,
-        ServiceKey("other", "elsewhere"),
+        ServiceKey("default", "created-later"),
+        ServiceKey("other", "chat-2"),
     )
 
 
 def test_only_the_fields_that_are_read_of_a_pod_are_cached(recording: RecordingCache) -> None:
     recording.cache.put_object(POD, pod("chat-0", 5, fulcrum_dev="x"))
-    kept = recording.cache.get_object(POD, "default", "chat-0")
-    assert kept is not None
-    assert (sorted(kept), kept["spec"], "managedFields" in kept["metadata"]) == (
+    cached = recording.cache.get_object(POD, "default", "chat-0")
+    assert cached is not None
+    assert (sorted(cached), cached["spec"], "managedFields" in cached["metadata"]) == (
         ["metadata", "spec", "status"],
         {"nodeName": "n1"},
         False,
@@ -141,10 +141,10 @@ def test_a_change_notifies_the_service_it_belongs_to(
 
 
 def test_an_unreadable_version_keeps_the_last_readable_one(recording: RecordingCache) -> None:
-    recording.service(10, "read")
+    recording.service(10, "readable")
     meta = {"name": "chat", "namespace": "default", "resourceVersion": "11"}
     recording.cache.put_object(SERVICE, {"metadata": meta, "kind": "PDService", "spec": {"model": 7}})
-    assert recording.model() == "read"
+    assert recording.model() == "readable"
 
 
 def unreadable(version: int, kind: type[Resource] = PDService, name: str = "chat") -> Any:

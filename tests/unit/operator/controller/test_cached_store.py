@@ -1,4 +1,4 @@
-"""A store read from the cache: its own writes are in it at once, and a write refused has it catch up."""
+"""The cached store reads its own writes at once and refreshes the cache after a refused write."""
 
 from dataclasses import dataclass, field
 
@@ -41,17 +41,17 @@ async def test_its_own_writes_are_read_back_at_once(world: World) -> None:
     assert await world.model() == "n"
 
 
-async def test_foreign_writes_are_not_read_before_the_cache_has_them(world: World) -> None:
+async def test_foreign_writes_are_read_only_from_the_cache(world: World) -> None:
     await world.backend.create(service())
     with pytest.raises(NotFound):
         await world.model()
 
 
 async def test_a_conflict_refreshes_the_cached_object(world: World) -> None:
-    made = await world.store.create(service())
+    created = await world.store.create(service())
     await world.backend.patch(PDService, "chat", {"spec": {"model": "theirs"}}, namespace="default")
     with pytest.raises(Conflict):
-        await world.patch("ours", made.metadata.resource_version)
+        await world.patch("ours", created.metadata.resource_version)
     assert await world.model() == "theirs"
 
 
@@ -71,7 +71,7 @@ async def test_patching_a_deleted_object_is_a_conflict_and_drops_it(world: World
         await world.model()
 
 
-async def test_its_own_deletions_are_seen_at_once(world: World) -> None:
+async def test_its_own_deletions_take_effect_at_once(world: World) -> None:
     await world.store.create(service())
     await world.store.delete(PDService, "chat", namespace="default")
     assert (await world.store.list(PDService, namespace="default")).items == ()
@@ -87,10 +87,10 @@ async def test_a_recreated_object_is_not_deleted_by_its_predecessors_uid(world: 
 
 
 async def test_deleting_a_deleted_object_drops_it_from_the_cache(world: World) -> None:
-    made = await world.store.create(service())
+    created = await world.store.create(service())
     await world.backend.delete(PDService, "chat", namespace="default")
     with pytest.raises(NotFound):
-        await world.store.delete(PDService, "chat", namespace="default", uid=made.metadata.uid)
+        await world.store.delete(PDService, "chat", namespace="default", uid=created.metadata.uid)
     with pytest.raises(NotFound):
         await world.model()
 

@@ -1,4 +1,4 @@
-"""Which edits by hand are seen in the API server's account of who owns a field."""
+"""Manual edits of applied fields are found in `managedFields`."""
 
 import json
 from collections.abc import Callable
@@ -55,9 +55,9 @@ FIELDS: dict[str, Any] = {
 
 
 def body(fields: Any, **entry: Any) -> dict[str, Any]:
-    made = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": fields, **entry}
+    ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": fields, **entry}
     others = {"manager": "kubectl-edit", "operation": "Update", "fieldsV1": {"f:spec": {"f:paused": {}}}}
-    return {"metadata": {"managedFields": [others, made]}}
+    return {"metadata": {"managedFields": [others, ours]}}
 
 
 def test_an_object_nobody_edited_is_owned_completely() -> None:
@@ -76,21 +76,21 @@ def test_an_object_made_by_another_manager_is_not_owned() -> None:
 
 
 @pytest.mark.parametrize(
-    "take_away",
+    "remove",
     [
-        pytest.param(lambda f: f["f:spec"].pop("f:replicas"), id="a number has another value"),
-        pytest.param(lambda f: f["f:metadata"].pop("f:labels"), id="a label was taken away"),
-        pytest.param(lambda f: f["f:metadata"].pop("f:ownerReferences"), id="it was given to nobody"),
-        pytest.param(lambda f: f.pop("f:metadata"), id="all of its metadata"),
-        pytest.param(lambda f: f["f:spec"].pop("f:volumes"), id="a list was taken away"),
+        pytest.param(lambda f: f["f:spec"].pop("f:replicas"), id="a number was changed"),
+        pytest.param(lambda f: f["f:metadata"].pop("f:labels"), id="the labels were removed"),
+        pytest.param(lambda f: f["f:metadata"].pop("f:ownerReferences"), id="the owner was removed"),
+        pytest.param(lambda f: f.pop("f:metadata"), id="all metadata was changed"),
+        pytest.param(lambda f: f["f:spec"].pop("f:volumes"), id="a list was removed"),
         pytest.param(
-            lambda f: f["f:spec"].update({"f:finalizers": {'v:"y"': {}}}), id="a set has another item"
+            lambda f: f["f:spec"].update({"f:finalizers": {'v:"y"': {}}}), id="an item of a set was replaced"
         ),
     ],
 )
-def test_an_edited_field_is_no_longer_owned(take_away: Callable[[dict[str, Any]], object]) -> None:
+def test_an_edited_field_is_no_longer_owned(remove: Callable[[dict[str, Any]], object]) -> None:
     fields = deepcopy(FIELDS)
-    take_away(fields)
+    remove(fields)
     assert not owns_all_fields(json.dumps(fields), WANTED)
 
 

@@ -1,4 +1,4 @@
-"""The pod that reads a model: what it is, what its status says, and when it is made and deleted."""
+"""Model reader pods: their manifest, the result in their status, and when they are created and deleted."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from fulcrum_operator.plan.model import ModelReadRequest, model_key
 from fulcrum_operator.plan.observed import ModelReadAttempt
 from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import NOW_S, SETTINGS, instance, service
-from tests.unit.operator.fakes import FakePods, Json
+from tests.unit.operator.fakes import FakeClock, FakePods, Json
 
 KEY = ServiceKey("default", "chat")
 WITH_PULL_SECRET = replace(SETTINGS, image_pull_secrets=("pull",))
@@ -35,7 +35,7 @@ HUB: dict[str, Any] = {"modelSource": {"revision": "v2", "tokenSecret": "hub"}}
 
 
 def chat(pool: Json | None = None, **spec: Any) -> PDService:
-    """A service of real engines."""
+    """A service of vLLM engines."""
     pools = [{"name": "flex", "instances": {"min": 2}, **(pool or {})}]
     return service(**{"engine": {"type": "vLLM", "image": "vllm:1"}, "pools": pools, **spec})
 
@@ -123,16 +123,24 @@ def waiting(reason: str, message: str) -> Json:
     ("status", "facts", "error", "start_failure"),
     [
         pytest.param({}, None, None, "", id="new"),
-        pytest.param({"phase": "Running"}, None, None, "", id="at it"),
+        pytest.param({"phase": "Running"}, None, None, "", id="running"),
         pytest.param(terminated_status(0, '{"head_dim":64}'), {"head_dim": 64}, None, "", id="read"),
         pytest.param(
-            terminated_status(0, "{"), None, "the pod that reads it did not say it", "", id="half a message"
+            terminated_status(0, "{"),
+            None,
+            "the model reader pod ended without a result",
+            "",
+            id="half a message",
         ),
         pytest.param(
-            terminated_status(0, ""), None, "the pod that reads it did not say it", "", id="no message"
+            terminated_status(0, ""), None, "the model reader pod ended without a result", "", id="no message"
         ),
         pytest.param(
-            terminated_status(1, "hub: status 404\n", "Error"), None, "hub: status 404", "", id="its words"
+            terminated_status(1, "hub: status 404\n", "Error"),
+            None,
+            "hub: status 404",
+            "",
+            id="its error message",
         ),
         pytest.param(
             terminated_status(1, "a\nValueError: b", "Error"),
@@ -144,7 +152,7 @@ def waiting(reason: str, message: str) -> Json:
         pytest.param(
             terminated_status(137, "", "OOMKilled"),
             None,
-            "the pod that reads it ended with exit code 137 (OOMKilled)",
+            "the model reader pod ended with exit code 137 (OOMKilled)",
             "",
             id="killed",
         ),
@@ -160,7 +168,7 @@ def waiting(reason: str, message: str) -> Json:
             None,
             None,
             "ErrImagePull: not found",
-            id="an image that is not there",
+            id="a missing image",
         ),
     ],
 )
@@ -181,27 +189,28 @@ def test_the_result_is_read_from_the_pods_status(
 
 
 class World:
-    """One service, and the pod that reads its model."""
+    """One service and the `ModelReaderPods` under test."""
 
     def __init__(self) -> None:
         self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
-        self.at_s = NOW_S
+        self.clock = FakeClock()
         self.cache = ObjectCache(lambda _: None)
         self.service = chat()
         api: Any = self.objects
-        clock: Any = self
         self.models = ModelReaderPods(
-            api, self.cache, SETTINGS, clock, is_leader=lambda: self.is_leader, on_change=self.notified.append
+            api,
+            self.cache,
+            SETTINGS,
+            self.clock,
+            is_leader=lambda: self.is_leader,
+            on_change=self.notified.append,
         )
-
-    def now_s(self) -> float:
-        return self.at_s
 
     async def sync(self, attempt: int | None) -> None:
         await self.models.sync(self.service, None if attempt is None else make_read(self.service, attempt))
 
     def calls(self) -> list[str]:
-        """What was created and deleted, each with the number of its try."""
+        """Each creation and deletion with the number of its attempt."""
         return [
             f"{verb} {pod['metadata']['annotations'][ATTEMPT_ANNOTATION]}" for verb, pod in self.objects.log
         ]
@@ -262,7 +271,7 @@ async def test_a_result_the_status_does_not_keep_is_remembered_for_ten_minutes(
     world.observe_deleted()
     await world.sync(1)
     assert (world.models.reading(KEY), world.calls()) == (result, ["create 1", "delete 1"])
-    world.at_s += RESULT_KEPT_S
+    world.clock.at_s += RESULT_KEPT_S
     await world.sync(1)
     assert world.calls() == ["create 1", "delete 1", "create 1"]
 
@@ -279,7 +288,7 @@ async def test_a_foreign_pod_with_the_readers_name_is_never_deleted(world: World
     await world.sync(1)
     result = world.models.reading(KEY)
     assert result is not None
-    assert result.error == "NameTaken: there is a pod chat-model that Fulcrum did not make"
+    assert result.error == "NameTaken: a pod chat-model exists that Fulcrum did not create"
     await world.sync(None)
     assert world.calls() == []
 

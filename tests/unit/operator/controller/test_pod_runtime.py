@@ -1,4 +1,4 @@
-"""Engines as pods: made, refused, tried again, ended once, and running only once they were probed."""
+"""Engine pods are created, retried after a refusal, deleted once, and run only after their role probe."""
 
 from typing import Any
 
@@ -25,11 +25,11 @@ CHAT = ServiceKey("default", "chat")
 
 
 class World:
-    """One service, one instance, and what the runtime makes of it."""
+    """One service with one instance, and the runtime under test."""
 
     def __init__(self) -> None:
         self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
-        self.answer: FlipStrategy | None = FlipStrategy.RELABEL
+        self.probe_result: FlipStrategy | None = FlipStrategy.RELABEL
         self.probes = RoleProbes(self._probe)
         self.cache = ObjectCache(self.notified.append)
         api: Any = self.objects
@@ -47,7 +47,7 @@ class World:
         self.put(self.instance)
 
     async def _probe(self, _endpoint: str, _model: str) -> FlipStrategy | None:
-        return self.answer
+        return self.probe_result
 
     def put(self, obj: PDService | PDInstance) -> None:
         self.version += 1
@@ -83,14 +83,16 @@ async def test_an_engine_counts_as_running_after_its_role_probe(world: World) ->
     await world.start()
     world.ready()
     before = world.states()
-    assert all(engine.endpoint for engine in world.runtime.observe("default")), "routers may look at it, too"
+    assert all(engine.endpoint for engine in world.runtime.observe("default")), (
+        "the router may probe the engine, too"
+    )
     await advance(1)
     assert (before, world.states()) == ([(EngineState.STARTING, PROBING)], [(EngineState.RUNNING, "")])
     assert (world.notified[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
 
 
 async def test_an_engine_probed_by_an_earlier_operator_is_not_probed_again(world: World) -> None:
-    world.answer = None
+    world.probe_result = None
     await world.start()
     world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RESTART))
     world.ready()
@@ -99,7 +101,7 @@ async def test_an_engine_probed_by_an_earlier_operator_is_not_probed_again(world
 
 
 async def test_a_restarted_container_is_probed_again(world: World) -> None:
-    world.answer = None
+    world.probe_result = None
     await world.start()
     world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=0))
     world.ready(restarts=1)
@@ -110,7 +112,7 @@ async def test_a_restarted_container_is_probed_again(world: World) -> None:
 async def test_a_restarted_sidecar_does_not_cause_a_new_probe(
     world: World,
 ) -> None:
-    world.answer = None
+    world.probe_result = None
     await world.start()
     world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=1))
     world.ready(1, {"name": "proxy", "restartCount": 4, "state": {}})
@@ -146,10 +148,8 @@ async def test_a_refused_pod_is_observed_with_its_error_and_retried(world: World
     refused = (EngineState.STARTING, "PodRefused: spec.containers[0].image (X) is no image")
     assert world.states() == [refused]
     await advance(RETRY_S * 2.5)
-    assert (world.states(), world.notified.count(CHAT)) == (
-        [refused],
-        3,
-    )  # service, instance, refusal: no more
+    notifications = 3  # for the service, the instance and the refusal, none for its repetition
+    assert (world.states(), world.notified.count(CHAT)) == ([refused], notifications)
     world.objects.refusal = None
     await advance(RETRY_S)
     assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
@@ -175,7 +175,7 @@ async def test_an_existing_pod_missing_from_the_cache_is_adopted(world: World) -
 async def test_a_foreign_pod_with_the_instances_name_is_reported_and_left_alone(world: World) -> None:
     world.objects.put({"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
     await world.start()
-    message = "NameTaken: there is a pod chat-0 that Fulcrum did not make"
+    message = "NameTaken: a pod chat-0 exists that Fulcrum did not create"
     assert world.states() == [(EngineState.STARTING, message)]
     await world.runtime.stop(KEY)
     assert world.objects.deletions == []

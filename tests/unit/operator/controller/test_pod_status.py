@@ -1,4 +1,4 @@
-"""What pods' statuses, as API servers show them, say of the engines in them."""
+"""Engines are observed from statuses of pods, as API servers report them."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ EVICTED = condition(
 TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     ("no status yet", pod(phase="Pending", node=""), {"state": STARTING, "since_s": AT[T0]}),
     (
-        "no node fits",
+        "no node has room",
         pod(phase="Pending", node="", conditions=[UNSCHEDULABLE]),
         {
             "state": STARTING,
@@ -95,7 +95,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "the container is made",
+        "the container is being created",
         pod(
             phase="Pending",
             conditions=conditions("False"),
@@ -105,7 +105,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         {"state": STARTING, "since_s": AT[T1]},
     ),
     (
-        "the image does not pull",
+        "the image cannot be pulled",
         pod(
             phase="Pending",
             conditions=conditions("False"),
@@ -119,7 +119,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "the image does not pull, and the reason stands at the end of a long message",
+        "the image cannot be pulled, with a long message",
         pod(
             phase="Pending",
             conditions=conditions("False"),
@@ -133,22 +133,22 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "it loads",
+        "the engine loads",
         pod(conditions=conditions("False", at=T0), containerStatuses=[container(LOADING)], podIP="192.0.2.7"),
         {"state": STARTING, "image": DIGEST, "since_s": AT[T0]},
     ),
     (
-        "it serves",
+        "the engine serves",
         pod(conditions=conditions("True"), containerStatuses=[SERVING], podIP="192.0.2.7"),
         {"state": RUNNING, "endpoint": "192.0.2.7:8000", "image": DIGEST, "since_s": AT[T1]},
     ),
     (
-        "it serves over IPv6",
+        "the engine serves over IPv6",
         pod(conditions=conditions("True"), containerStatuses=[SERVING], podIP="fd00::7"),
         {"state": RUNNING, "endpoint": "[fd00::7]:8000", "image": DIGEST, "since_s": AT[T1]},
     ),
     (
-        "it served and its readiness probe fails now",
+        "the readiness probe of a serving engine fails",
         pod(conditions=conditions("False"), containerStatuses=[SERVING], podIP="192.0.2.7"),
         {
             "state": RUNNING,
@@ -168,7 +168,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         {"state": STARTING, "image": DIGEST, "since_s": AT[T0]},
     ),
     (
-        "it ended and is started again",
+        "the container has ended and is restarted",
         pod(conditions=conditions("False"), containerStatuses=[container(TERMINATED, restarts=1)]),
         {
             "state": EXITED,
@@ -179,7 +179,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "it ended too often and waits",
+        "the container has ended often and waits",
         pod(conditions=conditions("False"), containerStatuses=[container(CRASH_LOOP, TERMINATED, 4)]),
         {
             "state": EXITED,
@@ -190,7 +190,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "it loads again after it was killed",
+        "the engine loads again after an OOM kill",
         pod(
             conditions=conditions("False"),
             containerStatuses=[container({"running": {"startedAt": T2}}, KILLED, 1)],
@@ -205,23 +205,23 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "it was evicted",
+        "the pod was evicted",
         pod(phase="Failed", reason="Evicted", message="The node was low on resource: memory."),
         {"state": LOST, "message": "its pod ended: Evicted: The node was low on resource: memory."},
     ),
     (
-        "its node went quiet",
+        "the node is unreachable",
         pod(conditions=conditions("False", "True"), containerStatuses=[SERVING], podIP="192.0.2.7"),
         {
             "state": LOST,
-            "message": "its node n1 does not answer",
+            "message": "its node n1 does not respond",
             "node_lost": True,
             "image": DIGEST,
             "since_s": AT[T1],
         },
     ),
     (
-        "somebody deletes it while it serves",
+        "somebody deletes a serving pod",
         pod(meta=DELETED, conditions=conditions("True"), containerStatuses=[SERVING], podIP="192.0.2.7"),
         {
             "state": RUNNING,
@@ -232,7 +232,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "somebody deletes it and it serves no more",
+        "somebody deletes a pod that no longer serves",
         pod(meta=DELETED, conditions=conditions("False"), containerStatuses=[container(TERMINATED)]),
         {
             "state": LOST,
@@ -244,11 +244,11 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
         },
     ),
     (
-        "its lost node's pods are taken away",
+        "the pods of an unreachable node are deleted",
         pod(meta=DELETED, conditions=[*conditions("False", "True"), EVICTED], containerStatuses=[SERVING]),
         {
             "state": LOST,
-            "message": "its node n1 does not answer",
+            "message": "its node n1 does not respond",
             "node_lost": True,
             "image": DIGEST,
             "since_s": AT[T1],
@@ -258,10 +258,12 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("seen", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_the_engine_is_observed_from_the_pods_status(seen: Pod, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("observed_pod", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_the_engine_is_observed_from_the_pods_status(observed_pod: Pod, expected: dict[str, Any]) -> None:
     fields = {"name": "chat-0", "restarts": 0, **expected}
-    assert observe_pod(seen) == EngineObservation(**fields)
+    assert observe_pod(observed_pod) == EngineObservation(**fields)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +278,11 @@ def test_a_short_digest_identifies_an_image(image: str, digest: str) -> None:
     assert short_digest(image) == digest
 
 
-def test_an_engine_we_stopped_is_not_lost() -> None:
-    seen = pod(
+def test_a_stopped_engine_is_not_lost() -> None:
+    stopped_pod = pod(
         meta=DELETED, phase="Failed", conditions=conditions("False"), containerStatuses=[container(KILLED)]
     )
-    engine = observe_pod(seen, stopped=True)
+    engine = observe_pod(stopped_pod, stopped=True)
     assert (engine.state, engine.endpoint, engine.terminating) == (RUNNING, None, True)
 
 

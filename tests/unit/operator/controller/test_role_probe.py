@@ -1,4 +1,4 @@
-"""The canary: what an engine's answers say of how it flips, and that it is asked once in each life."""
+"""The role probe derives the flip strategy from two responses, once for each container run."""
 
 import json
 
@@ -13,15 +13,15 @@ RELABEL, RESTART = FlipStrategy.RELABEL, FlipStrategy.RESTART
 
 
 def engine(prefill: int | None, plain: int | None) -> httpx.AsyncClient:
-    """An engine that answers the two legs with these statuses; None: it breaks the connection."""
+    """An engine with these response statuses; None: it closes the connection."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def respond(request: httpx.Request) -> httpx.Response:
         status = prefill if "kv_transfer_params" in json.loads(request.content) else plain
         if status is None:
-            raise httpx.ReadError("gone")
+            raise httpx.ReadError("closed")
         return httpx.Response(status, json={})
 
-    return httpx.AsyncClient(transport=httpx.MockTransport(answer), verify=False)
+    return httpx.AsyncClient(transport=httpx.MockTransport(respond), verify=False)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ async def test_the_flip_strategy_follows_from_the_responses(
 
 
 class CountingProbes:
-    """RoleProbes whose engines answer what is laid out here, in this order; then Relabel."""
+    """RoleProbes whose probes return the given outcomes in this order, then Relabel."""
 
-    def __init__(self, *answers: FlipStrategy | None) -> None:
-        self.answers, self.count, self.results = list(answers), 0, 0
+    def __init__(self, *outcomes: FlipStrategy | None) -> None:
+        self.outcomes, self.count, self.results = list(outcomes), 0, 0
         self.probes = RoleProbes(self._probe)
 
     async def _probe(self, _endpoint: str, _model: str) -> FlipStrategy | None:
         self.count += 1
-        return self.answers.pop(0) if self.answers else RELABEL
+        return self.outcomes.pop(0) if self.outcomes else RELABEL
 
     def probe(self, run: ContainerRun) -> None:
         self.probes.request(run, "192.0.2.1:8000", "m", on_result=self._on_result)

@@ -1,4 +1,4 @@
-"""What cannot be read is told once, and is not taken for gone."""
+"""An unreadable object is reported once and is not treated as deleted."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +57,7 @@ async def test_a_service_that_was_readable_once_is_still_reconciled() -> None:
 
 
 async def test_an_unreadable_instance_blocks_only_its_own_service() -> None:
-    """Without it the plan would end its engine, and make another instance under its name."""
+    """Without the instance, the plan would stop its engine and create another instance of this name."""
     world = World()
     world.put(PDService, "chat", model="m")
     world.put(PDService, "other", model="m")

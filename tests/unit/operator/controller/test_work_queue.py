@@ -1,4 +1,4 @@
-"""The operator's queue, on a clock that is moved."""
+"""The work queue handles keys, retries and resyncs at the right times, on a virtual clock."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.looptime
 
 
 class RecordingHandler:
-    """Notes when each key was looked at; takes `duration_s`, fails as long as `errors` has something."""
+    """Records the start of each call; a call takes `duration_s` and raises the next of `errors`, if any."""
 
     def __init__(self) -> None:
         self.started_at_s: dict[str, list[float]] = defaultdict(list)
@@ -50,9 +50,9 @@ def handler() -> RecordingHandler:
 
 @pytest.fixture
 async def queue(handler: RecordingHandler) -> AsyncIterator[WorkQueue[str]]:
-    made = WorkQueue[str](handler, resync_s=100.0)
-    yield made
-    await made.aclose()
+    created = WorkQueue[str](handler, resync_s=100.0)
+    yield created
+    await created.aclose()
 
 
 async def test_a_key_added_while_it_runs_is_handled_once_more(
@@ -61,7 +61,7 @@ async def test_a_key_added_while_it_runs_is_handled_once_more(
     for _ in range(3):
         queue.add("a")
     await advance(1)
-    assert handler.started_at_s == {"a": [0.0, 0.0]}  # once, and once more since it was added while at work
+    assert handler.started_at_s == {"a": [0.0, 0.0]}
 
 
 async def test_a_key_is_never_handled_twice_at_the_same_time(

@@ -10,7 +10,7 @@ from fulcrum_operator.plan.instance_state import mark_reachable_engines_running,
 from fulcrum_operator.plan.observed import Observed
 from tests.unit.operator.builders import NOW_S, D, engine, instance, router, service
 
-LOST = engine("chat-0", EngineState.LOST, message="its node n1 does not answer", node_lost=True)
+LOST = engine("chat-0", EngineState.LOST, message="its node n1 does not respond", node_lost=True)
 WORKING = instance("chat-0", role=D, endpoint="127.0.0.1:9000")
 
 
