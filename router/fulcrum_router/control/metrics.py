@@ -71,14 +71,14 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
 _PAIR_GAUGES: tuple[tuple[str, str, Callable[[TransferPair, float], float | None]], ...] = (
     (
         "handshake_seconds",
-        "Duration of the last KV transfer from the prefill to the decode instance that included the engines' "
-        "handshake, in seconds.",
+        "Time from sending a request to the decode instance until its first token, for the last KV transfer "
+        "that included a handshake of the two engines, in seconds.",
         lambda p, _: p.handshake_s,
     ),
     (
         "seconds_per_1k_tokens",
-        "Duration of a KV transfer from the prefill to the decode instance, in seconds per 1,000 prompt "
-        "tokens, smoothed.",
+        "Time from sending a request to the decode instance until its first token, with a KV transfer from "
+        "the prefill instance, in seconds per 1,000 prompt tokens, smoothed.",
         lambda p, _: p.transfer_s_per_1k_tokens,
     ),
     (
