@@ -7,13 +7,13 @@ SHELL := bash
 bin := .venv/bin
 # Levels 0 and 1, which `make check` runs in two lots.
 unit_tests := tests/unit tests/helm
-world_tests := tests/properties tests/simulation
+simulation_tests := tests/properties tests/simulation
 # Level 2, which `make test` runs in two lots: whole local services, and single programs.
 service_tests := tests/integration/cli tests/examples
 program_tests := tests/integration $(addprefix --ignore=,$(service_tests))
 
 .PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench clean \
-	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-worlds check-units \
+	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
 	test-services test-programs
 
 help: ## this list
@@ -22,7 +22,7 @@ help: ## this list
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: check ## check, and the tests of processes on the loopback network: no root, nothing outside this folder
+test: check ## check, and the tests of local processes: no root, nothing installed outside this folder; 5 min
 	@$(MAKE) --no-print-directory -j2 -O test-services test-programs
 	@echo "LEFT OUT levels 3 and 4, a real Kubernetes: make test-kubernetes; level 5, real vLLM: make test-engines"
 
@@ -32,10 +32,10 @@ test-services: .venv/.dev
 test-programs: .venv/.dev
 	@tools/test programs $(program_tests) $(ARGS)
 
-test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; as root; says first what it installs and builds
+test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; root; prints first what it installs and builds; 25 min
 	@tools/test kubernetes tests/kubernetes $(ARGS)
 
-test-engines: setup-engines ## real vLLM on this machine's CPUs; says first that it fetches 6 GB
+test-engines: setup-engines ## real vLLM on this machine's CPUs; prints first that it downloads 6 GB; 6 min
 	@tools/test engines tests/engines $(ARGS)
 
 test-all: ## all of the tests above, one after the other
@@ -49,9 +49,9 @@ setup-kubernetes: .venv/.dev
 setup-engines: .venv/.dev
 	@tools/engine/setup
 
-# Each on its own and two at a time, the longest first, so that `make -k check` shows all that is wrong, soon.
+# Each on its own and two at a time, the longest first, so that `make -k check` shows all failures soon.
 check: .venv/.dev ## the inner loop: format, lint, types, import contracts, generated files, fast tests
-	@$(MAKE) --no-print-directory -j2 -O check-worlds check-format check-lint check-types check-contracts verify check-units
+	@$(MAKE) --no-print-directory -j2 -O check-simulation check-format check-lint check-types check-contracts verify check-unit-tests
 
 check-format: .venv/.dev
 	$(bin)/ruff format --check --quiet .
@@ -65,17 +65,17 @@ check-types: .venv/.dev
 check-contracts: .venv/.dev
 	$(bin)/lint-imports --cache-dir .cache/import-linter --no-logo
 
-check-worlds: .venv/.dev
-	@tools/test worlds -q $(world_tests)
+check-simulation: .venv/.dev
+	@tools/test simulation -q $(simulation_tests)
 
-check-units: .venv/.dev
-	@tools/test units -q $(unit_tests)
+check-unit-tests: .venv/.dev
+	@tools/test unit -q $(unit_tests)
 
-generate: .venv/.dev ## rewrite what is made from code: crds/, the kinds and the table of values in the chart
+generate: .venv/.dev ## rewrite generated files: crds/, and the CRDs and the table of values in the chart
 	$(bin)/python -m fulcrum_core.api.crds crds
 	$(bin)/python tools/generate_chart.py crds helm/fulcrum
 
-verify: .venv/.dev ## fail if crds/ or the chart is not what the code makes
+verify: .venv/.dev ## fail if `make generate` would change a file
 	tools/verify
 
 lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions

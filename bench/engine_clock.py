@@ -1,11 +1,11 @@
-"""The engine on two clocks: one workload through the pure model and through the real server.
+"""Compares the engine model on a virtual clock with the engine server in real time, on one workload.
 
-The model on a virtual clock is what simulations and tests of whole runs rest on; the server adds sockets,
-an event loop and a busy machine. This prints mean TTFT and TPOT of both and how far they lie apart.
+Simulations rely on the model; the server adds sockets, an event loop and a busy machine. Prints mean TTFT and
+TPOT of both, and the difference.
 
     python bench/engine_clock.py [--seed N] [--for SECONDS] [--profile NAME]
 
-Exit code 1 if a mean is more than 5 % apart, or if a request went wrong.
+Exit code 1 if a mean differs by more than 5 %, or if a request failed.
 """
 
 import argparse
@@ -31,19 +31,19 @@ from fulcrum_simulator.workload import WorkloadRequest
 MEAN_DIFFERENCE_MAX = 0.05
 MODEL = "bench"
 NO_SLO = Slo(ttft_s=60.0, tpot_s=60.0)
-PROMPT_UTILIZATION = 0.35  # share of the engine's time that the prompts alone ask for
+PROMPT_UTILIZATION = 0.35  # share of the engine's time that prefill alone takes
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLatencies:
-    """Mean TTFT and TPOT over all requests, seconds."""
+    """Mean TTFT and TPOT over all requests, in seconds."""
 
     ttft_s: float
     tpot_s: float
 
 
 def make_workload(profile: EngineProfile, *, seed: int, seconds: float) -> list[WorkloadRequest]:
-    """Poisson arrivals of mixed lengths that keep the engine busy without drowning it."""
+    """Return Poisson arrivals of mixed lengths that keep the engine busy without overloading it."""
     rng = random.Random(seed)
     prefill = profile.step_model.prefill_model(profile.token_budget)
     mean_s = fmean(prefill.ttft_s(tokens) for tokens in range(64, 769, 64))
@@ -56,7 +56,7 @@ def make_workload(profile: EngineProfile, *, seed: int, seconds: float) -> list[
 
 
 def run_on_virtual_clock(profile: EngineProfile, workload: list[WorkloadRequest]) -> MeanLatencies:
-    """The pure model: time moves from event to event."""
+    """Run the workload through the engine model, from event to event."""
     engine = Engine(profile, engine_id="virtual")
     pending = deque(enumerate(workload))
     times: dict[str, list[float]] = {str(index): [] for index, _ in pending}
@@ -88,7 +88,7 @@ def _build_engine_request(index: int, request: WorkloadRequest) -> EngineRequest
 
 
 async def run_over_loopback(port: int, workload: list[WorkloadRequest], *, seed: int) -> MeanLatencies:
-    """The real server, asked by the load generator. RuntimeError if a request did not end right."""
+    """Run the workload through the engine server; RuntimeError if a request fails."""
     generator = LoadGenerator(LoadTarget(host="127.0.0.1", port=port, model=MODEL), slo=NO_SLO, seed=seed)
     await generator.send(workload)
     await generator.finish(timeout_s=60.0)
@@ -108,7 +108,7 @@ async def run_over_loopback(port: int, workload: list[WorkloadRequest], *, seed:
 def run_in_real_time(
     profile: str, workload: list[WorkloadRequest], *, seed: int
 ) -> tuple[MeanLatencies, dict[str, float]]:
-    """Start a server, run the workload, return the means and the server's own lateness."""
+    """Start a server and run the workload; return the means and the step lateness."""
     command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "bench", "--model", MODEL]
     with subprocess.Popen([*command, "--profile", profile], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -122,7 +122,7 @@ def run_in_real_time(
 
 
 def main() -> int:
-    """Run both, print both, judge."""
+    """Run both, print both; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

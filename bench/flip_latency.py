@@ -1,7 +1,7 @@
-"""How long a flip takes on a real API server: from the decision to the router's acknowledgement, under load.
+"""Latency of a flip on a real API server, from the decision to the router's acknowledgement, under load.
 
 One control plane, one router, engine servers as processes. Instances are flipped one after another as the
-autoscaler does it: judged by `may_apply`, written by one conditional patch, acknowledged at the state port.
+autoscaler does: judged by `may_apply`, written by one conditional patch, acknowledged at the state port.
 
     python bench/flip_latency.py [--flips 300] [--rate 50] [--engines 4]
 
@@ -51,19 +51,19 @@ RULES = AssignmentRules(prefill_to_decode_cooldown_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class FlipTiming:
-    """One flip; all in seconds from the decision."""
+    """One flip; times in seconds from the decision."""
 
     written_s: float
-    """Until the API server had answered the write."""
+    """API server responded to the write."""
     applied_s: float
-    """Until the router dispatched by it, by its own clock, which is the same machine's."""
+    """Router applied the generation, by the same machine's clock."""
     poll_answered_s: float
-    """Until a poll at the state port was answered."""
+    """Long poll at the state port returned."""
 
 
 @contextlib.contextmanager
 def run_control_plane() -> Iterator[Cluster]:
-    """A control plane of its own."""
+    """Run a control plane while the block runs."""
     with tempfile.TemporaryDirectory(prefix="flip-latency-") as folder:
         made = Cluster(Path(folder), audit=AUDIT_POLICY)
         made.start(0)
@@ -75,14 +75,14 @@ def run_control_plane() -> Iterator[Cluster]:
 
 
 async def measure_flips(stack: RoutedService, router: RouterProcess, count: int) -> list[FlipTiming]:
-    """Instances in turn to the other role and back, each flip when the one before is acknowledged."""
+    """Flip each instance to the other role and back, one flip after the other is acknowledged."""
     done: list[FlipTiming] = []
     headers = {"authorization": f"Bearer {stack.token}"}
     async with open_store(stack.store) as store, aiohttp.ClientSession(headers=headers) as session:
         names = list(stack.engines)
         for turn in range(count):
             done.append(await _measure_flip(store, session, stack, router, names[turn // 2 % len(names)]))
-            await asyncio.sleep(0.02)  # so that no flip profits from a watch that is busy anyway
+            await asyncio.sleep(0.02)  # so that no flip profits from a watch that is busy with the one before
     return done
 
 
@@ -93,7 +93,7 @@ async def _measure_flip(
     to = Role.DECODE if current.spec.roles[name].role is Role.PREFILL else Role.PREFILL
     query = {"min_generation": str(current.metadata.generation + 1), "timeout_s": str(POLL_TIMEOUT_S)}
     polling = asyncio.create_task(_poll(session, f"{router.state_url}/state", query))
-    await asyncio.sleep(0.005)  # the poll is there before the flip, as the autoscaler's next one may be
+    await asyncio.sleep(0.005)  # the long poll starts before the flip, as the autoscaler's may
     decided_s = time.time()
     desired = apply_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
     verdict = may_apply(current.spec, desired, stack.engines.keys(), RULES, now_s=decided_s)
@@ -123,14 +123,14 @@ async def _poll(
 
 
 class CheckedLoad:
-    """Requests at a steady rate, each checked."""
+    """Constant load; each response is checked."""
 
     def __init__(self, url: str, rate: float) -> None:
         self._url, self._rate = url, rate
         self.completed = self.wrong = 0
 
     async def run(self) -> None:
-        """Until cancelled; then what is under way is waited for."""
+        """Send until cancelled; then wait for the requests in flight."""
         began_s, running = time.monotonic(), set[asyncio.Task[None]]()
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             try:
@@ -158,7 +158,7 @@ class CheckedLoad:
 async def measure(
     stack: RoutedService, router: RouterProcess, args: argparse.Namespace
 ) -> tuple[list[FlipTiming], CheckedLoad]:
-    """The flips and the load beside them."""
+    """Measure flips under load."""
     load = CheckedLoad(router.url, args.rate)
     loading = asyncio.create_task(load.run())
     await asyncio.sleep(1.0)
@@ -169,7 +169,7 @@ async def measure(
 
 
 def main() -> int:
-    """Prints the figures; returns the exit code."""
+    """Print the figures; return the exit code."""
     args = _parser().parse_args()
     autoscaling = {"mode": "Off", "flip": {"prefillToDecodeCooldown": "0s"}}
     with (

@@ -1,7 +1,7 @@
-"""From a fresh clone to the first flip on screen: seconds, the environment's size, and seconds for Ctrl-C.
+"""Measures a fresh clone: seconds to the first flip, size of the environment, seconds from Ctrl-C to the end.
 
-Clones this repository into a scratch folder and runs `make play` there, in its default form but without a
-screen. With packages cached (run it twice) this is what a newcomer waits for.
+Clones this repository into a temporary folder and runs `make play` there without a screen. The second run has
+its packages cached.
 
     python bench/fresh_clone.py
 
@@ -23,13 +23,13 @@ FIRST_FLIP_MAX_S, ENVIRONMENT_MAX_MB, END_MAX_S = 60.0, 300.0, 2.0
 
 
 def measure_size_mb(folder: Path) -> float:
-    """What the folder takes on disk, in MB (10⁶ bytes)."""
+    """Return the folder's size on disk, in MB (10⁶ bytes)."""
     files = (path.lstat() for path in folder.rglob("*"))
     return sum(file.st_blocks for file in files) * 512 / 1e6
 
 
 def list_processes_of(clone: Path) -> list[str]:
-    """Processes whose program lies in the clone's environment."""
+    """Return the processes whose program is in the clone's environment."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -40,7 +40,7 @@ def list_processes_of(clone: Path) -> list[str]:
 
 
 def measure(clone: Path) -> tuple[float, float]:
-    """Seconds to the first flip, and from Ctrl-C to the end of every process."""
+    """Return the seconds to the first flip, and from Ctrl-C to the end of all processes."""
     began_s = time.monotonic()
     subprocess.run(["git", "clone", "--quiet", "--no-local", str(ROOT), str(clone)], check=True)
     command = ["make", "play", "ARGS=--headless"]
@@ -59,7 +59,7 @@ def measure(clone: Path) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Measures once and prints the three figures."""
+    """Measure once and print the three figures; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="fulcrum-") as folder:
         clone = Path(folder) / "clone"
         first_flip_s, end_s = measure(clone)

@@ -1,12 +1,12 @@
-"""The operator with many instances, on a real API server and no nodes: memory, CPU, writes, how soon it acts.
+"""The operator with many instances on a real API server without nodes: memory, CPU, writes, reaction time.
 
-One control plane, one operator, `--services` services of together `--instances` instances whose pods this
-program declares ready. Then nothing happens for `--quiet` seconds; then changes are made, one by one.
+One control plane, one operator, and `--services` services with `--instances` instances in total, whose pods
+this program sets ready. After `--quiet` seconds without a change it makes changes, one by one.
 
     python bench/operator_scale.py [--instances 200] [--services 10] [--quiet 60] [--changes 10]
 
 Needs Linux and root, like the Kubernetes levels of the tests. Exit code 1 if a bar is missed: 200 MB, 2 % of
-a core, no write but to Leases in the quiet time, one second from a change to what the operator makes of it.
+a core, no write except to Leases in the quiet time, one second from a change to the operator's write.
 """
 
 import argparse
@@ -42,7 +42,7 @@ READS = frozenset({"get", "list", "watch"})
 
 @contextmanager
 def run_control_plane() -> Iterator[Cluster]:
-    """A control plane of its own."""
+    """Run a control plane while the block runs."""
     with tempfile.TemporaryDirectory(prefix="operator-scale-") as folder:
         made = Cluster(Path(folder), audit=AUDIT_POLICY)
         made.start(0)
@@ -54,7 +54,7 @@ def run_control_plane() -> Iterator[Cluster]:
 
 
 def main() -> int:
-    """Prints the figures; returns the exit code."""
+    """Print the figures; return the exit code."""
     args = _parser().parse_args()
     with (
         run_control_plane() as control_plane,
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def measure_all(api: NamespaceClient, operator: OperatorProcess, args: argparse.Namespace) -> dict[str, Any]:
-    """Bring everything up, be quiet, make changes."""
+    """Start everything, wait without a change, make changes; return the figures."""
     names = [f"s{number}" for number in range(args.services)]
     address = pick_loopback_address()
     with serve_engines(address):
@@ -88,7 +88,7 @@ def measure_all(api: NamespaceClient, operator: OperatorProcess, args: argparse.
 
 
 def meets_limits(figures: dict[str, Any]) -> bool:
-    """Whether every limit is met."""
+    """Whether all bars are met."""
     return bool(
         figures["rss_after_mb"] <= RSS_MAX_MB
         and figures["quiet_cpu"] <= CPU_MAX
@@ -100,7 +100,7 @@ def meets_limits(figures: dict[str, Any]) -> bool:
 def _start_services(
     api: NamespaceClient, kubelet: FakeKubelet, operator: OperatorProcess, names: list[str], instances: int
 ) -> float:
-    """All services, with all instances serving; returns the seconds that took."""
+    """Create all services; return the seconds until all instances serve."""
     began_s = time.monotonic()
     shares = [instances // len(names) + (index < instances % len(names)) for index in range(len(names))]
     for name, share in zip(names, shares, strict=True):
@@ -110,7 +110,7 @@ def _start_services(
     def serve() -> bool:
         if operator.process.poll() is not None:
             sys.exit(f"error: the operator ended: {operator.log.read_text().splitlines()[-1]}")
-        time.sleep(0.5)  # to read 200 pods costs more than to look after them
+        time.sleep(0.5)  # reading 200 pods takes more CPU than reconciling them
         for pod in set(api.names("pods")) - done:
             if pod.rpartition("-")[2].isdigit():
                 kubelet.set_ready(pod)
@@ -131,8 +131,8 @@ def _has_settled_status(api: NamespaceClient, name: str, share: int) -> bool:
 
 
 def _measure_quiet_time(api: NamespaceClient, operator: OperatorProcess, quiet_s: float) -> dict[str, Any]:
-    """What the operator uses and writes while nothing happens."""
-    time.sleep(12.0)  # a status may be put off for ten seconds
+    """Return what the operator uses and writes while nothing changes."""
+    time.sleep(12.0)  # a status update may be delayed by ten seconds
     began, cpu_s = time.time(), operator.cpu_s()
     time.sleep(quiet_s)
     used = (operator.cpu_s() - cpu_s) / quiet_s
@@ -146,7 +146,7 @@ def _measure_quiet_time(api: NamespaceClient, operator: OperatorProcess, quiet_s
 
 
 def _measure_change_s(api: NamespaceClient, service: str) -> float:
-    """Flip an instance; returns the seconds from the answer to that until the operator has written for it."""
+    """Flip an instance; return the seconds from the API server's response to the operator's write."""
     instance = f"{service}-0"
     now = api.get("pdassignments", service)["spec"]["roles"][instance]["role"]
     role = "Decode" if now == "Prefill" else "Prefill"
@@ -160,7 +160,7 @@ def _measure_change_s(api: NamespaceClient, service: str) -> float:
 def count_writes(
     cluster: Cluster, namespace: str, since_s: float, until_s: float
 ) -> Counter[tuple[str, str]]:
-    """Writes of operators in a namespace in some seconds, by verb and kind, but for Leases."""
+    """Count the operators' writes in a namespace by verb and kind, except Leases."""
     found: Counter[tuple[str, str]] = Counter()
     for line in cluster.audit_log.read_text().splitlines():
         entry = json.loads(line)

@@ -1,11 +1,11 @@
-"""`fulcrum play` as a measurement: each case runs it without a screen and holds its figures against bars.
+"""Measures `fulcrum play`: each case runs it without a screen and compares its figures with bars.
 
     python bench/play.py CASE [--seed N] [--for SECONDS] [--trace FILE]
 
-* moving: the load whose mix moves, mode Auto and then Off with the same seed
-* steady: a load that gives no reason to flip
+* moving: the load whose mix changes, mode Auto and then Off with the same seed
+* steady: a load that needs no flip
 * trace: a recording at four times its speed; FILE, or azure_code_2023.csv.gz in the folder FULCRUM_TRACES
-* flips: 1500 flips, each forced as soon as the router has acknowledged the one before, under the moving load
+* flips: 1500 flips, each forced when the router has acknowledged the one before, under the changing load
 * kill: the moving load while an engine is killed every 5 s
 
 Exit code 1 if a bar is missed. Nothing else should run on the machine meanwhile.
@@ -24,9 +24,9 @@ from typing import Any
 
 RECORDING = "azure_code_2023.csv.gz"
 FLIPS = 1500
-"""Enough for the load to be there most of the time: 300 are made before its first answers are out."""
+"""Enough for the load to run most of the time: the first 300 end before its first responses."""
 SETTLING_TIME_S = 10.0
-"""The split starts somewhere arbitrary; flips of a steady load count from here."""
+"""The first split is arbitrary; flips under a steady load count after this time."""
 
 Report = dict[str, Any]
 Verdict = tuple[bool, str]
@@ -34,14 +34,14 @@ Verdict = tuple[bool, str]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One or more runs with these options beside the common ones, and what must hold of their reports."""
+    """One or more runs with these additional options, and the check of their reports."""
 
     runs: tuple[tuple[str, ...], ...]
     judge: Callable[..., Iterable[Verdict]]
 
 
 def judge_requests(report: Report) -> Iterable[Verdict]:
-    """Every request is accounted for and none went wrong; the machine kept up."""
+    """Check that each request has an outcome, none is wrong, and the machine kept up."""
     requests = report["requests"]
     ended = sum(requests[ending] for ending in ("ok", "failed", "broken", "wrong"))
     requests_text = f"{requests['failed']} failed, {requests['wrong']} wrong of {requests['offered']}"
@@ -51,7 +51,7 @@ def judge_requests(report: Report) -> Iterable[Verdict]:
 
 
 def judge_moving(auto: Report, off: Report) -> Iterable[Verdict]:
-    """Flips follow the load, and it pays."""
+    """Check that flips follow the load and that SLO attainment is above that of mode Off."""
     yield from judge_requests(auto)
     yield from judge_requests(off)
     to = [flip["to"] for flip in auto["flips"]]
@@ -62,20 +62,20 @@ def judge_moving(auto: Report, off: Report) -> Iterable[Verdict]:
 
 
 def judge_steady(report: Report) -> Iterable[Verdict]:
-    """No reason, no flips."""
+    """Check that a steady load causes at most one flip."""
     yield from judge_requests(report)
     late = sum(flip["at_s"] > SETTLING_TIME_S for flip in report["flips"])
     yield late <= 1, f"{late} flips after the first {SETTLING_TIME_S:g} s, {len(report['flips'])} in all"
 
 
 def judge_trace(report: Report) -> Iterable[Verdict]:
-    """A recorded load flips instances, too."""
+    """Check that a recorded load causes flips."""
     yield from judge_requests(report)
     yield bool(report["flips"]), f"{len(report['flips'])} flips, attainment {report['attainment']:.1%}"
 
 
 def judge_flips(report: Report) -> Iterable[Verdict]:
-    """From the decision to the router's acknowledgement."""
+    """Check the time from the decision to the router's acknowledgement."""
     yield from judge_requests(report)
     forced = [flip for flip in report["flips"] if flip["ack_ms"] is not None]
     yield len(forced) >= FLIPS, f"{len(forced)} flips acknowledged"
@@ -83,7 +83,7 @@ def judge_flips(report: Report) -> Iterable[Verdict]:
 
 
 def judge_kill(report: Report) -> Iterable[Verdict]:
-    """Before its first byte a request goes elsewhere; after it, its stream ends in an error event."""
+    """Check that requests fail only after their first byte, and then with an error event."""
     yield from judge_requests(report)
     requests = report["requests"]
     broken_text = f"{requests['broken']} broken, {requests['broken_silently']} of them without an error event"
@@ -100,7 +100,7 @@ CASES = {
 
 
 def run_play(*options: str) -> Report:
-    """One run's report; of what it prints all but the flips goes to the screen."""
+    """Run once and return the report; print its output except the flips."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "fulcrum_cli", "play", "--headless", "--json", str(path), *options]
@@ -114,7 +114,7 @@ def run_play(*options: str) -> Report:
 
 
 def main() -> int:
-    """Runs the case and prints what was found, one line a bar."""
+    """Run the case and print one line per bar; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, default=Path(os.environ.get("FULCRUM_TRACES", ".")) / RECORDING)
     given = parser.parse_args()
     common = ["--seed", str(given.seed)]
-    if given.case != "flips":  # as long as the flips take
+    if given.case != "flips":  # which takes as long as its flips
         common += ["--for", f"{given.seconds:g}s"]
     if given.case == "trace":
         common += ["--trace", str(given.trace)]

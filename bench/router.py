@@ -1,14 +1,15 @@
-"""The router's CPU per request beside vllm-router's, in one interleaved run over mock engines.
+"""Compares the router's CPU per request with vllm-router's, in one interleaved run over mock engines.
 
     ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16] [--against CHECKOUT]
 
-DIR holds the harness: bench.py, mockvllm.c and loadgen.c. The two C programs, and vllm-router in an
-environment of its own, are made once in a cache folder. Scenarios are the harness's: `ns` is PD with
-short prompts and one token, 32 connections; `s16` streams 16 tokens on 64 connections. Every run counts only
-if the mock saw as many decodes with a hand-off as prefill legs, none recomputed and none bad.
+DIR contains the harness: bench.py, mockvllm.c and loadgen.c. The two C programs, and vllm-router in an
+environment of its own, are built once in a cache folder. Scenarios are the harness's: `ns` sends short
+prompts for one token on 32 connections; `s16` streams 16 tokens on 64 connections. A run counts only if the
+mock engines got as many decode requests with KV transfer parameters as prefill requests, none recomputed and
+none invalid.
 
-With `--against` the other system is the router of another checkout, whose `.venv` has been made: before and
-after a change, in one run.
+With `--against` the other system is the router of another checkout that has a `.venv`: before and after a
+change, in one run.
 
 Exit code 1 if CPU per request in `ns` is not below half of vllm-router's, or above 1.03 times that of the
 other checkout.
@@ -29,11 +30,11 @@ VLLM_ROUTER_PACKAGE = "vllm-router==0.1.17"
 FULCRUM = "fulcrum"
 PREFILL, DECODE = (7701, 7702), (7703, 7704)
 CPU_RATIO_MAX, BAR_AGAINST = 0.5, 1.03
-"""Highest ratio to vllm-router, and to another checkout."""
+"""Highest accepted ratio to vllm-router, and to another checkout."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build what is missing, run, and print the table."""
+    """Build what is missing, run, and print the table; return the exit code."""
     options = _parser().parse_args(arguments)
     folder = os.environ.get("ROUTER_BENCH")
     if not folder or not (Path(folder) / "bench.py").is_file():
@@ -106,7 +107,7 @@ def _run(
 
 
 def _fulcrum(python: Path, *, port: int) -> dict[str, Any]:
-    """The router of the checkout that this interpreter's environment belongs to."""
+    """Return the router of the checkout to which this interpreter's environment belongs."""
 
     def endpoints(ports: Sequence[int]) -> str:
         return ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -131,7 +132,7 @@ def _vllm_router(cache: Path) -> dict[str, Any]:
 
 
 def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int:
-    """One line per system and scenario, from the least disturbed half of its runs."""
+    """Return one line per system and scenario, from the least disturbed half of its runs."""
     meets_limit = True
     for scenario in dict.fromkeys(run["scen"] for run in results):
         cpu: dict[str, float] = {}
@@ -155,7 +156,7 @@ def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int
 
 
 def _is_valid(run: dict[str, Any]) -> bool:
-    """Whether it was PD all through: each prefill leg with its decode, nothing recomputed, nothing bad."""
+    """Whether each prefill leg had a decode leg, nothing was recomputed and nothing was invalid."""
     seen: dict[str, int] = run["mock"]
     prefills, decodes = seen.get("prefill_leg_total", 0), seen.get("decode_remote_total", 0)
     wrong = sum(seen.get(name, 0) for name in ("decode_recompute_total", "bad_total", "plain_total"))

@@ -1,4 +1,4 @@
-"""The store between processes: from a conditional write to the change in another process's hands.
+"""Latency of the store between processes, from a conditional write to the change parsed by a watcher.
 
 Three processes: the store on a unix socket, a writer that flips one role of an assignment of eight
 instances, a watcher that reads the change and parses it. This is the store's share of a flip.
@@ -32,14 +32,14 @@ NAMESPACE = "default"
 
 
 async def run_store(path: Path) -> None:
-    """The store's process: serves until it is ended."""
+    """Serve the store until the process ends."""
     async with serve_store(MemoryStore(SystemClock()), path):
         announce_ready()
         await asyncio.Event().wait()
 
 
 async def run_watcher(path: Path, flips: int) -> None:
-    """The watcher's process: prints when it had each change in hand."""
+    """Watch the store; print the time at which each change was parsed."""
     arrived_s: list[float] = []
     async with open_store(f"unix:{path}") as store:
         since = (await store.list(PDAssignment, namespace=NAMESPACE)).resource_version
@@ -53,7 +53,7 @@ async def run_watcher(path: Path, flips: int) -> None:
 
 
 async def write_flips(path: Path, flips: int) -> tuple[list[float], list[float]]:
-    """When each flip was decided, and when its write was answered."""
+    """Return the times of each flip's decision and of the response to its write."""
     decided_s, written_s = [], []
     async with open_store(f"unix:{path}") as store:
         current = await store.get(PDAssignment, "chat", namespace=NAMESPACE)
@@ -71,7 +71,7 @@ async def write_flips(path: Path, flips: int) -> tuple[list[float], list[float]]
 
 
 async def create_assignment(path: Path) -> None:
-    """An assignment of eight instances."""
+    """Return an assignment of eight instances."""
     role = RoleAssignment(role=Role.PREFILL, since=time.time(), by=Actor.OPERATOR, reason="as found" * 12)
     spec = PDAssignmentSpec(service="chat", roles={f"chat-{index}": role for index in range(8)})
     async with open_store(f"unix:{path}") as store:
@@ -79,7 +79,7 @@ async def create_assignment(path: Path) -> None:
 
 
 def start_process(part: str, path: Path, flips: int) -> subprocess.Popen[str]:
-    """Another process of this measurement, once it is ready."""
+    """Start another process of this measurement; return it when it is ready."""
     command = [sys.executable, __file__, "--part", part, "--socket", str(path), "--flips", str(flips)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -88,7 +88,7 @@ def start_process(part: str, path: Path, flips: int) -> subprocess.Popen[str]:
 
 
 def print_quantiles(what: str, values_s: list[float]) -> float:
-    """Print the quantiles; the 99th percentile in milliseconds."""
+    """Print the quantiles; return the 99th percentile in milliseconds."""
     ordered = sorted(value * 1000 for value in values_s)
     p50, p99 = ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
     print(f"{what:24} p50 {p50:6.2f} ms   p99 {p99:6.2f} ms   max {ordered[-1]:6.2f} ms   n {len(ordered)}")
@@ -96,7 +96,7 @@ def print_quantiles(what: str, values_s: list[float]) -> float:
 
 
 def measure(flips: int) -> int:
-    """Run the three processes and print what they saw."""
+    """Run the three processes and print their figures; return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store.sock"
         server = start_process("serve", path, flips)
@@ -116,7 +116,7 @@ def measure(flips: int) -> int:
 
 
 def main() -> int:
-    """One part, or the whole."""
+    """Run one part, or the whole measurement."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--flips", type=int, default=500)
     parser.add_argument("--part", choices=["serve", "watch"], help=argparse.SUPPRESS)

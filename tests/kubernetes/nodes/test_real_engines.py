@@ -190,7 +190,9 @@ async def assert_kv_transfers(
         (route, None)
     ] * REQUESTS
     try:
-        wait_for(lambda: verified(state)[route] >= before + REQUESTS, "proofs of all hand-offs", timeout_s=10)
+        wait_for(
+            lambda: verified(state)[route] >= before + REQUESTS, "all KV transfers verified", timeout_s=10
+        )
     except TimeoutError as error:
         error.add_note(f"{before} before; {state.read().pairs}, {[response.usage for response in responses]}")
         raise

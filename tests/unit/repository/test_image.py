@@ -75,5 +75,7 @@ def test_image_name_is_parsed_from_a_tag_or_a_full_name(tag: str, name: str) -> 
 
 @pytest.mark.parametrize("tag", ["", "fulcrum:1", "localhost/fulcrum", "localhost/fulcrum:", "a b"])
 def test_invalid_image_tag_is_refused_in_one_line(tag: str) -> None:
-    with pytest.raises(SystemExit, match=r"^error: TAG \(.*\) must be a tag such as 1, or a full name such as [^\n]*$"):
+    with pytest.raises(
+        SystemExit, match=r"^error: TAG \(.*\) must be a tag such as 1, or a full name such as [^\n]*$"
+    ):
         parse_image_name(tag)
