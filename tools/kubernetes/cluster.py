@@ -40,7 +40,7 @@ API_SERVER: Final = "kube-apiserver"
 class Cluster:
     """A cluster with its state in a folder, so that another process can attach.
 
-    `api_server` are flags of kube-apiserver beside ours, such as `etcd-compaction-interval`; `audit` is an
+    `api_server` are additional flags of kube-apiserver, such as `etcd-compaction-interval`; `audit` is an
     audit policy (YAML), whose log is `audit_log`.
     """
 

@@ -189,13 +189,7 @@ SLEEP_FUNCTIONS = frozenset({"asyncio.sleep", "time.sleep", "anyio.sleep", "trio
 SLEEP_EXCEPTION = "tests/waiting.py"
 """The shared helpers that poll, and move virtual clocks."""
 SLEEPS_LEFT = {
-    "tests/integration/cli/test_local_run.py": 2,
-    "tests/integration/cli/test_play.py": 1,
-    "tests/integration/cli/test_play_screen.py": 1,
-    "tests/integration/cli/test_supervised_process.py": 1,
     "tests/integration/cluster/test_store_contract.py": 1,
-    "tests/integration/router/test_canaries.py": 1,
-    "tests/integration/router/test_engine_counts.py": 1,
     "tests/kubernetes/control_plane/test_api_server.py": 1,
     "tests/kubernetes/control_plane/test_conformance.py": 1,
     "tests/kubernetes/control_plane/test_writers.py": 2,
