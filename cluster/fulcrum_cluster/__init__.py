@@ -1,6 +1,5 @@
-"""Where desired state lives: one store behind core's port, in memory, on a unix socket, on an API server.
+"""Adapters that all shells share: stores, Kubernetes objects, leader election, the router client.
 
-Shells reach a store through `MemoryStore` (same process) or `open_store(ADDRESS)` (a local run's socket or a
-Kubernetes cluster), reach any other Kubernetes object through `open_cluster(ADDRESS).objects`, follow our
-kinds with `Informer`, and share here what every process does at its start and end.
+`MemoryStore` is in the same process; `open_store(ADDRESS)` connects to a local run's socket or a Kubernetes
+cluster; `open_cluster(ADDRESS).objects` accesses other Kubernetes objects; `Informer` follows our kinds.
 """

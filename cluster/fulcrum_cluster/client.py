@@ -1,7 +1,7 @@
-"""Stores in other processes: the socket of a local run, or the API server of a cluster, over one REST client.
+"""REST client of a local run's socket or a cluster's API server, for every program.
 
-`open_store` gives the typed store of `fulcrum_core.ports`; `open_cluster` gives beside it, over the same
-connections, any other Kubernetes object as a dictionary.
+`open_store` returns the typed store of `fulcrum_core.ports`. `open_cluster` also gives access to any other
+Kubernetes object as a dictionary, over the same connections.
 """
 
 import json
@@ -29,9 +29,9 @@ _APPLY_PATCH = "application/apply-patch+yaml"
 _STRICT_VALIDATION = {"fieldValidation": "Strict"}
 _DRY_RUN = {"dryRun": "All"}
 _PAGE_SIZE = 500
-_SOCKET_IDLE_TIMEOUT_S = 30.0  # its bookmarks come every 10 s
-_SERVER_IDLE_TIMEOUT_S = 100.0  # an API server's come about every minute
-_WATCH_TIMEOUT_RANGE_S = (240, 300)  # how long to ask for: many watches shall not end together
+_SOCKET_IDLE_TIMEOUT_S = 30.0  # the store sends bookmarks every 10 s
+_SERVER_IDLE_TIMEOUT_S = 100.0  # an API server sends bookmarks about every minute
+_WATCH_TIMEOUT_RANGE_S = (240, 300)  # spread, so that many watches do not end together
 
 
 class RestObjects:
@@ -47,11 +47,11 @@ class RestObjects:
     async def list(
         self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
     ) -> ObjectList:
-        """All that the selectors choose in the namespace ("": in all), and the version to watch from."""
+        """All selected objects in the namespace ("": in all), and the version to watch from."""
         query = _selectors(labels, fields)
         try:
             return await self._list_pages(kind.path(namespace), {**query, "limit": str(_PAGE_SIZE)})
-        except Gone:  # the pages outlived the server's memory: all at once, then
+        except Gone:  # the server has forgotten the list's version between two pages: list without pages
             return await self._list_pages(kind.path(namespace), query)
 
     async def watch(
@@ -84,9 +84,9 @@ class RestObjects:
     async def apply(
         self, body: Mapping[str, Any], *, manager: str, force: bool = False, dry_run: bool = False
     ) -> Object:
-        """Server-side apply of what the body says; `Conflict` over a field of another unless forced.
+        """Server-side apply of the body; `Conflict` if another manager owns a field, unless forced.
 
-        To the server the same manager's plain writes (create, patch) are another's.
+        The server counts plain writes (create, patch) of the same manager as another manager's.
         """
         query = {**_STRICT_VALIDATION, "fieldManager": manager, **(_DRY_RUN if dry_run else {})}
         if force:
@@ -114,7 +114,7 @@ class RestObjects:
         )
 
     async def replace(self, body: Mapping[str, Any]) -> Object:
-        """The whole object anew; `Conflict` if its metadata.resourceVersion is not current."""
+        """Replace the whole object; `Conflict` if its metadata.resourceVersion is not current."""
         return await self._request_object("PUT", _object_path(body), body=body, query=_STRICT_VALIDATION)
 
     async def delete(
@@ -126,7 +126,7 @@ class RestObjects:
         grace_s: float | None = None,
         uid: str | None = None,
     ) -> None:
-        """Delete it and, later, what it owns; `Conflict` if `uid` is given and it is another one by now."""
+        """Delete the object and later its dependents; `Conflict` if `uid` is given and differs."""
         options: dict[str, Any] = {"propagationPolicy": "Background"}
         if grace_s is not None:
             options["gracePeriodSeconds"] = int(grace_s)
@@ -135,13 +135,13 @@ class RestObjects:
         await self._http.request("DELETE", kind.path(namespace, name), body=options)
 
     async def get_raw(self, path: str) -> Any:
-        """What the server answers at a path: JSON read, anything else as text."""
+        """The server's response at a path: parsed JSON, anything else as text."""
         return await self._http.request("GET", path, allow_text=True)
 
     async def _request_object(self, method: str, path: str, **sent: Any) -> Object:
         response = await self._http.request(method, path, **sent)
         if not isinstance(response, dict):
-            raise StoreUnavailable(f"{path} is answered with something that is no object")
+            raise StoreUnavailable(f"{path} has a response that is not an object")
         return response
 
     async def _list_pages(self, path: str, query: Mapping[str, str]) -> ObjectList:
@@ -156,7 +156,7 @@ class RestObjects:
 
 
 class RestStore:
-    """`fulcrum_core.ports.Store` over a REST client. To be closed, or used as a context."""
+    """`fulcrum_core.ports.Store` over HTTP. To be closed, or used as a context."""
 
     def __init__(self, http: HttpClient, *, rng: random.Random) -> None:
         self._http = http
@@ -251,12 +251,12 @@ class RestStore:
 
 
 class ClusterClient:
-    """Everything in one cluster, over one pool of connections. To be closed, or used as a context.
+    """Client of one cluster, with one pool of connections. To be closed, or used as a context.
 
     Attributes:
         store: Our own kinds.
         objects: Any kind, as dictionaries.
-        namespace: The namespace meant where a user names none: of the kubeconfig's context, or of the pod.
+        namespace: Default namespace: of the kubeconfig's context, or of the pod.
         url: The API server's address.
     """
 
@@ -354,7 +354,7 @@ def _to_watch_event(kind: type[R], event: EventType, body: Object) -> WatchEvent
 
 
 def _parse_object(kind: type[R], body: Object) -> R:
-    """What the store says, passing over fields that a newer writer knows; it refused unknown ones already."""
+    """Parse a stored object, ignoring unknown fields: they are of a newer version."""
     try:
         return kind.model_validate(body, extra="ignore")
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The clocks of this machine, for shells; everything pure takes the time as an argument."""
+"""The system's clocks, for shells. Pure code takes the time as an argument."""
 
 import time
 
@@ -11,5 +11,5 @@ class SystemClock:
         return time.time()
 
     def monotonic_s(self) -> float:
-        """Seconds that never jump."""
+        """Seconds of the monotonic clock."""
         return time.monotonic()

@@ -1,8 +1,7 @@
-"""Our errors as Kubernetes' Status objects, and back: what the two ends of the wire agree on.
+"""Converts our errors to Kubernetes' Status objects and back, for `store_server` and `client`.
 
-The socket's server speaks through `status_from_error`; `error_from_status` understands it and what API
-servers say, whose
-words differ with what refused: a schema, a CEL rule, strict decoding, an apply, the authorizer.
+API servers word a refusal differently for a schema, a CEL rule, strict decoding, an apply and the authorizer;
+only this module parses those texts.
 """
 
 import json
@@ -44,7 +43,7 @@ _IN_BODY_PREFIX = re.compile(r"^\S+ in body ")
 
 
 def status_from_error(error: FulcrumError) -> dict[str, Any]:
-    """The Status object that says this error."""
+    """Convert an error to a Status object."""
     code, reason = _REASONS.get(type(error), (500, "InternalError"))
     status = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "code": code, "reason": reason}
     status["message"] = str(error)
@@ -54,9 +53,9 @@ def status_from_error(error: FulcrumError) -> dict[str, Any]:
 
 
 def error_from_status(status: Mapping[str, Any], sent: Mapping[str, Any] | None = None) -> FulcrumError:
-    """The error that a Status object says; what cannot be read as one of ours is `StoreUnavailable`.
+    """Convert a Status object to an error; an unknown Status is `StoreUnavailable`.
 
-    `sent` is the object that was refused: the value at the refused path is read from it.
+    `sent` is the refused object: the value at the refused path is read from it.
     """
     message = " ".join(str(status.get("message", "the store gave no reason")).split())
     reason, code = status.get("reason"), status.get("code")
@@ -85,7 +84,7 @@ def _cause(error: InvalidInput) -> dict[str, Any]:
 def _invalid(status: Mapping[str, Any], message: str, sent: Mapping[str, Any] | None) -> InvalidInput:
     causes = (status.get("details") or {}).get("causes") or [{}]
     path, text = causes[0].get("field", "object"), str(causes[0].get("message", message))
-    if "strict decoding error" in text:  # how a patch with an unknown field is refused
+    if "strict decoding error" in text:  # refusal of a patch with an unknown field
         return _bad_request(text, sent)
     value, rule = _value_and_rule(text)
     if causes[0].get("reason") == "FieldValueRequired":
@@ -95,7 +94,7 @@ def _invalid(status: Mapping[str, Any], message: str, sent: Mapping[str, Any] | 
 
 
 def _value_and_rule(text: str) -> tuple[Any, str]:
-    """Kubernetes' `Invalid value: "x": must be so`, in its two parts."""
+    """Split Kubernetes' `Invalid value: "x": rule` into value and rule."""
     if not text.startswith(_INVALID_VALUE_PREFIX):
         return "refused", text
     rest = text.removeprefix(_INVALID_VALUE_PREFIX)
@@ -124,17 +123,17 @@ def _bad_request(message: str, sent: Mapping[str, Any] | None) -> InvalidInput:
 
 
 def _missing_permission(message: str) -> str:
-    """Who may not do what and where, from the authorizer's sentence; other refusals keep their own."""
+    """Account, verb, resource and namespace of the authorizer's refusal; other texts stay unchanged."""
     match = _FORBIDDEN.search(message)
     if not match:
         return message
     resource = ".".join(part for part in (match["resource"], match["group"]) if part)
-    where = f"in namespace {match['namespace']}" if match["namespace"] else "in the whole cluster"
-    return f"{match['user']} may not {match['verb']} {resource} {where}"
+    where = f"in namespace {match['namespace']}" if match["namespace"] else "at cluster scope"
+    return f"{match['user']} cannot {match['verb']} {resource} {where}"
 
 
 def _conflicting_fields(status: Mapping[str, Any]) -> str:
-    """What stands against an apply: each field with the manager that owns it."""
+    """Conflicting fields of an apply, each with the manager that owns it."""
     causes = (status.get("details") or {}).get("causes") or ()
     conflicts = [cause for cause in causes if cause.get("reason") == "FieldManagerConflict"]
     return ", ".join(f"{cause['field'].lstrip('.')} ({cause['message']})" for cause in conflicts)

@@ -1,7 +1,7 @@
-"""What happened in a store, in order: a bounded log that watches read at their own pace.
+"""The bounded log of a `MemoryStore`'s changes, from which its watches read.
 
-A watch is a cursor into the log, so a slow reader costs no memory and nobody has to subscribe or leave; one
-that falls behind the log's start is `Gone` and lists again.
+A watch is a position in the log, so a slow watch costs no memory and needs no subscription. A watch that
+falls behind the start of the log gets `Gone` and must list again.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from fulcrum_core.ports import WatchEvent
 
 @dataclass(frozen=True, slots=True)
 class LoggedChange:
-    """One change, at the version that it made."""
+    """One change of one object."""
 
     kind: type[Resource]
     namespace: str
@@ -32,14 +32,14 @@ class EventLog:
         self._appended = asyncio.Event()
 
     def append(self, record: LoggedChange) -> None:
-        """Add the change that made version `last + 1`, and wake all who wait."""
+        """Add the change that made version `last + 1`, and wake all waiting watches."""
         self.last_version += 1
         self._changes.append(record)
         self._appended.set()
         self._appended = asyncio.Event()
 
     def change_after(self, version: int) -> LoggedChange:
-        """The change that followed `version`, which is less than `last`; `Gone` if it is forgotten."""
+        """The change after `version`, which must be below `last_version`; `Gone` if it was dropped."""
         index = version - self.last_version + len(self._changes)
         if index < 0:
             raise Gone(f"resourceVersion {version} is too old: list again")

@@ -1,7 +1,7 @@
-"""A shell's view of one kind: listed, then followed, and kept while what it comes from is away.
+"""A current copy of all objects of a kind (`Informer`), kept by list and watch (`Reflector`).
 
-What a shell acts on is the informer, never the store's answer of the moment: when the store is gone, the
-last known state stands and the shell goes on serving.
+Shells decide from the informer and not from the store, so that they continue with the last known state while
+the store is unavailable.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ _DELAY_MAX_S = 2.0
 
 
 class Reflector(ABC, Generic[E]):
-    """Lists, watches from there, and begins again after whatever ends that; `run` goes on until cancelled.
+    """Lists, then watches from the list's version, and restarts after any error until `run` is cancelled.
 
     Args:
-        kind: What is followed, for the log.
+        kind: Kind of the objects, for the log.
         rng: Spreads the retries of many processes.
-        sleep: Waits so many seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Reflector(ABC, Generic[E]):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.synced = asyncio.Event()
-        """Set once the first list was taken in."""
+        """Set when the first list has been read."""
         self._kind_name = kind
         self._rng, self._sleep = rng or random.Random(), sleep
         self._since: str | None = None
@@ -54,15 +54,15 @@ class Reflector(ABC, Generic[E]):
 
     @abstractmethod
     async def _relist(self) -> str:
-        """Take in a whole list, set `synced`, and return the list's version."""
+        """Read a whole list, set `synced`, and return the list's version."""
 
     @abstractmethod
     def _watch_changes(self, since: str) -> AsyncGenerator[E, None]:
-        """What changes after that version."""
+        """Watch the changes after a version."""
 
     @abstractmethod
     def _apply_event(self, event: E) -> str:
-        """Take in one change and return its version."""
+        """Apply one change and return its version."""
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -73,19 +73,19 @@ class Reflector(ABC, Generic[E]):
             except Gone:
                 self._since = None
             except StoreUnavailable as error:
-                wait_s = error.retry_after_s or 0.0  # meanwhile the last known state stands
+                wait_s = error.retry_after_s or 0.0  # until then the last known state is used
             except StoreError as error:
                 self._log_error_once(error)
             except Exception:
-                # An answer that is none, or a fault of our own, which a whole list sets right. Were this the
-                # end, the program would go on with what it knew last, and nobody would know.
+                # An unreadable response, or a bug of ours: list again. If the loop ended here, the program
+                # would act on stale objects and nobody would notice.
                 self._since = None
-                _log.exception("watch begins anew after a fault", kind=self._kind_name)
+                _log.exception("watch restarted after an error", kind=self._kind_name)
             await self._sleep(max(wait_s, self._retry_delay_s()))
             self._failures += 1
 
     async def _list_and_watch(self) -> None:
-        """List if there is nothing to resume from, then take in changes until the stream ends."""
+        """List if there is no version to resume from, then apply changes until the stream ends."""
         if not self._since:
             self._since, self._last_logged_error = await self._relist(), ""
         async with aclosing(self._watch_changes(self._since)) as events:
@@ -94,31 +94,31 @@ class Reflector(ABC, Generic[E]):
                 self._since = self._apply_event(event)
 
     def _log_error_once(self, error: StoreError) -> None:
-        """What somebody has to repair (a right, a CRD) is said when it begins, not at each try."""
+        """Log an error that a person must repair (a permission, a CRD) once, not at each retry."""
         if self._last_logged_error != str(error):
             self._last_logged_error = str(error)
             _log.warning("watch refused", kind=self._kind_name, error=self._last_logged_error)
 
     def _retry_delay_s(self) -> float:
-        """Doubling from 50 ms to 2 s, each between half and the whole of that."""
+        """Delay that doubles from 50 ms to 2 s, with jitter down to half of it."""
         longest = min(_DELAY_MAX_S, _FIRST_DELAY_S * 2 ** min(self._failures, 10))
         return float(longest * self._rng.uniform(0.5, 1.0))
 
 
 class Informer(Reflector[WatchEvent[R]], Generic[R]):
-    """All objects of one kind in a namespace, as last heard of; `run` keeps it current.
+    """All objects of one kind in a namespace, as last observed; `run` keeps the copy current.
 
-    An object that its model cannot read (a newer writer's) is passed over with a line in the log: what was
-    last read of it stands, and `unreadable` holds its key.
+    An object that the model cannot read (of a newer version) is logged, its last readable state is kept, and
+    `unreadable` contains its key.
 
     Args:
-        store: Where the objects are.
-        kind: Which objects.
-        namespace: Where; "" is every namespace.
+        store: Store of the objects.
+        kind: Kind of the objects.
+        namespace: Namespace of the objects; "" means all.
         on_change: Called after each change with the object before and after it: None before an addition,
             None after a deletion.
         rng: Spreads the retries of many processes.
-        sleep: Waits so many seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -139,11 +139,11 @@ class Informer(Reflector[WatchEvent[R]], Generic[R]):
 
     @property
     def objects(self) -> Mapping[str, R]:
-        """The objects as last heard of: by name, or by `namespace/name` if it follows every namespace."""
+        """The objects as last observed: by name, or by `namespace/name` if all namespaces are followed."""
         return MappingProxyType(self._objects)
 
     def find(self, namespace: str, name: str) -> R | None:
-        """One object, whether this follows one namespace or all."""
+        """One object as last observed; None if there is none."""
         return self._objects.get(self._key(namespace, name)) if self._namespace in ("", namespace) else None
 
     def _watch_changes(self, since: str) -> AsyncGenerator[WatchEvent[R], None]:
@@ -183,7 +183,7 @@ class Informer(Reflector[WatchEvent[R]], Generic[R]):
 
     def _mark_unreadable(self, key: str) -> None:
         self.unreadable |= {key}
-        _log.warning("object passed over: its model cannot read it", kind=self._kind.kind_name(), object=key)
+        _log.warning("object ignored: its model cannot read it", kind=self._kind.kind_name(), object=key)
 
     def _set_object(self, key: str, new: R | None) -> None:
         old = self._objects.get(key)

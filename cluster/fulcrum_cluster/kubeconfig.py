@@ -1,7 +1,7 @@
-"""An API server as kubectl reaches it, read by the `kubernetes` library: the one place that imports it.
+"""Reads kubectl's kubeconfig files with the `kubernetes` library; only this module imports that library.
 
-The library is asked for what is tedious and settled: merged files, contexts, certificates in files or inline,
-tokens, exec plugins. It is big, so pods, which need none of this, never load it.
+The library merges files and handles contexts, certificates, tokens and exec plugins. It takes 60 MB, so
+`client` imports this module only for `kubeconfig:` addresses, never in a pod.
 """
 
 import asyncio
@@ -22,11 +22,15 @@ _LIBRARY_ERRORS = (
     LookupError,
     TypeError,
     AttributeError,
-)  # what the library raises over a broken file
+)  # raised by the library for a broken file
 
 
 def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> ClientConfig:
-    """The way that a context of a kubeconfig says, or `InvalidInput` in one line."""
+    """Read a context of a kubeconfig.
+
+    Raises:
+        InvalidInput: if the file or the context cannot be used.
+    """
     try:
         from kubernetes import client, config
     except ModuleNotFoundError as error:
@@ -45,7 +49,7 @@ def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> C
         rule = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput("--store", address, f"cannot be read as a kubeconfig: {rule}") from error
     if errors:
-        raise InvalidInput("--store", address, f"gives no credentials: {errors[0]}")
+        raise InvalidInput("--store", address, f"returns no credentials: {errors[0]}")
     chosen = next((item for item in contexts if item["name"] == context), active)
     return ClientConfig(
         url=configuration.host,
@@ -58,17 +62,17 @@ def read_kubeconfig(path: str | None, context: str | None, *, address: str) -> C
 
 
 class KubeconfigToken:
-    """The token that the library holds, renewed by it when it ends."""
+    """The kubeconfig's token, which the library renews before it expires."""
 
     def __init__(self, configuration: Any) -> None:
         self._configuration = configuration
 
     async def authorization_header(self) -> str | None:
-        """The header. In a thread: an exec plugin is a program that may take its time."""
+        """The Authorization header. In a thread, because an exec plugin is a program that may be slow."""
         return await asyncio.to_thread(self._configuration.get_api_key_with_prefix, "BearerToken")
 
     def invalidate(self) -> None:
-        """Nothing to do: the library renews what its plugin dated, and what is not dated stays."""
+        """Do nothing: the library renews tokens with an expiry date, and others cannot be renewed."""
 
 
 def _tls(configuration: Any) -> ssl.SSLContext | None:
@@ -85,7 +89,7 @@ def _tls(configuration: Any) -> ssl.SSLContext | None:
 
 @contextlib.contextmanager
 def _capture_logged_errors() -> Iterator[list[str]]:
-    """What the library logs as an error instead of raising it: an exec plugin that failed."""
+    """Collect errors that the library logs instead of raising, such as a failed exec plugin."""
     errors: list[str] = []
 
     class _ErrorCollector(logging.Handler):

@@ -1,9 +1,9 @@
-"""Leader election by a Lease: of several equal processes one leads, and another one soon after it is gone.
+"""Leader election by a Lease, as client-go does it; used by routers and operators.
 
-No clock is compared with another machine's: a candidate takes over a record that it has itself seen
-unchanged for the holder's whole duration. Time in which the store did not answer does not count, so a store
-that was away for a while comes back to the leader that it left. Two leaders at once are possible for a moment
-(a process that was stopped and goes on), so what a leader writes must be harmless twice, or conditional.
+Clocks of different machines are never compared: a candidate takes over a record that it has itself observed
+unchanged for the holder's whole lease duration. Time without a response from the store does not count: the
+leader stays the same after a store outage. Two leaders are possible for a moment (a suspended process that
+continues), so a leader's writes must be idempotent or conditional.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ _MIN_PAUSE_S = 0.01
 
 
 class StepDown(StrEnum):
-    """When a leader that cannot renew stops to lead."""
+    """When a leader that cannot renew its Lease steps down."""
 
     WHEN_REPLACED = "WhenReplaced"
-    """Only when it sees another holder: for work that must go on and does no harm twice."""
+    """When it observes another holder: for work that must continue and may be done twice."""
     AT_DEADLINE = "AtDeadline"
-    """When its own record may be about to expire: for work that only one may do."""
+    """Before its record can expire: for work that only one process may do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTiming:
-    """Seconds. A candidate leads at the latest `duration + retry` after the last sign of life of a leader.
+    """Times in seconds. A candidate leads at most `duration + retry` after a leader's last renewal.
 
     `renew_deadline_s` (under AT_DEADLINE) must lie below `lease_duration_s` by more than a renewal may take.
     """
@@ -57,7 +57,7 @@ OPERATOR_TIMING = LeaseTiming(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """Who holds a Lease. Times are as written, and only ever compared for being the same."""
+    """Content of a Lease. Times are the written texts, which are only compared for equality."""
 
     holder: str | None
     lease_duration_s: float
@@ -67,19 +67,24 @@ class LeaseRecord:
 
 
 class LeaseStore(Protocol):
-    """Where one Lease is kept. Both calls may raise any `StoreError`."""
+    """Storage of one Lease. Both calls may raise any `StoreError`."""
 
     async def read(self) -> tuple[LeaseRecord, str]:
         """The record and its version; `NotFound` if there is none."""
         ...
 
     async def write(self, record: LeaseRecord, *, version: str | None) -> str:
-        """Its new version; `Conflict` if `version` is not current, or `AlreadyExists` if it is None."""
+        """Write the record and return its new version. `version` None: create it.
+
+        Raises:
+            Conflict: if `version` is not current.
+            AlreadyExists: if `version` is None and there is a record.
+        """
         ...
 
 
 class KubernetesLease:
-    """A `Lease` object of a cluster. One that another hand has emptied is a free one."""
+    """A Lease object of a cluster. A Lease that another client has emptied counts as free."""
 
     def __init__(self, objects: ObjectApi, name: str, *, namespace: str) -> None:
         self._objects, self._name, self._namespace = objects, name, namespace
@@ -122,17 +127,17 @@ class KubernetesLease:
 
 
 class LeaderElector:
-    """One candidate.
+    """One candidate of a leader election.
 
     Args:
         lease_store: The Lease.
-        identity: Who it is; a process that comes back under the same identity goes on leading.
-        timing: How often, how long.
-        step_down: When it stops to lead without a word from the store.
-        clock: Both clocks are read.
+        identity: Name of the candidate; a restarted process of the same name continues to lead.
+        timing: Lease duration and intervals.
+        step_down: When it steps down without a response from the store.
+        clock: Wall clock for the record, monotonic clock for durations.
         rng: Spreads the candidates' retries.
-        on_change: Called with True when it begins to lead and with False when it ends.
-        sleep: Waits so many seconds.
+        on_change: Called with True when it starts to lead and with False when it stops.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -153,26 +158,26 @@ class LeaderElector:
         self._leading = False
         self._renewed_at_s = 0.0
         self._last_observed: tuple[str | None, str | None] | None = None
-        """Holder and renewal as last seen; None: nothing seen since the store was away."""
+        """Holder and renewal as last observed; None: not observed since the store was unavailable."""
         self._unchanged_since_s = 0.0
         self._expires_at_s = 0.0
         self._store_available = True
         self.holder: str | None = None
-        """Who held the Lease when it was last seen."""
+        """Holder of the Lease when it was last observed."""
 
     @property
     def leading(self) -> bool:
-        """Whether to act as the leader now. True to the clock, even before `run` was scheduled again."""
+        """Whether to act as the leader now. The deadline counts even if `run` was not scheduled in time."""
         return self._leading and not self._renewal_overdue(self._clock.monotonic_s())
 
     async def run(self) -> None:
-        """Stand for election until cancelled. Cancelled, a leader leads on: see `release`."""
+        """Take part in the election until cancelled. Cancelling does not release the Lease: see `release`."""
         while True:
             await self.try_to_lead()
             await self._sleep(self._next_attempt_in_s())
 
     async def try_to_lead(self) -> None:
-        """One look at the Lease: renew it, take it over, or wait on."""
+        """Read the Lease once, and renew it, take it over, or wait."""
         try:
             async with asyncio.timeout(self._attempt_timeout_s()):
                 await self._read_and_take()
@@ -185,7 +190,7 @@ class LeaderElector:
             self._set_leading(False)
 
     async def release(self) -> None:
-        """Let the next one lead at once. Where that fails the record expires in its time."""
+        """Release the Lease, so that another candidate leads at once. If that fails, the Lease expires."""
         if not self._leading:
             return
         self._set_leading(False)
@@ -213,7 +218,7 @@ class LeaderElector:
             self._set_leading(False)
 
     def _note_record(self, record: LeaseRecord) -> None:
-        """Start the wait anew whenever the record has changed."""
+        """Restart the wait for expiry if the record has changed."""
         self.holder = record.holder
         if self._last_observed != (record.holder, record.renewed):
             self._last_observed = record.holder, record.renewed
@@ -224,7 +229,7 @@ class LeaderElector:
         return not record.holder or self._clock.monotonic_s() >= self._expires_at_s
 
     async def _acquire_or_renew(self, old: LeaseRecord | None, version: str | None) -> None:
-        """Renew, or take over. Who was faster is seen at the next look."""
+        """Renew or take over. After a conflicting write the next attempt reads the new holder."""
         now_s, now = self._clock.monotonic_s(), format_time(self._clock.now_s())
         own = old is not None and old.holder == self._identity
         record = LeaseRecord(
@@ -238,7 +243,10 @@ class LeaderElector:
             await self._lease_store.write(record, version=version)
         except (Conflict, AlreadyExists):
             return
-        self._renewed_at_s, self.holder = now_s, self._identity  # counted from before the write
+        self._renewed_at_s, self.holder = (
+            now_s,
+            self._identity,
+        )  # from before the write, so that the deadline is early rather than late
         if not self._leading:
             self._set_leading(True)
 
@@ -252,7 +260,7 @@ class LeaderElector:
         return at_deadline and now_s >= self._renewed_at_s + self._timing.renew_deadline_s
 
     def _attempt_timeout_s(self) -> float:
-        """For one look; a leader that will have to step down does not wait beyond that."""
+        """Longest duration of one attempt; for a leader with a deadline, at most until that deadline."""
         longest = self._timing.lease_duration_s
         if not self._leading or self._step_down is StepDown.WHEN_REPLACED:
             return longest
@@ -268,9 +276,11 @@ class LeaderElector:
         return min(pause_s, max(_MIN_PAUSE_S, until_s)) if waits else pause_s
 
     def _log_availability(self, error: Exception | None) -> None:
-        """Log the first failure of a row, and its end."""
-        answers = error is None
-        if answers is not self._store_available:
-            reason = "" if answers else str(error) or type(error).__name__
-            log.warning("lease answers again" if answers else "lease does not answer", reason=reason)
-        self._store_available = answers
+        """Log the first of consecutive failures, and the recovery."""
+        available = error is None
+        if available is not self._store_available:
+            reason = "" if available else str(error) or type(error).__name__
+            log.warning(
+                "lease store available again" if available else "lease store unavailable", reason=reason
+            )
+        self._store_available = available

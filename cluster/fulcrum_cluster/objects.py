@@ -1,4 +1,4 @@
-"""Any Kubernetes object as a dictionary: its kinds by name, and the port through which shells reach it."""
+"""Kubernetes objects as dictionaries: their kinds, and `ObjectApi`, the port to access them."""
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ObjectList = tuple[list[Object], str]
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """Where objects of one kind live: `v1`, `pods`, `Pod`."""
+    """API version, plural and kind of objects: `v1`, `pods`, `Pod`."""
 
     api_version: str
     plural: str
@@ -23,7 +23,7 @@ class ObjectKind:
     namespaced: bool = True
 
     def path(self, namespace: str, name: str | None = None, subresource: str = "") -> str:
-        """The address of the collection, of an object, or of its subresource; namespace "" is all of them."""
+        """URL path of the collection, an object or its subresource; namespace "" means all."""
         root = "api" if "/" not in self.api_version else "apis"
         within = ["namespaces", namespace] if self.namespaced and namespace else []
         parts = [root, self.api_version, *within, self.plural, name, subresource]
@@ -59,7 +59,7 @@ SELF_SUBJECT_ACCESS_REVIEW = ObjectKind(
 
 
 def kind_of_resource(resource: type[Resource]) -> ObjectKind:
-    """Where objects of one of our own kinds live."""
+    """The `ObjectKind` of one of our own kinds."""
     version = str(resource.model_fields["api_version"].default)
     return ObjectKind(version, resource.plural, resource.kind_name())
 
@@ -76,7 +76,7 @@ _KINDS_BY_NAME = {
 
 
 def kind_of_body(body: Mapping[str, Any]) -> ObjectKind:
-    """Where an object lives, from its own apiVersion and kind; `InvalidInput` if that is none of these."""
+    """The kind of an object, from its apiVersion and kind; `InvalidInput` if unknown."""
     kind = _KINDS_BY_NAME.get((body.get("apiVersion", ""), body.get("kind", "")))
     if kind is None:
         raise InvalidInput("kind", f"{body.get('apiVersion')} {body.get('kind')}", "is not known here")
@@ -86,8 +86,8 @@ def kind_of_body(body: Mapping[str, Any]) -> ObjectKind:
 class ObjectApi(Protocol):
     """Read, watch and write any Kubernetes object. Errors are those of `fulcrum_core.ports.Store`.
 
-    Writes are validated strictly: a field that the kind does not have is `InvalidInput`. The namespace of a
-    kind that has none is passed over.
+    Writes are validated strictly: a field that the kind does not have is `InvalidInput`. The
+    namespace is ignored for cluster-scoped kinds.
     """
 
     async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
@@ -97,7 +97,7 @@ class ObjectApi(Protocol):
     async def list(
         self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
     ) -> ObjectList:
-        """All that the selectors choose in the namespace ("": in all), and the version to watch from."""
+        """All selected objects in the namespace ("": in all), and the version to watch from."""
         ...
 
     def watch(
@@ -118,7 +118,7 @@ class ObjectApi(Protocol):
     async def apply(
         self, body: Mapping[str, Any], *, manager: str, force: bool = False, dry_run: bool = False
     ) -> Object:
-        """Server-side apply of what the body says; `Conflict` over a field of another unless forced."""
+        """Server-side apply of the body; `Conflict` if another manager owns a field, unless forced."""
         ...
 
     async def patch(
@@ -135,7 +135,7 @@ class ObjectApi(Protocol):
         ...
 
     async def replace(self, body: Mapping[str, Any]) -> Object:
-        """The whole object anew; `Conflict` if its metadata.resourceVersion is not current."""
+        """Replace the whole object; `Conflict` if its metadata.resourceVersion is not current."""
         ...
 
     async def delete(
@@ -147,9 +147,9 @@ class ObjectApi(Protocol):
         grace_s: float | None = None,
         uid: str | None = None,
     ) -> None:
-        """Delete it and, later, what it owns; `Conflict` if `uid` is given and it is another one by now."""
+        """Delete the object and later its dependents; `Conflict` if `uid` is given and differs."""
         ...
 
     async def get_raw(self, path: str) -> Any:
-        """What the server answers at a path: JSON read, anything else as text."""
+        """The server's response at a path: parsed JSON, anything else as text."""
         ...

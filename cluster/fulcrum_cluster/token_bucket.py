@@ -1,4 +1,4 @@
-"""How fast one program may ask the API server: a token bucket, so that a bug of ours stays our own."""
+"""Limits the request rate of one program, so that a bug of ours cannot overload the API server."""
 
 import asyncio
 import time
@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 
 
 class TokenBucket:
-    """So many requests a second on average, and so many at once after a quiet time.
+    """A token bucket: `rate` requests per second on average, `burst` at once after a pause.
 
     Args:
         rate: Requests per second.
-        burst: Requests that need not wait after a pause.
+        burst: Requests that may be sent at once after a pause.
         monotonic_s: The clock.
-        sleep: Waits so many seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class TokenBucket:
         self._tokens, self._at_s = float(burst), monotonic_s()
 
     async def acquire(self) -> None:
-        """One token; returns when it is its turn, in the order of the calls."""
+        """Take one token; wait until one is free, in the order of the calls."""
         now_s = self._monotonic_s()
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate) - 1
         self._at_s = now_s

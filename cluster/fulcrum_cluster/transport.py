@@ -1,4 +1,7 @@
-"""The one place that knows the HTTP client: requests and line streams to a socket or an API server."""
+"""HTTP requests and line streams to a store's socket or an API server; every failure is one of our errors.
+
+`client` builds on it. No other module of the room uses httpx but `router_client`.
+"""
 
 import asyncio
 import json
@@ -27,14 +30,13 @@ _REQUESTS_PER_S, _BURST_REQUESTS = (
 _TRIES_MAX, _RETRY_WAIT_MAX_S = 3, 2.0
 
 _CONNECTION_ERRORS = (httpx.RequestError, ssl.SSLError)
-"""What keeps an response from coming; httpx passes on as they are the errors of a TLS stream that is
-broken."""
+"""Errors of a connection. httpx passes the errors of a broken TLS stream on unchanged."""
 
 _Call = Callable[..., Awaitable[httpx.Response]]
-"""A request that lacks its headers only."""
+"""A prepared request, to which headers are added for each attempt."""
 
-# A peer that is gone without a word is noticed within 20 s: Linux probes an idle connection, and gives up on
-# one whose data nobody takes.
+# A peer that vanished without closing the connection is noticed within 20 s: Linux probes idle connections
+# and gives up on unacknowledged data.
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -51,12 +53,12 @@ _KEEPALIVE = (
 
 
 class HttpClient:
-    """HTTP with our errors: what does not answer is `StoreUnavailable`.
+    """HTTP client with our errors: a server that does not respond is `StoreUnavailable`.
 
     Args:
-        config: Where to, and as whom.
-        idle_timeout_s: A stream on which nothing came for so long is given up.
-        program: What asks, for the server's logs and as field manager of writes that name none.
+        config: Address and credentials.
+        idle_timeout_s: Longest pause of a stream before it is closed.
+        program: User-Agent, and the field manager of writes that name none.
     """
 
     def __init__(self, config: ClientConfig, *, idle_timeout_s: float, program: str) -> None:
@@ -82,20 +84,23 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
         allow_text: bool = False,
     ) -> Any:
-        """The JSON response; an error status raises the error that it says. A busy server is asked again.
+        """Send a request and return the JSON response. A response of 429 is retried.
 
         Args:
-            method: Of HTTP.
-            path: Below the server's address.
-            body: What is sent.
-            content_type: Of what is sent.
-            query: Behind the path.
-            allow_text: Give a response that is no JSON as text instead of refusing it.
+            method: HTTP method.
+            path: Path below the server's address.
+            body: Object to send.
+            content_type: Content type of the body.
+            query: Query parameters.
+            allow_text: Return a response that is not JSON as text.
+
+        Raises:
+            FulcrumError: the error of the response's Status object.
         """
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"content-type": content_type}
         if allow_text:
-            headers["accept"] = "application/json, */*"  # the keys of tokens are JSON of a type of their own
+            headers["accept"] = "application/json, */*"  # the token keys have their own JSON type
         call = partial(
             self._client.request, method, path, content=content, params=query, extensions=self._extensions
         )
@@ -113,7 +118,7 @@ class HttpClient:
     async def stream_lines(
         self, path: str, *, query: Mapping[str, str]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The lines of a streamed response, each as soon as it is whole."""
+        """Open a streamed response and yield its lines, each as soon as it is complete."""
         headers = await self._authorization_headers()
         stream = self._client.stream(
             "GET",
@@ -137,12 +142,12 @@ class HttpClient:
     async def _open_stream(
         self, open_streams: AsyncExitStack, stream: AbstractAsyncContextManager[httpx.Response]
     ) -> httpx.Response:
-        """The head of a stream, within `_RESPONSE_HEADERS_TIMEOUT_S`."""
+        """Wait for the response headers of a stream, for at most `_RESPONSE_HEADERS_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(_RESPONSE_HEADERS_TIMEOUT_S):
                 return await open_streams.enter_async_context(stream)
         except TimeoutError as error:
-            raise StoreUnavailable(f"{self._config.display_name} does not begin to answer") from error
+            raise StoreUnavailable(f"{self._config.display_name} sends no response headers") from error
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -151,9 +156,7 @@ class HttpClient:
     async def _send_with_token_retry(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
         response = await self._send(call, headers)
         if response.status_code == httpx.codes.UNAUTHORIZED and self._config.token:
-            self._invalidate_refused_token(
-                response
-            )  # a token that was renewed a moment ago deserves a second try
+            self._invalidate_refused_token(response)  # the token may have just been renewed: try once more
             response = await self._send(call, headers)
         return response
 
@@ -194,25 +197,24 @@ class HttpClient:
         return error
 
     def _not_json_error(self, response: httpx.Response) -> FulcrumError:
-        message = f"{self._config.display_name} answered {response.status_code} without JSON"
+        message = f"{self._config.display_name} responded with {response.status_code} and no JSON"
         if response.status_code == httpx.codes.NOT_FOUND:
             return error_from_status(
                 {
                     "code": 404,
-                    "message": f"{response.request.url.path} is not there: is its CRD installed?",
+                    "message": f"{response.request.url.path} does not exist: is its CRD installed?",
                 }
             )
         return StoreUnavailable(message, retry_after_s=_retry_after_s(response))
 
     def _unavailable_error(self, error: Exception) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self._config.display_name} does not answer: {error or type(error).__name__}"
-        )
+        cause = str(error) or type(error).__name__
+        return StoreUnavailable(f"{self._config.display_name} does not respond: {cause}", cause=cause)
 
 
 def _transport(config: ClientConfig) -> httpx.AsyncHTTPTransport:
-    # Each watch holds a connection, so there is no upper bound. Without TLS, verify=False spares loading
-    # certificates at start; with it, the context says what to verify.
+    # Each watch occupies a connection, so there is no upper bound. Without TLS, verify=False avoids loading
+    # certificates at start.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=60)
     if config.socket:
         return httpx.AsyncHTTPTransport(uds=str(config.socket), verify=False, limits=limits)
@@ -226,7 +228,7 @@ def _transport(config: ClientConfig) -> httpx.AsyncHTTPTransport:
 
 
 def _too_many_requests_wait_s(response: httpx.Response) -> float | None:
-    """How long a server that did not even look at the request (429) wants to be left alone."""
+    """Pause that an overloaded server requests (429); None if it is not overloaded or names no pause."""
     if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
         return None
     return _retry_after_s(response)

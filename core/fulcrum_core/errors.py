@@ -51,6 +51,8 @@ class Forbidden(StoreError):
 class StoreUnavailable(StoreError):
     """The store did not respond: retry later, after `retry_after_s` if the store requested a pause."""
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, cause: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.cause = cause or message
+        """Cause of the failure without the store's address."""

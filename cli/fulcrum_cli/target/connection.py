@@ -183,10 +183,7 @@ async def _connect_cluster(
             if not crds_optional:
                 await cluster.store.list(PDService, namespace=target.namespace)
     except (TimeoutError, StoreUnavailable) as error:
-        cause = (
-            str(error).removeprefix(f"{target.server} does not answer: ")
-            or f"no response within {CONNECT_TIMEOUT_S:g} s"
-        )
+        cause = getattr(error, "cause", "") or f"no response within {CONNECT_TIMEOUT_S:g} s"
         raise StoreUnavailable(f"{target.context} ({target.server}) does not respond: {cause}") from error
     except Forbidden as error:
         raise Forbidden(f"{target.context} ({target.server}): {error}") from error

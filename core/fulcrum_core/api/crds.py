@@ -1,8 +1,7 @@
-"""From the pydantic models to CustomResourceDefinitions: `python -m fulcrum_core.api.crds DIR`.
+"""Generates CustomResourceDefinitions from the models: `python -m fulcrum_core.api.crds DIR`.
 
-Kubernetes wants a structural schema: no `$ref`, no `anyOf` with types, no `title`, no nulls. What is
-dropped here (unknown fields) is enforced by strict field validation; rules between fields are CEL, beside the
-validators that they repeat.
+Kubernetes requires a structural schema: no `$ref`, no `anyOf` of types, no `title`, no nulls. Unknown fields
+are refused by strict field validation instead. Rules between fields are CEL next to their validators.
 """
 
 import copy
@@ -29,7 +28,7 @@ _DROPPED_KEYWORDS = {"title", "additionalProperties", "discriminator", "examples
 
 
 class _NoAliasDumper(yaml.SafeDumper):
-    """Writes out what is said twice."""
+    """A YAML dumper that writes repeated values in full, without aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Always."""
@@ -137,9 +136,9 @@ def _convert_node(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> di
 def _convert_property(
     node: Mapping[str, Any], required: bool, definitions: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A field; an object of defaults is there even if nobody wrote it.
+    """Convert a field. An object whose fields have defaults gets them as its own default.
 
-    Its default names what its fields default to: the API server checks the rules on it as it stands.
+    The API server checks CEL rules on the defaulted object, so the default must be complete.
     """
     converted = _convert_node(node, definitions)
     optional = any(option.get("type") == "null" for option in node.get("anyOf", ()))

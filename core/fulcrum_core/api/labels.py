@@ -1,4 +1,4 @@
-"""Labels that operator, router and command line find each other's objects by."""
+"""Labels by which operator, router and CLI find each other's objects."""
 
 SERVICE_LABEL = "fulcrum.dev/service"
 """On pools, instances, engine pods and the pod that reads their model, with the name of the service."""

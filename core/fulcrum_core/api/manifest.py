@@ -1,7 +1,7 @@
-"""From YAML to kinds: every broken rule becomes one line with path, value and rule.
+"""Parses manifests into kinds; every broken rule becomes an `InvalidInput` with path, value and rule.
 
-YAML is read as kubectl reads it, so that one file means one thing: times stay text, a key that is written
-twice is an error, and `Off` without quotes is false.
+Used by the CLI and the stores. YAML is read as kubectl reads it: times stay text, a duplicate key is an
+error, and `Off` without quotes is false.
 """
 
 import json
@@ -23,7 +23,7 @@ _RULES = {
     "bool_parsing": "is neither true nor false",
     "bool_type": "is neither true nor false",
     "dict_type": "is not an object",
-    "enum": "is none of {expected}",
+    "enum": "is not one of {expected}",
     "float_parsing": "is not a number",
     "float_type": "is not a number",
     "greater_than": "is not greater than {gt:g}",
@@ -32,7 +32,7 @@ _RULES = {
     "int_parsing": "is not a whole number",
     "int_type": "is not a whole number",
     "less_than_equal": "is greater than {le:g}",
-    "literal_error": "is none of {expected}",
+    "literal_error": "is not one of {expected}",
     "missing": "is required",
     "model_type": "is not an object",
     "string_pattern_mismatch": "does not match {pattern}",
@@ -55,7 +55,7 @@ _METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values
 
 
 class _Loader(yaml.SafeLoader):
-    """Times as text, no key twice."""
+    """A YAML loader that keeps times as text and refuses duplicate keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the base class declares it so
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping, or a `ConstructorError` that points at the second of two equal keys."""
+        """Return the mapping; a duplicate key is a `ConstructorError` at its second place."""
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -77,7 +77,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
-    """The object that `raw` says, or `InvalidInput` for the first rule it breaks."""
+    """Parse an object of a known kind.
+
+    Raises:
+        InvalidInput: for the first broken rule.
+    """
     try:
         return kind.model_validate(raw, by_alias=True, by_name=False, context=EXTERNAL_INPUT)
     except ValidationError as error:
@@ -85,7 +89,7 @@ def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
 
 
 def parse_object(raw: object) -> Resource:
-    """The object that one YAML document says, whatever its kind."""
+    """Parse one YAML document of any of our kinds."""
     if not isinstance(raw, Mapping):
         raise InvalidInput(
             "manifest", _shorten(raw), "is not an object with apiVersion, kind, metadata and spec"
@@ -144,13 +148,13 @@ def _first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidI
 
 
 def _unknown_field_rule(name: str, fields: Iterable[str]) -> str:
-    """The rule that a field breaks that is none, with the one that may have been meant."""
+    """The rule for an unknown field, with the field that was probably meant."""
     close = get_close_matches(name, fields, n=1, cutoff=0.7)
     return f"is not a field; did you mean {close[0]}?" if close else "is not a field"
 
 
 def _fields_at(kind: type[Resource], path: Sequence[int | str]) -> list[str]:
-    """The fields that may stand at a path; its other parts are places in lists, or keys of mappings."""
+    """The known fields at a path. List indices and mapping keys in the path are skipped."""
     model: type[ApiModel] = kind
     for part in path:
         field = next((each for each in model.model_fields.values() if each.alias == part), None)
@@ -159,7 +163,7 @@ def _fields_at(kind: type[Resource], path: Sequence[int | str]) -> list[str]:
 
 
 def _find_model(annotation: object) -> type[ApiModel] | None:
-    """The model among the parts of an annotation."""
+    """The first model in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, ApiModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _find_model(part))), None)
@@ -168,20 +172,20 @@ def _find_model(annotation: object) -> type[ApiModel] | None:
 def _rule_text(error: str, message: str, numbers: Mapping[str, Any]) -> str:
     if error in _RULES:
         rule = _ENUM_MEMBER.sub(r"\1", _RULES[error].format_map(numbers))
-        return rule if " or " in rule else rule.replace("is none of", "is not")
+        return rule if " or " in rule else rule.replace("is not one of", "is not")
     text = message.removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
 
 
 def _missing_quotes_hint(value: object, rule: str) -> str:
-    """What to do about a word that YAML reads as a truth value: `Off` without quotes is false."""
+    """Advice for a value that YAML reads as a boolean: `Off` without quotes is false."""
     words = _YAML_BOOLEAN_WORDS[value] if isinstance(value, bool) else ()
     meant = next((word for word in words if f"'{word}'" in rule), None)
     return f'; without quotes YAML reads {meant} as {str(value).lower()}: write "{meant}"' if meant else ""
 
 
 def _shorten(value: object) -> str:
-    """On one line, as YAML writes it, at most 80 characters."""
+    """Format a value as YAML on one line, in at most 80 characters."""
     if isinstance(value, str):
         text = " ".join(value.split())
     else:

@@ -1,4 +1,4 @@
-"""What every kind shares: metadata, conditions, and the spelling of durations and times."""
+"""Base of all kinds: metadata, conditions, and the formats of durations and times."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ _NAME = re.compile(NAME_PATTERN)
 _QUALIFIED_NAME_PART = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 CANNOT_CHANGE = "cannot be changed"
 EXTERNAL_INPUT = "external input"
-"""Context of a validation of what a user or another program wrote: durations and times are text there."""
+"""Validation context of input from users and other programs, in which durations and times are text."""
 
 
 def parse_duration(text: str) -> float:
@@ -164,7 +164,7 @@ def parse_time(text: str) -> float:
 
 
 def format_time(at_s: float) -> str:
-    """RFC 3339 with microseconds, as Kubernetes' MicroTime."""
+    """Format Unix seconds as RFC 3339 with microseconds, as Kubernetes' MicroTime."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -208,7 +208,7 @@ class ApiModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalize_like_api_server(cls, raw: Any) -> Any:
-        """A field of null is a field not written, and 2.0 is 2."""
+        """Treat a null field as absent, and 2.0 as 2, as API servers do."""
         if not isinstance(raw, Mapping):
             return raw
         known = cls._field_names()
@@ -229,7 +229,7 @@ class ApiModel(BaseModel):
 
 
 class OwnerReference(ApiModel):
-    """The object that this one is deleted with."""
+    """Reference to the owner, with whose deletion this object is deleted."""
 
     api_version: str = API_VERSION
     kind: str
@@ -239,7 +239,7 @@ class OwnerReference(ApiModel):
 
 
 class ObjectMeta(ApiModel):
-    """The part of Kubernetes' ObjectMeta that Fulcrum reads. An API server's other fields are passed over."""
+    """The part of Kubernetes' ObjectMeta that Fulcrum reads. Other fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
@@ -290,13 +290,15 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 class Condition(ApiModel):
-    """A state that lasts, with the generation it was judged on."""
+    """A state that lasts, with the generation of the spec that it was computed from."""
 
     type: str = Field(description="Name of the condition.")
-    status: ConditionStatus = Field(description="Whether it holds.")
-    reason: str = Field(description="One word for programs.")
+    status: ConditionStatus = Field(description="True, False or Unknown.")
+    reason: str = Field(description="One-word reason, for programs.")
     message: str = Field(default="", description="Object, numbers, what happens next.")
-    observed_generation: int = Field(default=0, description="Generation of the spec this was judged on.")
+    observed_generation: int = Field(
+        default=0, description="Generation of the spec that the condition was computed from."
+    )
     last_transition_time: Time | None = Field(default=None, description="When the status last changed.")
 
 
@@ -310,9 +312,9 @@ class PrinterColumn(ApiModel):
 
 
 class Resource(ApiModel):
-    """Base of the kinds. A kind adds `spec` and `status` models and says how it is listed.
+    """Base of the kinds. A kind adds `spec` and `status` models and the columns of `kubectl get`.
 
-    `immutable_fields` are the fields of the spec that keep the value they were made with.
+    `immutable_fields` are the fields of the spec that cannot change after creation.
     """
 
     plural: ClassVar[str]
@@ -334,5 +336,5 @@ class Resource(ApiModel):
         return self.model_copy(update=fields)
 
     def owner_reference(self) -> OwnerReference:
-        """What an object made for this one carries, so that it is deleted with it."""
+        """The owner reference of an object that is to be deleted with this one."""
         return OwnerReference(kind=self.kind, name=self.metadata.name, uid=self.metadata.uid)

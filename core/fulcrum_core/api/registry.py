@@ -1,4 +1,4 @@
-"""The kinds by name: the one list that stores, manifests and CRDs go through."""
+"""The list of our kinds, for stores, manifests and CRDs."""
 
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdassignment import PDAssignment
@@ -13,8 +13,12 @@ _BY_NAME = {kind.kind_name(): kind for kind in KINDS}
 
 
 def find_kind(name: object) -> type[Resource]:
-    """The model of a kind, or `InvalidInput`."""
+    """Return the model of a kind.
+
+    Raises:
+        InvalidInput: if there is no such kind.
+    """
     kind = _BY_NAME.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise InvalidInput("kind", name, f"is none of {', '.join(_BY_NAME)}")
+        raise InvalidInput("kind", name, f"is not one of {', '.join(_BY_NAME)}")
     return kind

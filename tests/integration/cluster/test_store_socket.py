@@ -116,7 +116,7 @@ class TestSocket:
 class TestClient:
     async def test_missing_socket_raises_store_unavailable(self, path: Path) -> None:
         async with open_store(f"unix:{path}") as client:
-            with pytest.raises(StoreUnavailable, match=r"store\.sock does not answer"):
+            with pytest.raises(StoreUnavailable, match=r"store\.sock does not respond"):
                 await client.list(QoSTier, namespace="default")
 
     async def test_watch_on_a_missing_socket_raises_store_unavailable(self, path: Path) -> None:

@@ -234,7 +234,7 @@ class TestAccount:
             with pytest.raises(Forbidden) as refused:
                 await pod.store.list(QoSTier, namespace=namespace)
             who = f"system:serviceaccount:{namespace}:default"
-            assert str(refused.value) == f"{who} may not list qostiers.fulcrum.dev in namespace {namespace}"
+            assert str(refused.value) == f"{who} cannot list qostiers.fulcrum.dev in namespace {namespace}"
             (tmp_path / "token").write_text("no token", encoding="utf-8")
             assert access.token is not None
             access.token.invalidate()

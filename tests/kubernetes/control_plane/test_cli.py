@@ -332,7 +332,7 @@ def broken(
         ),
         pytest.param(
             broken(lambda _, user: user.update(user={})),
-            "system:anonymous may not list pdservices.fulcrum.dev in namespace",
+            "system:anonymous cannot list pdservices.fulcrum.dev in namespace",
             id="a user without permissions",
         ),
     ],

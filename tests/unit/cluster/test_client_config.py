@@ -121,7 +121,7 @@ def test_missing_context_is_named_in_the_error(tmp_path: Path) -> None:
 
 def test_missing_exec_plugin_is_named_in_the_error(tmp_path: Path) -> None:
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "no-such-plugin"}
-    with pytest.raises(InvalidInput, match=r"gives no credentials: .*no-such-plugin"):
+    with pytest.raises(InvalidInput, match=r"returns no credentials: .*no-such-plugin"):
         resolve_client_config(f"kubeconfig:{kubeconfig(tmp_path, exec=plugin)}")
 
 

@@ -152,7 +152,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 'pdservices.fulcrum.dev is forbidden: User "system:serviceaccount:a:b" cannot list resource '
                 '"pdservices" in API group "fulcrum.dev" in the namespace "team"',
             ),
-            Forbidden("system:serviceaccount:a:b may not list pdservices.fulcrum.dev in namespace team"),
+            Forbidden("system:serviceaccount:a:b cannot list pdservices.fulcrum.dev in namespace team"),
             id="a right in a namespace",
         ),
         pytest.param(
@@ -162,7 +162,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 'nodes is forbidden: User "me" cannot watch resource "nodes" in API group "" '
                 "at the cluster scope",
             ),
-            Forbidden("me may not watch nodes in the whole cluster"),
+            Forbidden("me cannot watch nodes at cluster scope"),
             id="a right in the cluster",
         ),
         pytest.param(

@@ -61,7 +61,7 @@ def test_unquoted_off_is_refused_with_a_hint_to_quote_it() -> None:
     with pytest.raises(InvalidInput) as refused:
         load_manifest(HEAD + "spec: {model: m, autoscaling: {mode: Off}}", source="chat.yaml")
     assert str(refused.value) == (
-        "chat.yaml[0]: spec.autoscaling.mode (false) is none of 'Off', 'Advise' or 'Auto'; "
+        "chat.yaml[0]: spec.autoscaling.mode (false) is not one of 'Off', 'Advise' or 'Auto'; "
         'without quotes YAML reads Off as false: write "Off"'
     )
 
@@ -155,12 +155,12 @@ def test_unquoted_time_is_accepted() -> None:
         ),
         pytest.param(
             "{model: m, autoscaling: {mode: Maybe}}",
-            "spec.autoscaling.mode (Maybe) is none of 'Off', 'Advise' or 'Auto'",
+            "spec.autoscaling.mode (Maybe) is not one of 'Off', 'Advise' or 'Auto'",
             id="no such mode",
         ),
         pytest.param(
             "{model: m, engine: {type: TGI}}",
-            "spec.engine.type (TGI) is none of 'Simulated' or 'vLLM'",
+            "spec.engine.type (TGI) is not one of 'Simulated' or 'vLLM'",
             id="no such engine",
         ),
         pytest.param(
@@ -197,7 +197,7 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         ),
         pytest.param(
             "kind: Pod",
-            "chat.yaml[0]: kind (Pod) is none of PDService, PDPool, PDInstance, PDAssignment, QoSTier",
+            "chat.yaml[0]: kind (Pod) is not one of PDService, PDPool, PDInstance, PDAssignment, QoSTier",
             id="another's kind",
         ),
         pytest.param("kind: [PDService]", "", id="a kind that is a list"),
