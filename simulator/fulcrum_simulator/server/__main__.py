@@ -12,11 +12,15 @@ import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 
-import orjson  # noqa: E402
 import uvloop  # noqa: E402
 from aiohttp import web  # noqa: E402
 
-from fulcrum_cluster.process import bind_socket, die_with_parent  # noqa: E402
+from fulcrum_cluster.process import (  # noqa: E402
+    announce_ready,
+    bind_socket,
+    die_with_parent,
+    exit_with_error,
+)
 from fulcrum_core.errors import InvalidInput  # noqa: E402
 from fulcrum_simulator.server.app import EngineApp  # noqa: E402
 from fulcrum_simulator.server.log import log  # noqa: E402
@@ -58,8 +62,7 @@ async def serve(
     )
     await runner.setup()
     await web.SockSite(runner, http, backlog=1024).start()
-    ready = {"port": http.getsockname()[1], "side_channel_port": service.side_channel_port}
-    print("ready", orjson.dumps(ready).decode(), flush=True)
+    announce_ready(port=http.getsockname()[1], side_channel_port=service.side_channel_port)
     gc.collect()
     gc.freeze()  # objects from start-up stay: scanning them would delay steps
     await _wait_for_end(service, stop, died)
@@ -93,8 +96,8 @@ async def _wait_for_end(service: EngineService, stop: asyncio.Event, died: async
         await service.wait_for_clients()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one engine server; returns the exit code."""
+def main(arguments: Sequence[str]) -> None:
+    """Run one engine server. Invalid arguments print one line on stderr and exit with code 2."""
     started_s = time.monotonic()
     die_with_parent(parent_pid=_PARENT_PID, end_signal=signal.SIGKILL)
     try:
@@ -102,11 +105,9 @@ def main(arguments: Sequence[str]) -> int:
         http = bind_socket(options.host, options.port, option="--port")
         side_channel = bind_socket(options.host, options.side_channel_port, option="--side-channel-port")
     except InvalidInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        exit_with_error(error)
     uvloop.run(serve(options, http, side_channel, started_s=started_s))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

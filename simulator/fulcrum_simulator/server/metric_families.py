@@ -119,7 +119,9 @@ class CounterFamily:
 
 
 class HistogramFamily:
-    """Observations in cumulative buckets. Text is kept until the next observation: most are idle."""
+    """Observations in cumulative buckets. The text is cached until the next observation: most histograms are
+    idle.
+    """
 
     def __init__(
         self,
@@ -147,7 +149,9 @@ class HistogramFamily:
         self._text = ""
 
     def quantile(self, share: float) -> float:
-        """Upper edge of the `share`-quantile's bucket; 0 without observations, inf past the last edge."""
+        """Return the upper edge of the `share`-quantile's bucket; 0 without observations, inf past the last
+        edge.
+        """
         target, cumulative = share * sum(self._histogram.counts), 0
         if target == 0:
             return 0.0
@@ -158,7 +162,7 @@ class HistogramFamily:
         return float("inf")
 
     def render(self) -> str:
-        """HELP, TYPE, buckets, count and sum, then the `_created` family."""
+        """Return HELP, TYPE, buckets, count and sum, then the `_created` family."""
         if not self._text:
             self._text = self._header + self._format_bucket_lines() + self._created
         return self._text

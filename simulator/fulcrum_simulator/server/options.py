@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
+from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile, load_profile
 
@@ -31,12 +31,6 @@ class Options:
     seed: int
     role: str | None = None
     """The only role that the engine serves; requests of the other role are refused. None serves both."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Print one line and exit with code 2, like every program of the project."""
-        self.exit(2, f"error: {message}\n")
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -85,7 +79,7 @@ def _require(valid: bool, path: str, value: object, rule: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="python -m fulcrum_simulator.server",
         description="Runs one simulated engine behind vLLM's HTTP API.",
         allow_abbrev=False,
