@@ -28,7 +28,12 @@ from fulcrum_simulator.engine.events import (
 )
 from fulcrum_simulator.engine.leases import HEARTBEATS_PER_LEASE, Leases
 from fulcrum_simulator.engine.request_run import QueueOrder, RequestRun, RequestRunState
-from fulcrum_simulator.engine.requests import EngineRequest, KvExportRequest, KvImportRequest
+from fulcrum_simulator.engine.requests import (
+    EngineRequest,
+    KvExportRequest,
+    KvImportRequest,
+    check_runnable,
+)
 from fulcrum_simulator.engine.stats import EngineGauges, EngineStats
 
 
@@ -78,24 +83,12 @@ class Engine:
         Raises:
             InvalidInput: if the request is empty, too long for the KV cache, or its id is in use.
         """
-        self._require_runnable(request)
+        check_runnable(request, capacity_tokens=self._pool.size * self.profile.block_size)
+        if request.id in self._runs:
+            raise InvalidInput("request id", request.id, "is in use")
         run = self._runs[request.id] = RequestRun(request, self._next_sequence)
         self._next_sequence += 1
         heapq.heappush(self._waiting, (run.order, run))
-
-    def _require_runnable(self, request: EngineRequest) -> None:
-        capacity_tokens = self._pool.size * self.profile.block_size
-        limits = {"prompt_tokens": request.prompt_tokens, "max_tokens": request.max_tokens}
-        if request.stop_after is not None:
-            limits["stop_after"] = request.stop_after
-        for path, tokens in limits.items():
-            if tokens < 1:
-                raise InvalidInput(path, tokens, "must be at least 1")
-        if request.prompt_tokens + request.max_tokens > capacity_tokens:
-            rule = f"and max_tokens ({request.max_tokens}) exceed the KV cache of {capacity_tokens} tokens"
-            raise InvalidInput("prompt_tokens", request.prompt_tokens, rule)
-        if request.id in self._runs:
-            raise InvalidInput("request id", request.id, "is in use")
 
     def abort(self, request_id: str, now_s: float) -> Finished | None:
         """End a request now and free its blocks; None if there is no request of that id.
@@ -168,10 +161,7 @@ class Engine:
         return self._lease_s / HEARTBEATS_PER_LEASE
 
     def take_kv_fetches(self) -> list[KvFetch]:
-        """Return the KV fetches to start since the last call.
-
-        Call it after every `start_step`, also if that returned None.
-        """
+        """Return the KV fetches to start since the last call. Call it after every `start_step`."""
         fetches, self._fetches = self._fetches, []
         return fetches
 
@@ -206,18 +196,14 @@ class Engine:
     # KV transfer, on the prefill instance
 
     def extend_lease(self, request_id: str, now_s: float) -> bool:
-        """Handle a heartbeat: extend the lease to at least 2/3 lease_s from now.
-
-        False if there is no such lease.
+        """Extend the lease on a heartbeat, to at least 2/3 lease_s from now. False if there is no such
+        lease.
         """
         self.expire_leases(now_s)
         return self._leases.extend(request_id, now_s)
 
     def release_lease(self, request_id: str, now_s: float) -> bool:
-        """Free the blocks of a lease, read by the decode instance or not.
-
-        False if there is no lease, which is counted.
-        """
+        """Free the blocks of a lease, read by the peer or not. False if there is none, which is counted."""
         self.expire_leases(now_s)
         blocks = self._leases.end(request_id)
         if blocks is None:
@@ -267,9 +253,7 @@ class Engine:
     # Scheduling of a step
 
     def _allocate_decode_blocks(self) -> bool:
-        """Allocate a block for each decode whose blocks are full, preempting others if needed; True if any
-        was preempted.
-        """
+        """Allocate a block for each decode that needs one; True if another request was preempted for it."""
         preemptions_before = self.stats.preemptions
         for run in [run for run in self._decoding if run.computed_tokens == run.room_tokens]:
             while run.state is RequestRunState.DECODING and not self._pool.available:
@@ -296,9 +280,7 @@ class Engine:
         return budget
 
     def _admit(self, budget: int, now_s: float) -> None:
-        """Admit fetched requests, which have their blocks already, then the queue until its head does not
-        fit.
-        """
+        """Admit fetched requests, which have blocks already, then the queue until its head does not fit."""
         while budget > 0 and len(self._prefilling) + len(self._decoding) < self.profile.max_seqs:
             run = self._pop_admissible()
             if run is None:
@@ -307,9 +289,7 @@ class Engine:
                 budget -= self._schedule(run, budget, now_s)
 
     def _pop_admissible(self) -> RequestRun | None:
-        """Return the next request that has its blocks, to run or to fetch; None if there is none or the head
-        does not fit.
-        """
+        """Return the next request that has its blocks; None if there is none or the head does not fit."""
         while self._ready:
             run = self._ready.popleft()
             if run.state is RequestRunState.READY:
@@ -340,10 +320,7 @@ class Engine:
         return True
 
     def _count_prefix_hits(self, run: RequestRun) -> None:
-        """Count the cache hits of a first admission.
-
-        A request computed again after a preemption is not counted again.
-        """
+        """Count the cache hits of an admission; an admission after a preemption is not counted again."""
         if run.first_token_s is None:
             run.cached_tokens, run.external_tokens = run.computed_tokens, 0
         if not run.preemptions:
@@ -352,10 +329,7 @@ class Engine:
             self.stats.external_queries += run.request.prompt_tokens - run.computed_tokens
 
     def _schedule(self, run: RequestRun, budget: int, now_s: float) -> int:
-        """Add the request to the running set; returns the budget used.
-
-        With one token left to compute it decodes at once.
-        """
+        """Add the request to the running set; it decodes if one token is left. Returns the budget used."""
         if run.scheduled_s is None:
             run.scheduled_s = now_s
         if run.tokens_needed - run.computed_tokens == 1:
@@ -453,7 +427,7 @@ class Engine:
         return ended
 
     def _finish_chunk(self, run: RequestRun, chunk: int, events: list[Event], now_s: float) -> bool:
-        """Record a computed chunk, and a token if it completes the prompt; True if the request is at its
+        """Record a computed chunk, with a token if it ends the prompt; True if the request is at its
         limit.
         """
         size = self.profile.block_size

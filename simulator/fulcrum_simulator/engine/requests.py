@@ -5,6 +5,8 @@ blocks.
 import hashlib
 from dataclasses import dataclass
 
+from fulcrum_core.errors import InvalidInput
+
 
 @dataclass(frozen=True, slots=True)
 class NoKvTransfer:
@@ -57,6 +59,23 @@ class EngineRequest:
     priority: int = 0
     kv_transfer: KvTransfer = NoKvTransfer()
     stop_after: int | None = None
+
+
+def check_runnable(request: EngineRequest, *, capacity_tokens: int) -> None:
+    """Check that an engine with a KV cache of `capacity_tokens` can run the request.
+
+    Raises:
+        InvalidInput: if the request is empty or too long for the KV cache.
+    """
+    limits = {"prompt_tokens": request.prompt_tokens, "max_tokens": request.max_tokens}
+    if request.stop_after is not None:
+        limits["stop_after"] = request.stop_after
+    for path, tokens in limits.items():
+        if tokens < 1:
+            raise InvalidInput(path, tokens, "must be at least 1")
+    if request.prompt_tokens + request.max_tokens > capacity_tokens:
+        rule = f"and max_tokens ({request.max_tokens}) exceed the KV cache of {capacity_tokens} tokens"
+        raise InvalidInput("prompt_tokens", request.prompt_tokens, rule)
 
 
 def block_hashes(prompt: bytes, *, block_bytes: int, salt: bytes = b"") -> tuple[bytes, ...]:

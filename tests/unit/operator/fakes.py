@@ -1,4 +1,4 @@
-"""Fakes of ports for the operator's tests: a clock, and an API server that stores pods."""
+"""Fakes of ports for the operator's tests: an API server that stores pods."""
 
 import copy
 from dataclasses import dataclass, field
@@ -10,19 +10,6 @@ from fulcrum_core.errors import AlreadyExists, NotFound
 from tests.unit.operator.builders import NOW_S
 
 Json = dict[str, Any]
-
-
-@dataclass
-class FakeClock:
-    """A `Clock` that a test moves by `at_s`."""
-
-    at_s: float = NOW_S
-
-    def now_s(self) -> float:
-        return self.at_s
-
-    def monotonic_s(self) -> float:
-        return self.at_s
 
 
 @dataclass

@@ -27,7 +27,6 @@ from tests.unit.operator.builders import (
     pool,
     service,
 )
-from tests.unit.operator.fakes import FakeClock
 
 ROLES = {"chat-0": entry(P), "chat-1": entry(D)}
 OBSERVED = Observed(

@@ -32,7 +32,6 @@ from tests.unit.operator.builders import (
     service,
     tier,
 )
-from tests.unit.operator.fakes import FakeClock
 from tests.waiting import run_pending_tasks
 
 KEY = ServiceKey("default", "chat")
