@@ -56,6 +56,12 @@ async def advance(seconds: float) -> None:
     await asyncio.sleep(seconds)
 
 
+async def yield_control(times: int) -> None:
+    """Let other tasks run `times` turns of the event loop, to interleave concurrent writers."""
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
 async def run_pending_tasks() -> None:
     """Run the event loop until tasks that are ready have run, and the tasks that they made ready."""
     for _ in range(_PENDING_PASSES):

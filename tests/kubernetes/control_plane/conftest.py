@@ -20,9 +20,9 @@ def namespace(control_plane: Cluster) -> Iterator[str]:
 def operator(
     request: pytest.FixtureRequest, control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OperatorProcess]:
-    """An operator of all namespaces: to start another one for each test takes longer than the test.
+    """One operator of all namespaces for the tests of a module, since its start takes longer than a test.
 
-    The module has its own Lease: that of an operator that was killed is held for a while.
+    The module has a Lease of its own: the Lease of a killed operator expires only after a while.
     """
     account = request.path.stem.replace("_", "-")
     with operator_starter(control_plane, "", tmp_path_factory.mktemp("operator")) as start:

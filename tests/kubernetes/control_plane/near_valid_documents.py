@@ -1,4 +1,4 @@
-"""Manifests that are nearly right: made from the schemas of the CRDs, then bent in one or two places."""
+"""Nearly valid manifests: generated from the schemas of the CRDs, with one or two invalid fields."""
 
 import copy
 import functools
@@ -61,7 +61,7 @@ def schema_of(kind: type[Resource]) -> Node:
 
 
 def near_valid_documents(kind: type[Resource]) -> Iterator[dict[str, Any]]:
-    """The smallest object of the kind with one field at or beyond a bound, or not there, or wrong."""
+    """Yield the smallest object of a kind with one field at or beyond a bound, missing, or of a wrong type."""
     spec = schema_of(kind)["properties"]["spec"]
     for path, node in _field_paths(spec, ("spec",)):
         for value in (*_values(node), *_WRONG):
@@ -81,7 +81,7 @@ def near_valid_documents(kind: type[Resource]) -> Iterator[dict[str, Any]]:
 
 @st.composite
 def documents(draw: st.DrawFn, kind: type[Resource]) -> dict[str, Any]:
-    """An object of the kind: often right, often with one or two fields that are not."""
+    """An object of a kind: often valid, often with one or two invalid fields."""
     spec = schema_of(kind)["properties"]["spec"]
     places = tuple(_field_paths(spec, ("spec",)))
     document = _smallest(kind)
@@ -101,7 +101,7 @@ def _smallest(kind: type[Resource]) -> dict[str, Any]:
 
 
 def _with(value: Any, path: Path, new: Any) -> Any:
-    """The value with another one at a place, which is made if it is not there; lists have one item there."""
+    """Set a nested value; missing parents are created, lists with one item."""
     if not path:
         return copy.deepcopy(new)
     key, *rest = path
@@ -134,7 +134,7 @@ def _field_paths(node: Node, at: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _good(node: Node) -> st.SearchStrategy[Any]:
-    """What the schema of one field allows, rules between fields apart."""
+    """Values that the schema of one field allows; rules between fields may refuse them."""
     if node["type"] == "object":
         return _good_object(node)
     if node["type"] == "array":

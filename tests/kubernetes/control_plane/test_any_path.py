@@ -1,4 +1,4 @@
-"""What an API server answers at paths that are no objects."""
+"""Paths of an API server that are not objects can be read."""
 
 from fulcrum_cluster.client import open_cluster
 from tools.kubernetes.cluster import Cluster

@@ -1,4 +1,4 @@
-"""The control plane that the tests of this level stand on."""
+"""The control plane that the tests of this folder use."""
 
 import json
 import signal

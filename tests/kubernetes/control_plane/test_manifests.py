@@ -1,6 +1,6 @@
-"""What the operator makes, as a real API server takes it.
+"""A real API server accepts the operator's manifests without unknown fields.
 
-Pods have to be restricted there, and a field that Kubernetes does not know is an error.
+The namespace enforces the restricted Pod Security Standard.
 """
 
 import json
@@ -44,17 +44,17 @@ PLURALS = {
 
 
 class RestrictedNamespace:
-    """A namespace in which pods must be restricted."""
+    """A namespace that enforces the restricted Pod Security Standard."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
 
     def path(self, kind: str) -> str:
-        """Where objects of the kind are."""
+        """Path of the objects of a kind."""
         return "/" + PLURALS[kind].format(f"namespaces/{self.namespace}")
 
     def create(self, body: dict[str, Any], *, dry: bool = False) -> dict[str, Any]:
-        """The object as the API server keeps it, or would; AssertionError with its words if it refuses."""
+        """Create an object, or validate it only; raises AssertionError with the refusal."""
         query = "?fieldValidation=Strict" + ("&dryRun=All" if dry else "")
         status, answer = self.cluster.request(
             "POST", self.path(body["kind"]) + query, json.dumps(body).encode()
@@ -66,7 +66,7 @@ class RestrictedNamespace:
 
 @pytest.fixture
 def restricted(control_plane: Cluster, namespace: str) -> RestrictedNamespace:
-    """The test's namespace, which refuses every pod that is not restricted."""
+    """The test's namespace, with the restricted Pod Security Standard."""
     label = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
     path = f"/api/v1/namespaces/{namespace}"
     control_plane.request(
@@ -77,7 +77,7 @@ def restricted(control_plane: Cluster, namespace: str) -> RestrictedNamespace:
 
 @pytest.fixture
 def chat(restricted: RestrictedNamespace) -> PDService:
-    """A service as the API server keeps it: with an identity that its children can be owned by."""
+    """A stored service, whose uid the owner references of its children need."""
     body = {
         "apiVersion": "fulcrum.dev/v1alpha1",
         "kind": "PDService",
@@ -89,7 +89,7 @@ def chat(restricted: RestrictedNamespace) -> PDService:
 
 @pytest.fixture
 def children(restricted: RestrictedNamespace, chat: PDService) -> list[dict[str, Any]]:
-    """What stands around the service, made."""
+    """Create the children of the service."""
     return [restricted.create(child) for child in service_children(chat, SETTINGS, wanted=4)]
 
 
@@ -109,7 +109,7 @@ def test_children_are_deleted_with_their_service(
     def left() -> list[str]:
         return [path for path in paths if restricted.cluster.get(path)[0] != 404]
 
-    # The collector looks for new kinds every half minute: ours may be so new.
+    # The garbage collector finds new kinds every half minute.
     wait_for(lambda: left() == [], "the children to be gone", timeout_s=90)
 
 
@@ -118,9 +118,9 @@ def test_children_are_deleted_with_their_service(
     "changed",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"role": "Decode", "revision": "0a1b2c3d4e"}, id="of a fixed role"),
+        pytest.param({"role": "Decode", "revision": "0a1b2c3d4e"}, id="with a fixed role"),
         pytest.param({"hardware": {"resource": "nvidia.com/gpu", "count": 4}}, id="with accelerators"),
-        pytest.param({"template": TEMPLATE}, id="changed by its pool"),
+        pytest.param({"template": TEMPLATE}, id="with its pool's template"),
     ],
 )
 def test_an_engine_pod_is_admitted_under_the_restricted_standard(

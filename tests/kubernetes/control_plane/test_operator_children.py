@@ -1,4 +1,4 @@
-"""What stands around a service's engines is as the operator wants it, whatever hands change there."""
+"""The operator reverts manual edits of a service's children and creates deleted children again."""
 
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,27 @@ from tools.kubernetes.cluster import Cluster
 DEPLOYMENTS, POLICIES = "apps/v1/deployments", "networking.k8s.io/v1/networkpolicies"
 ROLES, BUDGETS = "rbac.authorization.k8s.io/v1/roles", "policy/v1/poddisruptionbudgets"
 APPLIED = 10
-"""Children of a service, without those that are made once."""
+"""Number of children of a service, without those that are created once."""
 ANYTHING = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
 
 
 @pytest.fixture
 def log(operator: OperatorProcess) -> Path:
-    """The operator's."""
+    """The operator's log."""
     return operator.log
 
 
 @pytest.fixture
 def api(control_plane: Cluster, namespace: str, log: Path) -> NamespaceClient:
-    """A namespace with a service that has everything around it."""
-    made = NamespaceClient(control_plane, namespace)
-    made.service(instances=2)
-    wait_until(lambda: applied(log, made) == APPLIED, f"the children: {log}")
-    return made
+    """A namespace with a service whose children were all applied."""
+    client = NamespaceClient(control_plane, namespace)
+    client.service(instances=2)
+    wait_until(lambda: applied(log, client) == APPLIED, f"the children: {log}")
+    return client
 
 
 def applied(log: Path, api: NamespaceClient) -> int:
-    """How often a child was applied."""
+    """Number of times that a child was applied."""
     lines = log.read_text().splitlines()
     return sum("child applied" in line and api.name in line for line in lines)
 
@@ -53,9 +53,11 @@ def another_argument(found: Any) -> dict[str, Any]:
         pytest.param(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 0}}, id="replicas of the router"),
         pytest.param(DEPLOYMENTS, "chat-router", another_argument, id="arguments of the router"),
         pytest.param("services", "chat", {"spec": {"type": "NodePort"}}, id="type of the Service"),
-        pytest.param(POLICIES, "chat-engines", {"spec": {"ingress": [{}]}}, id="who may reach the engines"),
-        pytest.param(ROLES, "chat-router", {"rules": ANYTHING}, id="what the router may do"),
-        pytest.param(BUDGETS, "chat-engines", {"spec": {"minAvailable": 0}}, id="how many may be evicted"),
+        pytest.param(POLICIES, "chat-engines", {"spec": {"ingress": [{}]}}, id="ingress of the engines"),
+        pytest.param(ROLES, "chat-router", {"rules": ANYTHING}, id="rights of the router"),
+        pytest.param(
+            BUDGETS, "chat-engines", {"spec": {"minAvailable": 0}}, id="disruption budget of the engines"
+        ),
     ],
 )
 def test_a_manual_edit_is_reverted_once(
@@ -63,19 +65,19 @@ def test_a_manual_edit_is_reverted_once(
 ) -> None:
     before, counted = spec(api, kind, name), applied(log, api)
     api.patch(kind, name, edit(before) if callable(edit) else edit)
-    wait_until(lambda: spec(api, kind, name) == before, "the edit to be taken back")
-    wait_until(lambda: applied(log, api) > counted, "the operator to tell of it")
+    wait_until(lambda: spec(api, kind, name) == before, "the edit to be reverted")
+    wait_until(lambda: applied(log, api) > counted, "the operator to log it")
     assert applied(log, api) - counted == 1
 
 
 def test_fields_added_by_others_stay_and_cause_no_write(api: NamespaceClient, log: Path) -> None:
-    """A label of an inventory, a restart that was asked for: they outlive an edit that is taken back."""
+    """A label of an inventory and a requested restart remain when an edit is reverted."""
     counted = applied(log, api)
     label = {"metadata": {"labels": {"example.com/owner": "me"}}}
     restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}
     api.patch(DEPLOYMENTS, "chat-router", {**label, "spec": {"template": restart}})
     api.patch(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 7}})
-    wait_until(lambda: applied(log, api) > counted, "the edit to be taken back")
+    wait_until(lambda: applied(log, api) > counted, "the edit to be reverted")
     kept = api.get(DEPLOYMENTS, "chat-router")
     assert kept["spec"]["replicas"] == 2
     assert kept["metadata"]["labels"]["example.com/owner"] == "me"
@@ -96,4 +98,4 @@ def test_fields_added_by_others_stay_and_cause_no_write(api: NamespaceClient, lo
 def test_a_deleted_child_is_created_again(api: NamespaceClient, kind: str, name: str) -> None:
     before = api.get(kind, name)["metadata"]["uid"]
     api.delete(kind, name)
-    wait_until(lambda: api.get(kind, name)["metadata"]["uid"] != before, "it to be made again")
+    wait_until(lambda: api.get(kind, name)["metadata"]["uid"] != before, "a new object")

@@ -1,4 +1,4 @@
-"""Of several operators one leads: who acts when it dies, ends or is cut off; and none when all is quiet."""
+"""One of several operators leads; a standby takes over when the leader is killed or stops."""
 
 import json
 import signal
@@ -41,11 +41,11 @@ def start(control_plane: Cluster, namespace: str, tmp_path: Path) -> Iterator[St
 
 @pytest.fixture
 def pair(start: Start) -> tuple[OperatorProcess, OperatorProcess]:
-    """A leader and one that stands by."""
+    """A leader and a standby."""
     leader = start("op-a")
     wait_until(leader.is_leader, "op-a to lead")
     standby = start("op-b")
-    wait_until(lambda: http_get(standby, "readyz") == (200, "ok\n"), "op-b to stand by")
+    wait_until(lambda: http_get(standby, "readyz") == (200, "ok\n"), "op-b to be a standby")
     return leader, standby
 
 
@@ -119,12 +119,12 @@ def test_a_settled_service_causes_no_write_but_to_leases(
         )
         settled = time.time() + 1.0
         wait_until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)
-    assert writes(control_plane, api.name, 0.0, settled) != {}, "what is written would be seen"
+    assert writes(control_plane, api.name, 0.0, settled) != {}, "the audit log shows writes"
     assert writes(control_plane, api.name, settled, settled + QUIET_S) == {}
 
 
 def writes(cluster: Cluster, namespace: str, since_s: float, until_s: float) -> dict[tuple[str, str], int]:
-    """Writes of operators in a namespace in some seconds, by verb and kind, but for Leases."""
+    """Number of writes of operators in a namespace and a time span by verb and kind, without Leases."""
     found: Counter[tuple[str, str]] = Counter()
     for line in cluster.audit_log.read_text().splitlines():
         entry = json.loads(line)

@@ -1,4 +1,4 @@
-"""A model of real engines is read by a pod before they start. The test plays that pod, and its node."""
+"""A model reader pod reads the model before vLLM engines start. The test writes the pods' statuses."""
 
 import json
 from typing import Any
@@ -37,26 +37,26 @@ READER = "chat-model"
 
 
 def termination_message(model: str) -> str:
-    """The last words of the pod that reads this model."""
+    """Termination message of a model reader pod for this model."""
     return json.dumps(excerpt_config(json.loads((MODELS / model / "config.json").read_text())))
 
 
 @pytest.fixture
 def api(control_plane: Cluster, namespace: str, operator: OperatorProcess) -> NamespaceClient:  # noqa: ARG001
-    """A namespace with a service of real engines, whose model is being read."""
-    made = NamespaceClient(control_plane, namespace)
-    made.service(**SPEC)
-    wait_until(lambda: pods(made) == [READER], "the pod that reads the model")
-    return made
+    """A namespace with a service of vLLM engines, whose model is being read."""
+    client = NamespaceClient(control_plane, namespace)
+    client.service(**SPEC)
+    wait_until(lambda: pods(client) == [READER], "the model reader pod")
+    return client
 
 
 def pods(api: NamespaceClient) -> list[str]:
-    """Names of all but the router's."""
+    """Names of all pods except the router's."""
     return [name for name in api.names("pods") if not name.startswith("chat-router-")]
 
 
 def end_reader(api: NamespaceClient, code: int, message: str) -> None:
-    """The reader's container has ended with these words."""
+    """Mark the reader's container as ended with this exit code and message."""
     ended = {"exitCode": code, "message": message, "reason": "Error" if code else "Completed"}
     status = {
         "name": "reader",
@@ -72,12 +72,12 @@ def end_reader(api: NamespaceClient, code: int, message: str) -> None:
 
 
 def arguments(api: NamespaceClient, name: str) -> list[str]:
-    """What the engine of a pod is started with."""
+    """Arguments of a pod's engine."""
     return list(api.get("pods", name)["spec"]["containers"][0]["args"])
 
 
 def planned(api: NamespaceClient, name: str, model: str | None) -> list[str]:
-    """What `fulcrum plan` has it started with, given this model's config.json."""
+    """Arguments that `fulcrum plan` shows for an instance, given this model's config.json."""
     service = PDService.model_validate(api.get("pdservices", "chat"), extra="ignore")
     instance = PDInstance.model_validate(api.get("pdinstances", name), extra="ignore")
     facts = parse_model_config(json.loads(termination_message(model))) if model else None
@@ -119,7 +119,7 @@ def test_a_new_model_is_read_before_the_first_engine_of_its_rollout(api: Namespa
         kubelet.set_ready(*ENGINES)
         wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve")
         api.patch("pdservices", "chat", {"spec": {"modelSource": {"path": "qwen"}}})
-        wait_until(lambda: READER in pods(api), "the pod that reads the next model")
+        wait_until(lambda: READER in pods(api), "the reader pod of the next model")
         assert arguments(api, READER) == ["--folder", "/models/qwen"]
         assert sorted(api.phases()) == ENGINES
         end_reader(api, 0, termination_message("qwen3-32b"))

@@ -1,4 +1,4 @@
-"""The operator on a real API server: what it makes of a PDService and keeps. The test plays the nodes."""
+"""The operator on a real API server creates and repairs what a PDService needs. The kubelet is a fake."""
 
 import json
 from collections.abc import Iterator
@@ -35,14 +35,14 @@ ALL_KINDS = (*CHILDREN, "pods", "pdpools", "pdinstances", "pdassignments", "pdse
 
 @dataclass
 class World:
-    """A namespace that an operator looks after, and the hands of a kubelet."""
+    """A namespace with an operator, a fake kubelet and fake engines."""
 
     api: NamespaceClient
     kubelet: FakeKubelet
     engines: FakeEngines
 
     def up(self, count: int = 4, **spec: Any) -> None:
-        """A service all of whose instances serve."""
+        """Create a service and wait until all its instances serve."""
         names = [f"chat-{number}" for number in range(count)]
         self.api.service(**(spec if "pools" in spec else {"instances": count, **spec}))
         wait_until(lambda: set(names) <= set(self.api.names("pods")), "the pods")
@@ -50,16 +50,16 @@ class World:
         wait_until(lambda: self.api.phases() == dict.fromkeys(names, "Serving"), "all to serve")
 
     def router_serves(self) -> None:
-        """What the active router writes when it serves."""
+        """Write the EndpointSlice as the active router does when it serves."""
         endpoint = {"addresses": ["10.1.2.3"], "conditions": {"ready": True}}
         self.api.patch("discovery.k8s.io/v1/endpointslices", "chat-router", {"endpoints": [endpoint]})
 
     def kubectl(self, *arguments: str) -> str:
-        """As a person types it in this namespace; RuntimeError with what it says if it fails."""
+        """Run kubectl in this namespace; raises RuntimeError with its error output."""
         return self.api.cluster.kubectl(*arguments, f"--namespace={self.api.name}")
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What the assignment says of an instance."""
+        """Entry of an instance in the assignment."""
         return dict(self.api.get("pdassignments", "chat")["spec"]["roles"][name])
 
 
@@ -93,7 +93,9 @@ def test_a_minimal_service_becomes_pools_instances_pods_and_children(world: Worl
     message = "pool chat-flex scaled from 0 to 4 instances"
     wait_until(lambda: world.api.events().get("ScaledUp") == message, "the event")
     written = world.api.get("pdservices", "chat")["metadata"]
-    assert {"finalizers", "annotations"} & written.keys() == set(), "a user's object stays the user's"
+    assert {"finalizers", "annotations"} & written.keys() == set(), (
+        "the operator adds nothing to the user's object"
+    )
 
 
 def test_pods_are_owned_by_their_instance_and_labelled_with_its_role(world: World) -> None:
@@ -116,7 +118,7 @@ def test_pods_are_owned_by_their_instance_and_labelled_with_its_role(world: Worl
 def test_a_flip_changes_the_role_and_the_pods_label_but_not_the_pod(world: World) -> None:
     world.up()
     before = world.api.get("pods", "chat-0")["metadata"]["uid"]
-    entry = {"role": "Decode", "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": "asked"}
+    entry = {"role": "Decode", "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": "requested"}
     world.api.patch("pdassignments", "chat", {"spec": {"roles": {"chat-0": entry}}})
     wait_until(
         lambda: world.api.get("pods", "chat-0")["metadata"]["labels"]["fulcrum.dev/role"] == "Decode",
@@ -203,7 +205,7 @@ def test_a_deleted_service_leaves_no_objects(world: World) -> None:
     world.api.delete("pdservices", "chat", {"propagationPolicy": "Background"})
     wait_until(
         lambda: not any(names_of_service(world.api, kind) for kind in ALL_KINDS),
-        "everything to go",
+        "everything to be deleted",
         timeout_s=40,
     )
 
@@ -213,7 +215,7 @@ def test_foreground_deletion_leaves_no_objects(world: World) -> None:
     world.api.delete("pdservices", "chat", {"propagationPolicy": "Foreground"})
     wait_until(
         lambda: not any(names_of_service(world.api, kind) for kind in ALL_KINDS),
-        "everything to go",
+        "everything to be deleted",
         timeout_s=40,
     )
 
@@ -221,21 +223,21 @@ def test_foreground_deletion_leaves_no_objects(world: World) -> None:
 def test_a_missing_tier_is_a_condition_and_an_event_and_the_service_stays_ready(
     world: World,
 ) -> None:
-    def says(reason: str) -> bool:
+    def has_reason(reason: str) -> bool:
         return bool(world.api.condition("TiersAccepted")["reason"] == reason)
 
     world.up(2, qosTiers=["gold"])
     world.router_serves()
-    assert says("TierNotFound")
+    assert has_reason("TierNotFound")
     tier = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "QoSTier", "metadata": {"name": "gold"}, "spec": {}}
     world.api.create("qostiers", tier)
-    wait_until(lambda: says("TiersFound"), "the tier to be seen")
+    wait_until(lambda: has_reason("TiersFound"), "the tier to be found")
     wait_until(lambda: world.api.condition("Ready")["status"] == "True", "the service to be ready")
     world.api.delete("qostiers", "gold")
-    wait_until(lambda: says("TierNotFound"), "the tier to be missed")
+    wait_until(lambda: has_reason("TierNotFound"), "the tier to be missing")
     wait_until(lambda: list(world.api.event_counts("TierMissing").values()) == [2], "an event for each time")
     named = world.api.condition("TiersAccepted")["message"], world.api.events()["TierMissing"]
-    assert ["named gold in" in words for words in named] == [True, True]
+    assert ["named gold in" in message for message in named] == [True, True]
     assert world.api.condition("Ready")["status"] == "True"
 
 
@@ -247,10 +249,10 @@ def test_an_instance_on_a_lost_node_is_replaced_under_another_name(world: World)
     world.kubelet.set_ready("chat-3")
     wait_until(
         lambda: world.api.phases() == dict.fromkeys(("chat-0", "chat-2", "chat-3"), "Serving"),
-        "the lost one to go",
+        "the lost instance to be deleted",
         timeout_s=30,
     )
-    wait_until(lambda: "chat-1" not in world.api.names("pods"), "its pod to go", timeout_s=30)
+    wait_until(lambda: "chat-1" not in world.api.names("pods"), "its pod to be deleted", timeout_s=30)
     wait_until(lambda: {"InstanceFailed", "InstanceReplaced"} <= world.api.events().keys(), "the events")
 
 
@@ -271,14 +273,18 @@ def test_a_revision_that_misses_its_progress_deadline_is_rolled_back(world: Worl
     world.up(2, rollout={"progressDeadline": "3s"})
     world.router_serves()
     wait_until(
-        lambda: "lastGood" in world.api.get("pdpools", "chat-flex")["status"], "the good one to be known"
+        lambda: "lastGood" in world.api.get("pdpools", "chat-flex")["status"],
+        "the last good revision to be stored",
     )
     world.api.patch("pdservices", "chat", {"spec": {"engine": {"image": "localhost/none:1"}}})
-    wait_until(lambda: "chat-2" in world.api.names("pods"), "the first of the new revision")
+    wait_until(lambda: "chat-2" in world.api.names("pods"), "the first pod of the new revision")
     world.kubelet.set_waiting("chat-2", "ImagePullBackOff", 'Back-off pulling image "localhost/none:1"')
     wait_until(lambda: "ImagePullFailed" in world.api.events(), "the image's event")
-    wait_until(lambda: world.api.condition("Degraded")["reason"] == "RolledBack", "the way back")
-    wait_until(lambda: world.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"}, "the new one to go")
+    wait_until(lambda: world.api.condition("Degraded")["reason"] == "RolledBack", "the rollback")
+    wait_until(
+        lambda: world.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"},
+        "the new instance to be deleted",
+    )
     wait_until(lambda: "RolledBack" in world.api.events(), "the event")
     assert "chat-2 did not serve within 3 s: its engine" in world.api.condition("Degraded")["message"]
     assert "RolloutStarted" in world.api.events()
@@ -289,7 +295,7 @@ def test_a_revision_that_misses_its_progress_deadline_is_rolled_back(world: Worl
 
 
 def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(world: World) -> None:
-    def says(reason: str) -> bool:
+    def has_reason(reason: str) -> bool:
         return bool(world.api.condition("ScalingLimited")["reason"] == reason)
 
     def is_reported(message: str) -> bool:
@@ -297,7 +303,7 @@ def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(world: W
 
     world.up(1, pools=[{"name": "flex", "instances": {"min": 1, "max": 3}}])
     world.kubectl("scale", "pdp", "chat-flex", "--replicas=9")
-    wait_until(lambda: says("TooManyReplicas"), "the upper bound")
+    wait_until(lambda: has_reason("TooManyReplicas"), "the upper bound")
     allowed = "pool chat-flex: asked for 9 instances, the bounds 1 to 3 allow 3"
     wait_until(lambda: is_reported(allowed), "its event")
     names = ["chat-0", "chat-1", "chat-2"]
@@ -305,10 +311,12 @@ def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(world: W
     world.kubelet.set_ready(*names)
     wait_until(lambda: world.api.phases() == dict.fromkeys(names, "Serving"), "all to serve")
     world.kubectl("scale", "pdp", "chat-flex", "--replicas=1")
-    wait_until(lambda: says("LimitedByFloors"), "the floors")
+    wait_until(lambda: has_reason("LimitedByFloors"), "the floors")
     wait_until(lambda: "the floor is 1" in world.api.events()["ScalingLimited"], "their event")
     assert (sorted(world.api.phases()), list(world.api.phases().values()).count("Serving")) == (names, 2)
-    assert world.api.get("pdpools", "chat-flex")["spec"]["replicas"] == 1, "nobody writes it but who scales"
+    assert world.api.get("pdpools", "chat-flex")["spec"]["replicas"] == 1, (
+        "only the user writes the pool's replicas"
+    )
 
 
 def test_a_pool_with_an_external_owner_is_scaled_by_kubectl(world: World) -> None:

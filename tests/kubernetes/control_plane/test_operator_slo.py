@@ -1,4 +1,4 @@
-"""What the router counts is what `kubectl get pds` shows. The test plays the nodes, and the router."""
+"""`kubectl get pds` shows the SLO attainment from the router's counters. Router and nodes are fakes."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ COLUMNS = ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "A
 
 
 class FakeRouter:
-    """A state port that tells what it is set to."""
+    """A state port that returns the counters that a test sets."""
 
     url = ""
 
@@ -34,7 +34,7 @@ class FakeRouter:
         self.set_counts(0, 0)
 
     def set_counts(self, ended: int, met: int) -> None:
-        """Of the tier `default`, since it started."""
+        """Set the counters of the tier `default` since the router's start."""
         missed = ended - met
         tier = TierState(
             name="default", offered=ended, ok=met, failed=missed, broken=0, cancelled=0, slo_met=met
@@ -44,16 +44,16 @@ class FakeRouter:
 
 @pytest.fixture
 def router() -> Iterator[FakeRouter]:
-    made = FakeRouter()
+    fake = FakeRouter()
 
     class Handler(QuietHandler):
         def do_GET(self) -> None:
-            made.requests += 1
-            self.respond(200, made.body)
+            fake.requests += 1
+            self.respond(200, fake.body)
 
     with serve_http(Handler, "127.0.0.1") as port:
-        made.url = f"http://127.0.0.1:{port}"
-        yield made
+        fake.url = f"http://127.0.0.1:{port}"
+        yield fake
 
 
 def test_attainment_is_a_column_and_is_not_rewritten_while_unchanged(
@@ -73,11 +73,11 @@ def test_attainment_is_a_column_and_is_not_rewritten_while_unchanged(
         endpoint = {"addresses": ["10.1.2.3"], "conditions": {"ready": True}}
         api.patch("discovery.k8s.io/v1/endpointslices", "chat-router", {"endpoints": [endpoint]})
         wait_until(
-            lambda: api.condition("SLOMet")["reason"] == "NoTraffic", "a look at the router", timeout_s=60
+            lambda: api.condition("SLOMet")["reason"] == "NoTraffic", "a poll of the router", timeout_s=60
         )
         assert (printed()[0], router.requests > 0) == (COLUMNS, True)
         router.set_counts(1000, 987)
-        wait_until(lambda: api.condition("SLOMet")["status"] == "False", "a verdict", timeout_s=60)
+        wait_until(lambda: api.condition("SLOMet")["status"] == "False", "the condition", timeout_s=60)
         _, line = printed()
         status = api.get("pdservices", "chat")["status"]
         assert (line[COLUMNS.index("SLO")], status["attainment"], status["tiers"]) == (

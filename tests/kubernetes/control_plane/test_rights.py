@@ -1,6 +1,6 @@
-"""The chart's roles on a real API server: each rule taken away is missed, and what nobody needs nobody has.
+"""The chart's roles on a real API server: no right is granted twice, and no part has a forbidden right.
 
-That the rights are used, all of them, is shown where the parts run: beside the scenarios on nodes.
+That each right is used is tested with the scenarios on nodes.
 """
 
 import json
@@ -39,22 +39,22 @@ FORBIDDEN = [
     ("rbac.authorization.k8s.io", "roles", "escalate"),
     ("*", "*", "*"),
 ]
-"""What no part has, by all that was said of it."""
+"""Rights that no part may have."""
 
 
 def rendered(namespace: str) -> list[dict[str, Any]]:
-    """What the chart makes of who may do what, for a release of the name of its namespace."""
-    asked = {
+    """Render the chart's RBAC objects for a release in a namespace."""
+    request = {
         "values": {"crds": {"enabled": False}},
         "namespace": namespace,
         "release": f"{namespace}-fulcrum",
     }
     program = [sys.executable, "-m", "tests.helm.renderer_program", str(ROOT / "helm" / "fulcrum")]
-    answer = subprocess.run(
-        program, input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=ROOT
+    rendering = subprocess.run(
+        program, input=json.dumps(request), capture_output=True, text=True, check=True, cwd=ROOT
     )
-    text = json.loads(answer.stdout)["files"]["fulcrum/templates/rbac.yaml"]
-    return [made for made in yaml.safe_load_all(text) if made]
+    text = json.loads(rendering.stdout)["files"]["fulcrum/templates/rbac.yaml"]
+    return [document for document in yaml.safe_load_all(text) if document]
 
 
 class Release:
@@ -65,7 +65,7 @@ class Release:
         self.made = rendered(namespace)
 
     def rules(self, part: str) -> list[dict[str, Any]]:
-        """The rules of a part, as the chart has them."""
+        """The chart's rules for a part."""
         (role,) = (
             made
             for made in self.made
@@ -75,18 +75,18 @@ class Release:
         return found
 
     def set_rules(self, part: str, rules: list[dict[str, Any]]) -> None:
-        """Change what a part may do."""
+        """Replace the rules of a part."""
         path = f"{RBAC}/clusterroles/{self.name}-{part}"
         body = json.dumps({"rules": rules}).encode()
         status, said = self.cluster.request("PATCH", path, body, content_type="application/merge-patch+json")
         assert status == 200, said
 
     def account(self, part: str) -> ServiceAccount:
-        """The ServiceAccount of a part."""
+        """User name of a part's ServiceAccount."""
         return ServiceAccount(self.namespace, f"{self.name}-{part}")
 
     def may(self, part: str, right: Permission, *, name: str = "") -> bool:
-        """Whether the API server would let the part do that, in the test's namespace."""
+        """Whether the part has a right in the test's namespace."""
         group, resource, verb = right
         resource, _, subresource = resource.partition("/")
         asked = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
@@ -95,7 +95,7 @@ class Release:
 
 
 def review(cluster: Cluster, subject: str, asked: dict[str, str]) -> bool:
-    """Whether a user may do something."""
+    """Whether a user has a right, by a SubjectAccessReview."""
     body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
     spec = {"user": subject, "groups": ["system:serviceaccounts"], "resourceAttributes": asked}
     status, answer = cluster.request("POST", REVIEWS, json.dumps({**body, "spec": spec}).encode())
@@ -105,7 +105,7 @@ def review(cluster: Cluster, subject: str, asked: dict[str, str]) -> bool:
 
 @pytest.fixture
 def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
-    """The chart's roles and bindings."""
+    """The release with the chart's roles and bindings."""
     release = Release(control_plane, namespace)
     text = yaml.safe_dump_all(release.made)
     control_plane.kubectl("apply", "-f", "-", stdin=text)
@@ -116,7 +116,7 @@ def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
 
 @pytest.mark.parametrize("part", ["operator", "autoscaler"])
 def test_no_two_rules_grant_the_same_right(release: Release, part: str) -> None:
-    """No right comes from two rules, and none from what every account has."""
+    """No right comes from two rules, or from the rights of every account."""
     rules = release.rules(part)
     for number, rule in enumerate(rules):
         rights = sorted(expand_rules([rule]))
@@ -136,7 +136,7 @@ def test_no_part_has_a_forbidden_right(release: Release, part: str) -> None:
 
 
 def router_role(release: Release) -> str:
-    """The Role that the operator makes for a router, as it makes it."""
+    """The Role that the operator creates for a router."""
     settings = InstallationSettings(
         image="i", operator=release.account("operator"), autoscaler=release.account("autoscaler")
     )
@@ -148,7 +148,7 @@ def router_role(release: Release) -> str:
 
 
 def make_role(release: Release) -> None:
-    """Make a router's Role as the operator; RuntimeError with what the API server says against it."""
+    """Create a router's Role as the operator; raises RuntimeError with the refusal."""
     subject = release.account("operator").subject
     release.cluster.kubectl(
         "create", f"--as={subject}", "--dry-run=server", "-f", "-", stdin=router_role(release)

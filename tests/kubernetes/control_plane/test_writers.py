@@ -1,9 +1,8 @@
-"""Everybody writes one PDAssignment at once, on a real API server: 1,000 random interleavings.
+"""Concurrent writers of one PDAssignment on a real API server, in 1,000 random interleavings.
 
-The writers are the product's own: the autoscaler's answer to "flip wanted", a person's flips and cordons, and
-the operator, which follows scales and roll-outs with cordons, drains and new instances. Each has connections
-of its own, and before each of their calls the others may go first. What was written is then read back from
-the API server's own history, and nothing that the writers believe is taken for granted.
+The writers are Fulcrum's own: the autoscaler with flip requests, a person with flips and cordons, and the
+operator, which follows scaling and roll-outs with cordons, drains and new instances. Each has connections of
+its own, and before each call the others may run. The assertions are about the API server's history.
 """
 
 import asyncio
@@ -33,25 +32,25 @@ from fulcrum_operator.plan.observed import EngineFacts
 from tests.conftest import RecordMeasurement
 from tests.unit.autoscaler.builders import decode, make_router_state, prefill
 from tests.unit.operator.builders import engine
+from tests.waiting import wait_until, yield_control
 from tools.kubernetes.cluster import Cluster
 
 INTERLEAVINGS = 1000
 CONNECTIONS = 8
-"""Of each writer: no program of ours asks more than 100 times a second over one."""
+"""Connections of each writer: a Fulcrum program sends at most 100 requests a second over one connection."""
 FLOORS = {Role.PREFILL: 2, Role.DECODE: 1}
 INSTANCES_MIN, INSTANCES_MAX = 4, 7
 FOLLOWED: tuple[type[Resource], ...] = (PDAssignment, PDInstance)
 
 
 class InterleavedStore:
-    """A store before each of whose calls the others may go first; it keeps count of what was written."""
+    """A store that lets other tasks run before each call, and counts the assignment's writes."""
 
     def __init__(self, stores: Sequence[RestStore], rng: random.Random, wrote: Counter[int]) -> None:
         self._stores, self._rng, self._wrote = stores, rng, wrote
 
     async def _yield_then_pick(self) -> RestStore:
-        for _ in range(self._rng.randrange(4)):
-            await asyncio.sleep(0)
+        await yield_control(self._rng.randrange(4))
         return self._rng.choice(self._stores)
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
@@ -70,10 +69,10 @@ class InterleavedStore:
         return await (await self._yield_then_pick()).apply(obj, manager=manager)
 
     async def patch(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
-        answer = await (await self._yield_then_pick()).patch(kind, name, patch, **where)
-        if isinstance(answer, PDAssignment):
-            self._wrote[answer.metadata.generation] += 1
-        return answer
+        written = await (await self._yield_then_pick()).patch(kind, name, patch, **where)
+        if isinstance(written, PDAssignment):
+            self._wrote[written.metadata.generation] += 1
+        return written
 
     async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **where: Any) -> R:
         return await (await self._yield_then_pick()).patch_status(kind, name, patch, **where)
@@ -83,7 +82,7 @@ class InterleavedStore:
 
 
 class FakeRuntime:
-    """Engines that run as soon as they are told to, and are gone as soon as they are told to end."""
+    """An `EngineRuntime` whose engines start and stop at once."""
 
     def __init__(self) -> None:
         self.running: dict[str, EngineObservation] = {}
@@ -123,7 +122,7 @@ class IdleRouter:
 
 @dataclass
 class FakeDesiredObjects:
-    """What the autoscaler has heard by now: as old as the last look."""
+    """The autoscaler's view of the objects, as of the last `refresh`."""
 
     the_service: PDService | None = None
     the_assignment: PDAssignment | None = None
@@ -158,7 +157,7 @@ def facts(instance: PDInstance) -> EngineFacts:
 
 @dataclass
 class Actors:
-    """All who write, and what came of it."""
+    """All writers, and a count of the outcomes of their calls."""
 
     stores: Mapping[str, InterleavedStore]
     namespace: str
@@ -168,7 +167,7 @@ class Actors:
 
     def __post_init__(self) -> None:
         self.key = ServiceKey(self.namespace, "chat")
-        self.engines, self.router, self.seen = FakeRuntime(), IdleRouter(), FakeDesiredObjects()
+        self.engines, self.router, self.autoscaler_view = FakeRuntime(), IdleRouter(), FakeDesiredObjects()
         self.context = ReconcileContext(
             store=self.stores["operator"],
             runtime=self.engines,
@@ -177,7 +176,7 @@ class Actors:
             router=self.router,
         )
         self.autoscaler = ServiceAutoscaler(
-            objects=self.seen,
+            objects=self.autoscaler_view,
             store=self.stores["autoscaler"],
             router=self.router,
             clock=SystemClock(),
@@ -186,38 +185,38 @@ class Actors:
         )
 
     async def operate(self) -> None:
-        """One pass of the operator; a lost race is an answer, too."""
+        """Reconcile once; a conflict is counted."""
         try:
             self.router.generation = await self._generation()
             await reconcile(self.key, self.context)
-            self.outcomes["operator passed"] += 1
+            self.outcomes["operator reconciled"] += 1
         except Conflict:
             self.outcomes["operator lost a race"] += 1
 
     async def settle(self) -> None:
-        """The operator alone, until nothing is left to do."""
+        """Reconcile until nothing changes."""
         store = self.stores["operator"]
         for _ in range(60):
             before = (await store.list(PDService, namespace=self.namespace)).resource_version
             await self.operate()
             if (await store.list(PDService, namespace=self.namespace)).resource_version == before:
                 return
-        raise AssertionError("the operator's passes go on changing things")
+        raise AssertionError("60 reconciles changed the state")
 
     async def scale(self) -> None:
-        """A person edits the service: another count."""
+        """A person changes the number of instances."""
         await self._edit({"instances": self.rng.randint(INSTANCES_MIN, INSTANCES_MAX)}, "scaled")
 
     async def roll(self) -> None:
-        """A person edits the service: another revision."""
+        """A person changes the engines' arguments, which begins a roll-out."""
         self.rolled += 1
         await self._edit({"engine": {"args": ["--seed", str(self.rolled)]}}, "rolled")
 
     async def flip_by_load(self) -> None:
-        """The autoscaler answers a router; it acts on what it saw a while ago."""
+        """The autoscaler handles a flip request of the router, half of the time on an old view."""
         if self.rng.random() < 0.5:
-            await self.seen.refresh(self.stores["autoscaler"], self.namespace)
-        assignment = self.seen.the_assignment
+            await self.autoscaler_view.refresh(self.stores["autoscaler"], self.namespace)
+        assignment = self.autoscaler_view.the_assignment
         self.router.instances = tuple(
             prefill(name) if entry.role is Role.PREFILL else decode(name, itl_s=0.001)
             for name, entry in (assignment.spec.roles.items() if assignment else ())
@@ -228,14 +227,14 @@ class Actors:
         self.outcomes[f"autoscaler {decision.action}"] += 1
 
     async def flip_by_hand(self) -> None:
-        """A person gives somebody a role."""
+        """A person flips an instance."""
         name, store = await self._pick_instance(), self.stores["person"]
         await self._record_outcome(
             "flip", flip_instance(store, "chat", name, self._role(), namespace=self.namespace, reason="t")
         )
 
     async def cordon_by_hand(self) -> None:
-        """A person drains somebody, or takes that back."""
+        """A person cordons or uncordons an instance."""
         name, store, on = await self._pick_instance(), self.stores["person"], self.rng.random() < 0.4
         await self._record_outcome(
             "cordon",
@@ -271,7 +270,7 @@ class Actors:
 
 
 class History:
-    """Every state of assignment and instances, as the API server tells them while they are written."""
+    """Every version of the assignment and the instances, from watches of the API server."""
 
     def __init__(self, store: RestStore, namespace: str) -> None:
         self._store, self._namespace = store, namespace
@@ -279,12 +278,12 @@ class History:
 
     @property
     def states(self) -> list[tuple[int, Resource]]:
-        """In the order in which they were written."""
+        """Resource version and object, in the order of the writes."""
         return sorted(self._states, key=lambda state: state[0])
 
     async def follow(self, kind: type[Resource], since: str) -> None:
-        """Take in what is written from `since` on, until cancelled."""
-        while True:  # an API server ends a watch when it likes, and first has to learn of new kinds
+        """Collect the versions written after `since`, until cancelled."""
+        while True:  # an API server may end a watch at any time, and serves new kinds only after a while
             with contextlib.suppress(StoreUnavailable):
                 async for event in self._store.watch(kind, namespace=self._namespace, since=since):
                     since = event.resource_version
@@ -292,10 +291,12 @@ class History:
                         self._states.append((int(since), event.object))
 
     async def wait_until_caught_up(self) -> None:
-        """Returns once all that stands now was told."""
-        async with asyncio.timeout(30):
-            while not await self._current_versions() <= {version for version, _ in self._states}:
-                await asyncio.sleep(0.05)
+        """Wait until the watches have reported the current version of every object."""
+
+        async def caught_up() -> bool:
+            return await self._current_versions() <= {version for version, _ in self._states}
+
+        await wait_until(caught_up, "the watches have reported the current objects", timeout_s=30)
 
     async def _current_versions(self) -> set[int]:
         found = [await self._store.list(kind, namespace=self._namespace) for kind in FOLLOWED]
@@ -303,7 +304,7 @@ class History:
 
 
 def broken_floors(states: Iterable[tuple[int, Resource]]) -> Iterator[str]:
-    """Moments at which a role, once it had its floor, had fewer serving instances than that."""
+    """Describe each version at which a role had fewer serving instances than its floor after reaching it."""
     phases: dict[str, Phase] = {}
     assignment: PDAssignment | None = None
     reached: set[Role] = set()
@@ -357,7 +358,7 @@ async def test_concurrent_writers_break_no_floor_and_lose_no_write(
             actors.scale,
             actors.roll,
         ]
-        await actors.seen.refresh(reader, namespace)
+        await actors.autoscaler_view.refresh(reader, namespace)
         for _ in range(INTERLEAVINGS):
             chosen = rng.choices(people, weights=(4, 4, 3, 1, 1), k=rng.randint(1, 3))
             await asyncio.gather(actors.operate(), *(act() for act in chosen))
@@ -367,12 +368,14 @@ async def test_concurrent_writers_break_no_floor_and_lose_no_write(
             assert follower.cancel(), follower
         states = history.states
         last = (await reader.get(PDAssignment, "chat", namespace=namespace)).metadata.generation
-    seen = Counter(s.metadata.generation for _, s in states if isinstance(s, PDAssignment))
+    generations = Counter(s.metadata.generation for _, s in states if isinstance(s, PDAssignment))
     outcomes = ", ".join(f"{what}: {count}" for what, count in sorted(actors.outcomes.items()))
     record_measurement(f"{INTERLEAVINGS} interleavings, {last} generations; {outcomes}")
     assert list(broken_floors(states)) == []
-    assert set(wrote) == set(range(2, last + 1)), "each generation but the first is somebody's write"
-    assert (max(wrote.values()), set(seen)) == (1, set(range(1, last + 1)))
+    assert set(wrote) == set(range(2, last + 1)), (
+        "each generation after the first was written by one of the writers"
+    )
+    assert (max(wrote.values()), set(generations)) == (1, set(range(1, last + 1)))
     assert actors.outcomes[f"autoscaler {Action.FLIP}"]
     assert actors.outcomes["operator lost a race"]
 
