@@ -25,8 +25,9 @@ from fulcrum_operator.manifests.model_reader_pod import ATTEMPT_ANNOTATION, mode
 from fulcrum_operator.plan.model import ModelReadRequest, model_key
 from fulcrum_operator.plan.observed import ModelReadAttempt
 from fulcrum_operator.plan.pools import desired_pools
+from tests.clocks import ManualClock
 from tests.unit.operator.builders import NOW_S, SETTINGS, instance, service
-from tests.unit.operator.fakes import FakeClock, FakePods, Json
+from tests.unit.operator.fakes import FakePods, Json
 
 KEY = ServiceKey("default", "chat")
 WITH_PULL_SECRET = replace(SETTINGS, image_pull_secrets=("pull",))
@@ -193,7 +194,7 @@ class World:
 
     def __init__(self) -> None:
         self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
-        self.clock = FakeClock()
+        self.clock = ManualClock(NOW_S)
         self.cache = ObjectCache(lambda _: None)
         self.service = chat()
         api: Any = self.objects
