@@ -155,9 +155,9 @@ def test_flip_and_drain_commands_with_wait_return_when_they_took_effect_and_fail
         wait_for(lambda: manual_service.serves_role(name, "Decode"), "it to serve again", timeout_s=30)
     assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 3
     expected = [
-        f"{name} → Decode, pinned for 5s: plays it ",
+        f"{name} → Decode, pinned for 5s: serves Decode ",
         "; drained, no request is left on it",
-        "takes new work",
+        "gets new requests again",
     ]
     assert [text in one.stdout for text, one in zip(expected, done, strict=True)] == [True] * 3, done
     assert window.all_succeeded()
