@@ -1,4 +1,4 @@
-"""Who owns which field: server-side apply, kept as simple as the kinds need.
+"""Field ownership of server-side apply for `MemoryStore`, as simple as our kinds need it.
 
 A document is cut into nodes: every key of every object, each item of a list that is keyed (pools by name,
 owner references by uid); other lists are atomic. Each field manager owns a set of node paths. Writers that

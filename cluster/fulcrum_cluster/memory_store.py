@@ -44,9 +44,9 @@ class MemoryStore:
     Args:
         clock: Dates objects. Versions start at its milliseconds, so that a watch which outlived another
             store's end finds its version too old instead of missing changes.
-        history: Changes that a watch can fall behind before it has to list again.
-        bookmark_interval_s: A watch on which nothing happened for so long is told the version it has reached.
-        new_uid: Names objects apart from others that had their name.
+        history: Changes that the log keeps; a watch that falls further behind must list again.
+        bookmark_interval_s: A watch without a change for this long gets a bookmark of its version.
+        new_uid: Makes the uid of a new object.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class MemoryStore:
     def _update(
         self, entry: _Entry, new: R, document: dict[str, Any], managers: field_ownership.Managers
     ) -> R:
-        """Store `new` in the place of `entry`; a write that changes nothing is not seen."""
+        """Store `new` in place of `entry`; a write that changes nothing makes no event."""
         _check_immutable(entry, document)
         if document == entry.document:
             self._entries[_key(new)] = replace(entry, managers=managers)
@@ -242,7 +242,7 @@ class MemoryStore:
         self._log.append(LoggedChange(key[0], key[1], WatchEvent(EventType.DELETED, last, version)))
 
     def _collect_garbage(self) -> None:
-        """Remove what has owners of which none is left, and then what these owned."""
+        """Remove objects whose owners have all been deleted, and then their dependents."""
         while orphans := tuple(self._orphans()):
             for key in orphans:
                 self._remove(key)
@@ -256,7 +256,7 @@ class MemoryStore:
 
 
 def build_applied_document(obj: Resource) -> dict[str, Any]:
-    """What an apply of `obj` says: the fields that were set when it was made, without status."""
+    """The document of an apply of `obj`: the fields that were set when it was made, without status."""
     document = obj.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude_unset=True, exclude={"status"}
     )

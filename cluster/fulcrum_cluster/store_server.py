@@ -5,7 +5,7 @@
     GET PATCH DELETE    /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}
     PATCH               /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}/status
 
-Whoever may open the socket may write: it is readable by its owner alone.
+Every client that can open the socket may write, so only its owner can open it.
 """
 
 import errno
@@ -238,7 +238,7 @@ def _check_content_type(request: web.Request) -> None:
 
 
 def _check_address(request: web.Request, body: Mapping[str, Any]) -> None:
-    """What the body says of its own address has to agree with the path."""
+    """Name and namespace in the body must agree with the path."""
     for key in ("name", "namespace"):
         said, asked = body.get("metadata", {}).get(key), request.match_info.get(key)
         if said is not None and asked is not None and said != asked:
@@ -246,7 +246,7 @@ def _check_address(request: web.Request, body: Mapping[str, Any]) -> None:
 
 
 def _bind_socket(path: Path) -> socket.socket:
-    """A socket that only this user may open, in place of one that a dead process left."""
+    """Bind a socket that only this user may open, replacing the socket of a dead process."""
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise InvalidInput(
             "store socket", path, f"is longer than the {_PATH_BYTES_MAX} bytes of a socket's path"
@@ -279,5 +279,5 @@ def _remove_stale_socket(path: Path) -> None:
             path.unlink()
             return
         except OSError:
-            pass  # too busy to answer is in use, too
+            pass  # a process that is too busy to respond still uses the socket
     raise InvalidInput("store socket", path, "is in use by another process")

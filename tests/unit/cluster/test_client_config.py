@@ -1,4 +1,4 @@
-"""Where `--store` leads, and what a user is told whose address leads nowhere."""
+"""Client configurations from `--store` addresses, and the messages for wrong addresses."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The informer: current while the store is there, standing while it is away, whole again after."""
+"""The informer is current while the store responds, keeps its state during an outage and recovers after."""
 
 import asyncio
 import random

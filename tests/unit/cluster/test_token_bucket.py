@@ -6,7 +6,7 @@ from fulcrum_cluster.token_bucket import TokenBucket
 
 
 class ManualClock:
-    """A clock that stands still unless told, and what was slept."""
+    """A clock that only sleeping moves, and a record of the sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -129,7 +129,7 @@ CASES = [
         {"simulator/fulcrum_simulator/engine/x.py": "from time import monotonic"},
     ),
     ImportCase(
-        "a policy may not read the clock through a module beside it",
+        "a policy may not read the clock through a neighbouring module",
         "pure",
         {
             "router/fulcrum_router/y.py": "import time",
