@@ -192,7 +192,6 @@ SLEEPS_LEFT = {
     "tests/integration/cluster/test_store_contract.py": 1,
     "tests/kubernetes/control_plane/test_api_server.py": 1,
     "tests/kubernetes/control_plane/test_conformance.py": 1,
-    "tests/kubernetes/control_plane/test_writers.py": 2,
     "tests/unit/cluster/test_informer.py": 2,
     "tests/unit/cluster/test_leader_election.py": 1,
     "tests/unit/cluster/test_memory_store.py": 1,
