@@ -1,1 +1,1 @@
-"""`fulcrum play`: a whole service on this machine, under load, with its roles moving before one's eyes."""
+"""`fulcrum play`: a service on this machine under load, with a live view of its roles and a report."""

@@ -1,4 +1,4 @@
-"""One picture of a run: plain values, so that the view can be drawn from recorded or made-up ones."""
+"""The frame: plain values of a run at one time. `frame_builder` makes it, `view` draws it."""
 
 from dataclasses import dataclass, field
 
@@ -9,8 +9,10 @@ from fulcrum_simulator.client import Latencies
 
 @dataclass(frozen=True, slots=True)
 class InstanceRow:
-    """One instance now, and its band: one cell a second, oldest first; `flip_marks` are the cells with a
-    flip."""
+    """One instance now, and its role history: one cell a second, oldest first.
+
+    `flip_marks` are the indices of the cells with a flip.
+    """
 
     name: str
     role: Role | None
@@ -27,7 +29,7 @@ class InstanceRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests so far."""
+    """Requests since the start of the load."""
 
     offered: int = 0
     ok: int = 0
@@ -39,7 +41,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class DecisionLine:
-    """A flip, or a word of the autoscaler, at a second of the run."""
+    """A flip, or a decision of the autoscaler that changed nothing, with its time in the run."""
 
     at_s: float
     text: str
@@ -48,7 +50,10 @@ class DecisionLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """All that the view shows. Times count from the load's start; shares 0 to 1; None: nothing is known."""
+    """All values that the view shows. Times count from the start of the load; shares are 0 to 1.
+
+    None means unknown.
+    """
 
     service: str
     model: str
@@ -76,19 +81,19 @@ class Frame:
     decisions: tuple[DecisionLine, ...] = ()
     notice: str = ""
     unavailable: tuple[str, ...] = ()
-    """Parts of the service that do not answer: what they tell is old."""
+    """Components that do not respond, with the time since; their values are outdated."""
 
     @property
     def prefill_queued_s(self) -> float:
-        """Predicted prefill work that waits or runs, over all instances."""
+        """Predicted seconds of queued and running prefill work, over all instances."""
         return sum(row.prefill_queued_s for row in self.instances)
 
     @property
     def decode_tokens(self) -> int:
-        """KV tokens of all requests in decode."""
+        """KV tokens of all requests in decode, over all instances."""
         return sum(row.decode_tokens for row in self.instances)
 
     @property
     def decode_legs(self) -> int:
-        """Requests in decode."""
+        """Requests in decode, over all instances."""
         return sum(row.decode_legs for row in self.instances)

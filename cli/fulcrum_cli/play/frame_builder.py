@@ -1,4 +1,4 @@
-"""Takes the picture of a run as it is now, for the view. Pure."""
+"""Builds the frame of a run from what was observed, for the view. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,13 @@ from fulcrum_core.values import Role
 from fulcrum_simulator.client import LoadResults, OutcomeKind, summarize_latencies
 
 RECENT_WINDOW_S = 10.0
+"""Seconds over which recent latencies and attainment are computed."""
 _SHOWN_ACTIONS = (Action.REFUSE, Action.ADVISE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunProgress:
-    """What changes from one picture to the next and is not observed from the service."""
+    """State of the run itself: time, load and user interface."""
 
     elapsed_s: float
     clock_s: float
@@ -33,7 +34,7 @@ class RunProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceObservation:
-    """What is known of the service."""
+    """State of the service, as far as it was observed."""
 
     service: PDService
     instances: Mapping[str, PDInstance]
@@ -42,7 +43,7 @@ class ServiceObservation:
     decisions: Sequence[Mapping[str, Any]]
     lateness_p99_ms: float | None
     unavailable: tuple[str, ...] = ()
-    """Parts that do not answer, in words."""
+    """Components that do not respond, with the time since."""
 
 
 def build_frame(
@@ -54,7 +55,7 @@ def build_frame(
     duration_s: float | None,
     seed: int,
 ) -> Frame:
-    """The picture of this moment."""
+    """Build the frame for the current time."""
     spec, recorder = observation.service.spec, observation.recorder
     recent = results.since(progress.clock_s - RECENT_WINDOW_S)
     return Frame(
@@ -141,7 +142,10 @@ def _count_split(roles: Iterable[Role]) -> tuple[int, int]:
 
 
 def _dispatch_roles(observation: ServiceObservation) -> list[Role]:
-    """The roles by which the router dispatches to instances that serve."""
+    """Return the roles by which the router dispatches now, of the instances that `RouterState` calls serving.
+
+    They may lag behind the roles of the assignment.
+    """
     if observation.state is None:
         return []
     return [state.role for state in observation.state.instances if state.serving]
@@ -150,7 +154,7 @@ def _dispatch_roles(observation: ServiceObservation) -> list[Role]:
 def _decision_lines(
     flips: Sequence[Flip], decisions: Sequence[Mapping[str, Any]], started_at_s: float
 ) -> tuple[DecisionLine, ...]:
-    """Flips, and those that the autoscaler refused or only advised, by time; of a repeated word the last."""
+    """Return flips, and the last refused or advised flip to each role, in order of time."""
     flip_lines = [
         DecisionLine(flip.at_s - started_at_s, f"{flip.instance} → {flip.to}  {flip.reason}", flip.to)
         for flip in flips

@@ -1,12 +1,13 @@
-"""The three shapes of load that `fulcrum play` knows, sized for eight instances of the `laptop` profile.
+"""The three shapes of load of `fulcrum play`, sized for eight instances of the `laptop` profile.
 
 One such instance prefills about 3,000 tokens a second, and within 50 ms a token it decodes 15 requests of
-335 tokens (300 tokens a second). Lengths are the recordings', scaled; rates are ours.
+335 tokens (300 tokens a second). Lengths are those of the recordings, scaled; rates are chosen here.
 
 * moving: 12 prompts of 1,200 tokens a second need 5 of 8 instances for prefill, at 4 they queue; then 14
   answers of 107 tokens a second need 5 to 6 of 8 for decode, at 4 they miss the TPOT objective.
-* steady: 4 and 4 are right and stay right: inter-token latency at half of its objective, prompts seldom wait.
-* bursty: clumps that need nearly everything for prefill, and silences.
+* steady: 4 and 4 instances are right all the time: inter-token latency is half of its objective, and
+  prompts rarely wait.
+* bursty: bursts that need nearly all instances for prefill, and pauses.
 """
 
 from collections.abc import Callable
@@ -26,12 +27,12 @@ from fulcrum_simulator.workload import (
 )
 
 UNLIMITED_DURATION_S = 24 * 3600.0
-"""How long a load lasts if nobody says."""
+"""Duration of a load without --for, in seconds."""
 
 PHASE_DURATION_S = 15.0
 
 CHAT_PROMPT_TOKENS_MAX = 2048
-"""Of a chat's prompt, and four times that of its answer: a short run cannot wait for the longest recorded."""
+"""Longest prompt of a chat; answers have at most a quarter. The longest recorded ones outlast a short run."""
 
 
 def _moving(duration_s: float, seed: int) -> GeneratedWorkload:
@@ -64,5 +65,5 @@ LOAD_SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedWorkload]] = 
 
 
 def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedWorkload:
-    """The load of that shape."""
+    """Return the load of a shape; without a duration it lasts `UNLIMITED_DURATION_S`."""
     return LOAD_SHAPES[shape](UNLIMITED_DURATION_S if duration_s is None else duration_s, seed)

@@ -1,7 +1,7 @@
-"""Follows a running service from outside: its assignment, its router, its autoscaler, its engines.
+"""Follows a running service through its public interfaces, for the live view and the report.
 
-Everything comes the way any other program would get it: watches of the store, the router's state port,
-the autoscaler's `/decisions`, the engines' `/metrics`.
+These are watches of the store, the router's state port, the autoscaler's `/decisions` and the engines'
+`/metrics`.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ OnFlip = Callable[[Flip], None]
 
 
 class Observer:
-    """What is known of one service now, and its history. `run` keeps it current until cancelled."""
+    """State and history of one service. `run` keeps them current until cancelled."""
 
     def __init__(
         self,
@@ -64,18 +64,22 @@ class Observer:
 
     @property
     def unavailable(self) -> tuple[str, ...]:
-        """The parts that do not answer, and for how long; a moment without an answer is none."""
+        """Components that have not responded for `UNAVAILABLE_AFTER_S` or longer, with the time since."""
         now_s = time.monotonic()
-        unavailable = sorted((part, now_s - since_s) for part, since_s in self._unavailable_since_s.items())
+        unavailable = sorted(
+            (component, now_s - since_s) for component, since_s in self._unavailable_since_s.items()
+        )
         return tuple(
-            f"{part} for {for_s:.0f} s" for part, for_s in unavailable if for_s >= UNAVAILABLE_AFTER_S
+            f"{component} for {for_s:.0f} s"
+            for component, for_s in unavailable
+            if for_s >= UNAVAILABLE_AFTER_S
         )
 
-    def _record_response(self, part: str, *, responded: bool) -> None:
+    def _record_response(self, component: str, *, responded: bool) -> None:
         if responded:
-            self._unavailable_since_s.pop(part, None)
+            self._unavailable_since_s.pop(component, None)
         else:
-            self._unavailable_since_s.setdefault(part, time.monotonic())
+            self._unavailable_since_s.setdefault(component, time.monotonic())
 
     async def run(self) -> None:
         """Follow everything until cancelled."""
@@ -89,15 +93,15 @@ class Observer:
                 tasks.create_task(_call_every(1.0, self._read_decisions))
 
     async def wait_acknowledged(self, generation: int, *, timeout_s: float) -> None:
-        """Returns when the router has applied the generation, at the latest after the time."""
+        """Wait until the router has applied the generation, or until `timeout_s` has passed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self.state_changed:
                 await self.state_changed.wait_for(lambda: self._generation() >= generation)
 
     async def scrape(self) -> None:
-        """Reads the lateness of every engine that answers."""
-        serving = [(name, i.status.endpoint) for name, i in self.instances.items() if i.status.endpoint]
-        await asyncio.gather(*(self._scrape(name, endpoint) for name, endpoint in serving))
+        """Read the lateness histogram of every engine that responds."""
+        engines = [(name, i.status.endpoint) for name, i in self.instances.items() if i.status.endpoint]
+        await asyncio.gather(*(self._scrape(name, endpoint) for name, endpoint in engines))
 
     def _generation(self) -> int:
         return self.state.generation if self.state else 0
@@ -109,7 +113,7 @@ class Observer:
             self.on_flip(flip)
 
     async def _follow_router(self) -> None:
-        """Long-polls for the next generation, so that an acknowledgement is known at once."""
+        """Long-poll for the next generation, so that an acknowledgement is seen without delay."""
         while True:
             try:
                 state = await self._router.get_state(
@@ -136,7 +140,7 @@ class Observer:
         assert self._autoscaler_url is not None
         try:
             self.decisions = await fetch_decisions(self._http, self._autoscaler_url, limit=_DECISIONS_KEPT)
-        except AutoscalerUnavailable:  # the last ones stand
+        except AutoscalerUnavailable:  # keep the last decisions
             self._record_response("autoscaler", responded=False)
         else:
             self._record_response("autoscaler", responded=True)

@@ -1,4 +1,4 @@
-"""What a run is asked for, checked before anything starts."""
+"""Parses and checks the options of `fulcrum play` before anything starts."""
 
 import os
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ DEFAULT_SHAPE = "moving"
 
 
 class PlayArguments(TypedDict):
-    """The options as typed."""
+    """The options, as typed."""
 
     load: str | None
     trace: Path | None
@@ -45,7 +45,10 @@ class PlayArguments(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayOptions:
-    """A run. `recording` takes the place of the shape `load`; None of `duration_s`: until somebody quits."""
+    """Options of a run, checked. A `recording` replaces the shape `load`.
+
+    Without `duration_s` a generated load lasts until the user quits.
+    """
 
     objects: tuple[Resource, ...]
     service: PDService
@@ -63,10 +66,10 @@ class PlayOptions:
 
 
 def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
-    """The run that was asked for, its manifest and its recording read.
+    """Check the options, and read the manifest and the recording.
 
     Raises:
-        InvalidInput: for the first rule that is broken.
+        InvalidInput: for the first option that breaks a rule.
     """
     _check_numbers(arguments)
     objects = read_manifest(arguments["file"] or find_built_in("replay" if arguments["trace"] else "play"))
@@ -93,7 +96,7 @@ def _check_numbers(arguments: PlayArguments) -> None:
     if load is not None and load not in LOAD_SHAPES:
         raise InvalidInput("--load", load, f"is not one of {', '.join(LOAD_SHAPES)}")
     if load is not None and arguments["trace"] is not None:
-        raise InvalidInput("--load", load, "is for generated loads: a recording (--trace) has its own shape")
+        raise InvalidInput("--load", load, "cannot be combined with --trace: a recording has its own shape")
     for option, value in (("--speed", arguments["speed"]), ("--scale", arguments["scale"])):
         if not 0 < value < float("inf"):
             raise InvalidInput(option, value, "must be a number above 0")
@@ -102,20 +105,20 @@ def _check_numbers(arguments: PlayArguments) -> None:
             raise InvalidInput(option, count, "must not be negative")
     check_port(arguments["port"])
     if arguments["trace"] is None and (arguments["speed"], arguments["scale"]) != (1.0, 1.0):
-        raise InvalidInput("--speed, --scale", "no --trace", "change a recording: give one with --trace")
+        raise InvalidInput("--speed, --scale", "no --trace", "need a recording: pass one with --trace")
     for option, file in (("--json", arguments["json"]), ("--snapshot", arguments["snapshot"])):
         if file is not None:
             _check_writable(option, file)
 
 
 def _check_writable(option: str, file: Path) -> None:
-    """Before the run, as its figures would be lost after it."""
+    """Check now that the file can be written: after the run its figures would be lost."""
     if file.is_dir():
         raise InvalidInput(option, file, "must be a file, not a folder")
     if not file.absolute().parent.is_dir():
-        raise InvalidInput(option, file, "must lie in a folder that exists")
+        raise InvalidInput(option, file, "must be in a folder that exists")
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise InvalidInput(option, file, "must be a file that may be written")
+        raise InvalidInput(option, file, "must be writable")
 
 
 def _with_mode(service: PDService, mode: str | None) -> PDService:

@@ -1,6 +1,6 @@
-"""What happened during a run: who had which role in which second, and every flip with its acknowledgement.
+"""Records the history of a run: roles by second, and every flip with its acknowledgement. Pure.
 
-Pure: the session feeds it what it observes, the view and the JSON report read it.
+The observer feeds it; the view and the report read it.
 """
 
 from bisect import bisect_left
@@ -15,7 +15,7 @@ from fulcrum_simulator.client import percentile
 
 
 class HistoryCell(StrEnum):
-    """One second of one instance, as a letter."""
+    """State of one instance in one second, as a letter."""
 
     PREFILL = "P"
     DECODE = "D"
@@ -25,7 +25,10 @@ class HistoryCell(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """One change of role. `at_s` is the decision's unix time; `ack_ms` runs from it to the router's word."""
+    """One change of role. `at_s` is the unix time of the decision.
+
+    `ack_ms` is the time from the decision to the router's acknowledgement, None before it.
+    """
 
     instance: str
     from_role: Role
@@ -38,7 +41,7 @@ class Flip:
 
 
 class Recorder:
-    """The history of one run. Times are unix seconds; bands hold one cell a second, oldest first."""
+    """History of one run. Times are unix seconds; a role history has one cell a second, oldest first."""
 
     def __init__(self) -> None:
         self.flips: list[Flip] = []
@@ -50,7 +53,7 @@ class Recorder:
         self._acknowledgements: list[tuple[int, float]] = []
 
     def record_assignment(self, assignment: PDAssignment) -> Sequence[Flip]:
-        """Takes in a state of the PDAssignment; returns the flips that it brought."""
+        """Record a new state of the PDAssignment; return the flips that it contains."""
         flips = [
             self._flip(name, before, entry, assignment.metadata.generation)
             for name, entry in sorted(assignment.spec.roles.items())
@@ -63,17 +66,17 @@ class Recorder:
         return flips
 
     def flips_to(self, role: Role) -> int:
-        """Flips so far into the role."""
+        """Count the flips so far to the role."""
         return sum(flip.to is role for flip in self.flips)
 
     def ack_p99_ms(self) -> float | None:
-        """Decision to the router's acknowledgement, p99 over all flips that have one."""
+        """p99 of the time from decision to acknowledgement, in ms; None before the first acknowledgement."""
         return percentile([flip.ack_ms for flip in self.flips if flip.ack_ms is not None], 99)
 
     def record_acknowledgement(self, generation: int, at_s: float) -> None:
-        """The router said that it applied `generation` at `at_s`; so were all before that had no word yet.
+        """Record that the router applied `generation` at `at_s`, and with it all earlier generations.
 
-        An older generation may have been applied a little earlier, so its time is an upper bound.
+        An earlier generation may have been applied before that, so its time is an upper bound.
         """
         if self._acknowledgements and generation <= self._acknowledgements[-1][0]:
             return
@@ -85,7 +88,7 @@ class Recorder:
             self.flips[index] = replace(flip, ack_ms=self._ack_ms(flip.generation, flip.at_s))
 
     def _flip(self, name: str, from_role: Role, entry: RoleAssignment, generation: int) -> Flip:
-        """The router's word may be here before the store's: the two come on different ways."""
+        """Make a flip. Its acknowledgement may be known already: router and store are read independently."""
         ack_ms = self._ack_ms(generation, entry.since)
         return Flip(name, from_role, entry.role, entry.since, entry.by, entry.reason, generation, ack_ms)
 
@@ -96,7 +99,7 @@ class Recorder:
         return round((self._acknowledgements[first][1] - at_s) * 1000, 3)
 
     def record_second(self, instances: Mapping[str, PDInstanceStatus]) -> None:
-        """Closes one second: one more cell in every instance's band."""
+        """Add the cell of one second to every instance's role history."""
         for name, status in instances.items():
             role_history = self.role_histories.setdefault(name, [HistoryCell.STARTING] * self._seconds)
             role_history.append(self._cell(name, status))
@@ -106,7 +109,7 @@ class Recorder:
                 role_history.append(HistoryCell.DEAD)
 
     def _cell(self, name: str, status: PDInstanceStatus) -> HistoryCell:
-        """An engine that was started again within the second was dead in it, too."""
+        """Return the cell of an instance; an engine that restarted in this second counts as dead in it."""
         phase, restarts = status.phase, self._restarts.get(name, 0)
         self._restarts[name] = status.restarts
         if phase is Phase.FAILED or status.restarts > restarts:

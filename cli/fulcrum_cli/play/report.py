@@ -1,4 +1,4 @@
-"""The figures of a run: as JSON for programs, in a few lines for people. Pure."""
+"""The figures of a run, as JSON for programs and as a summary for people. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +13,10 @@ from fulcrum_simulator.client import LoadReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """All that a run leaves. In the JSON, times count from `started_at_s`, the load's start in unix time."""
+    """Figures of a finished run. `started_at_s` is the start of the load in unix time.
+
+    In the JSON, times count from there.
+    """
 
     load: str
     mode: str
@@ -26,15 +29,15 @@ class RunFigures:
     lateness_p99_ms: float | None
     notes: tuple[str, ...] = ()
     flips_failure: str = ""
-    """Why the flips asked for ended before their number; "" if they did not."""
+    """Why --flips stopped early; "" if it did not."""
 
     @property
     def too_slow(self) -> bool:
-        """Whether the machine, and not the model, made the latencies."""
+        """Whether the machine was too slow for the latencies to be those of the engine model."""
         return self.lateness_p99_ms is not None and self.lateness_p99_ms > TOO_SLOW_MS
 
     def as_json(self) -> dict[str, Any]:
-        """The report for programs."""
+        """Return the report for programs."""
         requests = self.requests
         return {
             "load": self.load,
@@ -79,7 +82,7 @@ class RunFigures:
         }
 
     def as_text(self) -> str:
-        """The summary for people."""
+        """Return the summary for people."""
         requests, latencies = self.requests, self.requests.latencies
         to_prefill, to_decode = (self.recorder.flips_to(role) for role in (Role.PREFILL, Role.DECODE))
         lines = [
@@ -98,8 +101,8 @@ class RunFigures:
         return "\n".join(lines)
 
     def _format_in_flight(self) -> str:
-        """What somebody did not wait for."""
-        return f" + {self.requests.in_flight} not waited for" if self.requests.in_flight else ""
+        """Describe the requests that were still in flight when the user quit."""
+        return f" + {self.requests.in_flight} unfinished" if self.requests.in_flight else ""
 
     def _format_acknowledgement(self) -> str:
         p99_ms = self.recorder.ack_p99_ms()
@@ -108,13 +111,15 @@ class RunFigures:
     def _all_notes(self) -> list[str]:
         notes = [f"{count} × {reason}" for reason, count in self.requests.reasons.items()]
         if self.requests.connection_waits:
-            held = format_count(self.requests.connection_waits, "request")
-            notes.append(f"{held} waited for a connection: the limit was reached")
+            waiting = format_count(self.requests.connection_waits, "request")
+            notes.append(f"{waiting} waited for a connection of the load generator: its limit was reached")
         notes.extend(self.notes)
         if self.lateness_p99_ms is not None:
-            notes.append(f"engine steps were noticed {self.lateness_p99_ms:.1f} ms late (p99)")
+            notes.append(f"engine steps were {self.lateness_p99_ms:.1f} ms late (p99)")
         if self.too_slow:
-            notes.append("MACHINE TOO SLOW: latencies are this machine's and not the model's")
+            notes.append(
+                "MACHINE TOO SLOW: the latencies are caused by this machine, not by the engine model"
+            )
         return notes
 
 

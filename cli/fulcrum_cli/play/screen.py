@@ -1,6 +1,6 @@
-"""The terminal: draws frames on the alternate screen and turns key strokes into words.
+"""Draws frames on the terminal's alternate screen, and reads keys.
 
-Drawing happens at most `FRAMES_PER_S` times a second, since it shares two processors with eight engines.
+It draws only `FRAMES_PER_S` times a second, since it may share two processors with eight engines.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ FRAMES_PER_S = 4
 
 
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""Fonts that a reader's browser would have to fetch from somewhere; any fixed-width one will do."""
+"""Web fonts in rich's SVG, which a browser would download; any fixed-width font will do."""
 
 
 class Key(StrEnum):
-    """What a key stroke means."""
+    """Command of a key."""
 
     MOVING = "moving"
     STEADY = "steady"
@@ -48,7 +48,7 @@ _KEY_STROKES = {
 
 
 def read_keys(typed: str) -> Iterator[Key]:
-    """The known keys in what was typed, in order; the rest is passed over."""
+    """Yield the known keys in the typed text, in order; ignore the rest."""
     while typed:
         known = next((stroke for stroke in _KEY_STROKES if typed.startswith(stroke)), None)
         if known is not None:
@@ -58,7 +58,7 @@ def read_keys(typed: str) -> Iterator[Key]:
 
 @contextmanager
 def read_keyboard(on_key: Callable[[Key], None]) -> Iterator[None]:
-    """Calls `on_key` for every key while the context lasts; the terminal is as before afterwards."""
+    """Call `on_key` for every key inside the context; restore the terminal's settings afterwards."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ def read_keyboard(on_key: Callable[[Key], None]) -> Iterator[None]:
 
 
 async def draw_frames(frame: Callable[[], Frame]) -> None:
-    """Draws `frame()` over and over until cancelled."""
+    """Draw `frame()` repeatedly until cancelled."""
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -87,7 +87,7 @@ async def draw_frames(frame: Callable[[], Frame]) -> None:
 
 
 def save_svg(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
-    """Writes the frame as an SVG picture of a terminal."""
+    """Write the frame as an SVG picture of a terminal."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
         console.print(draw(frame, width=width, height=height))
@@ -96,5 +96,5 @@ def save_svg(frame: Frame, path: Path, *, width: int = 120, height: int = 32) ->
 
 
 def is_interactive() -> bool:
-    """Whether there is somebody to watch: both ends are a terminal, and one that can be drawn on."""
+    """Whether input and output are a terminal that can be drawn on."""
     return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal

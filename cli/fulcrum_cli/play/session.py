@@ -1,4 +1,4 @@
-"""One run: the load, the trouble asked for and the person at the keys, around a running service."""
+"""Runs one session on a running service: sends the load, forces flips, kills engines, handles keys."""
 
 import asyncio
 import itertools
@@ -24,14 +24,17 @@ from fulcrum_simulator.client import LoadGenerator
 from fulcrum_simulator.workload import GeneratedWorkload, LengthLimit, WorkloadPhase
 
 DRAIN_S = 120.0
-"""Longest wait for the answers to what was sent."""
+"""Longest wait for unfinished requests at the end of the load, in seconds."""
 
 _NOTICE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceHandle:
-    """What a session needs of the service. `kill` raises `KeyError` for an instance without an engine."""
+    """Access to the service that a session needs.
+
+    `kill` raises `KeyError` for an instance without an engine. `max_tokens` is the engine's KV capacity.
+    """
 
     store: Store
     endpoint: str
@@ -40,7 +43,7 @@ class ServiceHandle:
 
 
 class Session:
-    """A run from its first request to its figures. `frame` may be asked for at any time in between."""
+    """One run, from the first request to the figures. `frame` may be called at any time."""
 
     def __init__(
         self, options: PlayOptions, service_handle: ServiceHandle, observer: Observer, load: LoadGenerator
@@ -66,15 +69,15 @@ class Session:
         self._started_at_s, self._started_s = time.time(), 0.0
         self.started = self._draining = False
         self.last_frame: Frame | None = None
-        """The picture at the end of the load."""
+        """Frame at the end of the load."""
 
     def quit(self) -> None:
-        """Ends the run without waiting for answers."""
+        """End the run without waiting for unfinished requests."""
         self._load_ended.set()
         self._quit_requested.set()
 
     async def run(self) -> RunFigures:
-        """Sends the load for as long as asked for, waits for the answers, and gives the figures."""
+        """Send the load for its duration, wait for unfinished requests, and return the figures."""
         self._started_at_s, self._started_s, self.started = time.time(), self._clock_s(), True
         self._start_load(self._options.load)
         if self._options.kill_every_s:
@@ -94,7 +97,7 @@ class Session:
         return self._figures(duration_s)
 
     def handle_key(self, key: Key) -> None:
-        """Does what a key asks for."""
+        """Execute the command of a key."""
         names = list(self._observer.instances)
         if key in (Key.MOVING, Key.STEADY, Key.BURSTY):
             self._change_load(key.value)
@@ -104,7 +107,7 @@ class Session:
             self._handle_instance_key(key, names)
 
     def frame(self) -> Frame:
-        """The picture of now."""
+        """Build the frame for the current time."""
         options, observer = self._options, self._observer
         observation = ServiceObservation(
             service=options.service,
@@ -137,16 +140,16 @@ class Session:
         )
 
     def _phase(self, at_s: float) -> WorkloadPhase | None:
-        """The load's phase, at its end the last one."""
+        """Return the load's phase at a time; after the end of the load, the last one."""
         if self._generated is None or not self._generated.phases:
             return None
         return self._generated.phase_at(at_s) or self._generated.phases[-1]
 
     def _phase_name(self, phase: WorkloadPhase | None) -> str:
         if not self.started:
-            return "waits for the engines to start"
+            return "waiting for the engines to start"
         if self._draining:
-            return "is over, waits for the last answers"
+            return "ended, waiting for unfinished requests"
         return phase.name if phase else ""
 
     def _figures(self, duration_s: float) -> RunFigures:
@@ -169,7 +172,7 @@ class Session:
             flips_failure=self._flips_failure,
         )
 
-    # the load
+    # load
 
     def _start_load(self, shape: str) -> None:
         self._shape, self._shape_started_s = shape, self._clock_s()
@@ -184,7 +187,7 @@ class Session:
 
     def _change_load(self, shape: str) -> None:
         if self._options.recording is not None:
-            self._show_notice("a recording is played: its shape cannot be changed")
+            self._show_notice("the load is a recording: its shape cannot be changed")
             return
         if self._sending_task:
             self._sending_task.cancel()
@@ -192,7 +195,7 @@ class Session:
         self._show_notice(f"load changed to {shape}")
 
     async def _drain(self) -> None:
-        """Waits for the answers, unless somebody has no time for that."""
+        """Wait for unfinished requests, until the user quits."""
         finish_task = asyncio.create_task(self._load.finish(timeout_s=DRAIN_S))
         quit_task = asyncio.create_task(self._quit_requested.wait())
         await asyncio.wait({finish_task, quit_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +204,7 @@ class Session:
     # flips and kills
 
     def _handle_instance_key(self, key: Key, names: list[str]) -> None:
-        """Keys that concern the selected instance."""
+        """Execute a key that selects an instance or changes the selected one."""
         self._selected %= len(names)
         match key:
             case Key.UP:
@@ -220,7 +223,7 @@ class Session:
             self._flips_failure = str(error)
             self._show_notice(self._flips_failure)
         else:
-            self._show_notice(f"{format_count(self._options.flips, 'flip')} made, as asked")
+            self._show_notice(f"{format_count(self._options.flips, 'flip')} made")
         if self._options.duration_s is None:
             self._load_ended.set()
 
@@ -244,11 +247,11 @@ class Session:
         try:
             self._service_handle.kill(instance)
         except KeyError:
-            self._show_notice(f"{instance} has no engine now")
+            self._show_notice(f"{instance} has no running engine")
         else:
             self._show_notice(f"{instance} killed")
 
-    # small things
+    # helpers
 
     def _show_notice(self, notice: str) -> None:
         self._notice, self._notice_until_s = notice, self._clock_s() + _NOTICE_S
@@ -266,7 +269,7 @@ class Session:
 
     @staticmethod
     def _clock_s() -> float:
-        """The load generator's clock."""
+        """Return the time of the event loop, which is the load generator's clock."""
         return asyncio.get_running_loop().time()
 
     @property

@@ -1,4 +1,4 @@
-"""Trouble on purpose: flips as fast as they are acknowledged, engines killed on a timer."""
+"""Forces flips as fast as they are acknowledged, and kills engines at an interval (--flips, --kill-every)."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from fulcrum_core.values import Role
 
 ACKNOWLEDGE_TIMEOUT_S = 5.0
 NO_FLIP_TIMEOUT_S = 5.0
-"""While all instances serve, nothing but a flip changes which of them may flip."""
+"""Seconds without a possible flip, while all instances serve, after which none will become possible."""
 
 _RETRY_INTERVAL_S = 0.05
 
 
 class NoFlipPossible(FulcrumError):
-    """No instance may flip, and waiting does not change that."""
+    """No instance may flip, and waiting will not change that."""
 
 
 @dataclass(slots=True)
 class ForcedFlips:
-    """Flips one instance after the other, in turn away from prefill and away from decode."""
+    """Flips one instance after the other, alternating between flips to decode and to prefill."""
 
     store: Store
     observer: Observer
@@ -33,13 +33,13 @@ class ForcedFlips:
     namespace: str
     flips_made: int = 0
     refusal: str = "no instance serves"
-    """Why the last flip could not be made."""
+    """Why the last flip was refused."""
 
     async def run(self, count: int) -> None:
-        """Makes `count` flips, each as soon as the router has acknowledged the one before.
+        """Make `count` flips, each as soon as the router has acknowledged the previous one.
 
         Raises:
-            NoFlipPossible: if all instances serve and none may flip, `NO_FLIP_TIMEOUT_S` long.
+            NoFlipPossible: if all instances serve and none may flip for `NO_FLIP_TIMEOUT_S`.
         """
         clock_s = asyncio.get_running_loop().time
         last_flip_s = clock_s()
@@ -58,7 +58,7 @@ class ForcedFlips:
         return all(i.is_serving for i in self.observer.instances.values())
 
     async def _flip_one(self, from_role: Role) -> bool:
-        """False if no instance may leave that role now, or others write all the time."""
+        """Flip one instance of the role; return False if none may flip or every write conflicted."""
         candidates = self._candidates(await self._assignment(), from_role)
         if not candidates:
             return False
@@ -89,7 +89,7 @@ class ForcedFlips:
 
 
 async def kill_engines_in_turn(observer: Observer, kill: Callable[[str], None], *, every_s: float) -> None:
-    """Kills a serving engine every so often, each in its turn."""
+    """Kill a serving engine every `every_s` seconds, each instance in turn."""
     killed = 0
     while True:
         await asyncio.sleep(every_s)

@@ -1,7 +1,7 @@
-"""Draws a frame: coloured lines for a terminal of any size; from 80 × 24 up nothing is cut.
+"""Draws a frame as coloured lines for a terminal of any size; from 80 × 24 up nothing is cut off.
 
-Prefill is orange and decode is blue, a pair that colour-blind people tell apart; a band's full and
-half-high cells say the same without colour.
+Prefill is orange and decode is blue, which colour-blind people can distinguish. Role histories also differ
+in the height of their cells.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +27,16 @@ _CELL_STYLES = {
 }
 _GAUGES_WIDTH = 42
 _MISSED_PROBES_MIN = 2
-"""Probes missed in a row from which an engine counts as silent: one may be lost to a busy machine."""
+"""Probes missed in a row from which an engine counts as not responding; a busy machine may miss one."""
 _HISTORY_WIDTH_MIN = 16
 _NAME_MAX = 18
 
 
 def draw(frame: Frame, *, width: int, height: int) -> Group:
-    """The frame as lines, none wider than `width`; decisions fill what `height` leaves, the keys stay."""
+    """Return the frame as `height` lines of at most `width`.
+
+    Decisions fill the free lines; the last line always shows the keys.
+    """
     lines = [_title_line(frame, width), *_load_lines(frame, width)]
     for part in (_instance_lines(frame, width), _objective_lines(frame, width), _split_lines(frame, width)):
         lines += [*_blank_lines(height >= 30), *part]
@@ -54,7 +57,7 @@ def _blank_lines(needed: bool) -> list[Text]:
 
 
 def role_style(role: Role | None) -> str:
-    """The colour of a role."""
+    """Return the colour of a role."""
     return {Role.PREFILL: PREFILL, Role.DECODE: DECODE}.get(role, DIM) if role else DIM
 
 
@@ -79,7 +82,7 @@ def _format_clock(seconds: float | None) -> str:
 
 
 def _join_parts(parts: Iterable[Text], width: int) -> list[Text]:
-    """The parts on as few lines as they fit on, in order."""
+    """Join the parts, in order, to as few lines as possible."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + part.cell_len + 2 <= width:
@@ -162,7 +165,7 @@ def _gauges(row: InstanceRow, ttft_s: float) -> Text:
         restarts = f", restart {row.restarts}" if row.restarts else ""
         return Text(f"  {row.phase.lower()}{restarts}", BAD if row.phase is Phase.FAILED else DIM)
     if row.missed_probes >= _MISSED_PROBES_MIN:
-        return Text(f"  does not answer, {row.missed_probes} probes missed", BAD)
+        return Text(f"  not responding, {row.missed_probes} probes missed", BAD)
     queued = row.prefill_queued_s
     return Text.assemble(
         "  ",
@@ -184,7 +187,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def _draw_bar(share: float, width: int, style: str) -> Text:
-    """A bar of `width` cells, filled to `share` of 1 in eighths of a cell; red where it is over 1."""
+    """Draw a bar of `width` cells, filled to `share` in steps of an eighth of a cell; red above 1."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -246,9 +249,9 @@ def _share_parts(name: str, share: float | None) -> Iterable[tuple[str, str]]:
 def _split_lines(frame: Frame, width: int) -> list[Text]:
     parts = [
         Text.assemble(
-            ("P:D wanted ", DIM),
+            ("P:D desired ", DIM),
             *_split_parts(frame.desired_split),
-            (" had ", DIM),
+            (" actual ", DIM),
             *_split_parts(frame.actual_split),
         ),
         Text.assemble(
@@ -266,9 +269,11 @@ def _split_lines(frame: Frame, width: int) -> list[Text]:
         parts.append(Text.assemble(("engines late ", DIM), (f"{late_ms:.1f} ms", style), (" (p99)", DIM)))
     lines = _join_parts(parts, width)
     if late_ms is not None and late_ms > TOO_SLOW_MS:
-        lines.append(Text(" MACHINE TOO SLOW: engine steps come late, latencies are not the model's", BAD))
+        lines.append(
+            Text(" MACHINE TOO SLOW: engine steps are late, latencies are not those of the model", BAD)
+        )
     if frame.unavailable:
-        lines.append(Text(f" AWAY: {'; '.join(frame.unavailable)}", BAD))
+        lines.append(Text(f" NOT RESPONDING: {'; '.join(frame.unavailable)}", BAD))
     if frame.notice:
         lines.append(Text(f" {frame.notice}", TITLE))
     return lines
@@ -281,7 +286,7 @@ def _split_parts(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
 
 
 def _decision_section(decisions: Sequence[DecisionLine], lines_max: int, width: int) -> list[Text]:
-    """The last ones, newest first, each over as many lines as it needs, while there is room."""
+    """Return the last decisions, newest first, wrapped to the width, in at most `lines_max` lines."""
     if lines_max < 2:
         return []
     lines = [Text(" last decisions" if decisions else " no decision yet", DIM)]

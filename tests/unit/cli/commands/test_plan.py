@@ -1,4 +1,4 @@
-"""`fulcrum plan` says what would be started, and why, from files alone."""
+"""`fulcrum plan` shows what a manifest would start, and why, from files only."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ GPU = "hardware: {resource: nvidia.com/gpu, count: %d, type: H100-SXM, fabric: I
 
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """Plans a service with this spec; the exit code, and what was printed."""
+    """Return a function that plans a service with a spec, and returns exit code and output."""
 
     def run(spec: str, *arguments: str) -> tuple[int, str]:
         file = tmp_path / "chat.yaml"
@@ -53,7 +53,7 @@ def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None
         "  fits: True, Fits: 32.9 GiB of weights and 33.3 GiB of KV cache a device, 435,865 tokens: "
         "13.3 requests of 32,768 tokens",
         "  transfer buffer: 10.0 GiB in bfloat16, 5.0 GiB in fp8, 3.0 GiB in fp4, in pieces of 256 MiB, "
-        "where a connector has one",
+        "if the connector needs one",
         "  weights bfloat16             as the checkpoint has them: 131.4 GiB",
         "  kvCache bfloat16             what the model computes in: 327,680 bytes a token",
         "  maxSequences 256             there is KV for 425 requests of 1,024 tokens",
@@ -67,10 +67,10 @@ def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None
 
 def test_plan_without_model_config_prints_what_does_not_depend_on_it(plan: Plan) -> None:
     code, output = plan(service(pool("flex", "Flexible", 4)))
-    missing = "  config.json not found: --model-config names it; what follows from the model is left out"
+    missing = "  config.json not found: pass --model-config; what depends on the model is left out"
     assert code == 0
     assert output.splitlines()[1] == missing
-    unknown = "  fits: Unknown, ModelUnknown: the model's config.json was not read; --model-config names it"
+    unknown = "  fits: Unknown, ModelUnknown: the model's config.json was not read; pass --model-config"
     assert unknown in output.splitlines()
     assert "; how long the longest prompt takes is not known\n" in output
     assert "--tensor-parallel-size 4" in output
@@ -87,7 +87,7 @@ def test_plan_without_model_config_prints_what_does_not_depend_on_it(plan: Plan)
         pytest.param(
             service(pool("p", "Prefill", 16), pool("d", "Decode", 4)),
             "  pool chat-p → pool chat-d: no, prefill has 16 tensor-parallel ranks, decode has 4: of 8 KV",
-            id="nobody to hand KV to",
+            id="no compatible pair of pools",
         ),
         pytest.param(
             service("- {name: f, instances: {min: 2}, settings: {sleepMode: true}, " + GPU % 4 + "}"),
@@ -124,7 +124,7 @@ def test_an_engine_whose_role_is_fixed_at_start_is_planned_once_for_each_role(pl
     ]
 
 
-def test_plan_json_holds_what_the_text_holds(plan: Plan) -> None:
+def test_plan_json_contains_the_figures_of_the_text(plan: Plan) -> None:
     _, output = plan(service(pool("flex", "Flexible", 4)), *LLAMA, "-o", "json")
     document: dict[str, Any] = json.loads(output)["services"][0]
     found = document["pools"][0]
@@ -166,7 +166,7 @@ def test_plan_refuses_an_unknown_profile_as_up_does(plan: Plan) -> None:
             id="no JSON",
         ),
         pytest.param(
-            ("-o", "xml"), "error: --output (xml) is not one of json, yaml\n", id="a form nobody knows"
+            ("-o", "xml"), "error: --output (xml) is not one of json, yaml\n", id="an unknown output format"
         ),
     ],
 )

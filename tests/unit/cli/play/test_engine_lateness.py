@@ -1,4 +1,4 @@
-"""The engines' lateness: histograms merged over engines and over their lives."""
+"""Lateness histograms are merged over engines and their restarts."""
 
 import math
 

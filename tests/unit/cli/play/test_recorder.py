@@ -1,4 +1,4 @@
-"""The history of a run: bands of one cell a second, and flips with their acknowledgement."""
+"""The recorder keeps one cell a second for each instance, and flips with their acknowledgement."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def test_the_first_assignment_is_no_flip_and_a_changed_role_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "router_first", [False, True], ids=["the store tells first", "the router tells first"]
+    "router_first", [False, True], ids=["assignment read first", "acknowledgement read first"]
 )
 def test_an_acknowledgement_is_timed_from_the_decision(router_first: bool) -> None:
     recorder = Recorder()

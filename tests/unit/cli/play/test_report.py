@@ -1,4 +1,4 @@
-"""The figures of a run, for programs and for people."""
+"""The report of a run as JSON and as a summary."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_the_summary_accounts_for_every_request() -> None:
     assert "0 to Prefill, 1 to Decode, acknowledged by the router in 4.5 ms (p99)" in text
 
 
-def test_a_machine_that_is_too_slow_says_so_loudly() -> None:
+def test_a_machine_that_is_too_slow_is_reported_in_json_and_text() -> None:
     slow = figures(lateness_p99_ms=10.5)
     assert slow.as_json()["machine_too_slow"] is True
     assert "MACHINE TOO SLOW" in slow.as_text()

@@ -1,4 +1,4 @@
-"""Flips that are forced: as many as asked for, or a plain word why not."""
+"""Forced flips: the requested number, or an error with the reason."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.looptime(start=0.0)
 
 
 class FakeObserver:
-    """An observer of a service whose router acknowledges at once."""
+    """An observer of a service whose router acknowledges immediately."""
 
     def __init__(self, instances: Mapping[str, PDInstance]) -> None:
         self.instances = instances
@@ -37,7 +37,7 @@ async def make_forced_flips(store: MemoryStore) -> ForcedFlips:
 
 
 async def test_forced_flips_take_the_other_role_while_one_is_at_its_floor(store: MemoryStore) -> None:
-    """One prefills and two decode with floors of one: the first flip can only go to Prefill."""
+    """With one prefill and two decode instances and floors of one, the first flip must be to Prefill."""
     flips = await make_forced_flips(store)
     await flips.run(5)
     spec = (await store.get(PDAssignment, "chat", namespace="default")).spec

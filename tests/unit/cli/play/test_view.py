@@ -1,4 +1,4 @@
-"""The live view fits any terminal and says in letters what it says in colours."""
+"""The live view fits any terminal, and is readable without colours."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def frame(**changes: object) -> Frame:
         ),
         notice="play-3 killed",
     )
-    return replace(made, **changes)  # type: ignore[arg-type]  # each test names a field of Frame
+    return replace(made, **changes)  # type: ignore[arg-type]  # each test names fields of Frame
 
 
 def lines(shown: Frame, width: int, height: int) -> list[str]:
@@ -78,7 +78,7 @@ def test_a_terminal_that_is_too_small_still_shows_the_keys() -> None:
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40)])
 def test_latencies_splits_flips_and_attainment_are_on_screen(width: int, height: int) -> None:
     text = "\n".join(lines(frame(), width, height))
-    wanted = (
+    expected = (
         "play-0",
         "play-7",
         "1/2/3",
@@ -92,7 +92,7 @@ def test_latencies_splits_flips_and_attainment_are_on_screen(width: int, height:
         "→D 13",
         "5.2 ms",
     )
-    assert [word for word in wanted if word not in text] == []
+    assert [part for part in expected if part not in text] == []
 
 
 def test_roles_are_readable_without_colours() -> None:
@@ -116,8 +116,8 @@ def test_parts_that_do_not_respond_are_shown_as_text() -> None:
     text = "\n".join(
         lines(frame(instances=(silent,), unavailable=("autoscaler for 2 s", "router for 4 s")), 80, 24)
     )
-    assert "does not answer, 3 probes missed" in text
-    assert "AWAY: autoscaler for 2 s; router for 4 s" in text
+    assert "not responding, 3 probes missed" in text
+    assert "NOT RESPONDING: autoscaler for 2 s; router for 4 s" in text
 
 
 def test_a_run_that_has_just_begun_can_be_drawn() -> None:
