@@ -26,7 +26,7 @@ class InstanceObservation:
 
 
 class ChangeOverruled(FulcrumError):
-    """A written change that somebody changed back, or that the operator refused."""
+    """A written change that another client reverted, or that the operator refused."""
 
 
 async def poll_until(
@@ -64,7 +64,7 @@ def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, rol
     """Whether the instance serves in that role.
 
     Raises:
-        ChangeOverruled: if the flip was refused or changed by somebody, or the instance was deleted.
+        ChangeOverruled: if the flip was refused or reverted, or the instance was deleted.
     """
     check_not_overruled(observation, write)
     status = observation.instance.status if observation.instance else None
@@ -87,11 +87,11 @@ def check_not_overruled(observation: InstanceObservation, write: AssignmentWrite
     if desired.cordoned and not entry.cordoned:
         if entry.refused and entry.refused.role is None:
             raise ChangeOverruled(f"draining {name} was refused: {entry.refused.reason}")
-        raise ChangeOverruled(f"{name} gets new requests again: somebody removed the cordon")
+        raise ChangeOverruled(f"{name} gets new requests again: another client removed the cordon")
 
 
 def describe_phase(observation: InstanceObservation) -> str:
-    """Describe the instance's phase in a few words, for the end of a message."""
+    """Describe the instance's phase, for the end of a message."""
     if observation.instance is None:
         return "the instance was deleted"
     status = observation.instance.status

@@ -20,7 +20,7 @@ def check_deployment(
     """
     check = component.deployment_check
     if found is None:
-        advice = "have this run by somebody with permission to list Deployments in its namespace"
+        advice = "run this as a user with permission to list Deployments in its namespace"
         return warning(check, "skipped: no permission to list Deployments", advice, service=service)
     if not found:
         return problem(

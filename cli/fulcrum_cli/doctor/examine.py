@@ -50,7 +50,7 @@ def _find_routers_without_image(cluster: ClusterFacts) -> Iterator[str]:
 
 def _check_installation(facts: DoctorFacts, cluster: ClusterFacts) -> Iterator[Finding]:
     if cluster.crds is None:
-        advice = "have this run by somebody with permission to read CustomResourceDefinitions"
+        advice = "run this as a user with permission to read CustomResourceDefinitions"
         yield warning(CheckId.CRDS, "skipped: no permission to read CustomResourceDefinitions", advice)
     else:
         yield crd_schemas.check_crds(
@@ -73,14 +73,14 @@ def _check_component(component: Component, found: Bodies | None, cluster: Cluste
     if pods:
         yield components.check_pods(component, pods, cluster.nodes)
     elif found and pods is None:
-        advice = f"have this run by somebody with permission to list pods in the {component}'s namespace"
+        advice = f"run this as a user with permission to list pods in the {component}'s namespace"
         yield warning(component.pods_check, "skipped: no permission to list pods there", advice)
     yield components.check_deployment(component, found, advice_absent=_INSTALL)
 
 
 def _check_leader(facts: DoctorFacts, cluster: ClusterFacts) -> Finding:
     if not cluster.leases_readable:
-        advice = "have this run by somebody with permission to read Leases in the operator's namespace"
+        advice = "run this as a user with permission to read Leases in the operator's namespace"
         return warning(CheckId.LEADER, "skipped: no permission to read the operator's Lease", advice)
     advice = "no operator is leader: see the log of its pods, and its permission to write the Lease"
     return components.check_lease(CheckId.LEADER, cluster.operator_lease, now_s=facts.now_s, advice=advice)
@@ -103,7 +103,7 @@ def _check_service(facts: DoctorFacts, service: PDService) -> Iterator[Finding]:
 def _check_in_cluster(facts: DoctorFacts, cluster: ClusterFacts, service: PDService) -> Iterator[Finding]:
     name = service.metadata.name
     if cluster.engine_pods is None or cluster.router_pods is None:
-        advice = f"have this run by somebody with permission to list pods in namespace {facts.namespace}"
+        advice = f"run this as a user with permission to list pods in namespace {facts.namespace}"
         yield warning(CheckId.PODS, "skipped: no permission to list pods", advice, service=name)
     else:
         pods = [*cluster.engine_pods.get(name, ()), *cluster.router_pods.get(name, ())]
@@ -131,7 +131,7 @@ def _check_router(facts: DoctorFacts, cluster: ClusterFacts, name: str) -> Itera
     yield components.check_deployment(Component.ROUTER, found, advice_absent=advice_absent, service=name)
     if cluster.router_leases is None or cluster.endpoint_slices is None:
         advice = (
-            "have this run by somebody with permission to read Leases and EndpointSlices "
+            "run this as a user with permission to read Leases and EndpointSlices "
             f"in namespace {facts.namespace}"
         )
         yield warning(

@@ -126,6 +126,6 @@ def check_service_account(
     if any(review.allowed is None for review in reviews):
         return warning(
             check, f"skipped: no permission to review the access of ServiceAccount {account}",
-            "have this run by somebody with permission to create SubjectAccessReviews", service=service,
+            "run this as a user with permission to create SubjectAccessReviews", service=service,
         )  # fmt: skip
     return ok(check, f"ServiceAccount {account} has all permissions that it needs", service=service)

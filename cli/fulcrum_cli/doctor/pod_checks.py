@@ -171,7 +171,7 @@ def image_pull_failures(pod: Body) -> list[ImagePullFailure]:
 def _format_pull_failures(failures: Sequence[ImagePullFailure]) -> str:
     """Describe the failures of one image.
 
-    The longest message is the most informative: that of a pod in back-off says nothing.
+    The longest message is the most informative: that of a pod in back-off has no cause.
     """
     names = list(dict.fromkeys(failure.pod for failure in failures))
     best = max(failures, key=lambda failure: len(failure.message))

@@ -183,7 +183,8 @@ async def _connect_cluster(
             if not crds_optional:
                 await cluster.store.list(PDService, namespace=target.namespace)
     except (TimeoutError, StoreUnavailable) as error:
-        cause = getattr(error, "cause", "") or f"no response within {CONNECT_TIMEOUT_S:g} s"
+        timed_out = f"no response within {CONNECT_TIMEOUT_S:g} s"
+        cause = error.cause if isinstance(error, StoreUnavailable) else timed_out
         raise StoreUnavailable(f"{target.context} ({target.server}) does not respond: {cause}") from error
     except Forbidden as error:
         raise Forbidden(f"{target.context} ({target.server}): {error}") from error

@@ -169,7 +169,7 @@ def test_a_refused_change_is_not_written(
 
 
 async def test_flips_of_several_people_at_once_are_all_made(control_plane: Cluster, namespace: str) -> None:
-    """Of one resourceVersion only one write succeeds; the others read, check and write again."""
+    """Only one write of a resourceVersion succeeds; the other clients read, check and write again."""
     roles = {f"chat-{number}": "Decode" if number else "Prefill" for number in range(7)}
     chat = Service(control_plane, namespace, roles=roles)
     address = f"kubeconfig:{control_plane.kubeconfig}"

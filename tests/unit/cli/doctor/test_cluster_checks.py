@@ -63,7 +63,7 @@ def crds_with(**changes: Any) -> dict[str, Any]:
     [
         pytest.param(crds_with(), (OK, "all 5 are installed in this program's version"), id="equal"),
         pytest.param(
-            crds_with(description="other words", established=True),
+            crds_with(description="another description", established=True),
             (OK, "all 5 are installed in this program's version"),
             id="other descriptions only",
         ),
