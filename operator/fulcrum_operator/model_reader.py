@@ -1,8 +1,8 @@
-"""`python -m fulcrum_operator.model_reader`: reads a model's config.json where the engines find the model.
+"""`python -m fulcrum_operator.model_reader`: read a model's config.json where the engines find the model.
 
-It runs once, in a pod of its own beside the engines: what mounts the claim and holds the hub's token is that
-pod, and never the operator. Its last words are the answer: with exit code 0 the excerpt as JSON, with 1 one
-line that says why there is none.
+Runs once, in a pod of its own: only that pod mounts the claim and has the hub token, never the operator. The
+pod's termination message is the result: the excerpt as JSON with exit code 0, or one line with the reason
+with exit code 1.
 """
 
 import argparse
@@ -21,29 +21,29 @@ from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.models import excerpt_config
 
 DEFAULT_HUB_URL = "https://huggingface.co"
-"""Where engines look unless `HF_ENDPOINT` names another place."""
+"""Hub that engines use unless `HF_ENDPOINT` is set."""
 REPORT_BYTES_MAX = 4096
-"""What Kubernetes keeps of them."""
+"""Maximum size of a termination message in Kubernetes."""
 
 _CONFIG_BYTES_MAX = 4 * 2**20
-"""A config.json is a few kilobytes."""
+"""Largest file that is read; a config.json has a few kilobytes."""
 _TIMEOUT_S = 10.0
 _RETRY_PAUSES_S = (1.0, 4.0)
-"""Between tries at a hub that does not answer, or answers that it cannot now."""
+"""Pauses before the retries of a request that failed for a temporary reason, in seconds."""
 _HUB_MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _PERMANENT_ERRORS = {
-    401: "it asks for a token: modelSource.tokenSecret names the Secret",
+    401: "it requires a token: name its Secret in modelSource.tokenSecret",
     403: "the token may not read it",
-    404: "it has no such model or revision, or hides it from this token",
+    404: "it has no such model or revision, or this token may not see it",
 }
 
 
 class ConfigUnreadable(Exception):
-    """The reason, in one line."""
+    """config.json cannot be read; the message is the reason in one line."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Leave the excerpt, or the reason why there is none."""
+    """Write the excerpt, or the reason why there is none, as the termination message."""
     args = _parser().parse_args(argv)
     try:
         text, code = excerpt_report(_read(args, os.environ)), 0
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", help="name of the model at the hub (its address: HF_ENDPOINT; HF_TOKEN)"
     )
     add("--revision", default="main", help="branch, tag or commit at the hub (default: main)")
-    add("--report", type=Path, default=Path("/dev/termination-log"), help="file for the last words")
+    add("--report", type=Path, default=Path("/dev/termination-log"), help="file for the termination message")
     return parser
 
 
@@ -76,10 +76,10 @@ def _read(args: argparse.Namespace, env: Mapping[str, str]) -> bytes:
 
 
 def read_folder(folder: Path) -> bytes:
-    """The config.json of a model's folder.
+    """The content of the config.json in a model's folder.
 
     Raises:
-        ConfigUnreadable: if there is none.
+        ConfigUnreadable: if the file is missing, too large or cannot be read.
     """
     path = folder / "config.json"
     try:
@@ -90,13 +90,13 @@ def read_folder(folder: Path) -> bytes:
 
 
 def _describe_folder(folder: Path) -> str:
-    """What is there instead: the usual mistake is a folder too high, too low or misspelled."""
+    """Files in the folder, because the usual mistake is a wrong level or a misspelled name."""
     existing = folder if folder.is_dir() else folder.parent
     try:
         names = sorted(entry.name for entry in existing.iterdir())[:5]
     except OSError:
         return ""
-    return f"; {existing} holds {', '.join(names)}" if names else f"; {existing} is empty"
+    return f"; {existing} contains {', '.join(names)}" if names else f"; {existing} is empty"
 
 
 def read_hub(
@@ -107,20 +107,22 @@ def read_hub(
     token: str = "",
     pause: Callable[[float], None] = time.sleep,
 ) -> bytes:
-    """The config.json of a model at the hub.
+    """The content of a model's config.json at the hub.
 
     Args:
-        model: As the hub calls it.
+        model: Name of the model at the hub.
         revision: Branch, tag or commit.
-        hub: Its address.
-        token: What it asks for; empty: nothing.
-        pause: Waits so many seconds between two tries.
+        hub: Base URL of the hub.
+        token: Access token; empty to send none.
+        pause: Called with the seconds to wait before a retry.
 
     Raises:
-        ConfigUnreadable: if the hub does not give it.
+        ConfigUnreadable: if the hub refuses the file, or fails three times.
     """
     if not _HUB_MODEL_NAME.fullmatch(model):
-        raise ConfigUnreadable(f"spec.model ({model}) is no name at a hub; modelSource says where else it is")
+        raise ConfigUnreadable(
+            f"spec.model ({model}) is not a hub model name; name its location in modelSource"
+        )
     url = f"{hub.rstrip('/')}/{model}/resolve/{quote(revision, safe='')}/config.json"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     reason = ""
@@ -136,7 +138,12 @@ def read_hub(
 
 
 def _fetch(client: httpx.Client, url: str) -> bytes:
-    """Raises HTTPStatusError for what may pass, ConfigUnreadable for what will not."""
+    """Download the file.
+
+    Raises:
+        HTTPStatusError: for a status that may be temporary.
+        ConfigUnreadable: for a permanent error.
+    """
     with client.stream("GET", url) as response:
         if response.status_code in _PERMANENT_ERRORS:
             raise ConfigUnreadable(
@@ -151,32 +158,32 @@ def _fetch(client: httpx.Client, url: str) -> bytes:
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
-        return f"answers with status {error.response.status_code}"
+        return f"responded with status {error.response.status_code}"
     return str(error) or type(error).__name__
 
 
 def _check_length(body: bytes, where: str) -> bytes:
     if len(body) > _CONFIG_BYTES_MAX:
-        raise ConfigUnreadable(f"{where}: is longer than a config.json ever is")
+        raise ConfigUnreadable(f"{where}: is larger than 4 MiB, which no config.json is")
     return body
 
 
 def excerpt_report(body: bytes) -> str:
-    """The excerpt of a config.json, as short as JSON can be.
+    """The excerpt of a config.json as compact JSON.
 
     Raises:
-        ConfigUnreadable: if it is none, or its excerpt is too long to be told.
+        ConfigUnreadable: if the file is not a valid config.json, or its excerpt exceeds `REPORT_BYTES_MAX`.
     """
     try:
         config = json.loads(body)
     except ValueError as error:
         raise ConfigUnreadable("config.json is not JSON") from error
     if not isinstance(config, dict):
-        raise ConfigUnreadable("config.json holds no object")
+        raise ConfigUnreadable("config.json is not a JSON object")
     try:
         text = json.dumps(excerpt_config(config), separators=(",", ":"), allow_nan=False)
     except ValueError as error:
-        raise ConfigUnreadable("config.json holds a number that is none") from error
+        raise ConfigUnreadable("config.json contains NaN or Infinity") from error
     if len(text) > REPORT_BYTES_MAX:
         raise ConfigUnreadable(f"config.json: its excerpt takes {len(text)} bytes of {REPORT_BYTES_MAX}")
     return text

@@ -147,7 +147,8 @@ class KvTransferSpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra=cel_rule(
             "!has(self.bufferSize) || self.connector == 'LMCache'",
-            "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies",
+            "has a bufferSize, which only the connector LMCache has: "
+            "NIXL reads the engine's KV cache directly",
         )
     )
 
@@ -171,7 +172,8 @@ class KvTransferSpec(ApiModel):
     def _check_buffer_size(self) -> Self:
         if self.buffer_size is not None and self.connector is not Connector.LMCACHE:
             raise ValueError(
-                "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies"
+                "has a bufferSize, which only the connector LMCache has: "
+                "NIXL reads the engine's KV cache directly"
             )
         return self
 

@@ -1,1 +1,1 @@
-"""What each engine type needs to know: its command line, its identity, how it flips. Pure."""
+"""Engine adapters: from the spec of an instance to command line, identity and flip strategy. Pure."""

@@ -1,4 +1,4 @@
-"""From the kinds to what an engine adapter is asked."""
+"""Build the launch request of an engine adapter from a PDService and the launch spec of an instance."""
 
 from fulcrum_core.api import PDService, PoolRole
 from fulcrum_core.api.engine import (
@@ -17,7 +17,7 @@ from fulcrum_operator.engines import vllm
 from fulcrum_operator.engines.launch_request import LaunchRequest
 
 DEFAULT_HARDWARE = HardwareSpec(resource="nvidia.com/gpu")
-"""What an instance of a real engine gets where the manifest does not say: one GPU."""
+"""Hardware of a real engine if the manifest names none: one GPU."""
 
 
 def build_launch_request(
@@ -29,16 +29,15 @@ def build_launch_request(
     facts: ModelFacts | None = None,
     hardware: HardwareFacts | None = None,
 ) -> LaunchRequest:
-    """What is asked for an instance.
+    """The launch request for one instance.
 
     Args:
-        service: Its objectives, and how long a drain may take.
-        start: What the instance is started with: its own spec, so that one of an old revision is started
-            again as it was.
-        pool_role: Whether it flips.
-        role: The role that it starts in, where that is fixed.
-        facts: Of the model; None: they were not read.
-        hardware: In place of what the manifest says: a local run has this machine's.
+        service: The service, with its objectives and drain timeout.
+        start: Launch spec of the instance itself, so that an instance of an old revision restarts unchanged.
+        pool_role: Role of the pool; Flexible if the instance may flip.
+        role: Role at start, if it is fixed then.
+        facts: Facts of the model; None if its config.json was not read.
+        hardware: Hardware that replaces the manifest's, such as this machine's in a local run.
     """
     hardware_spec = start.hardware or DEFAULT_HARDWARE
     device = hardware or resolve_hardware(
@@ -56,7 +55,7 @@ def build_launch_request(
         drain_timeout_s=service.spec.drain.timeout,
         facts=facts,
         hardware=device,
-        devices=None if device.vendor is Vendor.CPU else hardware_spec.count,  # cores are no devices
+        devices=None if device.vendor is Vendor.CPU else hardware_spec.count,  # CPU cores are not devices
         model_source=start.model_source or ModelSourceSpec(),
         parallelism=start.parallelism or ParallelismSpec(),
         quantization=start.quantization or QuantizationSpec(),

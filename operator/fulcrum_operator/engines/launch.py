@@ -1,7 +1,7 @@
-"""What an engine adapter answers: all that is needed to start one engine, as frozen values.
+"""The output of an engine adapter: everything that is needed to start one engine, as frozen values.
 
-A runtime turns it into a process or a pod. Text may hold `$(POD_IP)`, which Kubernetes puts in; a local run
-says its own address. Everything is on the command line or in the environment: no adapter needs a file.
+A runtime turns it into a process or a pod. Text may contain `$(POD_IP)`, which Kubernetes replaces; a local
+run uses its own address. Command line and environment suffice: no adapter needs a file.
 """
 
 import json
@@ -15,17 +15,17 @@ from fulcrum_core.values import FlipStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlacement:
-    """Where an engine runs, and what its programs are called there.
+    """Address, ports, program and folders of an engine.
 
     Args:
-        host: The address that it listens on and that peers are told.
-        port: Of its HTTP API.
-        side_channel_port: Where peers ask for its KV; data-parallel rank r takes r more.
-        cache_port: Of its LMCache server, and of an LMCache peer; an LMCache peer takes two for each rank.
-        cache_http_port: Of its LMCache server's health and metrics.
-        program: The engine.
-        model_folder: Where a model on a claim or a path is mounted; empty: at the path itself.
-        cache_folder: Where KV on disk goes.
+        host: Address that the engine listens on and announces to its peers.
+        port: Port of its HTTP API.
+        side_channel_port: Port at which peers request its KV; data-parallel rank r adds r.
+        cache_port: Port of its LMCache server, or first port of an LMCache peer, which has two for each rank.
+        cache_http_port: Port for health and metrics of its LMCache server.
+        program: Command that starts the engine.
+        model_folder: Mount point of a model on a claim or a path; empty for the path itself.
+        cache_folder: Folder for KV on disk.
         loopback: Whether all peers are on this machine.
     """
 
@@ -42,7 +42,7 @@ class EnginePlacement:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvVar:
-    """A variable: a value, or the field of the pod that it is read from, or the key `token` of a secret."""
+    """An environment variable: a value, a field of the pod, or the key `token` of a Secret."""
 
     name: str
     value: str = ""
@@ -60,7 +60,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """A folder of the engine: a claim, a path of the node, memory, or scratch space on its disk."""
+    """A folder of the engine: a claim, a path on the node, memory, or scratch space on the node's disk."""
 
     name: str
     mount: str
@@ -72,7 +72,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A setting, what it is and why."""
+    """A setting, its value and the reason for the value, as `fulcrum plan` shows them."""
 
     name: str
     value: str
@@ -85,16 +85,16 @@ class EngineLaunch:
 
     Args:
         command: Program and arguments.
-        env: Its environment.
-        ports: What it listens on.
-        volumes: What it reads and writes.
-        health_path: Answers 200 from the moment that it can serve. It goes on doing so while the engine shuts
-            down: no sign of readiness.
-        startup_s: How long a start takes, all going well; a runtime allows a multiple of it.
-        shutdown_s: From SIGTERM to its end: running requests may finish.
-        identity: What it is to its peers.
-        flip_strategy: How it changes its role.
-        leftover_files: Files that outlive it where it does not run in a container of its own.
+        env: Environment variables.
+        ports: Ports that the engine listens on.
+        volumes: Folders that the engine reads and writes.
+        health_path: Path that responds with 200 once the engine can serve. It still does while the engine
+            shuts down, so it does not show readiness.
+        startup_s: Expected seconds of a start; a runtime allows a multiple.
+        shutdown_s: Seconds from SIGTERM to the exit, in which running requests may finish.
+        identity: Properties that decide which peers the engine can exchange KV with.
+        flip_strategy: How the instance changes its role.
+        leftover_files: Files that the engine leaves behind if it does not run in a container.
     """
 
     command: tuple[str, ...]
@@ -111,7 +111,7 @@ class EngineLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlan:
-    """A launch with what led to it. With refusals there is nothing to start."""
+    """A launch with the choices that led to it; no launch if anything is unsupported."""
 
     launch: EngineLaunch | None
     fit: Fit
@@ -120,5 +120,5 @@ class EnginePlan:
 
 
 def compact_json(value: Any) -> str:
-    """JSON as it goes on a command line."""
+    """The value as JSON without spaces, for a command line."""
     return json.dumps(value, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""What an engine adapter is asked: the parts of a service that one instance's engine depends on."""
+"""The input of an engine adapter: the parts of a service that one instance's engine depends on."""
 
 from dataclasses import dataclass, field
 
@@ -19,21 +19,21 @@ from fulcrum_core.values import Role, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One instance's engine.
+    """A request to launch the engine of one instance.
 
     Args:
-        model: As clients name it, and the hub.
-        pool_role: Whether it may change its role.
-        role: The role that it starts in; only connectors that fix it at start ask.
-        slo: The service's.
-        proxy_host: Where an LMCache sender tells that a prefill is done: the service's router.
-        drain_timeout_s: How long its requests may take to end.
-        facts: Of the model; None: they were not read, and what follows from them is left to the engine.
-        hardware: Of one of its devices.
-        devices: How many it has; None: not said.
-        args: Arguments after those that are made.
-        env: Variables over those that are made.
-        version: Of the engine in its image.
+        model: Name of the model for clients and at the hub.
+        pool_role: Role of the instance's pool; Flexible if the instance may flip.
+        role: Role at start; only connectors that fix the role at start use it.
+        slo: Objectives of the service.
+        proxy_host: Host of the service's router, to which an LMCache sender reports the end of a prefill.
+        drain_timeout_s: Seconds in which running requests may end.
+        facts: Facts of the model; None if they were not read: the engine chooses what depends on them.
+        hardware: Hardware of one device.
+        devices: Number of devices; None if not specified.
+        args: The user's arguments, added after the generated ones.
+        env: The user's variables, which replace generated ones of the same name.
+        version: Version of the engine in its image.
     """
 
     model: str
@@ -57,7 +57,7 @@ class LaunchRequest:
 
     @property
     def layout(self) -> Layout:
-        """How it is laid over its devices."""
+        """Parallelism, precision and memory of the model on the instance's devices."""
         spec = self.parallelism
         return Layout(
             tensor=self.tensor,
@@ -73,23 +73,23 @@ class LaunchRequest:
 
     @property
     def fit(self) -> Fit:
-        """Whether it can hold the model and one request of the longest context."""
+        """Whether the devices have room for the model and one request of the longest context."""
         return check_fit(self.facts, self.hardware, self.layout)
 
     @property
     def started_for_prefill(self) -> bool:
-        """Whether it decodes for want of another instance only, until it is started again."""
+        """Whether the engine is started to prefill: by its pool's fixed role or by its role at start."""
         return "Prefill" in (self.pool_role, self.role)
 
     @property
     def tensor(self) -> int:
-        """Tensor-parallel ranks: unless it is written, every device shares each layer."""
+        """Tensor-parallel ranks; by default every device has a part of each layer."""
         spec = self.parallelism
         return spec.tensor or max(1, (self.devices or 1) // (spec.pipeline * spec.data))
 
     @property
     def buffer_bytes(self) -> int | None:
-        """LMCache's transfer buffer of one rank; None: there is none, or it follows from an unknown model."""
+        """Bytes of one rank's LMCache transfer buffer; None without LMCache or if the model is not known."""
         if self.kv_transfer.connector is not Connector.LMCACHE:
             return None
         if (
@@ -103,5 +103,5 @@ class LaunchRequest:
 
     @property
     def longest_prompt_tokens(self) -> int | None:
-        """The longest prompt that may be handed over; None: not known."""
+        """Longest prompt whose KV may be transferred, in tokens; None if not known."""
         return self.model_source.max_length or (self.facts.context_tokens if self.facts else None)

@@ -1,14 +1,14 @@
-"""The simulated engine server: its command line and what it is to its peers."""
+"""The adapter of the simulated engine server: command line and identity."""
 
 from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDInstanceSpec
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import FlipStrategy
 
 FLIP_STRATEGY = FlipStrategy.RELABEL
-"""Like vLLM's NixlConnector as `kv_both`, it takes its role from each request."""
+"""Like vLLM's NixlConnector with `kv_both`, the engine takes its role from each request."""
 
 SERVER_MODULE = "fulcrum_simulator.server"
-"""The module that an engine runs."""
+"""Module of the engine server, run with `python -m`."""
 
 _ENGINE = "simulated"
 _KV_DTYPE = "auto"
@@ -22,14 +22,14 @@ def arguments(
     side_channel_port: int = 0,
     shutdown_timeout_s: float = 0.0,
 ) -> tuple[str, ...]:
-    """What `SERVER_MODULE` is told.
+    """Arguments of `SERVER_MODULE`.
 
     Args:
-        instance: What it serves.
-        host: The address that it listens on and that peers are told.
-        port: Of its HTTP API; 0: any.
-        side_channel_port: Where peers pull KV blocks; 0: any.
-        shutdown_timeout_s: How long a SIGTERM lets running requests end; 0, the default, is not passed.
+        instance: The instance to serve.
+        host: Address that the engine listens on and announces to its peers.
+        port: Port of its HTTP API; 0 for any free port.
+        side_channel_port: Port at which peers pull KV blocks; 0 for any free port.
+        shutdown_timeout_s: Seconds after SIGTERM in which running requests may end; 0 is not passed.
     """
     spec = instance.spec
     return (
@@ -43,7 +43,7 @@ def arguments(
 
 
 def identity(spec: PDInstanceSpec, profile: EngineProfile) -> EngineIdentitySpec:
-    """What its peers must agree with to exchange KV blocks: engines of one model and one profile's shape."""
+    """Identity of the engine: engines of one model and one profile shape can exchange KV blocks."""
     return EngineIdentitySpec(
         model=spec.model,
         engine=_ENGINE,

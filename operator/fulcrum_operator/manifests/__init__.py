@@ -1,1 +1,1 @@
-"""The Kubernetes objects that the operator creates, as dictionaries. Pure."""
+"""Manifests of the Kubernetes objects that the operator creates, as dictionaries. Pure."""

@@ -1,7 +1,7 @@
-"""What stands around a service's engines: its router, where clients find it, and who may do what.
+"""Manifests of a service's objects besides its pods: router, Service, policies, budgets and RBAC.
 
-All are plain manifests, owned by the PDService. The Lease and the EndpointSlice are made empty, once:
-from then on they belong to the routers, of which the active one fills in who it is and where.
+All are owned by the PDService; `controller/children` applies them. The Lease and the EndpointSlice are
+created empty and never updated: the active router writes its identity and address into them.
 """
 
 import math
@@ -12,7 +12,9 @@ from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import GROUP
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_operator.manifests.names import (
+    ENGINE_PART,
     HTTP_PORT,
+    ROUTER_PART,
     SERVICE_PORT,
     SIDE_CHANNEL_PORT,
     STATE_PORT,
@@ -29,10 +31,11 @@ from fulcrum_operator.manifests.names import (
 )
 
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
-"""Kinds that are created where they are missing and never written again."""
+"""Kinds that are created if missing and never updated."""
 
 
 ROUTER_TEARDOWN_S = 10
+"""Seconds from the end of the router's drain to the exit of its process."""
 
 _READ_VERBS = ["list", "watch"]
 _WRITE_VERBS = ["get", "patch"]
@@ -41,12 +44,12 @@ _WRITE_VERBS = ["get", "patch"]
 def service_children(
     service: PDService, settings: InstallationSettings, *, wanted: int
 ) -> tuple[dict[str, Any], ...]:
-    """Everything that the service needs besides its instances, in the order in which to make it.
+    """All objects that the service needs besides its instances, in the order of creation.
 
     Args:
-        service: Whose children they are.
-        settings: What holds for all services.
-        wanted: Instances that the service shall have, over all pools.
+        service: The owner of the objects.
+        settings: Settings of the installation, the same for all services.
+        wanted: Desired instances of the service, over all pools.
     """
     return (
         _service_account(service, "engine"),
@@ -64,14 +67,9 @@ def service_children(
     )
 
 
-def endpoint_of(service: PDService) -> str:
-    """Where clients inside the cluster reach the service."""
-    return f"http://{service.metadata.name}.{service.metadata.namespace}.svc"
-
-
 def _child(service: PDService, api_version: str, kind: str, suffix: str, **fields: Any) -> dict[str, Any]:
     meta = service.metadata
-    part = "fulcrum-engine" if suffix in ("engine", "engines") else "fulcrum-router"
+    part = ENGINE_PART if suffix in ("engine", "engines") else ROUTER_PART
     metadata = {
         "name": f"{meta.name}-{suffix}" if suffix else meta.name,
         "namespace": meta.namespace,
@@ -82,7 +80,7 @@ def _child(service: PDService, api_version: str, kind: str, suffix: str, **field
 
 
 def _service_account(service: PDService, suffix: str) -> dict[str, Any]:
-    """No pod gets a token that does not ask for one."""
+    """Without a token: only pods that request one get it."""
     return _child(service, "v1", "ServiceAccount", suffix, automountServiceAccountToken=False)
 
 
@@ -119,7 +117,7 @@ def _lease(service: PDService) -> dict[str, Any]:
 
 
 def _service(service: PDService) -> dict[str, Any]:
-    """Without a selector: of the routers that are ready, only the active one gets traffic."""
+    """Without a selector: only the active router gets traffic, not every ready one."""
     ports = [
         {"name": "http", "port": SERVICE_PORT, "targetPort": HTTP_PORT, "protocol": "TCP"},
         {"name": "state", "port": STATE_PORT, "targetPort": STATE_PORT, "protocol": "TCP"},
@@ -128,7 +126,7 @@ def _service(service: PDService) -> dict[str, Any]:
 
 
 def _endpoint_slice(service: PDService) -> dict[str, Any]:
-    """Ports have the names of the Service's: that is how kube-proxy matches them."""
+    """Its ports have the names of the Service's ports, by which kube-proxy matches them."""
     made = _child(service, "discovery.k8s.io/v1", "EndpointSlice", "router", addressType="IPv4", endpoints=[])
     made["metadata"]["labels"] |= {
         "kubernetes.io/service-name": service.metadata.name,
@@ -142,16 +140,16 @@ def _endpoint_slice(service: PDService) -> dict[str, Any]:
 
 
 def _router_policy(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    """Clients come from anywhere, readers of the state from the operator and the autoscaler only."""
+    """Anyone may reach the HTTP port; only operator and autoscaler may reach the state port."""
     callers = [_operator_pods(settings), _autoscaler_pods(settings)]
     ingress = [_ingress([], HTTP_PORT), _ingress(callers, STATE_PORT)]
     return _network_policy(service, "router", router_selector(service), ingress)
 
 
 def _engine_policy(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    """KV transfer has no authentication: nothing but engines of the same service may reach its ports.
+    """Only engines of the same service may reach the KV transfer ports, which have no authentication.
 
-    A real engine's transport listens where the kernel puts it: its peers may reach all of them.
+    A real engine's transport listens on ports that the kernel chooses: its peers may reach all ports.
     """
     callers = [_pod_selector(router_selector(service)), _operator_pods(settings)]
     peers = [_pod_selector(engine_selector(service))]
@@ -195,10 +193,10 @@ def _router_budget(service: PDService) -> dict[str, Any]:
 
 
 def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
-    """An integer: percentages need a parent with /scale, which the pods' owner is not.
+    """Allow one eviction at a time, and none that would break the floors.
 
-    One instance at a time may be evicted, none where that would break the floors; never more than there
-    are, so that a service below its floors says so in its status and not here.
+    `minAvailable` is a number: percentages need an owner with /scale, which a PDInstance does not have. It
+    never exceeds the desired instances: the status of a service below its floors reports that, not this.
     """
     floors = service.spec.roles.to_floors()
     min_available = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
@@ -219,7 +217,7 @@ def _disruption_budget(
 def _deployment(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     selector = router_selector(service)
     labels = {
-        **recommended_labels(service.metadata.name, "fulcrum-router"),
+        **recommended_labels(service.metadata.name, ROUTER_PART),
         ROUTER_LABEL: service.metadata.name,
     }
     spec = {
@@ -233,7 +231,7 @@ def _deployment(service: PDService, settings: InstallationSettings) -> dict[str,
 
 
 def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    """The one pod with a token for the API: it watches."""
+    """The router's pod, the only one with an API token: it watches objects."""
     anti_affinity_term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": router_selector(service)},

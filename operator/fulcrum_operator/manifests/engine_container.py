@@ -1,4 +1,4 @@
-"""What the engine's type decides of a pod: the program, its environment, ports and volumes."""
+"""The parts of an engine's pod that depend on the engine type: program, environment, ports and volumes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,14 +16,14 @@ from fulcrum_operator.plan.model import model_key, parse_model_facts
 from fulcrum_operator.plan.pools import pool_role
 
 _HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
-"""The user of a pod has no home: what engines cache for themselves goes where they may write."""
+"""The pod's user has no home directory: engines put their caches into /tmp, which is writable."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineContainer:
-    """Parts of one engine's pod, as Kubernetes spells them.
+    """Parts of one engine's pod, in Kubernetes' spelling.
 
-    `image` is None for the operator's own; `startup_s` is None where others know it.
+    `image` is None for the operator's own image; `startup_s` is None if the caller has to pass it.
     """
 
     image: str | None
@@ -37,10 +37,10 @@ class EngineContainer:
 
 
 def engine_container(instance: PDInstance, service: PDService) -> EngineContainer:
-    """What the engine of this instance brings into its pod.
+    """The parts of the instance's pod that depend on its engine.
 
     Raises:
-        InvalidInput: if it cannot be started as the service asks.
+        InvalidInput: if the engine cannot be started with the service's settings.
     """
     return (
         _simulated(instance, service)
@@ -74,9 +74,9 @@ def _vllm(instance: PDInstance, service: PDService) -> EngineContainer:
 
 
 def vllm_launch_request(instance: PDInstance, service: PDService) -> LaunchRequest:
-    """What is asked for an instance of a real engine in a pod.
+    """The launch request for an instance with a real engine in a pod.
 
-    Where the model was not read before it was made, what follows from the model is left to the engine.
+    If the model was not read before the instance was created, the engine chooses what depends on it.
     """
     return build_launch_request(
         service,
@@ -88,7 +88,7 @@ def vllm_launch_request(instance: PDInstance, service: PDService) -> LaunchReque
 
 
 def judge_instance_fit(request: LaunchRequest, instance: PDInstance, service: PDService) -> Fit:
-    """Whether its hardware holds the model, by what was read of it whenever that was."""
+    """Whether the model fits the instance's hardware, even if it was read after the instance started."""
     known = service.status.model
     if request.facts is None and known is not None and known.key == model_key(instance.spec):
         return replace(request, facts=parse_model_facts(known.config_excerpt)).fit
@@ -121,7 +121,7 @@ def _port(name: str, number: int) -> dict[str, Any]:
 
 
 def env_var(variable: LaunchEnvVar) -> dict[str, Any]:
-    """The variable of a container."""
+    """The environment variable in a container's manifest."""
     if variable.pod_field:
         return env_from_field(variable.name, variable.pod_field)
     if variable.secret:
@@ -131,13 +131,13 @@ def env_var(variable: LaunchEnvVar) -> dict[str, Any]:
 
 
 def volume_mount(volume: Volume) -> dict[str, Any]:
-    """Where a container finds the volume."""
+    """The mount of the volume in a container's manifest."""
     mount = {"name": volume.name, "mountPath": volume.mount}
     return {**mount, "readOnly": True} if volume.read_only else mount
 
 
 def pod_volume(volume: Volume) -> dict[str, Any]:
-    """The volume of a pod."""
+    """The volume in a pod's manifest."""
     return {"name": volume.name, **_volume_source(volume)}
 
 

@@ -1,7 +1,7 @@
-"""The pod of one instance: the engine, its probes, how it ends, and where it may run.
+"""The pod of one instance: engine, probes, termination and placement.
 
-Made directly, one for each PDInstance and under its name. It is role-neutral: what an instance does at the
-moment is a label that is patched, and nothing selects by it.
+`controller/pods/pod_runtime` creates one pod for each PDInstance, under its name. The pod does not depend on
+the role: the current role is a label that is patched, and nothing selects by it.
 """
 
 import math
@@ -13,6 +13,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.manifests.engine_container import EngineContainer, engine_container
 from fulcrum_operator.manifests.names import (
+    ENGINE_PART,
     InstallationSettings,
     container_security_context,
     engine_selector,
@@ -24,42 +25,44 @@ from fulcrum_operator.manifests.names import (
 from fulcrum_operator.manifests.pod_template import apply_template
 
 ENGINE_CONTAINER = "engine"
-"""The container that a pool's template names to change it."""
+"""Name of the engine's container; a pool's template uses it to change the container."""
 
 PRE_STOP_S = 2
-"""Between the deletion of a pod and its SIGTERM: routers see the deletion and send nothing more."""
+"""Seconds from the deletion of a pod to its SIGTERM, in which routers stop sending requests."""
 TEARDOWN_S = 10
-"""From the last request to the exit of the process."""
+"""Seconds from the last request to the exit of the process."""
 STARTUP_BUDGET_FACTOR = 10
-"""Loading may take so many times as long as is known of the engine: a slow disk is no failure."""
+"""Multiple of the expected start-up time that a start may take: a slow disk is no failure."""
 STARTUP_BUDGET_MIN_S = 60
 READINESS_PERIOD_S = 2
-"""So late may be seen that an engine serves."""
+"""Seconds between readiness probes: the delay until a serving engine is observed."""
 LIVENESS_PROBE = {
     "periodSeconds": 5,
     "timeoutSeconds": 5,
     "failureThreshold": 6,
     "terminationGracePeriodSeconds": 5,
 }
-"""Half a minute of silence: a busy engine is not a dead one. What hangs will not drain, either."""
+"""30 s without a response: a busy engine is alive, and one that hangs for longer would not drain either."""
 
 SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi"}
-"""What a simulated engine asks of its node: with nothing asked for, it starves first on a busy one."""
+"""Resource requests of a simulated engine: without them it would starve on a busy node."""
 
 
 def engine_pod(
     instance: PDInstance, service: PDService, settings: InstallationSettings, *, startup_s: float
 ) -> dict[str, Any]:
-    """The pod that runs the instance, with its pool's template over it.
+    """The manifest of the pod that runs the instance, with its pool's template merged into it.
 
-    The template cannot change what the operator finds its pods by: name, labels of ours, owner. An engine
-    that cannot be started as the service asks is InvalidInput.
+    The template cannot change name, owner and Fulcrum's labels, by which the operator finds its pods.
 
     Args:
-        instance: What runs in it, on what hardware, under which template.
-        service: How long a drain may take.
-        settings: What holds for all services.
-        startup_s: From the start of the engine's process to serving, as known of the engine.
+        instance: Engine, hardware and template of the pod.
+        service: The instance's service; its drain timeout sets the grace period.
+        settings: Settings of the installation, the same for all services.
+        startup_s: Expected seconds from the start of the engine's process until it serves.
+
+    Raises:
+        InvalidInput: if the engine cannot be started with the service's settings.
     """
     manifest: dict[str, Any] = {
         "apiVersion": "v1",
@@ -75,21 +78,21 @@ def engine_pod(
 
 
 def _require_map(value: object, path: str) -> dict[str, Any]:
-    """What a template makes of a part that has to be a map; null takes out what is put in again."""
+    """A part of the merged manifest that has to be a map; a template may set it to null."""
     if value is None or isinstance(value, dict):
         return value or {}
     raise InvalidInput(f"template.{path}", value, "must be a map")
 
 
 def grace_period_s(service: PDService) -> int:
-    """How long the kubelet lets an engine of this service end: preStop, drain and teardown."""
+    """Termination grace period of the service's engine pods, in seconds: preStop, drain and teardown."""
     return PRE_STOP_S + math.ceil(service.spec.drain.timeout) + TEARDOWN_S
 
 
 def _metadata(instance: PDInstance) -> dict[str, Any]:
     spec, meta = instance.spec, instance.metadata
     labels = {
-        **recommended_labels(spec.service, "fulcrum-engine"),
+        **recommended_labels(spec.service, ENGINE_PART),
         SERVICE_LABEL: spec.service,
         POOL_LABEL: spec.pool,
         INSTANCE_LABEL: meta.name,
@@ -119,7 +122,7 @@ def _spec(
 
 
 def _topology_spread(service: PDService) -> dict[str, Any]:
-    """Over hosts where possible: a lost node then costs few instances."""
+    """Spread over nodes if possible, so that a lost node costs few instances."""
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -148,7 +151,7 @@ def _container(
 
 
 def _resources(instance: PDInstance) -> dict[str, Any]:
-    """What an instance asks of its node. An extended resource (`vendor/name`) has to be its limit, too."""
+    """Resource requests of the instance. An extended resource (`vendor/name`) needs an equal limit."""
     simulated = instance.spec.engine.type == "Simulated"
     hardware = instance.spec.hardware or (None if simulated else DEFAULT_HARDWARE)
     if hardware is None:

@@ -1,4 +1,4 @@
-"""The pod that reads a model's config.json: it finds the model as an engine does, and can do nothing else."""
+"""The pod that runs `model_reader`: it has access to the model like an engine, and no other rights."""
 
 from typing import Any
 
@@ -21,31 +21,31 @@ from fulcrum_operator.plan.model import READ_TIMEOUT_S, ModelReadRequest, hub_en
 
 MODEL_KEY_ANNOTATION = "fulcrum.dev/model-key"
 ATTEMPT_ANNOTATION = "fulcrum.dev/attempt"
-"""Annotations: which model is read, and the how-manieth try it is."""
+"""Annotations with the key of the model and the attempt number."""
 
 READER_MODULE = "fulcrum_operator.model_reader"
 _RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 _PLACEMENT_FIELDS = ("nodeSelector", "affinity", "tolerations", "schedulerName", "securityContext")
-"""What a pool's template says of where engines run, and as whom they read what is mounted."""
+"""Fields of a pool's template that decide on which nodes and as which user engines run."""
 
 
 def model_reader_pod_name(service: str) -> str:
-    """Of the pod, by the service's name. No instance is called so."""
+    """Name of the reader pod of a service; no instance can have it."""
     return f"{service}-model"
 
 
 def model_reader_pod(
     request: ModelReadRequest, service: PDService, settings: InstallationSettings
 ) -> dict[str, Any]:
-    """The pod that reads this model.
+    """The manifest of the pod that reads this model.
 
-    It has no token for the API and serves nothing. It runs where the pool's template has its engines run,
-    and on nodes that are kept for their devices, too: a folder of the node is only there.
+    It has no API token and serves nothing. It may run on the same nodes as the engines, including nodes
+    reserved for their devices: a model in a host path exists only there.
 
     Args:
-        request: What is to be read.
-        service: Whom it belongs to.
-        settings: What holds for all services.
+        request: The model to read.
+        service: The owner of the pod.
+        settings: Settings of the installation, the same for all services.
     """
     name = service.metadata.name
     labels = {**recommended_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
@@ -93,7 +93,7 @@ def _placement(start: LaunchSpec) -> dict[str, Any]:
 
 
 def _merge_with_template(ours: Any, template_value: Any) -> Any:
-    """Ours and what the template says; what is of another shape is for the API server to refuse."""
+    """The template's value merged into ours; an invalid value is passed on for the API server to refuse."""
     if isinstance(ours, dict) and isinstance(template_value, dict):
         return {**ours, **template_value}
     if isinstance(ours, list) and isinstance(template_value, list):

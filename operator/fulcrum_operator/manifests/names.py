@@ -1,39 +1,42 @@
-"""Names in a cluster: selectors, accounts and ports that pods and policies must agree on."""
+"""Labels, selectors, accounts, ports and security contexts that several manifests must agree on."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_core.api import PDService
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
-from fulcrum_core.api.meta import API_VERSION, OwnerReference, Resource
+from fulcrum_core.api.meta import Resource
+from fulcrum_operator.engines.vllm import POD_PLACEMENT
 
-HTTP_PORT = 8000
+HTTP_PORT = POD_PLACEMENT.port
 STATE_PORT = 9091
-SIDE_CHANNEL_PORT = 5600
+SIDE_CHANNEL_PORT = POD_PLACEMENT.side_channel_port
 SERVICE_PORT = 80
+ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
+"""Values of the label app.kubernetes.io/name for the parts of a service."""
 RUN_AS_UID = 65532
-"""The user of every pod, if its image has no better one: not root, and no user of any node."""
+"""User id of every pod: not root, and no user of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceAccount:
-    """A ServiceAccount."""
+    """A ServiceAccount of the installation."""
 
     namespace: str
     name: str
 
     @property
     def subject(self) -> str:
-        """As the API server calls it in tokens."""
+        """User name of the account in its tokens."""
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationSettings:
-    """What an installation decides for all services.
+    """Settings of one installation, the same for all services.
 
-    `operator` and `autoscaler` are the accounts of these two, who may call routers' state ports; their pods
-    are found by `component_labels` in the accounts' namespaces.
+    The accounts `operator` and `autoscaler` may call the state ports of routers; their pods are selected by
+    `component_labels` in the namespaces of the accounts.
     """
 
     image: str
@@ -45,7 +48,7 @@ class InstallationSettings:
 
 
 def recommended_labels(service: str, name: str) -> dict[str, str]:
-    """The usual labels of what is made for a service; `name` says what it is (`fulcrum-engine` …)."""
+    """Kubernetes' recommended labels of an object of a service; `name` is the part (`fulcrum-engine`, …)."""
     return {
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/instance": service,
@@ -55,35 +58,33 @@ def recommended_labels(service: str, name: str) -> dict[str, str]:
 
 
 def engine_selector(service: PDService) -> dict[str, str]:
-    """The labels that all engine pods of a service have, and nothing else has."""
-    return {"app.kubernetes.io/name": "fulcrum-engine", SERVICE_LABEL: service.metadata.name}
+    """Labels that select the engine pods of a service."""
+    return {"app.kubernetes.io/name": ENGINE_PART, SERVICE_LABEL: service.metadata.name}
 
 
 def router_selector(service: PDService) -> dict[str, str]:
-    """The labels that all router pods of a service have, and nothing else has."""
-    return {"app.kubernetes.io/name": "fulcrum-router", ROUTER_LABEL: service.metadata.name}
+    """Labels that select the router pods of a service."""
+    return {"app.kubernetes.io/name": ROUTER_PART, ROUTER_LABEL: service.metadata.name}
 
 
 def component_labels(component: str) -> dict[str, str]:
-    """The labels of the operator's or the autoscaler's pods: the chart sets them in every release."""
+    """Labels that select the operator's or the autoscaler's pods; the chart sets them in every release."""
     return {"app.kubernetes.io/part-of": "fulcrum", "app.kubernetes.io/component": component}
 
 
 def owner_references(owner: Resource) -> list[dict[str, Any]]:
-    """Owner references for an object that is deleted with `owner`."""
-    meta = owner.metadata
-    reference = OwnerReference(api_version=API_VERSION, kind=owner.kind, name=meta.name, uid=meta.uid)
-    return [reference.dump()]
+    """Owner references of an object that is to be deleted with `owner`."""
+    return [owner.owner_reference().dump()]
 
 
 def image_pull_secrets(settings: InstallationSettings) -> dict[str, Any]:
-    """What a pod of one of our images asks its registry with; nothing where none is needed."""
+    """The field `imagePullSecrets` for a pod with one of our images; empty if no secret is needed."""
     names = settings.image_pull_secrets
     return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
 
 
 def pod_security_context() -> dict[str, Any]:
-    """The pod's half of what the `restricted` Pod Security Standard asks for."""
+    """Pod fields that the Pod Security Standard `restricted` requires."""
     return {
         "runAsNonRoot": True,
         "runAsUser": RUN_AS_UID,
@@ -94,7 +95,7 @@ def pod_security_context() -> dict[str, Any]:
 
 
 def container_security_context() -> dict[str, Any]:
-    """The container's half, and a root filesystem that cannot be written."""
+    """Container fields that the standard requires, and a read-only root filesystem."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
@@ -104,5 +105,5 @@ def container_security_context() -> dict[str, Any]:
 
 
 def env_from_field(name: str, path: str) -> dict[str, Any]:
-    """An environment variable with a fact about the pod; `$(NAME)` in its arguments is replaced with it."""
+    """An environment variable with the value of a pod field; `$(NAME)` in arguments is replaced with it."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

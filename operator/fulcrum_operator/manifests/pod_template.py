@@ -1,7 +1,7 @@
-"""A user's `pools[].template`, laid over a pod that the operator made.
+"""Merge a user's `pools[].template` into a pod that the operator made.
 
-It follows Kubernetes' strategic merge patch as far as pods need it: maps merge, the usual lists merge by
-their key (containers by name, mounts by path …), every other list replaces, and a null removes.
+Follows Kubernetes' strategic merge patch as far as pods need it: maps merge, the lists below merge by the
+key of their items, every other list replaces, and a null removes a field.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _MERGE_KEYS = {
 
 
 def apply_template(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `patch` over it; neither is changed."""
+    """A new map: `base` with `patch` merged into it."""
     merged = dict(base)
     for name, value in patch.items():
         if value is None:
@@ -43,7 +43,7 @@ def _merge_value(name: str, base: object, patch: object) -> Any:
 
 
 def _merge_list(key: str, base: list[Any], patch: list[Any]) -> list[Any]:
-    """Items of the same key merge in place; all others of the patch come after, in its order."""
+    """Items with the same key merge in place; the other items of the patch follow, in its order."""
     patches = {name: item for item in patch if (name := _merge_key_of(item, key)) is not None}
     kept = [
         apply_template(item, patches[name]) if (name := _merge_key_of(item, key)) in patches else item
@@ -57,5 +57,5 @@ def _merge_list(key: str, base: list[Any], patch: list[Any]) -> list[Any]:
 
 
 def _merge_key_of(item: object, key: str) -> str | None:
-    """What an item is merged by; None for what is no item of such a list."""
+    """The merge key's value of an item; None if the item has none."""
     return str(item[key]) if isinstance(item, Mapping) and key in item else None

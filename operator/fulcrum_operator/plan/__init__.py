@@ -1,4 +1,6 @@
-"""From what a PDService asks and what is observed to what shall be: pure, without clock or I/O."""
+"""The operator's decisions: from a PDService and what is observed to the objects and engines it should have.
+
+Pure: no clock and no I/O. `controller/` observes, calls `plan_service` and applies the result."""
 
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.service import Plan, needs_router_state, plan_removal, plan_service

@@ -1,8 +1,8 @@
-"""The PDAssignment: who plays which role, kept in step with the instances that exist.
+"""The PDAssignment that a service should have, given its instances.
 
-The operator makes the first split, gives new instances the role that is further below its share, takes
-entries of gone instances out and cordons who shall leave. Wishes of others are judged here once more; one
-that may not be applied is written back with `refused`, so that nobody retries it for ever.
+The operator makes the first split, gives new instances the role with fewer instances, removes entries of
+deleted instances and cordons those to be removed. It checks every change by others again; a refused change
+is written back with `refused`, so that the writer does not retry it for ever.
 """
 
 from collections import Counter
@@ -17,38 +17,39 @@ from fulcrum_operator.plan.instances import Removal
 from fulcrum_operator.plan.observed import Observed
 
 REFUSED_FOR_S = 30.0
-"""How long a refused wish is refused without a second look."""
+"""Seconds for which a refused change stays refused without a new check."""
 
 Roles = dict[str, RoleAssignment]
 
 
 @dataclass(frozen=True, slots=True)
 class AssignableInstance:
-    """An instance that shall have an entry, and the role it can never leave, if there is one."""
+    """An instance that needs an entry, with its role if its pool fixes it."""
 
     name: str
     fixed_role: Role | None
     revision: str = ""
-    """Instances of one revision can always exchange KV."""
+    """Revision of the instance. Instances of one revision can always exchange KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class AssignmentPlan:
-    """The assignment as it shall stand, who leaves by it, and which departures the floors hold up."""
+    """The assignment to write, the instances that it removes, and why floors keep others."""
 
     spec: PDAssignmentSpec
     leaving: frozenset[str]
     blocked_removals: Mapping[str, str]
-    """By pool: why fewer go than shall."""
+    """By pool: why fewer instances are removed than planned."""
 
 
 def plan_first_split(
     members: Collection[AssignableInstance], *, prefill_floor: int, decode_floor: int
 ) -> dict[str, Role]:
-    """Half of the instances prefill, the first ones by number; fixed roles as they are, floors before halves.
+    """Roles of the first assignment: half of the instances prefill, those with the lowest numbers.
 
-    An odd one decodes: an instance that decodes can prefill for itself without a hand-off. With too few
-    instances for both floors prefill's gives way.
+    Fixed roles stay, and floors have precedence over halves. With an odd number the extra instance decodes:
+    it can also prefill for itself, without a KV transfer. With too few instances for both floors the floor
+    of Prefill is missed.
     """
     roles = {member.name: member.fixed_role for member in members if member.fixed_role}
     flexible = sorted((member.name for member in members if not member.fixed_role), key=instance_order)
@@ -61,10 +62,10 @@ def plan_first_split(
 
 
 def choose_role_for_new_instance(roles: Iterable[Role], *, prefill_floor: int, decode_floor: int) -> Role:
-    """The role of one more instance: the one below its floor, else the one that fewer have; on a tie Decode.
+    """Role of one more instance: the role below its floor, else the role with fewer instances, else Decode.
 
-    Its share is half: a ratio that somebody chose would drift if it were carried on instance by instance,
-    and a flip to Prefill costs nothing.
+    The target is one half for each role. A chosen ratio is not continued: it would drift with every new
+    instance, and a flip to Prefill is cheap.
     """
     existing = Counter(roles)
     if existing[Role.DECODE] < decode_floor:
@@ -80,10 +81,10 @@ def plan_assignment(
     removals: tuple[Removal, ...],
     rules: AssignmentRules,
 ) -> AssignmentPlan:
-    """The assignment as it shall stand: the wish as far as `rules` allow, in step with `members`.
+    """The assignment to write: the desired one as far as `rules` allow, with an entry for each of `members`.
 
-    Instances on their way out keep their entries until they are gone: a reader that still sees them serve
-    would refuse to drop them.
+    Terminating instances keep their entries until they are deleted: a reader that still observes them
+    serving would refuse an assignment without them.
     """
     existing_names = frozenset(instance.metadata.name for instance in observed.instances)
     spec = _match_instances(
@@ -93,10 +94,10 @@ def plan_assignment(
 
 
 def rebuild_accepted_assignment(observed: Observed) -> PDAssignmentSpec | None:
-    """The last wish that was applied, read off the instances: what an operator knows after a restart.
+    """The last accepted assignment, rebuilt from the instances after a restart of the operator.
 
-    Under Relabel the wish itself is what is applied; an engine that must be started anew for a role plays
-    the role in its status.
+    Under Relabel the desired role is applied at once. An instance that restarts to flip still plays the role
+    in its status.
     """
     if observed.assignment is None:
         return None
@@ -115,7 +116,7 @@ def _entry_with_role(entry: RoleAssignment, role: Role | None) -> RoleAssignment
 
 
 def _accept_or_refuse(observed: Observed, rules: AssignmentRules) -> PDAssignmentSpec | None:
-    """The wish, or the last good one with the refusal written into it."""
+    """The desired assignment if allowed; else the last accepted one with the refusal in its entries."""
     if observed.assignment is None:
         return None
     desired, last = (
@@ -131,10 +132,11 @@ def _accept_or_refuse(observed: Observed, rules: AssignmentRules) -> PDAssignmen
 def refuse_changes(
     last: PDAssignmentSpec, desired: PDAssignmentSpec, reason: str, *, now_s: float
 ) -> PDAssignmentSpec:
-    """`last` again, each entry that was to change saying why it was not.
+    """`last` with a refusal in each entry that `desired` changes.
 
-    What the wish says of instances that `last` does not know stays, and so does its start of the cooldown:
-    a reader that took the wish for good, because it saw more instances ready, would refuse to set it back.
+    Entries of instances that `last` does not contain are kept, and so is the start of the cooldown: a reader
+    that has already applied the change, because it observed more ready instances, would reject an earlier
+    start.
     """
     roles = dict(last.roles)
     for name, entry in desired.roles.items():
@@ -150,12 +152,12 @@ def refuse_changes(
 
 
 def _requested_fields(entry: RoleAssignment) -> tuple[Role, bool, float | None]:
-    """What of an entry is a wish; the rest says whose and why."""
+    """Fields of an entry that request a change; the other fields describe who made it and why."""
     return entry.role, entry.cordoned, entry.pinned_until
 
 
 def _cooldown_start(last_s: float | None, desired_s: float | None, *, now_s: float) -> float | None:
-    """The later of both, unless it is one that nobody can have taken for good."""
+    """The later of both times, ignoring a desired time too far in the future for any reader to accept."""
     if desired_s is None or desired_s > now_s + CLOCK_SKEW_S:
         return last_s
     return desired_s if last_s is None else max(last_s, desired_s)
@@ -189,10 +191,10 @@ def _role_within_revision(
     roles: Mapping[str, RoleAssignment],
     floors: Floors,
 ) -> Role:
-    """The role of a new instance among those of its revision.
+    """Role of a new instance, chosen among the instances of its revision.
 
-    While another revision is there, the first two of a new one can serve without it: they may not be able
-    to exchange KV with it.
+    During a roll-out the first two instances of a new revision get different roles: they may not be able to
+    exchange KV with the old revision.
     """
     same_revision = [other.name for other in members if other.revision == member.revision]
     existing = [Role(roles[name].role) for name in same_revision if name in roles]
@@ -220,7 +222,7 @@ def _cordon_leaving(
     members: tuple[AssignableInstance, ...],
     rules: AssignmentRules,
 ) -> AssignmentPlan:
-    """Cordon who shall leave, as far as the floors allow, and lift the operator's other cordons."""
+    """Cordon instances to be removed, as far as the floors allow; lift the operator's other cordons."""
     leaving: set[str] = set()
     blocked_removals: dict[str, str] = {}
     for removal in removals:
@@ -254,7 +256,7 @@ def _flip_to_make_room(
     observed: Observed,
     rules: AssignmentRules,
 ) -> PDAssignmentSpec:
-    """One of those that stay given the role of one that cannot leave: it goes once the other has it."""
+    """Give a remaining instance the role of one that a floor keeps, so that it can be removed later."""
     unremovable = [
         name for name in removal.candidates if name not in leaving and name in ready_instances(observed)
     ]
@@ -263,7 +265,12 @@ def _flip_to_make_room(
         others = list_serving(spec.roles, ready_instances(observed) - set(removal.candidates), role.other)
         for other in others:
             proposed = apply_flip(
-                spec, other, role, by=Actor.OPERATOR, reason=f"{name} leaves", now_s=observed.now_s
+                spec,
+                other,
+                role,
+                by=Actor.OPERATOR,
+                reason=f"replaces {name}, which is to be removed",
+                now_s=observed.now_s,
             )
             if may_apply(spec, proposed, ready_instances(observed), rules, now_s=observed.now_s).allowed:
                 return proposed
@@ -271,7 +278,7 @@ def _flip_to_make_room(
 
 
 def _set_cordon(spec: PDAssignmentSpec, name: str, reason: str | None) -> PDAssignmentSpec:
-    """The instance cordoned by the operator, or its cordon lifted; a cordon that stands stays as it is."""
+    """`spec` with the instance cordoned for `reason`, or its cordon lifted; unchanged if it already is."""
     before = spec.roles[name]
     if before.cordoned is (reason is not None):
         return spec

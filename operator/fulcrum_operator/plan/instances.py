@@ -1,4 +1,7 @@
-"""PDInstances: how many, under which names, and who goes when there are too many or they are old."""
+"""Which PDInstances to create, under which names, and which to remove.
+
+`service` calls it; the floors that limit removals are checked by `assignment`.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,19 +25,19 @@ from fulcrum_operator.plan.rollout import PoolView
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Some of these shall go, the first ones that the floors let go."""
+    """Remove `count` of the candidates, in order, as far as the floors allow."""
 
     pool: str
     candidates: tuple[str, ...]
-    """Cheapest to reclaim first."""
+    """Names, the cheapest to remove first."""
     count: int
     reason: str
     may_flip_another: bool = False
-    """Whether one of those that stay may change its role, if a floor holds up the rest."""
+    """Whether a remaining instance may change its role if a floor blocks a removal."""
 
 
 def plan_new_instances(observed: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstance, ...]:
-    """The instances to make now, under the lowest numbers that no instance and no engine has."""
+    """The instances to create now, with the lowest numbers that no instance and no engine has."""
     names = _free_names(observed)
     surge = observed.service.spec.rollout.max_surge
     return tuple(
@@ -46,7 +49,7 @@ def plan_new_instances(observed: Observed, views: tuple[PoolView, ...]) -> tuple
 
 
 def plan_removals(observed: Observed, views: tuple[PoolView, ...]) -> tuple[Removal, ...]:
-    """Who shall leave each pool. A pool that the spec no longer names has to let all of them go."""
+    """The removals of each pool. A pool that the spec no longer names loses all its instances."""
     named = {view.name for view in views}
     dropped = sorted({i.spec.pool for i in active_instances(observed)} - named)
     unnamed = tuple(_remove_whole_pool(observed, pool) for pool in dropped)
@@ -56,7 +59,7 @@ def plan_removals(observed: Observed, views: tuple[PoolView, ...]) -> tuple[Remo
 
 def _remove_whole_pool(observed: Observed, pool: str) -> Removal:
     found = members_of(active_instances(observed), pool)
-    return Removal(pool, removal_order(observed, found), len(found), "its pool is wanted no more")
+    return Removal(pool, removal_order(observed, found), len(found), "the service no longer has its pool")
 
 
 def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
@@ -77,11 +80,11 @@ def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
 
 
 def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tuple[str, ...]:
-    """Names by what it costs to take the instance away.
+    """Names of the candidates, the cheapest to remove first.
 
-    Those without work go first, then those that drain already (so that the choice stays made), then those
-    that are not the last of their role in their revision (who is left can serve on), then those with the
-    fewest legs as the router last said, then the highest number.
+    In this order: instances that do not work; those already cordoned, so that the choice does not change;
+    those that are not the last of their role in their revision, so that the rest can serve on; those with
+    the fewest legs in the router's last report; those with the highest number.
     """
     legs = {state.name: state.legs for state in observed.router.instances} if observed.router else {}
     entries = observed.assignment.spec.roles if observed.assignment else {}
@@ -97,7 +100,7 @@ def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tup
 
 
 def _last_of_role(observed: Observed) -> frozenset[str]:
-    """Instances without whom those of their revision that serve would have one role only."""
+    """Instances whose removal leaves the serving instances of their revision with only one role."""
     entries = observed.assignment.spec.roles if observed.assignment else {}
     serving = [
         (revision_of(i), entries[i.metadata.name].role, i.metadata.name)

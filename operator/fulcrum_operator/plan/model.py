@@ -1,9 +1,9 @@
-"""What a model is, before its first engine is started: who reads its config.json, and who waits for it.
+"""Plan when to read a model's config.json, and which instances wait for the result.
 
-The operator neither mounts claims nor holds the hub's tokens, so one short pod reads the file where the
-engines find it; its answer is kept in the status of the service. What an engine was started with stays
-with its instance: an answer that comes late changes nothing that runs, and engines of one model that are to
-exchange KV are started alike. A model that cannot be read holds up no engine that can be started without.
+The operator mounts no claims and has no hub tokens, so a short-lived pod reads the file where the engines
+find it; the excerpt is kept in the status of the service. Each instance keeps the excerpt it was started
+with: a late result changes no running engine, and engines of one model that exchange KV are started alike.
+A model that cannot be read delays no engine that can start without it.
 """
 
 import hashlib
@@ -21,25 +21,25 @@ from fulcrum_operator.plan.observed import ModelReadAttempt, Observed
 from fulcrum_operator.plan.rollout import PoolView
 
 START_FAILURE_TIMEOUT_S = 60.0
-"""A reader that something keeps from starting is given up after so long: engines would not start, either."""
+"""Seconds after which an attempt fails whose pod cannot start: engines could not start, either."""
 READ_TIMEOUT_S = 180.0
-"""Any reader is; its image may have to be fetched."""
+"""Seconds after which any attempt fails; pulling the image counts."""
 RETRY_PAUSE_MIN_S = 60.0
 RETRY_PAUSE_MAX_S = 600.0
-"""Pauses between tries: each is twice the last one, within these bounds."""
+"""Pause between attempts, in seconds: doubled each time, within these bounds."""
 HUB_ENV = (
     *("HF_ENDPOINT", "HF_TOKEN"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
-"""Of an engine's variables those that say how the hub is reached."""
+"""Environment variables of an engine that configure access to the hub."""
 
 _ERROR_LENGTH_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ModelReadRequest:
-    """A model to be read, and the how-manieth try it is."""
+    """A model to be read, and the attempt number."""
 
     start: LaunchSpec
     key: str
@@ -48,7 +48,7 @@ class ModelReadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What is known of the model, who shall read it, and when to look again (unix seconds)."""
+    """Known status of the model, the read to make now, and the next deadline in unix seconds."""
 
     status: ModelStatus | None = None
     request: ModelReadRequest | None = None
@@ -56,7 +56,7 @@ class ModelPlan:
 
 
 def model_key(start: LaunchSpec) -> str:
-    """What tells one model from another: its name, where it is, and how that is reached."""
+    """Hash of the model's name, its location and the hub settings: different models have different keys."""
     source = start.model_source or ModelSourceSpec()
     location = (source.pvc, source.host_path, source.path, source.revision, source.token_secret)
     text = json.dumps((start.model, location, sorted(hub_env(start).items())))
@@ -64,7 +64,7 @@ def model_key(start: LaunchSpec) -> str:
 
 
 def hub_env(start: LaunchSpec) -> dict[str, str]:
-    """The engine's variables that say how the hub is reached."""
+    """The engine's environment variables that configure access to the hub, by name."""
     return {pair.name: pair.value for pair in start.engine.env if pair.name in HUB_ENV}
 
 
@@ -79,7 +79,7 @@ def parse_model_facts(excerpt: Mapping[str, Any] | None) -> ModelFacts | None:
 
 
 def plan_model_read(observed: Observed, views: tuple[PoolView, ...]) -> ModelPlan:
-    """Once read, a model is not read again while it stays the same."""
+    """Plan the next read of the model. A model that was read is not read again until its key changes."""
     start = _model_to_read(observed, views)
     if start is None:
         return ModelPlan()
@@ -98,12 +98,12 @@ def plan_model_read(observed: Observed, views: tuple[PoolView, ...]) -> ModelPla
 
 
 def retry_pause_s(attempts: int) -> float:
-    """From a failed try to the next one."""
+    """Seconds from a failed attempt to the next one."""
     return float(min(RETRY_PAUSE_MAX_S, RETRY_PAUSE_MIN_S * 2 ** min(attempts - 1, 10)))
 
 
 def waits_for_model(observed: Observed, views: tuple[PoolView, ...], view: PoolView) -> bool:
-    """Whether a new instance of the pool waits until its model is read, or known not to be readable."""
+    """Whether new instances of the pool wait until the read of its model has succeeded or failed."""
     wanted = _model_to_read(observed, views)
     if wanted is None or model_key(wanted) != (key := model_key(view.target)):
         return False
@@ -120,7 +120,7 @@ def waits_for_model(observed: Observed, views: tuple[PoolView, ...], view: PoolV
 def choose_model_facts(
     observed: Observed, views: tuple[PoolView, ...], view: PoolView
 ) -> dict[str, Any] | None:
-    """What a new instance of the pool is started with: as those that it will exchange KV with were."""
+    """Config excerpt for a new instance of the pool: that of the instances it exchanges KV with, if any."""
     key, known = model_key(view.target), observed.service.status.model
     like = next(_instances_of_model(views, key), None)
     if like is not None:
@@ -138,18 +138,18 @@ def with_model_status(observed: Observed, known: ModelStatus | None) -> Observed
 
 
 def _model_to_read(observed: Observed, views: tuple[PoolView, ...]) -> LaunchSpec | None:
-    """What new engines that hold a model are started with, where somebody can read it."""
+    """Launch spec of the first pool with real engines; None if there is none or no pod can read models."""
     real = (view.target for view in views if view.target.engine.type != "Simulated")
     return next(real, None) if observed.can_read_models else None
 
 
 def _instances_of_model(views: tuple[PoolView, ...], key: str) -> Iterator[PDInstance]:
-    """Instances of this model that stay."""
+    """Instances of this model in the target revision of their pool."""
     return (member for view in views for member in view.updated if model_key(member.spec) == key)
 
 
 def _requires_model_facts(start: LaunchSpec) -> bool:
-    """Whether there is no engine without: the size of LMCache's buffer follows from the model."""
+    """Whether an engine cannot start without model facts: LMCache's buffer size follows from the model."""
     transfer = start.kv_transfer
     return transfer is not None and transfer.connector is Connector.LMCACHE and transfer.buffer_size is None
 
@@ -157,14 +157,14 @@ def _requires_model_facts(start: LaunchSpec) -> bool:
 def _judge_attempt(
     known: ModelStatus | None, request: ModelReadRequest, attempt: ModelReadAttempt, *, now_s: float
 ) -> ModelPlan:
-    """What came of a try, if anything did."""
+    """The plan after this attempt: read, failed, or still running."""
     ends_s = attempt.started_s + (START_FAILURE_TIMEOUT_S if attempt.start_failure else READ_TIMEOUT_S)
     common = {"key": request.key, "attempts": request.attempt, "at": now_s}
     error = attempt.error if attempt.facts is None else _config_error(attempt.facts)
     if attempt.facts is not None and error is None:
         return ModelPlan(status=ModelStatus(config_excerpt=attempt.facts, **common))
     if error is None and now_s >= ends_s:
-        waited = f"the pod that reads it did not end within {now_s - attempt.started_s:.0f} s"
+        waited = f"the pod that reads it did not finish within {now_s - attempt.started_s:.0f} s"
         error = f"{waited}: {attempt.start_failure}" if attempt.start_failure else waited
     if error is None:
         return ModelPlan(status=known, request=request, deadline_s=ends_s)
@@ -173,7 +173,7 @@ def _judge_attempt(
 
 
 def _config_error(excerpt: Mapping[str, Any]) -> str | None:
-    """Why this describes no model that is known here; None if it does."""
+    """Why the excerpt cannot be parsed as a model; None if it can."""
     try:
         parse_model_config(excerpt)
     except InvalidInput as error:

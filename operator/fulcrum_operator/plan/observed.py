@@ -1,4 +1,7 @@
-"""One consistent picture of a service and all that was made for it."""
+"""`Observed`: everything that a plan is made from, as the controller read it in one pass.
+
+Facts only. What follows from them for one instance is in `instance_state`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,28 +17,28 @@ from fulcrum_operator.plan.slo_window import SloReport
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine of some instance is known to be, whether it runs or not."""
+    """Properties of an instance's engine, known from its spec or its probe even while it does not run."""
 
     identity: EngineIdentitySpec
     flip_strategy: FlipStrategy | None
-    """As probed; None while it was not."""
+    """Strategy that the probe found; None before the probe."""
     startup_s: float
-    """From its start to serving."""
+    """Seconds from the start of the engine until it serves."""
     fit: Fit | None = None
-    """Whether its hardware holds the model; None for an engine that holds none."""
+    """Whether the model fits the engine's hardware; None for a simulated engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReadAttempt:
-    """What is seen of a try to read the model.
+    """One attempt to read a model's config.json.
 
     Args:
-        key: Of which model.
-        attempt: The how-manieth try it is.
-        started_s: When it began, unix seconds.
-        facts: What was read.
-        error: Why nothing was, or will be.
-        start_failure: What keeps it from beginning.
+        key: Key of the model (`model_key`).
+        attempt: Attempt number, from 1.
+        started_s: Start of the attempt, in unix seconds.
+        facts: The excerpt that was read; None until then.
+        error: Why the attempt failed; None if it has not.
+        start_failure: Why the reader pod cannot start; empty if nothing prevents its start.
     """
 
     key: str
@@ -48,7 +51,7 @@ class ModelReadAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a plan is made from. Missing facts are None or absent, never guessed."""
+    """The input of `plan_service`. Facts that are not known are None or absent, never guessed."""
 
     service: PDService
     now_s: float
@@ -56,24 +59,24 @@ class Observed:
     instances: tuple[PDInstance, ...] = ()
     assignment: PDAssignment | None = None
     tiers: frozenset[str] = frozenset()
-    """Names of the QoSTiers that exist."""
+    """Names of the QoSTiers in the service's namespace."""
     engines: Mapping[str, EngineObservation] = field(default_factory=dict)
     engine_facts: Mapping[str, EngineFacts] = field(default_factory=dict)
-    """By instance."""
+    """By instance name."""
     router: RouterState | None = None
-    """The router's ledger; None where it was not asked or does not answer."""
+    """State of the active router; None if it was not queried or did not respond."""
     endpoint: str | None = None
-    """Where clients reach the router; None until it serves."""
+    """URL at which clients reach the router; None until the router serves."""
     accepted_assignment: PDAssignmentSpec | None = None
-    """The last wish that was judged and found right; None after a restart of the operator."""
+    """Last assignment that was checked and allowed; None after a restart of the operator."""
 
     can_read_models: bool = False
-    """Whether somebody can be told to read a model; a local run reads it itself."""
+    """Whether a pod can read the model's config.json; False in a local run, which reads the file itself."""
     model_read_attempt: ModelReadAttempt | None = None
-    """What came of that so far."""
+    """Latest attempt to read the model; None if there was none."""
 
     slo_report: SloReport | None = None
-    """What the router's counts came to; None: nothing new."""
+    """SLO attainment from the router's counters; None if there is nothing new to report."""
 
     node_loss_disputed: bool = False
-    """Whether a node is said to be lost whose engine the router reaches: it has to be asked again soon."""
+    """Whether a node is reported lost although the router reaches its engine: query the router again soon."""

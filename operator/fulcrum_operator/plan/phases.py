@@ -1,15 +1,16 @@
-"""The phases of one instance as a state machine: facts in, next phase and what to do with its engine out.
+"""The phases of one instance as a state machine: from facts to the next phase and an action on its engine.
 
     Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving
     Draining → Terminating
-    Starting, Serving, Draining → Failed (its engine died) → Starting
-    any → Draining or Failed → gone (its engine was taken away by somebody, or its node; another replaces it)
-    Switching, Verifying → Starting (old role back, the wish refused)
+    Starting, Serving, Draining → Failed (its engine exited) → Starting
+    any → Draining or Failed → deleted (its engine is lost; a new instance replaces it)
+    Switching, Verifying → Starting (back in the old role; the assignment entry is refused)
 
-Under Relabel a flip never leaves Serving: the engine is untouched and only the effective role changes.
-Under Restart the engine is drained, ended, started again and seen to answer before it plays the new role;
-what does not get there by its deadline is rolled back. Each step is safe to repeat after a crash: an engine
-is ended before the phase says that it switches, so a running engine in Switching is always the new one.
+Under Relabel a flip never leaves Serving: the engine keeps running and only the effective role changes.
+Under Restart the engine is drained, stopped and started again, and the router has to reach it before the
+instance plays the new role. A flip that misses its deadline is rolled back. Each step can be repeated after
+a crash: the old engine is stopped before the phase becomes Switching, so an engine that runs in Switching is
+always the new one.
 """
 
 from dataclasses import dataclass, replace
@@ -20,27 +21,27 @@ from fulcrum_core.formatting import format_count
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 
-_ENDED_BY_OTHERS = "its engine was told to end by somebody else"
+_ENDED_BY_OTHERS = "its engine was stopped by someone else"
 
 CORDON_RECHECK_S = 1.0
 SWITCH_TIMEOUT_MIN_S = 60.0
 SWITCH_TIMEOUT_FACTOR = 3
-"""An engine has a minute and three times its start-up to come back in its new role and answer."""
+"""An engine has a minute plus three times its start-up time to restart in its new role and respond."""
 
 
 class EngineAction(StrEnum):
-    """What shall become of the engine. A start of one that runs and a stop of one that is gone do nothing."""
+    """Action on an instance's engine. Starting a running engine and stopping a stopped one do nothing."""
 
     KEEP = "Keep"
     START = "Start"
     STOP = "Stop"
     STOP_DRAINED = "StopDrained"
-    """Nothing is left on it that anybody waits for."""
+    """Stop an engine that has no open request and no pending KV transfer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceFacts:
-    """What the next phase depends on."""
+    """Everything that the next phase of an instance depends on."""
 
     phase: Phase
     phase_since_s: float
@@ -48,34 +49,34 @@ class InstanceFacts:
     drain_timeout_s: float
     engine: EngineObservation | None
     assigned_role: Role | None = None
-    """The role that is wished; None before there is an assignment."""
+    """Role in the assignment; None before there is an entry."""
     current_role: Role | None = None
-    """The role that the engine was started for or plays; None before it first served."""
+    """Role that the engine was started for or plays; None before it first served."""
     flip_strategy: FlipStrategy = FlipStrategy.RELABEL
     cordoned: bool = False
     leaving: bool = False
-    """It shall go for good."""
+    """Whether the instance is to be removed."""
     drained: bool = False
-    """The router has acknowledged the cordon and nothing is open on it, by its word and by the engine's."""
+    """Whether the router acknowledged the cordon, and neither router nor engine counts an open request."""
     reachable: bool = False
-    """The router reached the engine that runs now."""
+    """Whether the router's last probe of the engine succeeded."""
     open_requests: int | None = None
-    """Requests on it as the router and the engine last said; None: not known."""
+    """Open requests as last counted by router and engine; None if not known."""
     startup_s: float = 0.0
-    """From its engine's start to serving, as far as that is known."""
+    """Seconds from the start of the engine until it serves; 0 if not known."""
     engine_lost: bool = False
-    """Its engine was taken away by somebody else and does not come back."""
+    """Whether the engine is gone for good and the operator did not stop it."""
     show_failed_until_s: float = 0.0
-    """Until when a lost instance is shown as failed."""
+    """Time until which a lost instance is shown as Failed, in unix seconds."""
 
     @property
     def switch_timeout_s(self) -> float:
-        """Longest time in which its engine comes back in a new role."""
+        """Seconds in which the engine must restart in its new role and respond."""
         return SWITCH_TIMEOUT_MIN_S + SWITCH_TIMEOUT_FACTOR * self.startup_s
 
     @property
     def needs_restart_to_flip(self) -> bool:
-        """Whether its engine must be started anew for the role wished."""
+        """Whether the engine must be restarted before the instance can play its assigned role."""
         wanted, current_role = self.assigned_role, self.current_role
         restart = self.flip_strategy is FlipStrategy.RESTART and not self.leaving
         return (
@@ -86,40 +87,40 @@ class InstanceFacts:
         )
 
     @property
-    def ending_message(self) -> str:
-        """What is said while its engine ends for a flip."""
-        return f"drained; its engine ends to serve {self.assigned_role}"
+    def stopping_message(self) -> str:
+        """Message while the engine stops for a flip."""
+        return f"drained; its engine stops to serve {self.assigned_role}"
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTransition:
-    """The phase that follows, what to do with the engine, and why."""
+    """Next phase of an instance, action on its engine, and the reason."""
 
     phase: Phase
     action: EngineAction
     message: str
     deadline_s: float | None = None
-    """When to look again even if nothing happens."""
+    """Time of the next check without an event, in unix seconds; None if events suffice."""
     rollback_reason: str | None = None
-    """Why the wished role is rolled back."""
+    """Why the flip is rolled back; None if it is not."""
     reason: str = ""
     """Constant for programs: `DRAINED`, or empty."""
     deletable: bool = False
-    """Nothing of the instance is left: its object may be deleted."""
+    """Whether the PDInstance may be deleted: its engine is stopped or lost."""
 
 
 def plan_transition(facts: InstanceFacts) -> PhaseTransition:
-    """The next step of an instance."""
+    """The next phase of an instance, and what to do with its engine."""
     if facts.engine_lost:
         return _lost(facts)
     if facts.phase is Phase.TERMINATING or (facts.leaving and not _is_working(facts)):
-        return _terminating(facts, "wanted no more")
+        return _terminating(facts, "no longer wanted")
     if facts.phase in (Phase.SWITCHING, Phase.VERIFYING):
         return _switching(facts)
     if facts.engine is None:
         return _without_engine(facts)
     if facts.phase is Phase.DRAINING and facts.engine.terminating:
-        return PhaseTransition(Phase.DRAINING, EngineAction.KEEP, facts.ending_message)
+        return PhaseTransition(Phase.DRAINING, EngineAction.KEEP, facts.stopping_message)
     if facts.engine.state is EngineState.EXITED:
         return _failed(facts.engine)
     if facts.engine.state is EngineState.STARTING:
@@ -135,17 +136,17 @@ def _is_working(facts: InstanceFacts) -> bool:
 
 
 def _lost(facts: InstanceFacts) -> PhaseTransition:
-    """While it serves it drains; then it is shown as failed for a while, unless nobody misses it."""
+    """Drain while the engine still serves; then show Failed until `show_failed_until_s`."""
     engine = facts.engine
     if engine is None:
-        return PhaseTransition(
-            Phase.TERMINATING, EngineAction.KEEP, "its engine was taken away", deletable=True
-        )
+        return PhaseTransition(Phase.TERMINATING, EngineAction.KEEP, "its engine is lost", deletable=True)
     if engine.state is EngineState.RUNNING:
         return PhaseTransition(
-            Phase.DRAINING, EngineAction.KEEP, f"{engine.message or _ENDED_BY_OTHERS}; another replaces it"
+            Phase.DRAINING,
+            EngineAction.KEEP,
+            f"{engine.message or _ENDED_BY_OTHERS}; a new instance replaces it",
         )
-    message = f"{engine.message or engine.exit_reason or _ENDED_BY_OTHERS}; another replaces it"
+    message = f"{engine.message or engine.exit_reason or _ENDED_BY_OTHERS}; a new instance replaces it"
     if facts.phase is Phase.FAILED and facts.now_s >= facts.show_failed_until_s:
         return PhaseTransition(Phase.TERMINATING, EngineAction.STOP, message, deletable=True)
     return PhaseTransition(Phase.FAILED, EngineAction.KEEP, message, deadline_s=facts.show_failed_until_s)
@@ -160,22 +161,24 @@ def _terminating(
 def _without_engine(facts: InstanceFacts) -> PhaseTransition:
     if facts.phase is Phase.DRAINING and facts.needs_restart_to_flip:
         return PhaseTransition(
-            Phase.SWITCHING, EngineAction.START, f"its engine starts to serve {facts.assigned_role}"
+            Phase.SWITCHING, EngineAction.START, f"its engine restarts to serve {facts.assigned_role}"
         )
     return PhaseTransition(Phase.PENDING, EngineAction.START, "")
 
 
 def _failed(engine: EngineObservation) -> PhaseTransition:
     return PhaseTransition(
-        Phase.FAILED, EngineAction.START, f"its engine ended: {engine.exit_reason}; it is started again"
+        Phase.FAILED, EngineAction.START, f"its engine ended: {engine.exit_reason}; restarting it"
     )
 
 
 def _starting(engine: EngineObservation) -> PhaseTransition:
     reason = f": {engine.message}" if engine.message else ""
-    restarting = f"its engine starts again after: {engine.exit_reason}{reason and f'; {engine.message}'}"
+    restarting = f"its engine restarts after: {engine.exit_reason}{reason and f'; {engine.message}'}"
     return PhaseTransition(
-        Phase.STARTING, EngineAction.START, restarting if engine.exit_reason else f"its engine starts{reason}"
+        Phase.STARTING,
+        EngineAction.START,
+        restarting if engine.exit_reason else f"its engine is starting{reason}",
     )
 
 
@@ -184,19 +187,21 @@ def _draining(facts: InstanceFacts) -> PhaseTransition:
     deadline_s = phase_since_s + facts.drain_timeout_s
     if not facts.leaving and not facts.needs_restart_to_flip:
         return _cordoned(facts)
-    was_draining = facts.phase is Phase.DRAINING  # a pass that only now cordons cannot have been acknowledged
+    was_draining = (
+        facts.phase is Phase.DRAINING
+    )  # the router cannot have acknowledged a cordon that this pass sets
     if was_draining and facts.drained:
         return _drained(facts)
     if was_draining and facts.now_s >= deadline_s:
         return _drain_overdue(facts)
-    # How many is the router's to say: a count here would be written with every request that ends.
+    # No request count in the message: the status would be written again with every request that ends.
     return PhaseTransition(
-        Phase.DRAINING, EngineAction.START, "waits for its requests to end", deadline_s=deadline_s
+        Phase.DRAINING, EngineAction.START, "waiting for its requests to end", deadline_s=deadline_s
     )
 
 
 def _cordoned(facts: InstanceFacts) -> PhaseTransition:
-    """It stays until the cordon is lifted; whoever cordoned it reads here when nothing is left on it."""
+    """Drain without removal: the instance stays; the reason `DRAINED` reports that it is idle."""
     if facts.phase is Phase.DRAINING and facts.drained:
         return PhaseTransition(Phase.DRAINING, EngineAction.START, "cordoned, drained", reason=DRAINED)
     return PhaseTransition(
@@ -207,14 +212,15 @@ def _cordoned(facts: InstanceFacts) -> PhaseTransition:
 def _drained(facts: InstanceFacts) -> PhaseTransition:
     if facts.leaving:
         return replace(_terminating(facts, "drained", EngineAction.STOP_DRAINED), reason=DRAINED)
-    return PhaseTransition(Phase.DRAINING, EngineAction.STOP_DRAINED, facts.ending_message, reason=DRAINED)
+    return PhaseTransition(Phase.DRAINING, EngineAction.STOP_DRAINED, facts.stopping_message, reason=DRAINED)
 
 
 def _drain_overdue(facts: InstanceFacts) -> PhaseTransition:
-    """A deletion goes on and says what it cut; a flip is cancelled."""
+    """Continue a removal and report the requests that it interrupts; cancel a flip."""
     if facts.leaving:
         return _terminating(
-            facts, f"cut {_format_requests(facts)} not ended after {facts.drain_timeout_s:g} s"
+            facts,
+            f"interrupted {_format_requests(facts)} after the drain timeout of {facts.drain_timeout_s:g} s",
         )
     reason = f"not drained after {facts.drain_timeout_s:g} s, {_format_requests(facts)} left"
     return PhaseTransition(Phase.SERVING, EngineAction.START, reason, rollback_reason=reason)
@@ -230,13 +236,13 @@ def _switching(facts: InstanceFacts) -> PhaseTransition:
     engine = facts.engine
     if (
         not facts.needs_restart_to_flip
-    ):  # withdrawn or rolled back: the engine that was started for the other role ends first
+    ):  # withdrawn or rolled back: first stop the engine that was started for the other role
         if engine is not None:
             return PhaseTransition(
-                facts.phase, EngineAction.STOP, f"its engine ends to serve {facts.current_role} again"
+                facts.phase, EngineAction.STOP, f"its engine stops to serve {facts.current_role} again"
             )
         return PhaseTransition(
-            Phase.STARTING, EngineAction.START, f"its engine starts to serve {facts.current_role} again"
+            Phase.STARTING, EngineAction.START, f"its engine restarts to serve {facts.current_role} again"
         )
     deadline_s = facts.phase_since_s + facts.switch_timeout_s
     if facts.now_s >= deadline_s:
@@ -246,13 +252,13 @@ def _switching(facts: InstanceFacts) -> PhaseTransition:
         return PhaseTransition(
             Phase.SWITCHING,
             EngineAction.START,
-            f"its engine starts to serve {facts.assigned_role}",
+            f"its engine restarts to serve {facts.assigned_role}",
             deadline_s,
         )
     if (
         facts.phase is Phase.SWITCHING or not facts.reachable
-    ):  # what was known while it switched was the old engine's
+    ):  # a probe result from before the switch belongs to the old engine
         return PhaseTransition(
-            Phase.VERIFYING, EngineAction.START, "waits for the router to reach it", deadline_s
+            Phase.VERIFYING, EngineAction.START, "waiting for the router to reach it", deadline_s
         )
     return PhaseTransition(Phase.SERVING, EngineAction.START, "")

@@ -1,9 +1,9 @@
-"""PDPools: one for each pool of the PDService.
+"""Desired PDPools: one for each pool of the PDService.
 
-`replicas` is written when the pool is made; from then on it belongs to whoever scales. The bounds clamp
-every writer, and a clamp is reported, never written back. Only where Fulcrum owns the scale do changed bounds
-move `replicas` with them, in the same write. What instances are started with reaches the pool at once, and
-its instances by a roll-out.
+The operator writes `replicas` when it creates the pool; then the field belongs to the autoscaler or another
+scaler. The pool's bounds clamp the value; a clamp is reported, not written back. Only if Fulcrum owns the
+scale do changed bounds also change `replicas`. A changed launch spec reaches the pool at once and its
+instances by a roll-out.
 """
 
 from typing import Any
@@ -23,19 +23,19 @@ from fulcrum_core.api.labels import SERVICE_LABEL
 
 
 def pool_name(service: str, pool: str) -> str:
-    """The PDPool of a service's pool."""
+    """Name of the PDPool for a pool of a service."""
     return f"{service}-{pool}"
 
 
 def pool_role(instance: PDInstance, service: PDService) -> PoolRole:
-    """The role of an instance's pool; of one that the spec no longer names it is not known: any."""
+    """Role of an instance's pool; Flexible if the spec no longer names the pool."""
     name = service.metadata.name
     roles = (p.role for p in service.spec.resolve_pools() if pool_name(name, p.name) == instance.spec.pool)
     return next(roles, "Flexible")
 
 
 def desired_pools(service: PDService, existing: tuple[PDPool, ...]) -> tuple[PDPool, ...]:
-    """The pools that the spec asks for, in its order; those that exist keep `replicas` and status."""
+    """The pools of the spec, in its order. Existing pools keep `replicas` and status."""
     known = {pool.metadata.name: pool for pool in existing}
     return tuple(_desired_pool(service, pool, known) for pool in service.spec.resolve_pools())
 
@@ -62,7 +62,7 @@ def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) 
 
 
 def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
-    """What the pool's instances are started with: what the pool says, else what the service says."""
+    """Launch fields of the pool's instances: those of the pool, else those of the service."""
     values = {
         name: next(getattr(spec, name) for spec in (pool, service.spec) if hasattr(spec, name))
         for name in LaunchSpec.model_fields
@@ -83,5 +83,5 @@ def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:
 
 
 def wanted_replicas(pool: PDPool) -> int:
-    """How many instances the pool shall have: what was asked, within its bounds."""
+    """Desired number of instances: the pool's `replicas`, clamped to its bounds."""
     return pool.spec.instances.clamp(pool.spec.replicas)

@@ -1,11 +1,11 @@
-"""Which revision the instances of a pool shall have, and how many of them may be exchanged now.
+"""Target revision of each pool, and how many of its instances may be replaced now.
 
-A revision is the hash of what an instance is started with. Everything is read off the objects on each pass:
-the pool says what is asked and what was good last, each instance says which revision it is, so that a
-roll-out goes on where a crash, a scale or a pause left it.
+A revision is the hash of an instance's launch spec. All state is in the objects: the pool has the requested
+and the last good launch spec, each instance has its revision. A roll-out therefore continues after a crash,
+a scale or a pause.
 
-New instances come first, as far as the surge allows; old ones leave as far as enough others serve. A revision
-that does not come to serve in time is given up: the last good one is wanted again until the spec changes.
+New instances are created first, up to maxSurge; outdated ones are removed while enough others serve. A
+revision that does not serve in time is rolled back to the last good one until the spec changes.
 """
 
 from collections.abc import Iterable
@@ -27,51 +27,51 @@ from fulcrum_operator.plan.pools import wanted_replicas
 
 PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
-"""A new instance that has not served after two minutes and ten times its start-up never will."""
+"""A new instance must serve within two minutes plus ten times its start-up time."""
 
 FAILED_STARTS_MAX = 3
-"""An engine of a new revision that ended so often is not waited for."""
+"""A revision is rolled back once one of its engines has exited this often."""
 
 LOST_SHOWN_S = 60.0
-"""For how long a lost instance is shown as failed, unless all is well again before."""
+"""Seconds for which a lost instance is shown as Failed, unless its pool is complete again before."""
 
 _NOT_YET_SERVING = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """One pool, what it shall have and what it has."""
+    """One pool: desired and actual instances."""
 
     pool: PDPool
     wanted: int
     target: LaunchSpec
-    """What its instances shall be started with."""
+    """Launch spec for new instances."""
     revision: str
-    """The hash of that."""
+    """Hash of `target`."""
     members: tuple[PDInstance, ...]
-    """Its instances that count, by number."""
+    """Active instances, by number."""
     updated: tuple[PDInstance, ...]
-    """Members of that revision."""
+    """Members with the target revision."""
     outdated: tuple[PDInstance, ...]
-    """Members that have to be exchanged."""
+    """Members with another revision: they are to be replaced."""
     lost: int
-    """Instances on show that were lost."""
+    """Number of lost instances that are still shown."""
     paused: bool
     refused: RefusedRevision | None
 
     @property
     def name(self) -> str:
-        """Of the PDPool."""
+        """Name of the PDPool."""
         return self.pool.metadata.name
 
     @property
     def rolling_out(self) -> bool:
-        """Whether members are being exchanged."""
+        """Whether outdated members are being replaced."""
         return bool(self.outdated) and not self.paused
 
     @property
     def held_by_pause(self) -> bool:
-        """Whether another revision is asked for, and a pause holds it up."""
+        """Whether another revision is requested and the roll-out is paused."""
         return (
             self.paused
             and self.refused is None
@@ -80,23 +80,23 @@ class PoolView:
 
     @property
     def enough_serving(self) -> bool:
-        """Whether as many serve as are wanted."""
+        """Whether as many members serve as are desired."""
         return self.enough_serving_in(self.members)
 
     def enough_serving_in(self, members: tuple[PDInstance, ...]) -> bool:
-        """Whether as many of these serve as are wanted."""
+        """Whether as many of these members serve as are desired."""
         return sum(member.is_serving for member in members) >= self.wanted
 
     @property
     def last_good(self) -> LaunchSpec | None:
-        """What all of its instances were last started with and served."""
+        """Launch spec with which all instances of the pool last served; None if that never happened."""
         all_updated = self.enough_serving and not self.outdated and self.members
         return self.target if all_updated else self.pool.status.last_good
 
     def count_to_create(self, *, surge: int) -> int:
-        """How many instances to make now.
+        """Number of instances to create now.
 
-        Whoever is lost again and again is replaced more slowly: what was lost of late counts against it.
+        Recently lost instances count against the limit, so that repeated losses are replaced more slowly.
         """
         room = self.wanted + surge if self.rolling_out else self.wanted
         missing = self.wanted - len(self.updated if self.rolling_out else self.members)
@@ -104,7 +104,7 @@ class PoolView:
 
 
 def view_pool(observed: Observed, pool: PDPool) -> PoolView:
-    """What a pool that the spec names shall have and has."""
+    """Desired and actual instances of a pool that the spec names."""
     pool_members = members_of(observed.instances, pool.metadata.name)
     members = members_of(active_instances(observed), pool.metadata.name)
     target, refused = _choose_target(observed, pool, members)
@@ -124,7 +124,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
 
 
 def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
-    """How long a new instance may take to serve for the first time."""
+    """Seconds that a new instance may take until it first serves."""
     requested = observed.service.spec.rollout.progress_deadline
     return (
         PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * startup_s(observed, instance)
@@ -134,7 +134,7 @@ def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
 
 
 def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
-    """When a revision may have to be given up, unix seconds; None: not by time alone."""
+    """Time at which the revision is rolled back unless it serves, in unix seconds; None if none."""
     if view.pool.status.last_good is None or not view.rolling_out:
         return None
     waiting = (i for i in view.updated if _never_served(i))
@@ -159,16 +159,16 @@ def _choose_target(
 
 
 def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> str | None:
-    """Why a revision will not come to serve, by the first of its instances that does not; None if it may."""
+    """Why the revision cannot serve, from its first failed instance; None if it still may."""
     for instance in updated:
         name, engine = instance.metadata.name, observed.engines.get(instance.metadata.name)
         message = instance.status.message
         ended = engine is not None and engine.state is not EngineState.RUNNING
         if engine and ended and engine.restarts >= FAILED_STARTS_MAX:
-            return f"{name} ended {engine.restarts} times: {engine.exit_reason or engine.message or message}"
+            return f"{name} exited {engine.restarts} times: {engine.exit_reason or engine.message or message}"
         timeout_s = progress_timeout_s(observed, instance)
         if _never_served(instance) and observed.now_s >= _created_s(observed, instance) + timeout_s:
-            return f"{name} did not serve within {timeout_s:g} s: {message or 'it starts'}"
+            return f"{name} did not serve within {timeout_s:g} s: {message or 'its engine is starting'}"
     return None
 
 

@@ -1,4 +1,8 @@
-"""The whole plan of one service: desired objects, engines to start and to end, when to look again."""
+"""The plan of one service: desired objects, engines to start and stop, and when to plan again.
+
+The controller calls `plan_service` in every pass and applies the `Plan`. The parts are decided in the other
+modules of this package; this one puts them together.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -52,9 +56,9 @@ from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
 
 DRAIN_POLL_S = 0.2
-"""How often the router is asked whether a drain is done."""
+"""Interval at which the router is queried during a drain."""
 CORDON_SETTLE_S = 1.0
-"""An engine's own count is believed once a drain is so old: no router can have missed the cordon by then."""
+"""Age of a drain from which the engine's own request count is trusted: all routers know the cordon."""
 
 _PHASES_NEEDING_ROUTER = (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING)
 _PHASES_WITH_ENDPOINT = (Phase.SERVING, Phase.DRAINING, Phase.VERIFYING)
@@ -62,26 +66,26 @@ _PHASES_WITH_ENDPOINT = (Phase.SERVING, Phase.DRAINING, Phase.VERIFYING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What shall be. Objects are whole; whoever applies them writes the difference, in this order."""
+    """What to do for one service. Objects are complete; the controller writes the differences in order."""
 
     objects: tuple[Resource, ...] = ()
     delete: tuple[Resource, ...] = ()
     start: tuple[PDInstance, ...] = ()
     stop: tuple[str, ...] = ()
     drained: frozenset[str] = frozenset()
-    """Of those to stop: who has nothing left that anybody waits for."""
+    """Engines in `stop` that have no open request and no pending KV transfer."""
     accepted_assignment: PDAssignmentSpec | None = None
-    """The assignment as judged, to be remembered once it is written."""
+    """The checked assignment, to be remembered once it is written."""
     model_read: ModelReadRequest | None = None
-    """The model that somebody shall read; None: nobody need."""
+    """The model whose config.json a pod is to read; None if no read is needed."""
     requeue_after_s: float | None = None
-    """When to look again even if nothing happens; None: no need."""
+    """Seconds until the next plan without an event; None if no deadline is pending."""
 
 
 def needs_router_state(observed: Observed) -> bool:
-    """Whether a plan depends on the router's ledger.
+    """Whether a plan depends on the router's state.
 
-    Someone drains or is verified, somebody must go, or a node is said to be lost.
+    True while an instance drains, switches or is verified, has to be removed, or its node is reported lost.
     """
     if lost_node_endpoints(observed) or any(
         i.status.phase in _PHASES_NEEDING_ROUTER for i in observed.instances
@@ -97,15 +101,14 @@ def needs_router_state(observed: Observed) -> bool:
 
 
 def plan_removal(service: str, engines: Mapping[str, EngineObservation]) -> Plan:
-    """What is left to do for a service that is gone: end its engines. The store deletes what it owned."""
+    """The plan for a deleted service: stop its engines. The store deletes the objects that it owned."""
     return Plan(stop=tuple(sorted(name for name in engines if instance_number(service, name) is not None)))
 
 
 def plan_service(observed: Observed) -> Plan:
-    """What shall be for a service that exists.
+    """The plan for an existing service.
 
-    Pools come first and alone: their instances are owned by them, so they are made once the pools have an
-    identity.
+    New pools are created in a pass of their own: instances are owned by their pool, so they need its uid.
     """
     pools = desired_pools(observed.service, observed.pools)
     known = {pool.metadata.name for pool in observed.pools}
@@ -187,12 +190,12 @@ def _assignable_instance(instance: PDInstance, rules: AssignmentRules) -> Assign
 
 
 def _show_failed_until_s(observed: Observed, views: tuple[PoolView, ...]) -> dict[str, float]:
-    """By pool: until when what it has lost is shown; no longer than until it is whole again."""
+    """By pool: until when its lost instances are shown as Failed; now if enough of its instances serve."""
     return {view.name: observed.now_s if view.enough_serving else math.inf for view in views}
 
 
 def _deadlines(observed: Observed, views: tuple[PoolView, ...], model: ModelPlan) -> list[float]:
-    """Those to come: on what is past this pass has acted, or there was nothing left to give up."""
+    """Future deadlines only: this pass has acted on the past ones."""
     known = (*(next_rollout_deadline_s(observed, view) for view in views), model.deadline_s)
     return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > observed.now_s]
 
@@ -236,10 +239,10 @@ def _acknowledged(observed: Observed) -> bool:
 
 
 def _all_leases_known(observed: Observed, drain_since_s: float | None) -> bool:
-    """Whether no hand-off can be open that the router does not know of.
+    """Whether the router knows every KV transfer that can be pending.
 
-    A router that was started after the drain began has an empty ledger: what its predecessor handed off is
-    held until the lease has run out.
+    A router that started after the drain began has an empty ledger: prompts that its predecessor sent to
+    prefill may keep their KV until the lease has expired.
     """
     if observed.router is None or drain_since_s is None:
         return False
@@ -261,7 +264,7 @@ def _roll_back_failed_flips(
     *,
     now_s: float,
 ) -> PDAssignmentSpec:
-    """`assignment` with the flips that did not come through given up, each with its reason."""
+    """`assignment` with failed flips set back to the previous role, each with the reason as its refusal."""
     for instance in instances:
         name, role_before = instance.metadata.name, current_role(instance)
         reason = transitions[name].rollback_reason
@@ -278,7 +281,7 @@ def _desired_instances(
     assignment: PDAssignmentSpec,
     transitions: Mapping[str, PhaseTransition],
 ) -> tuple[PDInstance, ...]:
-    """The instances as they shall stand. Who serves with nobody to take the other role plays Both."""
+    """The instances with their new status. An instance with no partner for the other role plays Both."""
     serving = [name for name, transition in transitions.items() if transition.phase is Phase.SERVING]
     with_status = tuple(
         i.replace(status=_observed_status(observed, i, transitions[i.metadata.name])) for i in instances
@@ -301,7 +304,7 @@ def _desired_instances(
 def _observed_status(
     observed: Observed, instance: PDInstance, transition: PhaseTransition
 ) -> PDInstanceStatus:
-    """All of the status but the role."""
+    """The new status without the role."""
     name, before = instance.metadata.name, instance.status
     engine, facts = observed.engines.get(name), observed.engine_facts.get(name)
     entered = before.phase is not transition.phase
@@ -342,14 +345,14 @@ def _with_effective_role(
     roles: tuple[Role | None, Role | None],
     transition: PhaseTransition,
 ) -> PDInstance:
-    """The instance with the role it plays, and the one that an engine started now is started for.
+    """The instance with its effective role and, if its engine starts now, the role it is started for.
 
     Args:
-        observed: What is there.
-        instance: As it shall stand otherwise.
-        assignment: The roles that are wished.
-        roles: What it plays by the wish, and what it played so far.
-        transition: Where it goes.
+        observed: The facts of this pass.
+        instance: The instance with its new status except the role.
+        assignment: The desired roles.
+        roles: Effective role by the assignment, and the role so far.
+        transition: Next phase and action of the instance.
     """
     name, (role, role_before) = instance.metadata.name, roles
     entry = assignment.roles.get(name)
@@ -376,7 +379,7 @@ def _assignment_object(observed: Observed, assignment: PDAssignmentSpec) -> PDAs
 
 
 def _dropped_pools(observed: Observed, named_pools: frozenset[str]) -> tuple[PDPool, ...]:
-    """Pools that the spec no longer names and that have no instance left."""
+    """Pools that the spec no longer names and that have no instances."""
     used = {instance.spec.pool for instance in observed.instances}
     return tuple(
         p for p in observed.pools if p.metadata.name not in named_pools and p.metadata.name not in used
@@ -396,7 +399,7 @@ def _engines_to_stop(
 
 
 def _orphaned_engines(observed: Observed) -> tuple[str, ...]:
-    """Engines of this service that no instance stands for."""
+    """Engines of this service that have no PDInstance."""
     known = {instance.metadata.name for instance in observed.instances}
     ours = (
         name for name in observed.engines if instance_number(observed.service.metadata.name, name) is not None
@@ -407,7 +410,7 @@ def _orphaned_engines(observed: Observed) -> tuple[str, ...]:
 def _requeue_after_s(
     transitions: Mapping[str, PhaseTransition], deadlines: Iterable[float], *, now_s: float
 ) -> float | None:
-    """Soon while the router must be asked about a drain, at the next deadline otherwise."""
+    """Seconds until the next plan: `DRAIN_POLL_S` during a drain, else the time to the next deadline."""
     drains = any(
         transition.phase in _PHASES_NEEDING_ROUTER and transition.deadline_s is not None
         for transition in transitions.values()

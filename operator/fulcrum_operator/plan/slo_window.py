@@ -1,8 +1,9 @@
-"""How many requests meet their objectives, by what the router counts: the condition SLOMet and its figures.
+"""Share of requests that met their latency objectives in the last minutes, from the router's counters.
 
-A router counts from its start. Here its counts, looked at now and then, become a window of the last minutes:
-only what was added between two looks at one ledger is known to lie in it. As every live figure this one
-speaks of requests that have ended; those that their client cancelled count as neither.
+The counters of a router run from its start. Samples of them make a sliding window: only requests that were
+added between two samples of one ledger are known to lie in it. Only ended requests count; those cancelled by
+their client count neither as met nor as missed. `controller/reconcile` keeps the window between passes, and
+`status/slo_met` turns its report into a condition.
 """
 
 import math
@@ -18,38 +19,38 @@ from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import RouterState, TierState
 
 SAMPLE_INTERVAL_S = 5.0
-"""Least time between two samples, and between two looks at all of them: passes may come many a second."""
+"""Minimum seconds between two samples and between two evaluations: passes can run many times a second."""
 REPORT_INTERVAL_S = 30.0
-"""Figures change at most once in so long."""
+"""Minimum seconds between two changes of the report."""
 MIN_REQUESTS = 20
-"""Of fewer requests nothing is said: one that missed would be more than 5 %."""
+"""With fewer requests no attainment is reported: one miss would be more than 5 %."""
 
 
 class SloCounts(NamedTuple):
-    """Requests that have ended, and those of them that met TTFT and TPOT."""
+    """Ended requests, and those of them that met TTFT and TPOT."""
 
     ended: int
     met: int
 
     @property
     def attainment(self) -> str | None:
-        """The share that met, in per cent, rounded down: what shows as 99.0 is no less. None: too few."""
+        """Share of requests that met, in per cent, rounded down; None with fewer than `MIN_REQUESTS`."""
         return f"{1000 * self.met // self.ended / 10:.1f}" if self.ended >= MIN_REQUESTS else None
 
 
 @dataclass(frozen=True, slots=True)
 class SloSample:
-    """What a router had counted."""
+    """The router's counts at one time."""
 
     at_s: float
     ledger_since_s: float
-    """When the ledger begins: another router has another one."""
+    """Start of the router's ledger, in unix seconds; it identifies the router process."""
     tiers: Mapping[str, SloCounts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloReport:
-    """What the status says."""
+    """What the status of the service reports about its SLO."""
 
     status: ConditionStatus
     reason: str
@@ -58,7 +59,7 @@ class SloReport:
     tiers: tuple[TierStatus, ...] = ()
 
     def same_as(self, other: "SloReport | None") -> bool:
-        """Whether the other one says the same, whatever its counts."""
+        """Whether the other report has the same values; messages and counts may differ."""
         return other is not None and _reported_values(self) == _reported_values(other)
 
 
@@ -73,27 +74,27 @@ def _reported_values(report: SloReport) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloWindow:
-    """The samples of the last minutes, and what was told of them. Lost with the process."""
+    """Samples of the last minutes and the last report. In memory only: lost with the process."""
 
     sampling_since_s: float = math.inf
-    """When samples were first taken."""
+    """Time of the first pass, in unix seconds."""
     samples: tuple[SloSample, ...] = ()
     report: SloReport | None = None
-    """None: nothing yet; what the status says stands."""
+    """Last report; None before the first one: the status stays as it is."""
     reported_s: float = -math.inf
     evaluated_s: float = -math.inf
-    """When it was last worked out what the samples come to."""
+    """Time of the last evaluation of the samples, in unix seconds."""
     slo: ServiceSloSpec = field(default_factory=ServiceSloSpec)
-    """What that was held against."""
+    """Objective of the last evaluation."""
 
 
 def update_window(
     before: SloWindow, router: RouterState | None, service: PDService, *, now_s: float
 ) -> SloWindow:
-    """The window after a look at the router, or after none: None is that it was not asked or is silent.
+    """The window after one pass. `router` is None if the router was not queried or did not respond.
 
-    What is told changes with what is shown, and at most once in `REPORT_INTERVAL_S`; another objective is
-    told at once.
+    The report changes only when its values do, at most once in `REPORT_INTERVAL_S`; a new objective is
+    evaluated at once.
     """
     slo = service.spec.slo
     window = replace(
@@ -111,7 +112,7 @@ def update_window(
         return window
     changed = (
         before.report is not None or report.reason != conditions.NO_TRAFFIC
-    )  # of a new service that is known
+    )  # a new service already has the condition NoTraffic
     return replace(window, report=report, reported_s=now_s if changed else before.reported_s)
 
 
@@ -130,7 +131,10 @@ def _count_ended(tier: TierState) -> SloCounts:
 
 
 def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
-    """By tier, what was added between two samples of one ledger. Counts that fall are another one's."""
+    """Requests by tier that were added between samples of one ledger.
+
+    A count that decreased belongs to a restarted router: that interval is skipped.
+    """
     ended: Counter[str] = Counter()
     met: Counter[str] = Counter()
     for before, after in pairwise(samples):
@@ -145,7 +149,7 @@ def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
 
 
 def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloReport | None:
-    """What the window comes to; None while it is too short to say other than what stands."""
+    """The report of the window; None while the window is too short to replace an earlier verdict."""
     slo, tiers = window.slo, count_added(window.samples)
     total = SloCounts(
         sum(tier_counts.ended for tier_counts in tiers.values()),
@@ -177,7 +181,7 @@ def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloRep
 
 
 def _has_earlier_verdict(service: PDService) -> bool:
-    """Whether an earlier process came to a verdict that a short window says nothing against."""
+    """Whether the status has a verdict of an earlier process, which a short window must not replace."""
     return any(c.type == conditions.SLO_MET and c.status != "Unknown" for c in service.status.conditions)
 
 

@@ -34,7 +34,7 @@ async def verdict(run: LocalRun) -> tuple[str, str, str]:
 
 
 async def test_canaries_verify_the_kv_transfer_of_an_idle_service(run: LocalRun) -> None:
-    both = "seen to hand KV over: chat-0 → chat-1, chat-1 → chat-0"
+    both = "KV transfer verified: chat-0 → chat-1, chat-1 → chat-0"
     async with asyncio.timeout(DEADLINE_S):
         while await verdict(run) != ("True", "Verified", both):
             await run.wait_change()

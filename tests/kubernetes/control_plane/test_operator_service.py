@@ -304,7 +304,7 @@ def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(world: W
     world.up(1, pools=[{"name": "flex", "instances": {"min": 1, "max": 3}}])
     world.kubectl("scale", "pdp", "chat-flex", "--replicas=9")
     wait_until(lambda: has_reason("TooManyReplicas"), "the upper bound")
-    allowed = "pool chat-flex: asked for 9 instances, the bounds 1 to 3 allow 3"
+    allowed = "pool chat-flex: 9 instances requested; the bounds 1 to 3 allow 3"
     wait_until(lambda: is_reported(allowed), "its event")
     names = ["chat-0", "chat-1", "chat-2"]
     wait_until(lambda: set(names) <= set(world.api.names("pods")), "as many as are allowed")

@@ -175,7 +175,9 @@ def test_rules_between_fields_are_in_the_schema() -> None:
         for path, node in nodes(schema(kind))
         if node["type"] == "object" and "x-kubernetes-validations" in node
     }
-    buffer = "has a bufferSize, which only the connector LMCache has: NIXL reads KV where it lies"
+    buffer = (
+        "has a bufferSize, which only the connector LMCache has: NIXL reads the engine's KV cache directly"
+    )
     starts = ("PDService.spec", "PDPool.spec", "PDPool.status.lastGood", "PDInstance.spec")
     assert rules == {
         "PDService": [INVALID_NAME_MESSAGE],

@@ -145,7 +145,7 @@ CASES = (
     Case("unknown-gpu", "llama-3.1-8b", {}),
     Case("unknown-model", "acme/private-9b", {"hardware": gpus(2, "H100-SXM")}, facts=False),
     Case(
-        "everything-written",
+        "all-settings-by-user",
         "llama-3.1-8b",
         {
             "hardware": gpus(2, "H100-SXM", memory="94Gi", fabric="TCP"),

@@ -100,10 +100,10 @@ def test_unavailable_hub_is_tried_again(hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("status", "why"),
     [
-        (401, "it asks for a token: modelSource.tokenSecret names the Secret (status 401)"),
+        (401, "it requires a token: name its Secret in modelSource.tokenSecret (status 401)"),
         (403, "the token may not read it (status 403)"),
-        (404, "it has no such model or revision, or hides it from this token (status 404)"),
-        (500, "answers with status 500"),
+        (404, "it has no such model or revision, or this token may not see it (status 404)"),
+        (500, "responded with status 500"),
     ],
 )
 def test_hub_error_says_what_to_do(hub: Hub, status: int, why: str) -> None:
@@ -121,23 +121,23 @@ def test_unreachable_hub_is_named_in_the_error() -> None:
 
 
 def test_name_that_no_hub_can_have_is_not_requested(hub: Hub) -> None:
-    with pytest.raises(ConfigUnreadable, match=r"spec.model \(/opt/model\) is no name at a hub"):
+    with pytest.raises(ConfigUnreadable, match=r"spec.model \(/opt/model\) is not a hub model name"):
         fetch_config(hub, model="/opt/model")
     assert hub.requests == []
 
 
 def test_oversized_config_is_not_read_to_its_end(hub: Hub) -> None:
     hub.responses[CONFIG_PATH] = 200, b" " * (2**22 + 1)
-    with pytest.raises(ConfigUnreadable, match="is longer than"):
+    with pytest.raises(ConfigUnreadable, match="is larger than 4 MiB"):
         fetch_config(hub)
 
 
 @pytest.mark.parametrize(
     ("path", "listing"),
-    [("", " holds llama"), ("lama", " holds llama"), ("llama", "/llama is empty"), ("a/b", None)],
+    [("", " contains llama"), ("lama", " contains llama"), ("llama", "/llama is empty"), ("a/b", None)],
     ids=["a folder too high", "a misspelled folder", "an empty folder", "no folder near it"],
 )
-def test_error_for_a_missing_config_lists_what_the_folder_holds(
+def test_error_for_a_missing_config_lists_what_the_folder_contains(
     tmp_path: Path, path: str, listing: str | None
 ) -> None:
     (tmp_path / "llama").mkdir()
@@ -151,8 +151,8 @@ def test_error_for_a_missing_config_lists_what_the_folder_holds(
     ("body", "why"),
     [
         (b"{", "config.json is not JSON"),
-        (b"[]", "config.json holds no object"),
-        (b'{"head_dim": NaN}', "config.json holds a number that is none"),
+        (b"[]", "config.json is not a JSON object"),
+        (b'{"head_dim": NaN}', "config.json contains NaN or Infinity"),
         (
             json.dumps({"layer_types": ["x"] * 2000}).encode(),
             "config.json: its excerpt takes 8017 bytes of 4096",

@@ -1,4 +1,4 @@
-"""vLLM: its command line, environment and volumes for one instance, or why it cannot run as asked. Pure."""
+"""The adapter of vLLM: command line, environment and volumes of one instance, or why not. Pure."""
 
 from fulcrum_operator.engines.vllm.launch import (
     IMAGE,

@@ -1,7 +1,7 @@
-"""`--kv-transfer-config`: how a vLLM instance hands KV over, for each connector.
+"""`--kv-transfer-config` and what follows from it: how a vLLM instance transfers KV, for each connector.
 
-An engine id is never given: one that outlives a restart makes peers use the dead memory map. A hand-off that
-cannot be loaded is computed again where it was to go, because instances are flipped and killed.
+No engine id is set: with an id that survives a restart peers would use the memory map of the old process.
+The decode instance recomputes KV that it cannot load, because prefill instances are flipped and killed.
 """
 
 import math
@@ -19,17 +19,17 @@ from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 
 GIB = 2**30
 _CHUNK_BLOCKS = 2
-"""LMCache keeps whole chunks of tokens: two blocks move well and are small enough to be met again."""
+"""LMCache chunk in blocks: large enough to transfer well, small enough that prompts share chunks."""
 _CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
-"""Memory tier of an LMCache server that nobody sized."""
+"""Default size of an LMCache server's memory tier."""
 _PORTS_PER_RANK = 2
-"""An LMCache receiver listens on two ports for each rank: to be introduced, and to be asked for memory."""
+"""Ports of an LMCache receiver for each rank: one for the handshake, one for memory allocation."""
 _PROXY_PORT = 7500
-"""Where the router hears from LMCache senders."""
+"""Port of the router to which LMCache senders report."""
 
 
 def flip_strategy(connector: Connector) -> FlipStrategy:
-    """How an instance with this connector changes its role."""
+    """How an instance with this connector flips."""
     return FlipStrategy.RESTART if connector is Connector.LMCACHE else FlipStrategy.RELABEL
 
 
@@ -53,10 +53,11 @@ def kv_transfer_config(
 
 
 def kv_lease_s(request: LaunchRequest) -> float:
-    """For how long prefill keeps the blocks of a hand-off that nobody fetched.
+    """Seconds for which a prefill instance keeps KV that no decode instance has fetched.
 
-    The router gives a hand-off up at half the lease. Until then it has to choose decode, which may take as
-    long as the first token may, and decode has to start fetching; from there on heartbeats prolong it.
+    The router drops a KV transfer at half the lease. By then it has chosen a decode instance, which may take
+    as long as the TTFT objective, and the decode instance has started to fetch; from then on heartbeats
+    extend the lease.
     """
     user_lease_s = user_kv_lease_s(request.args)
     return _default_kv_lease_s(request) if user_lease_s is None else user_lease_s
@@ -67,7 +68,7 @@ def _default_kv_lease_s(request: LaunchRequest) -> int:
 
 
 def longest_transfer_s(request: LaunchRequest) -> float:
-    """How long the longest prompt is on the wire; 0 where that is not known."""
+    """Seconds of a KV transfer of the longest prompt; 0 if not known."""
     if request.facts is None or request.longest_prompt_tokens is None:
         return 0.0
     size = kv_bytes(request.facts, request.longest_prompt_tokens, request.quantization.kv_cache)
@@ -75,10 +76,10 @@ def longest_transfer_s(request: LaunchRequest) -> float:
 
 
 def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
-    """The longest that the KV of 1,000 tokens takes over the fabric that is declared.
+    """Upper bound for the transfer of the KV of 1,000 tokens over the declared fabric, in seconds.
 
-    0 where the model is not known, or none is declared that is faster than TCP. Of latent attention each
-    rank reads all.
+    0 if the model is not known, or if no fabric faster than TCP is declared. With latent attention every
+    rank reads all KV.
     """
     rate, facts = request.hardware.fabric.min_bytes_per_s, request.facts
     if facts is None or not rate:
@@ -88,19 +89,21 @@ def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
 
 
 def _describe_longest_transfer(request: LaunchRequest) -> str:
-    """How long the longest prompt is on the wire, in words."""
+    """Duration of a KV transfer of the longest prompt, as text for a reason."""
     longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
     if not longest_s:
-        return "how long the longest prompt takes is not known"
+        return "the transfer time of the longest prompt is not known"
     path = (
-        f"{fabric.bytes_per_s / 1e9:g} GB/s, as no fabric is named" if fabric is Fabric.AUTO else fabric.value
+        f"{fabric.bytes_per_s / 1e9:g} GB/s, assumed, as no fabric is named"
+        if fabric is Fabric.AUTO
+        else fabric.value
     )
     duration = f"{longest_s:.1f}" if longest_s >= 0.1 else "less than 0.1"
     return f"the longest prompt takes {duration} s over {path}"
 
 
 def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
-    """What was chosen for the transfer, and why."""
+    """Rows of `fulcrum plan` on KV transfer: flip strategy, lease, buffer and tiers with their reasons."""
     connector = request.kv_transfer.connector
     how = flip_strategy(connector)
     flips = {
@@ -110,14 +113,14 @@ def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
     rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
         chosen = f"twice TTFT and transfer, at least 30 s; {_describe_longest_transfer(request)}"
-        reason = chosen if user_kv_lease_s(request.args) is None else "as written in args"
+        reason = chosen if user_kv_lease_s(request.args) is None else "set in engine.args"
         rows.append(Choice("lease", f"{kv_lease_s(request):g}s", reason))
-        rows.append(Choice("bufferSize", "none", "NIXL reads KV where it lies"))
+        rows.append(Choice("bufferSize", "none", "NIXL reads the engine's KV cache directly"))
     elif (size := request.buffer_bytes) is not None:
         tokens = f"{request.longest_prompt_tokens or 0:,}"
         by = f"a rank's share of a prompt of {tokens} tokens, in pieces of 256 MiB"
         written = request.kv_transfer.buffer_size is not None
-        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "as written" if written else by))
+        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if written else by))
     return (*rows, *_tier_choices(request))
 
 
@@ -127,15 +130,15 @@ def _tier_choices(request: LaunchRequest) -> Iterator[Choice]:
         return
     tiers = ", ".join(tier for tier in ("cpu", "disk", "remote") if getattr(spec, tier) is not None)
     if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
-        yield Choice(name, tiers, "LMCache's server beside the engine keeps them")
+        yield Choice(name, tiers, "kept by LMCache's server, next to the engine")
     elif request.started_for_prefill:
         yield Choice(name, tiers, f"each of {request.tensor} ranks has its share")
     else:
-        yield Choice(name, "none", "a receiver of LMCache reads only what it is handed")
+        yield Choice(name, "none", "an LMCache receiver reads only KV that a sender pushes")
 
 
 def leftover_files(request: LaunchRequest, placement: EnginePlacement) -> tuple[str, ...]:
-    """Shared memory that an LMCache server which is killed leaves behind."""
+    """Shared memory files that a killed LMCache server leaves behind."""
     if request.kv_transfer.connector is not Connector.NIXL_WITH_LMCACHE:
         return ()
     return (f"/dev/shm/lmcache_l1_pool_{_shared_memory_name(placement)}",)
@@ -146,7 +149,7 @@ def _shared_memory_name(placement: EnginePlacement) -> str:
 
 
 def peer_ports(tensor: int, placement: EnginePlacement) -> tuple[list[int], list[int]]:
-    """Where an LMCache receiver's ranks are introduced to senders, and where they are asked for memory."""
+    """Handshake ports and allocation ports of an LMCache receiver's ranks."""
     ports = [placement.cache_port + _PORTS_PER_RANK * rank for rank in range(tensor)]
     return ports, [port + 1 for port in ports]
 
@@ -154,7 +157,7 @@ def peer_ports(tensor: int, placement: EnginePlacement) -> tuple[list[int], list
 def _nixl(request: LaunchRequest) -> dict[str, Any]:
     return {
         "kv_connector": "NixlConnector",
-        # Not enforced by NIXL; only "both" keeps the guards that a decoding instance needs.
+        # NIXL does not enforce the role; only kv_both keeps the checks that a decode instance needs.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": _default_kv_lease_s(request)},
@@ -162,10 +165,10 @@ def _nixl(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _lmcache_server(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> dict[str, Any]:
-    """LMCache's server beside the engine. The engine starts it, so it sees the engine's devices."""
+    """LMCache's server next to the engine, started by the engine to have access to its devices."""
     return {
         "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",  # as a consumer it would never store
+        "kv_role": "kv_both",  # kv_consumer would never store KV
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": placement.cache_port,
@@ -195,7 +198,7 @@ def _server_args(request: LaunchRequest, placement: EnginePlacement, block_size:
 def _disk_and_remote_tiers(spec: KvCacheSpec, placement: EnginePlacement) -> list[dict[str, Any]]:
     tiers: list[dict[str, Any]] = []
     if spec.disk is not None:
-        eviction = {"eviction_policy": "LRU"}  # without it the capacity bounds nothing
+        eviction = {"eviction_policy": "LRU"}  # without eviction the capacity is not enforced
         capacity = spec.disk / GIB
         tiers.append(
             {
@@ -249,13 +252,15 @@ def _receiver_keys(request: LaunchRequest, placement: EnginePlacement) -> dict[s
         "pd_peer_host": placement.host,
         "pd_peer_init_port": init_ports,
         "pd_peer_alloc_port": alloc_ports,
-        "retrieve_locations": ["PDBackend"],  # it may have no other, so tiers would be written for nobody
+        "retrieve_locations": [
+            "PDBackend"
+        ],  # a receiver reads from PDBackend only, so tiers would never be read
         "local_cpu": False,
     }
 
 
 def _in_process_tiers(spec: KvCacheSpec, placement: EnginePlacement, *, ranks: int) -> dict[str, Any]:
-    """The tiers of a sender: each of its ranks has its own."""
+    """The tiers of a sender; each rank has its share."""
     keys: dict[str, Any] = {"local_cpu": spec.cpu is not None}
     if spec.cpu is not None:
         keys["max_local_cpu_size"] = spec.cpu / GIB / ranks

@@ -1,7 +1,7 @@
-"""vLLM: from what is asked of an instance to the process that serves it.
+"""Build the launch of a vLLM engine from a launch request.
 
 Written for vLLM 0.32 with NIXL 1.5 and LMCache 0.5.6. The same launch serves both roles unless the connector
-fixes the role at start: instances of a flexible pool differ in nothing but addresses.
+fixes the role at start: instances of a flexible pool differ only in their addresses.
 """
 
 import math
@@ -31,32 +31,32 @@ from fulcrum_operator.engines.vllm.unsupported import find_unsupported
 from fulcrum_operator.engines.vllm.user_args import user_identity_fields
 
 VERSION = "0.32.0"
-"""What the flags are written for; an image with another version is a matter of `args`."""
+"""vLLM version of the generated flags; an image with another version may need `engine.args`."""
 IMAGE = f"vllm/vllm-openai:v{VERSION}"
-"""vLLM's own image, for NVIDIA's devices."""
+"""vLLM's own image, for NVIDIA devices."""
 POD_PLACEMENT = EnginePlacement(
     host="$(POD_IP)", port=8000, side_channel_port=5600, cache_port=5555, cache_http_port=8080
 )
-"""A pod of its own: the ports are always the same."""
+"""Placement in a pod of its own, where the ports are always free."""
 
 HEALTH_PATH = "/health"
 _LOAD_BYTES_S = 2e9
-"""Weights are read so fast: a local disk."""
+"""Assumed rate of reading weights, in bytes a second: a local disk."""
 _STARTUP_S = 60.0
-"""Imports, graphs and compilation."""
+"""Seconds of a start without reading weights: imports, graphs and compilation."""
 _UNKNOWN_STARTUP_S = 180.0
-"""The same, with weights of a model that is not known."""
+"""Seconds of a start if the size of the weights is not known."""
 _SHARED_MEMORY = 8 * 2**30
 _KV_DTYPES = {KvPrecision.FP8: "fp8", KvPrecision.FP4: "nvfp4"}
 
 _COMMON_ENV = {
-    "PYTHONHASHSEED": "0",  # LMCache and KV events compare hashes between processes
+    "PYTHONHASHSEED": "0",  # LMCache and KV events compare hashes of different processes
     "LMCACHE_TRACK_USAGE": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
 _CPU_ENV = {
-    # The model runs inside the engine's core: the default executor's shared-memory queue spins on every core.
+    # Run the model in the engine process: the queue of the default executor busy-waits on every core.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every instance to the same core
     "OMP_NUM_THREADS": "1",
@@ -64,7 +64,7 @@ _CPU_ENV = {
 
 
 def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePlan:
-    """What is started for one instance, how it fits, what was chosen; no launch where that is forbidden."""
+    """The launch of one instance, its memory estimate and choices; no launch if anything is unsupported."""
     fit = request.fit
     settings, choices = choose_settings(request, fit)
     unsupported = find_unsupported(request, settings)
@@ -83,10 +83,10 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
 
 
 def build_launch(request: LaunchRequest, placement: EnginePlacement) -> EngineLaunch:
-    """How one instance is started.
+    """The launch of one instance.
 
     Raises:
-        InvalidInput: if that is forbidden.
+        InvalidInput: if vLLM does not support the requested settings.
     """
     plan = plan_engine(request, placement)
     if plan.launch is None:
@@ -97,7 +97,7 @@ def build_launch(request: LaunchRequest, placement: EnginePlacement) -> EngineLa
 def expected_identity_and_startup_s(
     request: LaunchRequest, placement: EnginePlacement
 ) -> tuple[EngineIdentitySpec, float]:
-    """What an engine started so is to its peers, and how long its start may take."""
+    """Identity of an engine launched by this request, and the expected seconds of its start."""
     settings, _ = choose_settings(request, request.fit)
     return _identity(request, placement, settings), _startup_s(request)
 
@@ -105,7 +105,7 @@ def expected_identity_and_startup_s(
 def _identity(
     request: LaunchRequest, placement: EnginePlacement, settings: VllmSettings
 ) -> EngineIdentitySpec:
-    """What it is to its peers. What is left to the engine is the same on the same device."""
+    """Identity of the engine. Values that the engine chooses are equal on equal devices."""
     facts = request.facts
     identity = EngineIdentitySpec(
         model=_model_argument(request, placement),
@@ -142,19 +142,19 @@ def _build_launch(request: LaunchRequest, placement: EnginePlacement, settings: 
 
 
 def _model_argument(request: LaunchRequest, placement: EnginePlacement) -> str:
-    """The model as the command line spells it: in every instance alike, or handshakes are refused."""
+    """The model argument; instances with different spellings refuse each other's handshakes."""
     return model_folder(request.model_source, placement) or request.model
 
 
 def model_folder(source: ModelSourceSpec, placement: EnginePlacement) -> str | None:
-    """Where an engine finds a model that is on a claim or a path; None for one of the hub."""
+    """Folder of a model on a claim or a path; None for a model at the hub."""
     if source.host_path is None and source.pvc is None:
         return None
     return "/".join(filter(None, (placement.model_folder or source.host_path, source.path)))
 
 
 def model_volume(source: ModelSourceSpec, placement: EnginePlacement) -> Volume | None:
-    """What is mounted for that; None where nothing is."""
+    """Volume of a model on a claim or a path; None if nothing is mounted."""
     mount = placement.model_folder
     if source.pvc is not None:
         return Volume(name="model", mount=mount, kind="claim", source=source.pvc, read_only=True)
@@ -172,9 +172,9 @@ def _arguments(request: LaunchRequest, placement: EnginePlacement, settings: Vll
     yield from _size_arguments(request, settings)
     yield from _layout_arguments(request, settings)
     yield from _precision_arguments(request)
-    # A request carries its priority, and its usage tells how much of the prompt was not computed.
+    # Requests have a priority, and the usage in a response reports how much of the prompt was not computed.
     yield from ("--scheduling-policy", "priority", "--enable-prompt-tokens-details")
-    yield from ("--prefix-caching-hash-algo", "sha256_cbor")  # equal in all processes, unlike the default
+    yield from ("--prefix-caching-hash-algo", "sha256_cbor")  # the same in all processes, unlike the default
     yield from ("--shutdown-timeout", str(math.ceil(request.drain_timeout_s)))
     config = connectors.kv_transfer_config(request, placement, block_size=settings.block_size)
     yield from ("--kv-transfer-config", compact_json(config))
@@ -194,7 +194,7 @@ def _size_arguments(request: LaunchRequest, settings: VllmSettings) -> Iterator[
 
 
 def _utilization(request: LaunchRequest) -> float:
-    """What the engine may take of a device: a transfer buffer comes on top of it."""
+    """Share of device memory for the engine, without the transfer buffer, which is allocated in addition."""
     if not request.hardware.memory_known:
         return GPU_UTILIZATION
     return max(0.0, GPU_UTILIZATION - request.layout.buffer_bytes / request.hardware.memory_bytes)
@@ -220,13 +220,13 @@ def _layout_arguments(request: LaunchRequest, settings: VllmSettings) -> Iterato
     if settings.sleep_mode:
         yield "--enable-sleep-mode"
     if request.hardware.vendor is Vendor.CPU:
-        yield "--enforce-eager"  # compiling costs minutes and gains little there
+        yield "--enforce-eager"  # compiling takes minutes and gains little on a CPU
 
 
 def _precision_arguments(request: LaunchRequest) -> Iterator[str]:
     facts, spec = request.facts, request.quantization
     if facts is not None and facts.dtype == "float32":
-        yield from ("--dtype", "float32")  # else it would be served in 16 bits
+        yield from ("--dtype", "float32")  # vLLM would serve it in 16 bits
     if spec.weights is WeightPrecision.FP8 and not (facts and facts.quantization):
         yield from ("--quantization", "fp8")
     if spec.kv_cache is not KvPrecision.AUTO:
@@ -250,11 +250,13 @@ def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator
     if request.hardware.vendor is Vendor.CPU:
         variables += [LaunchEnvVar(name, value) for name, value in _CPU_ENV.items()]
     if request.facts is not None and request.facts.state_layers:
-        variables.append(LaunchEnvVar("VLLM_SSM_CONV_STATE_LAYOUT", "DS"))  # what NIXL can hand over
+        variables.append(
+            LaunchEnvVar("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+        )  # the layout that NIXL can transfer
     if request.settings.sleep_mode:
         variables.append(
             LaunchEnvVar("VLLM_SERVER_DEV_MODE", "1")
-        )  # /sleep and /wake_up are served nowhere else
+        )  # /sleep and /wake_up exist only in this mode
     if request.model_source.token_secret is not None:
         variables.append(LaunchEnvVar("HF_TOKEN", secret=request.model_source.token_secret))
     elif _model_argument(request, placement) != request.model:

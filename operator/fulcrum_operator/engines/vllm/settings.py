@@ -1,6 +1,6 @@
-"""The engine's settings: what the manifest says, else what model, hardware and role call for.
+"""Choose the settings of a vLLM engine: from the manifest, else from model, hardware and role.
 
-Each comes with its reason.
+Each setting comes with its reason, which `fulcrum plan` shows.
 """
 
 import math
@@ -28,11 +28,11 @@ _PREFILL_STEP_TOKENS = 8192
 _STEP_TOKENS_MIN, _STEP_TOKENS_MAX, _STEP_TOKENS_MULTIPLE = 256, 8192, 128
 _SEQUENCES_MAX, _CPU_SEQUENCES_MAX = 256, 16
 _TOKENS_PER_SEQUENCE = 1024
-"""A request is taken to hold at least so many tokens when the number of them is sized."""
+"""Assumed minimum tokens of a request, to derive the number of sequences from the KV capacity."""
 
 _CPU_KV_BYTES_MIN, _CPU_KV_BYTES_MAX = 64 * 2**20, 4 * 2**30
 _CPU_KV_TOKENS = 4096
-"""A length that a CPU can be asked for."""
+"""Tokens of a request for which a CPU's KV cache is sized."""
 
 PREFILL_EFFICIENCY = 0.45
 """Share of the peak that prefill reaches (H100 and A100, fitted to public runs)."""
@@ -42,7 +42,7 @@ READ_EFFICIENCY = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """What is passed to the engine; None: left to it."""
+    """Settings that are passed to the engine; None leaves a setting to the engine."""
 
     attention_backend: str | None
     block_size: int
@@ -56,7 +56,7 @@ class VllmSettings:
 
 
 def choose_settings(request: LaunchRequest, fit: Fit) -> tuple[VllmSettings, tuple[Choice, ...]]:
-    """The settings of one engine and why each is what it is."""
+    """The settings of one engine, and a row with value and reason for each."""
     attention_backend = _choose_attention_backend(request)
     block = _choose_block_size(request)
     async_scheduling = _choose_async_scheduling(request)
@@ -94,7 +94,7 @@ def choose_settings(request: LaunchRequest, fit: Fit) -> tuple[VllmSettings, tup
 
 
 LEFT_TO_ENGINE = "left to the engine"
-_AS_WRITTEN = "as written"
+_SET_IN_MANIFEST = "set in the manifest"
 
 _BACKENDS = {
     "FlashAttention": "FLASH_ATTN",
@@ -119,18 +119,18 @@ _HEAD_SIZES = {
     "FLASHMLA": _LATENT_SIZES,
     "CUTLASS_MLA": _LATENT_SIZES,
 }
-"""Values a head that a kernel is made for. An engine that is told to use one that is not does not start."""
+"""Head sizes that a kernel supports. An engine with a kernel for other sizes does not start."""
 
 
 def _choose_attention_backend(request: LaunchRequest) -> Choice:
     name = "attentionBackend"
     if request.settings.attention_backend is not None:
-        return Choice(name, _BACKENDS[request.settings.attention_backend], _AS_WRITTEN)
+        return Choice(name, _BACKENDS[request.settings.attention_backend], _SET_IN_MANIFEST)
     hardware, facts = request.hardware, request.facts
     if hardware.vendor is not Vendor.NVIDIA:
-        return Choice(name, LEFT_TO_ENGINE, f"it knows the kernels for {hardware.name}")
+        return Choice(name, LEFT_TO_ENGINE, f"the engine chooses the kernel for {hardware.name}")
     if facts is None or not hardware.compute_capability:
-        return Choice(name, LEFT_TO_ENGINE, "model or device are not known")
+        return Choice(name, LEFT_TO_ENGINE, "model or device is not known")
     if (why := _why_no_usual_kernel(facts, hardware)) is not None:
         return Choice(name, LEFT_TO_ENGINE, why)
     backend, why = (
@@ -145,27 +145,27 @@ def _choose_attention_backend(request: LaunchRequest) -> Choice:
 
 
 def _why_no_usual_kernel(facts: ModelFacts, hardware: HardwareFacts) -> str | None:
-    """Why the usual kernel of this device is none for the model; None if it is."""
+    """Why the usual kernel of this device does not suit the model; None if it does."""
     if facts.index_bytes:
-        return "sparse attention has kernels of its own"
+        return "sparse attention needs its own kernels"
     if facts.dtype == "float32":
         return "few kernels compute in float32"
     if facts.window_layers and hardware.compute_capability < 90:
-        return "before Hopper not every kernel knows this model's windows"
+        return "before Hopper not every kernel supports this model's windows"
     return None
 
 
 def _choose_latent_backend(hardware: HardwareFacts) -> tuple[str, str]:
     if hardware.compute_capability >= 100:
-        return "CUTLASS_MLA", "latent attention on Blackwell, whose kernel reads blocks of 128"
+        return "CUTLASS_MLA", "latent attention on Blackwell: its kernel reads blocks of 128"
     if hardware.compute_capability >= 90:
         return "FLASHMLA", "latent attention on Hopper"
-    return "TRITON_MLA", "latent attention before Hopper has no kernel of its own"
+    return "TRITON_MLA", "latent attention before Hopper: there is no other kernel"
 
 
 def _choose_plain_backend(hardware: HardwareFacts, kv: KvPrecision) -> tuple[str, str]:
     if hardware.compute_capability >= 100:
-        return "FLASHINFER", "Blackwell: FlashInfer carries its tensor-core kernels"
+        return "FLASHINFER", "Blackwell: FlashInfer has its tensor-core kernels"
     if hardware.compute_capability >= 90:
         return "FLASH_ATTN", "Hopper: FlashAttention 3, also with FP8 KV"
     if kv is not KvPrecision.AUTO:
@@ -175,10 +175,12 @@ def _choose_plain_backend(hardware: HardwareFacts, kv: KvPrecision) -> tuple[str
 
 def _choose_block_size(request: LaunchRequest) -> Choice:
     if request.settings.block_size is not None:
-        return Choice("blockSize", str(request.settings.block_size), _AS_WRITTEN)
+        return Choice("blockSize", str(request.settings.block_size), _SET_IN_MANIFEST)
     latent = request.facts is not None and request.facts.latent
     if request.hardware.vendor is Vendor.CPU and latent:
-        return Choice("blockSize", str(_CPU_MLA_BLOCK_TOKENS), "latent attention on CPUs reads no other")
+        return Choice(
+            "blockSize", str(_CPU_MLA_BLOCK_TOKENS), "latent attention on CPUs supports no other size"
+        )
     reason = "fewer and larger transfers; kernels that want smaller blocks divide them"
     return Choice("blockSize", str(BLOCK_TOKENS), reason)
 
@@ -186,7 +188,7 @@ def _choose_block_size(request: LaunchRequest) -> Choice:
 def _choose_async_scheduling(request: LaunchRequest) -> Choice:
     name = "asyncScheduling"
     if request.settings.async_scheduling is not None:
-        return Choice(name, str(request.settings.async_scheduling).lower(), _AS_WRITTEN)
+        return Choice(name, str(request.settings.async_scheduling).lower(), _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
         return Choice(name, "false", "a CPU has nothing to overlap with")
     if request.layout.pipeline > 1:
@@ -197,37 +199,36 @@ def _choose_async_scheduling(request: LaunchRequest) -> Choice:
 def _choose_step_tokens(request: LaunchRequest) -> Choice:
     name = "maxBatchedTokens"
     if request.settings.max_batched_tokens is not None:
-        return Choice(name, str(request.settings.max_batched_tokens), _AS_WRITTEN)
+        return Choice(name, str(request.settings.max_batched_tokens), _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
-        return Choice(name, LEFT_TO_ENGINE, "its default for CPUs is small")
+        return Choice(name, LEFT_TO_ENGINE, "its default for CPUs is small enough")
     minimum = max(_STEP_TOKENS_MIN, request.settings.max_sequences or 0)  # each request has a token in a step
     if request.started_for_prefill:
         return Choice(
             name, str(max(minimum, _PREFILL_STEP_TOKENS)), "no decoding request waits for these steps"
         )
     if request.facts is None or not request.hardware.memory_known or not request.hardware.flops:
-        return Choice(name, LEFT_TO_ENGINE, "model or device are not known")
+        return Choice(name, LEFT_TO_ENGINE, "model or device is not known")
     costs = step_costs_s(request.facts, request.hardware, request.layout)
     return Choice(name, *_step_tokens_within_tpot(costs, request.slo.tpot_s, minimum=minimum))
 
 
 def _step_tokens_within_tpot(costs: tuple[float, float], tpot_s: float, *, minimum: int) -> tuple[str, str]:
-    """The largest step that still takes no longer than one output token may, and never less than
-    `minimum`."""
+    """Largest number of tokens in a step that takes no longer than the TPOT objective; at least `minimum`."""
     fixed_s, token_s = costs
     affordable = int((tpot_s - fixed_s) / token_s) // _STEP_TOKENS_MULTIPLE * _STEP_TOKENS_MULTIPLE
     cost_text = f"a step takes {fixed_s * 1e3:.1f} ms and {token_s * 1e6:.0f} µs a prefill token"
     tpot = f"a TPOT of {tpot_s * 1e3:g} ms"
     if affordable < minimum:
-        return str(minimum), f"{cost_text}: the least that makes sense, more than {tpot} allows"
+        return str(minimum), f"{cost_text}: the smallest useful step takes longer than {tpot} allows"
     return str(max(minimum, min(_STEP_TOKENS_MAX, affordable))), f"{cost_text}, within {tpot}"
 
 
 def step_costs_s(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> tuple[float, float]:
-    """Seconds of a step: its fixed part, and what each prefill token adds.
+    """Seconds of a step: the fixed part, and the part of each prefill token.
 
-    The weights are read once a step; a token costs 2 FLOP for each parameter that it goes through.
-    Tensor-parallel ranks share both; pipeline stages follow one another and share nothing of a step's time.
+    A step reads the weights once; a token costs 2 FLOP for each active parameter. Tensor-parallel ranks
+    share both costs; pipeline stages run one after another and do not shorten a step.
     """
     flops = (
         hardware.flops
@@ -242,9 +243,9 @@ def step_costs_s(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> 
 
 
 def _multiplies_in_weight_precision(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> bool:
-    """Whether the device multiplies in the weights' own precision, at twice its rate of 16 bits or more.
+    """Whether the device multiplies in the precision of the weights, at twice its 16-bit rate.
 
-    Weights of 4 bits are mostly a matter of memory: AWQ, GPTQ and MXFP4 are multiplied in 16 bits.
+    Most 4-bit formats only save memory: AWQ, GPTQ and MXFP4 are multiplied in 16 bits.
     """
     if layout.weights is WeightPrecision.FP4:
         return hardware.supports_fp4
@@ -254,24 +255,25 @@ def _multiplies_in_weight_precision(facts: ModelFacts, hardware: HardwareFacts, 
 def _choose_max_sequences(request: LaunchRequest, fit: Fit, step_tokens: Choice) -> Choice:
     name = "maxSequences"
     if request.settings.max_sequences is not None:
-        return Choice(name, str(request.settings.max_sequences), _AS_WRITTEN)
+        return Choice(name, str(request.settings.max_sequences), _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
-        return Choice(name, str(_CPU_SEQUENCES_MAX), "a CPU gains nothing from more")
+        return Choice(name, str(_CPU_SEQUENCES_MAX), "more would not be faster on a CPU")
     maximum = (
         _SEQUENCES_MAX if step_tokens.value == LEFT_TO_ENGINE else min(_SEQUENCES_MAX, int(step_tokens.value))
     )
     if fit.kv_capacity_tokens is None:
-        return Choice(name, str(maximum), "room for KV is not known")
+        return Choice(name, str(maximum), "the KV capacity is not known")
     room = fit.kv_capacity_tokens // request.layout.data // _TOKENS_PER_SEQUENCE
     if room < maximum:
-        return Choice(name, str(max(1, room)), f"KV for so many requests of {_TOKENS_PER_SEQUENCE:,} tokens")
-    return Choice(name, str(maximum), f"there is KV for {room:,} requests of {_TOKENS_PER_SEQUENCE:,} tokens")
+        return Choice(name, str(max(1, room)), f"KV capacity in requests of {_TOKENS_PER_SEQUENCE:,} tokens")
+    return Choice(name, str(maximum), f"KV capacity for {room:,} requests of {_TOKENS_PER_SEQUENCE:,} tokens")
 
 
 def _choose_kv_cache_bytes(request: LaunchRequest, *, max_sequences: int, block: int) -> int | None:
-    """KV cache of a CPU, whose memory is not the engine's alone: what running requests need, within bounds.
+    """Size of a CPU's KV cache in bytes: what the running requests need, within bounds; None on a GPU.
 
-    One request of the longest context has room beyond the bounds: an engine without that does not start.
+    The engine shares a CPU's memory, so it must not take all of it. One request of the longest context
+    always has room, even above the bounds: the engine would not start otherwise.
     """
     if request.hardware.vendor is not Vendor.CPU:
         return None
@@ -280,43 +282,43 @@ def _choose_kv_cache_bytes(request: LaunchRequest, *, max_sequences: int, block:
     longest = request.longest_prompt_tokens or _CPU_KV_TOKENS
     token_bytes = kv_bytes_per_token(request.facts, request.quantization.kv_cache)
     wanted = max_sequences * min(_CPU_KV_TOKENS, longest) * token_bytes
-    blocks = math.ceil(longest / block) + 1  # the engine keeps one for itself
+    blocks = math.ceil(longest / block) + 1  # the engine reserves one block
     return max(_CPU_KV_BYTES_MIN, min(_CPU_KV_BYTES_MAX, wanted), blocks * block * token_bytes)
 
 
-_KV_CACHE_REASON = "for the requests that run, at least for one of the longest context"
+_KV_CACHE_REASON = "for the running requests, at least for one of the longest context"
 
 
 def _choose_sleep_mode(request: LaunchRequest) -> Choice | None:
     if not request.settings.sleep_mode:
         return None
     warning = (
-        "/sleep and /wake_up come with vLLM's other development endpoints, open to all who reach the pod"
+        "/sleep and /wake_up come with vLLM's other development endpoints, open to anyone who reaches the pod"
     )
-    return Choice("sleepMode", "true", f"as written; {warning}")
+    return Choice("sleepMode", "true", f"set in the manifest; {warning}")
 
 
 def _choose_micro_batching(request: LaunchRequest, all2all_backend: Choice | None) -> Choice | None:
-    """Whether a step is cut in two: one half computes while the other's tokens travel to their experts."""
+    """Whether a step is split: one half computes while tokens of the other are sent to their experts."""
     name = "microBatching"
     if request.settings.micro_batching is not None:
-        return Choice(name, str(request.settings.micro_batching).lower(), _AS_WRITTEN)
+        return Choice(name, str(request.settings.micro_batching).lower(), _SET_IN_MANIFEST)
     if all2all_backend is None:
         return None
     if all2all_backend.value.startswith("deepep"):
-        return Choice(name, "true", "one half of a step computes while the other's tokens travel")
+        return Choice(name, "true", "one half of a step computes while tokens of the other are sent")
     return Choice(name, "false", "only DeepEP's kernels overlap with computing")
 
 
 def _choose_all2all_backend(request: LaunchRequest) -> Choice | None:
-    """How tokens get to their experts: only asked where data-parallel ranks share them."""
+    """How tokens are sent to their experts; None unless data-parallel ranks share the experts."""
     layout, name = request.layout, "all2allBackend"
     if not layout.expert or layout.data == 1:
         return None
     if request.pool_role == "Flexible":
-        return Choice(name, "allgather_reducescatter", "serves both phases: the instances flip")
+        return Choice(name, "allgather_reducescatter", "suits both roles: the instances flip")
     if request.hardware.compute_capability < 90:
         return Choice(name, "allgather_reducescatter", "DeepEP's kernels need Hopper")
     if request.pool_role == "Prefill":
         return Choice(name, "deepep_high_throughput", "many tokens a step")
-    return Choice(name, "deepep_low_latency", "few tokens a step, each of them awaited")
+    return Choice(name, "deepep_low_latency", "few tokens a step, and a client waits for each")

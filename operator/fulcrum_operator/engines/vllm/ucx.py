@@ -1,7 +1,7 @@
-"""UCX's environment: which transports may carry KV between two engines.
+"""Environment variables of UCX: the transports that may carry KV between two engines.
 
-What is listed may be used, and UCX takes the fastest that both ends have. A list that lacks the fast one
-falls back to TCP without a word, so each fabric's list has what it is there for.
+UCX uses the fastest listed transport that both ends have. Without the fabric's own transport in the list it
+falls back to TCP and does not report it, so each fabric has a list of its own.
 """
 
 from fulcrum_core.hardware import Fabric, HardwareFacts, Vendor
@@ -23,11 +23,11 @@ _PEER_TRANSPORTS = {
 def ucx_environment(
     hardware: HardwareFacts, *, devices: str | None, loopback: bool
 ) -> tuple[LaunchEnvVar, ...]:
-    """The variables of UCX on this hardware.
+    """Environment variables of UCX on this hardware.
 
     Args:
-        hardware: Vendor and fabric.
-        devices: Network devices that may be used; None: all.
+        hardware: Hardware with vendor and fabric.
+        devices: Network devices that UCX may use; None for all.
         loopback: Whether all peers are on this machine.
     """
     transports = (*_transports(hardware), "tcp", "sm", "self")
@@ -35,7 +35,7 @@ def ucx_environment(
     if net := devices or ("lo" if loopback else None):
         variables.append(LaunchEnvVar("UCX_NET_DEVICES", net))
     if "rc" in transports:
-        # A transfer is many small blocks: rendezvous early, and one rail for what is sent eagerly.
+        # A KV transfer has many small blocks: use rendezvous early, and one rail for eager messages.
         variables += [LaunchEnvVar("UCX_RNDV_THRESH", "16384"), LaunchEnvVar("UCX_MAX_EAGER_RAILS", "1")]
     return tuple(variables)
 

@@ -1,4 +1,4 @@
-"""What a vLLM of this version cannot do, said before it is started."""
+"""Find settings that this vLLM version does not support, before an engine is started with them."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from fulcrum_operator.engines.vllm.settings import LATENT_BACKENDS, VllmSettings
 
 
 def find_unsupported(request: LaunchRequest, settings: VllmSettings) -> tuple[str, ...]:
-    """One line for each thing that cannot be; empty: nothing speaks against a start."""
+    """One message for each unsupported setting; empty if the engine can start."""
     return (*_transfer(request), *_layout(request), *_quantization(request), *_kernels(request, settings))
 
 
@@ -23,36 +23,36 @@ def _transfer(request: LaunchRequest) -> Iterator[str]:
     if connector is not Connector.LMCACHE:
         return
     if request.hardware.vendor is Vendor.CPU:
-        yield "the connector LMCache needs a GPU: its in-process mode has no kernels for CPUs"
+        yield "the connector LMCache needs a GPU: its in-process mode has no CPU kernels"
     if request.role is None:
         yield "the connector LMCache fixes the role at start, and none is given"
     if request.buffer_bytes is None:
         yield "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read"
     kv_cache = request.kv_cache
     if kv_cache.cpu is None and not kv_cache.is_empty:
-        yield "kvCache without cpu: LMCache fills disk and remote from memory"
+        yield "kvCache without cpu: LMCache fills disk and remote from the memory tier"
 
 
 def _layout(request: LaunchRequest) -> Iterator[str]:
     layout, facts = request.layout, request.facts
     if layout.pipeline > 1 and request.pool_role != "Prefill":
-        yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages, decode reads KV into none"
+        yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages: decode cannot use them"
     if layout.data > 1 and facts is not None and not facts.is_moe:
         yield f"data {layout.data}: a model without experts gains nothing; use more instances instead"
     if request.kv_transfer.connector is Connector.LMCACHE:
         yield from _lmcache_layout(request)
     elif layout.pipeline > 1 and facts is not None and facts.window_layers + facts.state_layers:
-        yield f"pipeline {layout.pipeline}: NIXL hands over from stages only where all layers keep all KV"
+        yield f"pipeline {layout.pipeline}: NIXL transfers KV from stages only if all layers keep all KV"
 
 
 def _lmcache_layout(request: LaunchRequest) -> Iterator[str]:
     layout, facts = request.layout, request.facts
     if layout.data > 1:
-        yield f"data {layout.data} with LMCache: its ranks would share one receiver's ports"
+        yield f"data {layout.data} with LMCache: its ranks would listen on the same receiver ports"
     if layout.pipeline > 1:
-        yield f"pipeline {layout.pipeline} with LMCache: it hands over from rank to rank, stages have none"
+        yield f"pipeline {layout.pipeline} with LMCache: it transfers KV between equal ranks, not stages"
     if facts is not None and facts.state_layers:
-        yield f"the connector LMCache: {facts.state_layers} layers keep a state, which it does not hand over"
+        yield f"the connector LMCache: {facts.state_layers} layers keep a state, which it does not transfer"
 
 
 def _quantization(request: LaunchRequest) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What the user's own arguments make of an engine: they stand after ours, and the last one counts.
+"""Read the user's own engine arguments, so that identity and lease of the engine follow them.
 
-What peers and router hold an engine for has to follow them. A value that is not understood is left to the
-engine, which refuses to start with it.
+The user's arguments come after the generated ones, and the last one wins. A value that cannot be parsed is
+ignored here: the engine refuses to start with it.
 """
 
 import json
@@ -23,7 +23,7 @@ _IDENTITY_FIELDS = {
 }
 _NUMBER_FIELDS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
 _DIGITS_MAX = 9
-"""Longer numbers are of no engine, and of no field of an object."""
+"""Longer numbers are invalid for the engine and for our fields."""
 _LEASE_MAX_S = 86_400.0
 
 
@@ -40,7 +40,7 @@ def parse_options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def user_identity_fields(args: Sequence[str]) -> dict[str, str | int]:
-    """Those fields of an identity that the arguments set."""
+    """Fields of the engine identity that the arguments set."""
     found: dict[str, str | int] = {}
     for option, value in parse_options(args):
         field = _IDENTITY_FIELDS.get(option)
@@ -52,7 +52,7 @@ def user_identity_fields(args: Sequence[str]) -> dict[str, str | int]:
 
 
 def user_kv_lease_s(args: Sequence[str]) -> float | None:
-    """The lease of a hand-off, where the arguments configure the transfer; None: they do not."""
+    """KV lease in seconds if the arguments configure the KV transfer; None if they do not."""
     configs = [value for option, value in parse_options(args) if option == "--kv-transfer-config"]
     if not configs:
         return None

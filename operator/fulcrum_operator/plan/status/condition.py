@@ -1,4 +1,4 @@
-"""One condition of an object's status; when it came to be so is found out by `with_transition_times`."""
+"""Build conditions. `with_transition_times` adds the time since which each has its status."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from fulcrum_core.api.meta import ConditionStatus
 def make_condition(
     subject: Resource, condition_type: str, status: ConditionStatus, reason: str, message: str
 ) -> Condition:
-    """A condition that speaks of the spec as it is."""
+    """A condition for the current generation of `subject`, without a transition time."""
     return Condition.model_validate(
         {
             "type": condition_type,
@@ -24,13 +24,14 @@ def make_condition(
 def true_or_false(
     service: PDService, condition_type: str, *, holds: bool, reason: str, message: str
 ) -> Condition:
+    """A condition of the service with status True or False."""
     return make_condition(service, condition_type, "True" if holds else "False", reason, message)
 
 
 def with_transition_times(
     before: Iterable[Condition], now: Iterable[Condition], *, now_s: float
 ) -> tuple[Condition, ...]:
-    """`now` with the times of transition: kept where the status stays, else this moment."""
+    """`now` with transition times: the previous time if the status is unchanged, else `now_s`."""
     known = {one.type: one for one in before}
     return tuple(_with_transition_time(one, known.get(one.type), now_s) for one in now)
 

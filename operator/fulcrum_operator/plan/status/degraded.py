@@ -1,7 +1,4 @@
-"""What does not work in a service, in one word for programs and in words for people.
-
-A runtime says why an engine does not run as `Reason: words`, with the cluster's own reason in front.
-"""
+"""The condition Degraded: each failure cause has a reason for programs and a message for people."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,25 +12,25 @@ from fulcrum_operator.plan.rollout import FAILED_STARTS_MAX, PoolView
 from fulcrum_operator.plan.status.condition import true_or_false
 
 _CAUSES_LISTED_MAX = 8
-"""So many troubles are told one by one."""
+"""Number of causes listed in the message."""
 
 _MOST_SEVERE_FIRST = (
     *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ENGINE_START_FAILED),
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
     *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED),
 )
-"""The first of these that is there names the condition."""
+"""The condition gets the first of these reasons that was found."""
 
 
 class FailureCause(NamedTuple):
-    """Something that does not work."""
+    """One cause of failure: a condition reason and a message."""
 
     reason: str
     message: str
 
 
 def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDInstance, ...]) -> Condition:
-    """The condition Degraded: something of the service does not work, the most severe cause first."""
+    """The condition Degraded, with its causes in the message, the most severe first."""
     causes = find_failure_causes(observed, views, desired)
     reason = causes[0].reason if causes else conditions.AS_EXPECTED
     message = describe_causes(causes) if causes else "no instance has failed"
@@ -45,13 +42,13 @@ def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDI
 def find_failure_causes(
     observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDInstance, ...]
 ) -> tuple[FailureCause, ...]:
-    """All that does not work, the gravest first."""
+    """All failure causes of the service, the most severe first."""
     found = [*_find_in_rollouts(views), *(cause for i in desired for cause in _find_in_instance(observed, i))]
     return tuple(sorted(found, key=lambda cause: _MOST_SEVERE_FIRST.index(cause.reason)))
 
 
 def describe_causes(causes: tuple[FailureCause, ...]) -> str:
-    """All of them in one line, a long list cut short."""
+    """All causes in one line; a long list is shortened."""
     lines = [cause.message for cause in causes[:_CAUSES_LISTED_MAX]]
     more = len(causes) - len(lines)
     return "; ".join([*lines, f"and {more} more"] if more else lines)
@@ -62,7 +59,7 @@ def _find_in_rollouts(views: tuple[PoolView, ...]) -> Iterator[FailureCause]:
         if view.refused is not None:
             yield FailureCause(
                 conditions.ROLLED_BACK,
-                f"pool {view.name}: revision {view.refused.revision} was given up for {view.revision}, "
+                f"pool {view.name}: rolled back from revision {view.refused.revision} to {view.revision} "
                 f"until the spec changes: {view.refused.reason}",
             )
 
@@ -75,7 +72,7 @@ def _find_in_instance(observed: Observed, instance: PDInstance) -> Iterator[Fail
         yield FailureCause(reason, f"{name}: {status.message}")
     requested = observed.service.spec.autoscaling.flip.strategy
     if requested == "Relabel" and status.flip_strategy is FlipStrategy.RESTART:
-        yield FailureCause(conditions.RELABEL_NOT_SUPPORTED, f"{name}: its engine flips by a restart only")
+        yield FailureCause(conditions.RELABEL_NOT_SUPPORTED, f"{name}: its engine can flip only by a restart")
 
 
 def _reason(observed: Observed, instance: PDInstance, engine: EngineObservation | None) -> str | None:
@@ -94,6 +91,6 @@ def _reason(observed: Observed, instance: PDInstance, engine: EngineObservation 
 
 
 def _as_observed(observed: Observed, instance: PDInstance) -> PDInstance:
-    """The instance as it was seen: what was taken away is judged by the phase it was in."""
+    """The instance before this pass: `engine_lost` depends on the phase in which the engine was lost."""
     name = instance.metadata.name
     return next((i for i in observed.instances if i.metadata.name == name), instance)

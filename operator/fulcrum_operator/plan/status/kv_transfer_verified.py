@@ -1,8 +1,8 @@
-"""Whether KV moves between the instances of a service, by what its router has seen: KVTransferVerified.
+"""The condition KVTransferVerified: decode instances continue from KV that prefill instances computed.
 
-The router counts hand-offs by what decode did not have to compute, pair by pair; here its findings become
-one condition, and for each instance the time at which it was first verified. Words change when a finding does
-and not with its counts, so that nothing is written while nothing changes.
+The router verifies KV transfers pair by pair, from the prompt tokens that decode did not compute. Its results
+become one condition, and for each instance the time of its first verification. The message has no counts, so
+that the status is written only when a result changes.
 """
 
 from collections.abc import Collection, Iterable
@@ -18,17 +18,17 @@ from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.status.condition import make_condition
 
 ROUTER_POLL_S = 10.0
-"""How often the router is asked what became of the hand-offs, and of the requests."""
+"""Interval at which the router is queried for KV transfers and request counts."""
 FAST_POLL_S = 2.0
-"""How often while nobody has seen one yet, and somebody may wait for that: …"""
+"""Poll interval until the first KV transfer is observed, for at most `FAST_POLL_DURATION_S`."""
 FAST_POLL_DURATION_S = 60.0
-"""… so long."""
+"""Duration of the fast polling, in seconds."""
 PAIRS_LISTED_MAX = 3
-"""Pairs named in a message."""
+"""Number of pairs named in a message."""
 
 
 def router_poll_interval_s(observed: Observed) -> float:
-    """How long a look at the router's counts is good for."""
+    """Seconds between two queries of the router's counters."""
     for known in observed.service.status.conditions:
         unseen = known.reason == conditions.NO_TRAFFIC_YET
         if unseen and observed.now_s < (known.last_transition_time or 0.0) + FAST_POLL_DURATION_S:
@@ -37,12 +37,10 @@ def router_poll_interval_s(observed: Observed) -> float:
 
 
 def kv_transfer_verified(observed: Observed, wanted: int) -> Condition:
-    """The condition KVTransferVerified of a service that wants so many instances."""
+    """The condition KVTransferVerified of a service with `wanted` desired instances."""
     serving = tuple(i for i in active_instances(observed) if i.is_serving)
     if wanted <= 1:
-        return _condition(
-            observed, "Unknown", conditions.NOT_APPLICABLE, "a single instance hands nothing over"
-        )
+        return _condition(observed, "Unknown", conditions.NOT_APPLICABLE, "one instance transfers no KV")
     if len(serving) > 1 and (incompatibility := _incompatibility(serving)):
         return _condition(observed, "False", conditions.INCOMPATIBLE, incompatibility)
     if observed.router is not None:
@@ -55,7 +53,7 @@ def kv_transfer_verified(observed: Observed, wanted: int) -> Condition:
 
 
 def _judge_pairs(observed: Observed, pairs: tuple[PairState, ...]) -> Condition | None:
-    """What the pairs say; None if they say nothing yet."""
+    """The condition that follows from these pairs; None if none of them has a result."""
     failing = sorted(
         (pair for pair in pairs if pair.last_reason in conditions.KV_TRANSFER_PROBLEMS), key=_severity
     )
@@ -64,10 +62,13 @@ def _judge_pairs(observed: Observed, pairs: tuple[PairState, ...]) -> Condition 
         message = format_list(descriptions, at_most=PAIRS_LISTED_MAX)
         return _condition(observed, "False", failing[0].last_reason, message)
     if verified := _pairs_with_reason(pairs, conditions.VERIFIED):
-        message = f"seen to hand KV over: {format_list(verified, at_most=PAIRS_LISTED_MAX)}"
+        message = f"KV transfer verified: {format_list(verified, at_most=PAIRS_LISTED_MAX)}"
         return _condition(observed, "True", conditions.VERIFIED, message)
     if silent := _pairs_with_reason(pairs, conditions.NOT_REPORTED):
-        message = "decode does not say what it computed: is --enable-prompt-tokens-details given?"
+        message = (
+            "the decode engine does not report computed prompt tokens: "
+            "start it with --enable-prompt-tokens-details"
+        )
         return _condition(
             observed,
             "Unknown",
@@ -89,16 +90,19 @@ def _format_pair(prefill: str, decode: str) -> str:
 
 
 def _previous_condition(observed: Observed) -> Condition:
-    """Nobody has said anything new: what was known stands."""
+    """The previous condition, because nothing new was reported."""
     for before in observed.service.status.conditions:
         stale = before.reason in (conditions.NOT_APPLICABLE, conditions.INCOMPATIBLE)
         if before.type == conditions.KV_TRANSFER_VERIFIED and not stale:
             return _condition(observed, before.status, before.reason, before.message)
-    return _condition(observed, "Unknown", conditions.NO_TRAFFIC_YET, "no hand-off was seen yet")
+    return _condition(observed, "Unknown", conditions.NO_TRAFFIC_YET, "no KV transfer was observed yet")
 
 
 def verified_at(observed: Observed, instance: PDInstance, *, same_engine: bool) -> float | None:
-    """When the instance was first seen to hand KV over or to read it, in this life of its engine."""
+    """Time of the first verified KV transfer to or from the instance in this run of its engine.
+
+    None if there was none, or if one of its pairs fails now.
+    """
     before = instance.status.kv_verified_at if same_engine else None
     if observed.router is None or not same_engine:
         return before
@@ -109,7 +113,7 @@ def verified_at(observed: Observed, instance: PDInstance, *, same_engine: bool) 
 
 
 def _pairs_between(pairs: Iterable[PairState], names: Collection[str]) -> tuple[PairState, ...]:
-    """Those between two of the named instances."""
+    """The pairs between two of the named instances."""
     return tuple(pair for pair in pairs if pair.prefill in names and pair.decode in names)
 
 
@@ -122,7 +126,7 @@ def _severity(pair: PairState) -> tuple[int, tuple[int, str], tuple[int, str]]:
 
 
 def _incompatibility(serving: tuple[PDInstance, ...]) -> str:
-    """Why no instance can read what another one computes; empty if one can, or may."""
+    """Why no instance can read KV of another one; empty if one can, or if that is not known."""
     known = {
         i.metadata.name: i.status.identity.to_identity() for i in serving if i.status.identity is not None
     }

@@ -1,9 +1,8 @@
-"""Whether the model fits the hardware that its pools ask for: ModelFits.
+"""The condition ModelFits: the model fits the hardware of every pool.
 
-What `fulcrum plan` works out before anything is applied is said here in the same words, from the model's
-config.json where it can be read. What is seen counts for more: an engine that serves has room for its model,
-and one that was killed for its memory has not. Nothing waits for this condition: an engine is started all
-the same.
+The estimate is that of `fulcrum plan`, from the model's config.json if it could be read. Observations have
+precedence: an engine that serves has loaded its model, and an engine that was killed for its memory has not.
+The condition is information only: engines are started whatever it says.
 """
 
 from fulcrum_core.api import Condition, LaunchSpec, PDInstance, conditions
@@ -19,10 +18,10 @@ _WORST_FIRST = ("False", "Unknown", "True")
 
 
 def model_fits(observed: Observed, pools: tuple[tuple[PoolView, tuple[PDInstance, ...]], ...]) -> Condition:
-    """The condition of a service with these pools and their instances as they shall stand."""
+    """The condition ModelFits of a service, given its pools with their members."""
     real = [(view, members) for view, members in pools if view.target.engine.type != "Simulated"]
     if not real:
-        message = "simulated engines hold no model"
+        message = "simulated engines load no model"
         return make_condition(
             observed.service, conditions.MODEL_FITS, "Unknown", conditions.NOT_APPLICABLE, message
         )
@@ -34,7 +33,7 @@ def model_fits(observed: Observed, pools: tuple[tuple[PoolView, tuple[PDInstance
 
 
 def _pool_fit(observed: Observed, view: PoolView, members: tuple[PDInstance, ...]) -> Fit:
-    """Of one pool, by the instances of the revision that it shall have."""
+    """Verdict for one pool, from its instances of the target revision."""
     updated = [member for member in members if revision_of(member) == view.revision]
     estimate = next(
         (fit for member in updated if (fit := _estimated_fit(observed, member)) is not None), None
@@ -59,12 +58,12 @@ def _pool_fit(observed: Observed, view: PoolView, members: tuple[PDInstance, ...
 
 
 def _fit_without_instance(observed: Observed, view: PoolView) -> Fit:
-    """Of a pool without an instance."""
+    """Verdict for a pool without an estimate: none of its instances has started."""
     known = _model_status(observed, view.target)
     if known is not None and known.error is not None:
         return _config_not_read(known.error)
     reading = observed.can_read_models and known is None
-    message = "the model's config.json is being read" if reading else "no instance was started yet"
+    message = "the model's config.json is being read" if reading else "no instance has started yet"
     return Fit(status="Unknown", reason=conditions.NO_INSTANCE_YET, message=message)
 
 
@@ -77,7 +76,7 @@ def _why_not_read(observed: Observed, start: LaunchSpec) -> str:
     known = _model_status(observed, start)
     if known is not None and known.error is not None:
         return known.error
-    return f"{_describe_location(start)}; fulcrum plan --model-config can judge it"
+    return f"{_describe_location(start)}; run fulcrum plan --model-config to check it"
 
 
 def _model_status(observed: Observed, start: LaunchSpec) -> ModelStatus | None:
@@ -103,7 +102,7 @@ def _out_of_memory(observed: Observed, instance: PDInstance) -> str | None:
 
 
 def _describe_location(start: LaunchSpec) -> str:
-    """Where the model is, that nobody but the engines reads it there."""
+    """Where the model is, for the message that its config.json was not read."""
     source = start.model_source
     if source is not None and source.pvc is not None:
         return f"it is in the claim {source.pvc}"

@@ -1,4 +1,4 @@
-"""The status of a PDPool, with what the status of its service needs of it."""
+"""The status of a PDPool, and the parts of it that the status of its service needs."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from fulcrum_operator.plan.status.scaling_limited import scaling_limited
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """A pool as it shall stand, with its status, and what its status was made from."""
+    """A desired pool with its new status, and what the status was made from."""
 
     pool: PDPool
     view: PoolView
@@ -24,7 +24,7 @@ class PoolReport:
 def report_pool(
     observed: Observed, view: PoolView, desired: tuple[PDInstance, ...], blocked_by: str | None
 ) -> PoolReport:
-    """A pool with what is seen of it, given its instances as they shall stand."""
+    """The pool with its new status, given the desired instances of the service."""
     pool, leaving = view.pool, {i.metadata.name for i in observed.instances} - active_names(observed)
     members = tuple(i for i in desired if i.spec.pool == view.name and i.metadata.name not in leaving)
     limited = scaling_limited(pool, blocked_by)

@@ -1,4 +1,4 @@
-"""The condition Progressing: instances start, switch, drain or end, or a roll-out is under way."""
+"""The condition Progressing: instances start, switch, drain or stop, or a roll-out is in progress."""
 
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDService, conditions
 from fulcrum_core.formatting import format_count
@@ -15,7 +15,7 @@ _CHANGING_PHASES = (
 def progressing(
     service: PDService, desired: tuple[PDInstance, ...], pools: tuple[PoolReport, ...], wanted: int
 ) -> Condition:
-    """The condition Progressing: a roll-out names its revision, other changes name their instances."""
+    """The condition Progressing. The message names a roll-out's revision, else the changing instances."""
     changing = [f"{i.metadata.name} {i.status.phase}" for i in desired if i.status.phase in _CHANGING_PHASES]
     rolling = [report.pool for report in pools if report.view.rolling_out]
     paused_pools = [report.view.name for report in pools if report.view.held_by_pause]
@@ -30,7 +30,7 @@ def progressing(
             f"{len(desired)} of {format_count(wanted, 'instance')}",
         )
     elif paused_pools:
-        message = f"paused: {', '.join(paused_pools)} shall have another revision"
+        message = f"paused: a new revision is waiting for {', '.join(paused_pools)}"
         return true_or_false(
             service, conditions.PROGRESSING, holds=False, reason=conditions.ROLLOUT_PAUSED, message=message
         )

@@ -15,7 +15,7 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 def count_ready(
     assignment: PDAssignmentSpec, desired: tuple[PDInstance, ...], prefill: RoleStatus, decode: RoleStatus
 ) -> dict[Role, int]:
-    """How many serve each role. One that plays Both because it is left alone counts for its own role only."""
+    """Serving instances of each role. A single instance that plays Both counts for its assigned role only."""
     ready = [i.metadata.name for i in desired if i.is_serving]
     if len(ready) == 1:
         return {role: len(list_serving(assignment.roles, ready, role)) for role in _ROLES}
@@ -25,7 +25,7 @@ def count_ready(
 def ready_condition(
     observed: Observed, members: int, wanted: int, ready: int, counts: Mapping[Role, int]
 ) -> Condition:
-    """The condition Ready of a service that wants so many instances, given how many serve each role."""
+    """The condition Ready of a service with `wanted` desired instances, given those that serve each role."""
     service, endpoint = observed.service, observed.endpoint
     floors = service.spec.roles.to_floors()
     missing = [role for role in _ROLES if counts[role] < floors.for_role(role)]
@@ -48,6 +48,6 @@ def ready_condition(
 def _too_few(floors: Floors, missing: list[Role], wanted: int, counts: Mapping[Role, int]) -> tuple[str, str]:
     if 1 < wanted < floors.prefill + floors.decode:
         floor_text = f"{floors.prefill} Prefill and {floors.decode} Decode"
-        return conditions.FLOORS_TOO_HIGH, f"{wanted} instances cannot hold the floors of {floor_text}"
+        return conditions.FLOORS_TOO_HIGH, f"{wanted} instances cannot satisfy the floors of {floor_text}"
     shortfalls = [f"{counts[role]} of at least {floors.for_role(role)} {role}" for role in missing]
     return conditions.TOO_FEW_INSTANCES, f"{' and '.join(shortfalls)} serve; waiting for more"

@@ -1,4 +1,4 @@
-"""The condition ScalingLimited, of a pool and of its service: fewer or more instances than asked for."""
+"""The condition ScalingLimited of a pool and of its service: more or fewer instances than requested."""
 
 from collections.abc import Mapping
 
@@ -9,10 +9,10 @@ from fulcrum_operator.plan.status.condition import make_condition, true_or_false
 
 
 def service_scaling_limited(service: PDService, pools: Mapping[str, Condition]) -> Condition:
-    """The condition of the service, given that of each of its pools by name."""
+    """The condition of the service, given the conditions of its pools by name."""
     limited = {name: condition for name, condition in pools.items() if condition.status == "True"}
     if not limited:
-        message = "all pools have as many instances as asked"
+        message = "all pools have as many instances as requested"
         return true_or_false(
             service,
             conditions.SCALING_LIMITED,
@@ -26,17 +26,20 @@ def service_scaling_limited(service: PDService, pools: Mapping[str, Condition]) 
 
 
 def scaling_limited(pool: PDPool, blocked_by: str | None) -> Condition:
-    """Whether the pool has other than the replicas asked for: its bounds, or the floors of the roles."""
+    """The condition of a pool: True if its bounds or the roles' floors prevent the requested replicas.
+
+    `blocked_by` is the floor that blocks a removal, or None.
+    """
     requested, allowed = pool.spec.replicas, wanted_replicas(pool)
-    request_text = f"asked for {format_count(requested, 'instance')}"
+    request_text = f"{format_count(requested, 'instance')} requested"
     if requested != allowed:
         reason = conditions.TOO_MANY_REPLICAS if requested > allowed else conditions.TOO_FEW_REPLICAS
         bounds = pool.spec.instances
-        message = f"{request_text}, the bounds {bounds.min} to {bounds.effective_max} allow {allowed}"
+        message = f"{request_text}; the bounds {bounds.min} to {bounds.effective_max} allow {allowed}"
     elif blocked_by:
         reason, message = conditions.LIMITED_BY_FLOORS, f"{request_text}: {blocked_by}"
     else:
-        message = f"{format_count(allowed, 'instance')}, as asked"
+        message = f"{format_count(allowed, 'instance')}, as requested"
         return make_condition(
             pool, conditions.SCALING_LIMITED, "False", conditions.DESIRED_WITHIN_RANGE, message
         )

@@ -1,4 +1,4 @@
-"""The status of a PDService: counts by role, the last decision, and its conditions, one module each."""
+"""The status of a PDService: counts by role, the last decision, and its conditions from their modules."""
 
 from collections.abc import Iterable, Mapping
 
@@ -33,7 +33,7 @@ def service_status(
     desired: tuple[PDInstance, ...],
     pools: tuple[PoolReport, ...],
 ) -> PDServiceStatus:
-    """The status of a service whose instances and pools shall stand so."""
+    """The new status of the service, given its assignment, desired instances and pools."""
     service, roles = observed.service, assignment.roles
     members = tuple(member for report in pools for member in report.members)
     wanted = sum(report.view.wanted for report in pools)
@@ -69,7 +69,7 @@ def service_status(
 
 
 def last_decision(roles: Mapping[str, RoleAssignment], *, refused_for_s: float) -> LastDecision | None:
-    """The latest flip or refusal among the entries; of several at one time the last by name."""
+    """The latest flip or refusal among the entries; of several at the same time the last by name."""
     decisions = [
         decision for name in sorted(roles) for decision in _decisions(name, roles[name], refused_for_s)
     ]

@@ -185,7 +185,9 @@ def test_instances_without_a_router_are_still_listed() -> None:
         pytest.param({"profile": "l70-h100-tp4"}, "Starting 45 of 180 s", id="expected time by the profile"),
         pytest.param({"profile": "elsewhere/e.yaml"}, "Starting 45 s", id="a profile in another folder"),
         pytest.param({"engine": "vLLM"}, "Starting 45 s", id="a real engine"),
-        pytest.param({"message": "its engine starts"}, "Starting 45 s", id="a profile without start-up time"),
+        pytest.param(
+            {"message": "its engine is starting"}, "Starting 45 s", id="a profile without start-up time"
+        ),
         pytest.param(
             {"reason": "ImagePullFailed"}, "Starting 45 s: ImagePullFailed", id="the image cannot be pulled"
         ),

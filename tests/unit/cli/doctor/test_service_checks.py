@@ -498,9 +498,9 @@ def test_the_condition_model_fits_is_reported(status: str, expected: tuple[Sever
 
 
 def test_simulated_engines_need_no_model_fit() -> None:
-    none = condition("ModelFits", "Unknown", message="simulated engines hold no model")
+    none = condition("ModelFits", "Unknown", message="simulated engines load no model")
     finding = check_model(service(none.model_copy(update={"reason": "NotApplicable"})))
-    assert summarise(finding) == (OK, "simulated engines hold no model")
+    assert summarise(finding) == (OK, "simulated engines load no model")
 
 
 def test_a_model_that_does_not_fit_explains_instances_that_do_not_serve() -> None:

@@ -31,7 +31,7 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request("tiny-llama", "CPU", kv_transfer=LMCACHE, role=Role.PREFILL),
-        "the connector LMCache needs a GPU: its in-process mode has no kernels for CPUs",
+        "the connector LMCache needs a GPU: its in-process mode has no CPU kernels",
         id="LMCache in process on a CPU",
     ),
     pytest.param(
@@ -48,7 +48,7 @@ UNSUPPORTED = [
         make_launch_request(
             kv_transfer=LMCACHE, role=Role.PREFILL, kv_cache=KvCacheSpec.model_validate({"disk": "8Gi"})
         ),
-        "kvCache without cpu: LMCache fills disk and remote from memory",
+        "kvCache without cpu: LMCache fills disk and remote from the memory tier",
         id="LMCache without memory",
     ),
     pytest.param(
@@ -59,19 +59,19 @@ UNSUPPORTED = [
             pool_role="Prefill",
             parallelism=ParallelismSpec(pipeline=2),
         ),
-        "pipeline 2 with LMCache: it hands over from rank to rank, stages have none",
+        "pipeline 2 with LMCache: it transfers KV between equal ranks, not stages",
         id="stages under LMCache",
     ),
     pytest.param(
         make_launch_request("qwen3-next-80b-a3b", kv_transfer=LMCACHE, role=Role.PREFILL),
-        "the connector LMCache: 36 layers keep a state, which it does not hand over",
+        "the connector LMCache: 36 layers keep a state, which it does not transfer",
         id="states under LMCache",
     ),
     pytest.param(
         make_launch_request(
             "gemma-3-27b", devices=2, pool_role="Prefill", parallelism=ParallelismSpec(pipeline=2)
         ),
-        "pipeline 2: NIXL hands over from stages only where all layers keep all KV",
+        "pipeline 2: NIXL transfers KV from stages only if all layers keep all KV",
         id="stages and windows",
     ),
     pytest.param(
@@ -81,7 +81,7 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(devices=2, parallelism=ParallelismSpec(pipeline=2)),
-        "pipeline 2: only a Prefill pool may have stages, decode reads KV into none",
+        "pipeline 2: only a Prefill pool may have stages: decode cannot use them",
         id="stages that decode",
     ),
     pytest.param(
@@ -151,7 +151,7 @@ def test_unsupported_request_is_refused_with_its_reason(launch_request: LaunchRe
             make_launch_request(
                 "deepseek-v3", "H200-SXM", replace(fixture_facts("deepseek-v3"), index_bytes=132)
             ),
-            "sparse attention has kernels of its own",
+            "sparse attention needs its own kernels",
             id="sparse attention",
         ),
         pytest.param(
@@ -173,7 +173,7 @@ def test_unsupported_request_is_refused_with_its_reason(launch_request: LaunchRe
         ),
         pytest.param(
             replace(make_launch_request(), hardware=resolve_hardware("B300", memory_bytes=2**38)),
-            "model or device are not known",
+            "model or device is not known",
             id="only the memory of the device is known",
         ),
     ],

@@ -82,7 +82,7 @@ def pod_specs() -> Iterable[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [("pod-plain", PLAIN), ("pod-changed-by-its-pool", CUSTOMIZED)],
+    [("pod-plain", PLAIN), ("pod-with-pool-template", CUSTOMIZED)],
     ids=lambda value: str(value)[:12],
 )
 def test_engine_pod_matches_its_golden_manifest(

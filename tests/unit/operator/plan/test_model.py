@@ -129,12 +129,12 @@ def test_launch_request_has_the_model_facts_of_its_instance() -> None:
                 started_s=NOW_S - START_FAILURE_TIMEOUT_S,
                 start_failure="Unschedulable: 0/3 nodes are available",
             ),
-            "the pod that reads it did not end within 60 s: Unschedulable: 0/3 nodes are available",
+            "the pod that reads it did not finish within 60 s: Unschedulable: 0/3 nodes are available",
             id="no node for it",
         ),
         pytest.param(
             read_attempt(started_s=NOW_S - READ_TIMEOUT_S),
-            "the pod that reads it did not end within 180 s",
+            "the pod that reads it did not finish within 180 s",
             id="no end of it",
         ),
         pytest.param(

@@ -50,7 +50,7 @@ def facts(phase: Phase, **given: Any) -> InstanceFacts:
         ),
         pytest.param(
             facts(Phase.PENDING, engine=STARTING_ENGINE),
-            PhaseTransition(Phase.STARTING, START, "its engine starts"),
+            PhaseTransition(Phase.STARTING, START, "its engine is starting"),
             id="while its engine starts it is starting",
         ),
         pytest.param(
@@ -58,12 +58,12 @@ def facts(phase: Phase, **given: Any) -> InstanceFacts:
         ),
         pytest.param(
             facts(Phase.SERVING, engine=EXITED_ENGINE),
-            PhaseTransition(Phase.FAILED, START, "its engine ended: signal SIGKILL; it is started again"),
+            PhaseTransition(Phase.FAILED, START, "its engine ended: signal SIGKILL; restarting it"),
             id="a dead engine is a failed instance",
         ),
         pytest.param(
             facts(Phase.SERVING, engine=replace(STARTING_ENGINE, exit_reason="exit code 1")),
-            PhaseTransition(Phase.STARTING, START, "its engine starts again after: exit code 1"),
+            PhaseTransition(Phase.STARTING, START, "its engine restarts after: exit code 1"),
             id="an engine that was back before anybody looked",
         ),
         pytest.param(
@@ -85,12 +85,12 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
     [
         pytest.param(
             facts(Phase.SERVING, leaving=True, open_requests=3, drained=True),
-            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
+            PhaseTransition(Phase.DRAINING, START, "waiting for its requests to end", NOW_S + DRAIN_S),
             id="who shall leave drains first, whatever was known before the cordon",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True),
-            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S - 10 + DRAIN_S),
+            PhaseTransition(Phase.DRAINING, START, "waiting for its requests to end", NOW_S - 10 + DRAIN_S),
             id="the deadline counts from the start of the drain",
         ),
         pytest.param(
@@ -100,7 +100,9 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, open_requests=2, phase_since_s=NOW_S - DRAIN_S),
-            PhaseTransition(Phase.TERMINATING, STOP, "cut 2 requests not ended after 120 s"),
+            PhaseTransition(
+                Phase.TERMINATING, STOP, "interrupted 2 requests after the drain timeout of 120 s"
+            ),
             id="at the deadline a deletion goes on and says what it cut",
         ),
         pytest.param(
@@ -120,22 +122,22 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         ),
         pytest.param(
             facts(Phase.STARTING, leaving=True, engine=STARTING_ENGINE),
-            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
             id="who has no work leaves at once",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, engine=EXITED_ENGINE),
-            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
             id="an engine that dies while it drains is not repaired",
         ),
         pytest.param(
             facts(Phase.TERMINATING),
-            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
             id="terminating has no way back",
         ),
         pytest.param(
             facts(Phase.TERMINATING, engine=None),
-            PhaseTransition(Phase.TERMINATING, STOP, "wanted no more", deletable=True),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted", deletable=True),
             id="without its engine nothing of it is left",
         ),
     ],
@@ -160,7 +162,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
     [
         pytest.param(
             restart_flip(Phase.SERVING, open_requests=1),
-            PhaseTransition(Phase.DRAINING, START, "waits for its requests to end", NOW_S + DRAIN_S),
+            PhaseTransition(Phase.DRAINING, START, "waiting for its requests to end", NOW_S + DRAIN_S),
             id="it drains first",
         ),
         pytest.param(
@@ -168,24 +170,24 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
             PhaseTransition(
                 Phase.DRAINING,
                 STOP_DRAINED,
-                "drained; its engine ends to serve Decode",
+                "drained; its engine stops to serve Decode",
                 reason=DRAINED,
             ),
             id="drained, its engine ends",
         ),
         pytest.param(
             restart_flip(Phase.DRAINING, engine=None),
-            PhaseTransition(Phase.SWITCHING, START, "its engine starts to serve Decode"),
+            PhaseTransition(Phase.SWITCHING, START, "its engine restarts to serve Decode"),
             id="and starts anew",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING, engine=STARTING_ENGINE),
-            PhaseTransition(Phase.SWITCHING, START, "its engine starts to serve Decode", SWITCH_DEADLINE_S),
+            PhaseTransition(Phase.SWITCHING, START, "its engine restarts to serve Decode", SWITCH_DEADLINE_S),
             id="it has until a deadline",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING),
-            PhaseTransition(Phase.VERIFYING, START, "waits for the router to reach it", SWITCH_DEADLINE_S),
+            PhaseTransition(Phase.VERIFYING, START, "waiting for the router to reach it", SWITCH_DEADLINE_S),
             id="ready is not yet verified",
         ),
         pytest.param(
@@ -225,12 +227,12 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         ),
         pytest.param(
             restart_flip(Phase.VERIFYING, assigned_role=P),
-            PhaseTransition(Phase.VERIFYING, STOP, "its engine ends to serve Prefill again"),
+            PhaseTransition(Phase.VERIFYING, STOP, "its engine stops to serve Prefill again"),
             id="rolled back, the engine of the new role ends",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING, assigned_role=P, engine=None),
-            PhaseTransition(Phase.STARTING, START, "its engine starts to serve Prefill again"),
+            PhaseTransition(Phase.STARTING, START, "its engine restarts to serve Prefill again"),
             id="and one of the old role starts",
         ),
     ],

@@ -204,7 +204,7 @@ def evict(chat_fleet: SimulatedService) -> None:
     ("fault", "phase"),
     [
         pytest.param(lose_node, Phase.FAILED, id="lost with its node: failed"),
-        pytest.param(evict, Phase.DRAINING, id="told to end by somebody else: drains at once"),
+        pytest.param(evict, Phase.DRAINING, id="stopped by someone else: drains at once"),
     ],
 )
 def test_lost_engine_is_replaced_at_once(fault: Callable[[SimulatedService], None], phase: Phase) -> None:
@@ -309,7 +309,7 @@ def test_start_failure_is_reported_and_the_other_instances_serve(message: str, r
     assert starting.status.reason == reason
     found = {c.type: (c.status, c.reason, c.message) for c in status.conditions}
     assert (found["Degraded"], found["Ready"][0]) == (
-        ("True", reason, f"chat-3: its engine starts: {message}"),
+        ("True", reason, f"chat-3: its engine is starting: {message}"),
         "True",
     )
 
@@ -323,7 +323,7 @@ def test_floors_above_the_instance_count_are_reported() -> None:
     ready = next(c for c in status.conditions if c.type == "Ready")
     assert (ready.reason, ready.message) == (
         "FloorsTooHigh",
-        "3 instances cannot hold the floors of 2 Prefill and 2 Decode",
+        "3 instances cannot satisfy the floors of 2 Prefill and 2 Decode",
     )
 
 

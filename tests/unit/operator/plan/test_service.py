@@ -130,10 +130,13 @@ def test_status_of_a_settled_service_reports_all_instances_ready() -> None:
             holds("Degraded", "False", "AsExpected", "no instance has failed"),
             holds("TiersAccepted", "True", "TiersFound", "the built-in tier"),
             holds(
-                "ScalingLimited", "False", "DesiredWithinRange", "all pools have as many instances as asked"
+                "ScalingLimited",
+                "False",
+                "DesiredWithinRange",
+                "all pools have as many instances as requested",
             ),
-            holds("ModelFits", "Unknown", "NotApplicable", "simulated engines hold no model"),
-            holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no hand-off was seen yet"),
+            holds("ModelFits", "Unknown", "NotApplicable", "simulated engines load no model"),
+            holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no KV transfer was observed yet"),
             holds("SLOMet", "Unknown", "NoTraffic", "no request ended in 5m"),
         ),
         ready="4/4",
@@ -196,7 +199,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
                 engines={**engines(FOUR), "chat-1": engine("chat-1", EXITED, exit_reason="signal SIGKILL")},
             ),
             "Degraded",
-            ("True", "InstancesFailed", "chat-1: its engine ended: signal SIGKILL; it is started again"),
+            ("True", "InstancesFailed", "chat-1: its engine ended: signal SIGKILL; restarting it"),
             id="a dead engine",
         ),
         pytest.param(
@@ -295,7 +298,7 @@ def test_pool_status_reports_replicas_limited_by_bounds() -> None:
         "type": "ScalingLimited",
         "status": "True",
         "reason": "TooManyReplicas",
-        "message": "asked for 9 instances, the bounds 1 to 4 allow 4",
+        "message": "9 instances requested; the bounds 1 to 4 allow 4",
         "last_transition_time": NOW_S,
     }
     assert (made.spec.replicas, made.status) == (

@@ -52,15 +52,15 @@ VERIFIED_PAIR = pair("chat-0", "chat-2")
     [
         pytest.param(
             settled({"chat-0": D}),
-            ("Unknown", "NotApplicable", "a single instance hands nothing over"),
+            ("Unknown", "NotApplicable", "one instance transfers no KV"),
             id="a single instance",
         ),
         pytest.param(
-            with_pairs(), ("Unknown", "NoTrafficYet", "no hand-off was seen yet"), id="nothing seen"
+            with_pairs(), ("Unknown", "NoTrafficYet", "no KV transfer was observed yet"), id="nothing seen"
         ),
         pytest.param(
             with_pairs(pair("chat-0", "chat-2", "NoTrafficYet")),
-            ("Unknown", "NoTrafficYet", "no hand-off was seen yet"),
+            ("Unknown", "NoTrafficYet", "no KV transfer was observed yet"),
             id="nothing seen of a pair",
         ),
         pytest.param(
@@ -68,20 +68,20 @@ VERIFIED_PAIR = pair("chat-0", "chat-2")
             (
                 "Unknown",
                 "NotReported",
-                "chat-0 → chat-2: decode does not say what it computed: "
-                "is --enable-prompt-tokens-details given?",
+                "chat-0 → chat-2: the decode engine does not report computed prompt tokens: "
+                "start it with --enable-prompt-tokens-details",
             ),
             id="engines that do not say",
         ),
         pytest.param(
             with_pairs(VERIFIED_PAIR, pair("chat-1", "chat-3", "NoTrafficYet")),
-            ("True", "Verified", "seen to hand KV over: chat-0 → chat-2"),
+            ("True", "Verified", "KV transfer verified: chat-0 → chat-2"),
             id="one pair verified",
         ),
         pytest.param(
             with_pairs(VERIFIED_PAIR, pair("chat-1", "chat-9", "HandshakeFailed")),
-            ("True", "Verified", "seen to hand KV over: chat-0 → chat-2"),
-            id="an instance that is gone counts no more",
+            ("True", "Verified", "KV transfer verified: chat-0 → chat-2"),
+            id="pairs with a deleted instance do not count",
         ),
         *(
             pytest.param(

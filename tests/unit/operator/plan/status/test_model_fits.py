@@ -59,7 +59,7 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
     [
         pytest.param(
             settled(PAIR),
-            ("Unknown", "NotApplicable", "simulated engines hold no model"),
+            ("Unknown", "NotApplicable", "simulated engines load no model"),
             id="simulated engines",
         ),
         pytest.param(
@@ -78,7 +78,7 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
                 "Unknown",
                 "ModelUnknown",
                 "pool chat-flex: the model's config.json was not read: it is in the claim models; "
-                "fulcrum plan --model-config can judge it",
+                "run fulcrum plan --model-config to check it",
             ),
             id="a model in a claim",
         ),
@@ -88,13 +88,13 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
                 "Unknown",
                 "ModelUnknown",
                 "pool chat-flex: the model's config.json was not read: it is at the hub; "
-                "fulcrum plan --model-config can judge it",
+                "run fulcrum plan --model-config to check it",
             ),
             id="a model of the hub",
         ),
         pytest.param(
             replace(observed_engines(CONFIG_NOT_READ), engine_facts={}),
-            ("Unknown", "NoInstanceYet", "pool chat-flex: no instance was started yet"),
+            ("Unknown", "NoInstanceYet", "pool chat-flex: no instance has started yet"),
             id="no instance yet",
         ),
         pytest.param(
@@ -145,5 +145,5 @@ def test_condition_reports_the_worst_pool() -> None:
     assert verdict(replace(observed, pools=(*observed.pools, extra))) == (
         "Unknown",
         "NoInstanceYet",
-        "pool chat-more: no instance was started yet",
+        "pool chat-more: no instance has started yet",
     )
