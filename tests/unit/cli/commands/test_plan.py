@@ -56,7 +56,7 @@ def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None
         "if the connector needs one",
         "  weights bfloat16             as the checkpoint has them: 131.4 GiB",
         "  kvCache bfloat16             what the model computes in: 327,680 bytes a token",
-        "  maxSequences 256             there is KV for 425 requests of 1,024 tokens",
+        "  maxSequences 256             KV capacity for 425 requests of 1,024 tokens",
         "  ports: http 8000, kv-0 5600",
         "  volumes: shared-memory at /dev/shm (memory, 8.0 GiB)",
         "  pool chat-flex → pool chat-flex: yes, same model, engine, KV data type and block size",
@@ -72,7 +72,7 @@ def test_plan_without_model_config_prints_what_does_not_depend_on_it(plan: Plan)
     assert output.splitlines()[1] == missing
     unknown = "  fits: Unknown, ModelUnknown: the model's config.json was not read; pass --model-config"
     assert unknown in output.splitlines()
-    assert "; how long the longest prompt takes is not known\n" in output
+    assert "; the transfer time of the longest prompt is not known\n" in output
     assert "--tensor-parallel-size 4" in output
 
 
