@@ -82,6 +82,6 @@ def test_model_config_is_read_in_a_pod_and_a_missing_one_is_reported_with_its_pa
     )
     real.patch("pdservices", {"spec": {"modelSource": {"path": "lama"}}})
     wait_for(lambda: "error" in read_model_status(real), "the next model to be looked for", timeout_s=60)
-    why = "/models/lama/config.json: No such file or directory; /models holds llama"
+    why = "/models/lama/config.json: No such file or directory; /models contains llama"
     assert read_model_status(real)["error"] == why
     record_measurement(f"applied to model read: {read_s:.1f} s")
