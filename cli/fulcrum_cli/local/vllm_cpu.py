@@ -1,4 +1,4 @@
-"""`fulcrum up --local --engine vllm-cpu`: run a manifest made for GPUs on vLLM for CPUs with a tiny model."""
+"""`fulcrum up --local --engine vllm-cpu`: run a manifest for GPUs on vLLM for CPUs with a tiny model."""
 
 from enum import StrEnum
 

@@ -181,10 +181,10 @@ def _engine_events(before: Observed, last: dict[str, EngineObservation]) -> Iter
 
 
 def _start_failure(engine: EngineObservation) -> tuple[str, str]:
-    """What keeps an engine from starting; told again when this changes.
+    """Identity of a start failure; a failure with another identity is reported again.
 
-    The words belong to it: a kubelet says first what it waited for in vain, and only then what is missing.
-    But an image that does not pull has two messages that take turns for ever; the first one says it all.
+    It includes the message: the kubelet first reports a timeout, and only then what is missing. Messages of
+    image pulls are left out, because two of them alternate.
     """
     return engine.reason, "" if engine.reason == conditions.IMAGE_PULL_FAILED else engine.message
 

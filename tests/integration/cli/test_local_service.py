@@ -31,10 +31,10 @@ SERVICE = {
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
     """A service of two serving instances that can be scaled to three."""
     options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
-    async with run_local([parse_object(SERVICE)], options) as made:
+    async with run_local([parse_object(SERVICE)], options) as local_run:
         async with asyncio.timeout(DEADLINE_S):
-            await made.wait_serving()
-        yield made
+            await local_run.wait_serving()
+        yield local_run
 
 
 async def wait_until(run: LocalRun, condition: Callable[[], Awaitable[bool]]) -> None:

@@ -82,9 +82,9 @@ class RecordedRuntime:
 
 @pytest.fixture
 async def recorded(tmp_path: Path) -> AsyncIterator[RecordedRuntime]:
-    made = RecordedRuntime(tmp_path, ProgramTimeouts(stop_grace_s=0.3))
-    yield made
-    await made.runtime.close()
+    recorder = RecordedRuntime(tmp_path, ProgramTimeouts(stop_grace_s=0.3))
+    yield recorder
+    await recorder.runtime.close()
 
 
 def is_gone(pid: int) -> bool:

@@ -61,7 +61,7 @@ def schema_of(kind: type[Resource]) -> Node:
 
 
 def near_valid_documents(kind: type[Resource]) -> Iterator[dict[str, Any]]:
-    """Yield the smallest object of a kind with one field at or beyond a bound, missing, or of a wrong type."""
+    """Yield the smallest object of a kind with one field at or beyond a bound, missing or mistyped."""
     spec = schema_of(kind)["properties"]["spec"]
     for path, node in _field_paths(spec, ("spec",)):
         for value in (*_values(node), *_WRONG):

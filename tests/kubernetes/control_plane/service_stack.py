@@ -1,4 +1,4 @@
-"""A service without an operator: objects made by hand, engine servers and routers as processes."""
+"""A service without an operator: objects created by the test, engine servers and routers as processes."""
 
 import contextlib
 import json
@@ -132,8 +132,8 @@ class RoutedService:
         )
         if status not in (200, 201):
             raise RuntimeError(f"{method} {path}: {status} {response[:300]!r}")
-        made: dict[str, Any] = json.loads(response)
-        return made
+        stored: dict[str, Any] = json.loads(response)
+        return stored
 
     def patch(self, path: str, body: Any) -> dict[str, Any]:
         """Send a JSON merge patch."""

@@ -39,7 +39,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def service(**spec: Any) -> PDService:
     pools = [{"name": "flex", "instances": {"min": 2}}]
     given = {"model": "tiny-model", "engine": {"type": "vLLM"}, "pools": pools, **spec}
-    made = parse_object(
+    parsed = parse_object(
         {
             "apiVersion": "fulcrum.dev/v1alpha1",
             "kind": "PDService",
@@ -47,8 +47,8 @@ def service(**spec: Any) -> PDService:
             "spec": given,
         }
     )
-    assert isinstance(made, PDService)
-    return made
+    assert isinstance(parsed, PDService)
+    return parsed
 
 
 def instance(owner: PDService, name: str = "chat-0") -> PDInstance:
@@ -185,12 +185,12 @@ def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
 
 def test_any_service_can_be_switched_to_vllm_cpu() -> None:
     pool = {"name": "flex", "instances": {"min": 3}, "hardware": {"resource": "nvidia.com/gpu"}}
-    made = replace_engine_with_vllm_cpu(
+    switched = replace_engine_with_vllm_cpu(
         service(model="acme/model", engine={"profile": "laptop"}, pools=[pool])
     )
-    assert isinstance(made, PDService)
-    (kept,) = made.spec.resolve_pools()
-    assert (made.spec.model, made.spec.engine.type, kept.hardware, kept.instances.min) == (
+    assert isinstance(switched, PDService)
+    (kept,) = switched.spec.resolve_pools()
+    assert (switched.spec.model, switched.spec.engine.type, kept.hardware, kept.instances.min) == (
         "tiny-model",
         "vLLM",
         None,

@@ -54,8 +54,8 @@ def pod(owner: PDService) -> Json:
 def test_the_model_reader_pod_equals_its_golden_file(
     golden: Callable[[str, str], None], name: str, spec: Json
 ) -> None:
-    made = json.loads(json.dumps(pod(chat(**spec))))
-    golden(f"manifests/model-reader-{name}.yaml", yaml.safe_dump(made, sort_keys=False, width=110))
+    reader_pod = json.loads(json.dumps(pod(chat(**spec))))
+    golden(f"manifests/model-reader-{name}.yaml", yaml.safe_dump(reader_pod, sort_keys=False, width=110))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_the_reader_takes_only_the_hub_variables_of_the_engine() -> None:
         {"name": "HTTPS_PROXY", "value": "http://proxy:3128"},
         {"name": "LD_PRELOAD", "value": "/opt/x.so"},
     ]
-    made = pod(chat(engine={"type": "vLLM", "env": env}))
-    assert made["spec"]["containers"][0]["env"] == env[:2]
+    reader_pod = pod(chat(engine={"type": "vLLM", "env": env}))
+    assert reader_pod["spec"]["containers"][0]["env"] == env[:2]
 
 
 def test_the_reader_takes_placement_and_security_context_from_the_pool() -> None:
@@ -176,8 +176,8 @@ def waiting(reason: str, message: str) -> Json:
 def test_the_result_is_read_from_the_pods_status(
     status: Json, facts: Json | None, error: str | None, start_failure: str
 ) -> None:
-    made = pod(chat()) | {"status": status}
-    made["metadata"] |= {"creationTimestamp": format_time(NOW_S)}
+    reader_pod = pod(chat()) | {"status": status}
+    reader_pod["metadata"] |= {"creationTimestamp": format_time(NOW_S)}
     expected = ModelReadAttempt(
         key=make_read(chat()).key,
         attempt=1,
@@ -186,7 +186,7 @@ def test_the_result_is_read_from_the_pods_status(
         error=error,
         start_failure=start_failure,
     )
-    assert observe_reader_pod(made) == expected
+    assert observe_reader_pod(reader_pod) == expected
 
 
 class World:

@@ -30,9 +30,9 @@ class FakeModelReader:
 
 @pytest.fixture
 def reader(world: World) -> FakeModelReader:
-    made = FakeModelReader()
-    world.context = replace(world.context, models=made)
-    return made
+    fake = FakeModelReader()
+    world.context = replace(world.context, models=fake)
+    return fake
 
 
 async def model_status(world: World) -> ModelStatus:
