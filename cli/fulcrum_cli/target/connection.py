@@ -103,14 +103,21 @@ async def connect(
     """
     async with AsyncExitStack() as stack:
         if isinstance(target, LocalTarget):
-            yield await _connect_local_run(stack, await _find_run_for(target, service, instance))
+            if instance is None or len(target.services) == 1:
+                run = find_run(target, service)
+            else:
+                run = await find_run_of_instance(target, instance)
+            yield await _connect_local_run(stack, run)
         else:
             yield await _connect_cluster(stack, target, crds_optional=crds_optional)
 
 
-async def _find_run_for(target: LocalTarget, service: str | None, instance: str | None) -> "RunInfo":
-    if instance is None or len(target.services) == 1:
-        return find_run(target, service)
+async def find_run_of_instance(target: LocalTarget, instance: str) -> "RunInfo":
+    """Return the local run that has the instance; of several runs of a service only the latest counts.
+
+    Raises:
+        InvalidInput: if no local run has the instance.
+    """
     for name in target.services:
         run = find_run(target, name)
         if await _has_instance(run, instance):
