@@ -1,4 +1,4 @@
-"""Builders of what the operator plans from, so that a test shows only what it is about."""
+"""Builders of the planner's input, so that a test names only the fields it is about."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,12 +44,12 @@ def service(**spec: Any) -> PDService:
 
 
 def tier(name: str) -> QoSTier:
-    """A tier with nothing but a name."""
+    """A tier with only a name."""
     return QoSTier.model_validate({"metadata": {"name": name}})
 
 
 def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", bounds: Any = None) -> PDPool:
-    """A pool as the operator made it; `bounds` are (min, max)."""
+    """A pool as the operator creates it; `bounds` are (min, max)."""
     low, high = bounds or (replicas, replicas)
     meta = {"name": name, "uid": f"u-{name}", "labels": {"fulcrum.dev/service": "chat"}}
     owner = {"kind": "PDService", "name": "chat", "uid": "u-service"}
@@ -93,7 +93,7 @@ def assignment(spec: PDAssignmentSpec, generation: int = 1) -> PDAssignment:
 
 
 def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObservation:
-    """An engine as the runtime sees it."""
+    """An engine as the runtime observes it."""
     endpoint = f"127.0.0.1:{9000 + int(name.rpartition('-')[2])}" if state is RUNNING else None
     return EngineObservation(**{"name": name, "state": state, "restarts": 0, "endpoint": endpoint, **fields})
 
@@ -101,7 +101,7 @@ def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObse
 def router(
     generation: int = 1, legs: Mapping[str, int] | None = None, **pending_transfers: int
 ) -> RouterState:
-    """A router that has acknowledged this generation and has so many legs on instances."""
+    """A router that has acknowledged this generation and has these numbers of legs on instances."""
     states = tuple(
         instance_state(name, legs=count, pending_transfers=pending_transfers.get(name.replace("-", "_"), 0))
         for name, count in (legs or {}).items()
@@ -110,7 +110,7 @@ def router(
 
 
 def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None, **fields: Any) -> Observed:
-    """A service whose instances all serve the roles given, as if nothing had ever happened to it."""
+    """A service whose instances all serve in the given roles, without any change pending."""
     names = tuple(roles)
     rolespec = assignment_spec({name: entry(role) for name, role in roles.items()})
     instances = tuple(
@@ -138,5 +138,5 @@ def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None,
 
 
 def engines(names: Iterable[str], **states: EngineState) -> dict[str, EngineObservation]:
-    """Running engines of these names, but for the states given by name with `_` for `-`."""
+    """Running engines with these names; `states` overrides states, by name with `_` for `-`."""
     return {name: engine(name, states.get(name.replace("-", "_"), RUNNING)) for name in names}

@@ -1,4 +1,4 @@
-"""Services of every shape that the vLLM adapter knows: read by eye as golden files, and by vLLM itself."""
+"""Services of every shape that the vLLM adapter supports, for golden files and for vLLM's own parser."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from tests.paths import MODELS
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One pool of one service; `role` where the connector fixes it at start."""
+    """One pool of one service; `role` if the connector fixes it at start."""
 
     name: str
     model: str
@@ -225,7 +225,7 @@ def plan_case(case: Case) -> EnginePlan:
 def make_launch_request(
     model: str = "llama-3.1-8b", device: str = "H100-SXM", facts: ModelFacts | None = None, **changes: Any
 ) -> LaunchRequest:
-    """An instance of a flexible pool on one device, but for what is changed."""
+    """A launch request for a flexible pool on one device, with these fields changed."""
     made = LaunchRequest(
         model=model,
         pool_role="Flexible",

@@ -26,14 +26,14 @@ CONFIG_PATH = "/acme/model/resolve/main/config.json"
 
 @dataclass
 class Hub:
-    """What it holds by path, as (status, body); a body of text with a redirect is where to."""
+    """Responses by path, as (status, body); the body of a redirect is its target."""
 
     url: str = ""
     responses: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     failures: int = 0
-    """So many requests are answered 503 first."""
+    """Number of requests that get 503 first."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
-    """Path and Authorization."""
+    """Path and Authorization header of each request."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def hub() -> Iterator[Hub]:
 
 
 def fetch_config(hub: Hub, model: str = "acme/model", revision: str = "main", token: str = "") -> bytes:
-    """What the reader gets, without waiting between tries."""
+    """The config that the reader gets, without pauses between retries."""
     return read_hub(model, revision, hub=hub.url, token=token, pause=lambda _: None)
 
 
@@ -84,14 +84,14 @@ def test_a_redirect_is_followed(hub: Hub) -> None:
     assert fetch_config(hub) == BODY
 
 
-def test_a_token_goes_to_no_other_host(hub: Hub) -> None:
+def test_the_token_is_not_sent_to_another_host(hub: Hub) -> None:
     elsewhere = hub.url.replace("127.0.0.1", "localhost")
     hub.responses |= {CONFIG_PATH: (302, f"{elsewhere}/store".encode()), "/store": (200, BODY)}
     assert fetch_config(hub, token="secret") == BODY
     assert hub.requests == [(CONFIG_PATH, "Bearer secret"), ("/store", None)]
 
 
-def test_unavailable_hub_is_tried_again(hub: Hub) -> None:
+def test_request_to_an_unavailable_hub_is_retried(hub: Hub) -> None:
     hub.responses[CONFIG_PATH] = 200, BODY
     hub.failures = 2
     assert fetch_config(hub) == BODY
@@ -106,7 +106,7 @@ def test_unavailable_hub_is_tried_again(hub: Hub) -> None:
         (500, "responded with status 500"),
     ],
 )
-def test_hub_error_says_what_to_do(hub: Hub, status: int, why: str) -> None:
+def test_hub_error_names_the_remedy(hub: Hub, status: int, why: str) -> None:
     hub.responses[CONFIG_PATH] = status, b""
     with pytest.raises(ConfigUnreadable) as refused:
         fetch_config(hub)

@@ -1,4 +1,4 @@
-"""What vLLM is started with, for every shape of model, hardware and connector, held as text to be read."""
+"""The launch of vLLM for every shape of model, hardware and connector, as golden files."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ def _format_launch(launch: EngineLaunch) -> Iterator[str]:
 
 
 def _format_command(command: tuple[str, ...]) -> Iterator[str]:
-    """One flag a line, with its value; JSON opened up."""
+    """One flag with its value on each line; JSON on several lines."""
     line = ""
     for part in command:
         if part.startswith("--") and line:

@@ -1,4 +1,4 @@
-"""What is chosen for an engine follows from model, hardware and role; what cannot be is refused in words."""
+"""Settings of an engine follow from the manifest, else from model, hardware and role."""
 
 import json
 from dataclasses import replace
@@ -88,9 +88,9 @@ def test_step_tokens_are_the_most_that_fit_the_tpot_objective() -> None:
 @pytest.mark.parametrize(
     ("tpot_s", "expected"),
     [
-        pytest.param(0.001, "256", id="never fewer than make sense"),
-        pytest.param(0.05, "1280", id="what fits"),
-        pytest.param(10.0, "8192", id="never more than a prefill pool takes"),
+        pytest.param(0.001, "256", id="at least the smallest useful step"),
+        pytest.param(0.05, "1280", id="as many as the TPOT allows"),
+        pytest.param(10.0, "8192", id="at most the step of a prefill pool"),
     ],
 )
 def test_a_looser_tpot_allows_larger_steps_within_bounds(tpot_s: float, expected: str) -> None:
@@ -169,7 +169,7 @@ def test_sleep_mode_turns_on_vllms_development_endpoints() -> None:
 
 
 def lmcache_keys(launch_request: LaunchRequest) -> dict[str, Any]:
-    """What LMCache in the engine is told."""
+    """Configuration of LMCache in the engine."""
     launch = plan_launch(launch_request).launch
     assert launch is not None
     config: dict[str, Any] = json.loads(launch.command[-1])["kv_connector_extra_config"]

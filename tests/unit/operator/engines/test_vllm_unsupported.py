@@ -1,4 +1,4 @@
-"""What would not start is not tried: it is refused in words, or left to the engine to choose."""
+"""Unsupported settings are refused with a reason, or left to the engine."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ UNSUPPORTED = [
     pytest.param(
         make_launch_request(kv_cache=TIERS),
         "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
-        id="tiers nobody keeps",
+        id="tiers without LMCache",
     ),
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(sleep_mode=True)),

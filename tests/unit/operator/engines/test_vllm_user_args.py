@@ -1,4 +1,4 @@
-"""What the user's own arguments make of an engine, and that peers and router are told so."""
+"""Identity and KV lease of an engine follow the user's own arguments."""
 
 from dataclasses import replace
 
@@ -24,19 +24,21 @@ REQUEST = LaunchRequest(
 
 
 def identity_of(*args: str) -> EngineIdentity:
-    """Of an engine with these arguments."""
+    """Identity of an engine with these arguments."""
     return expected_identity_and_startup_s(replace(REQUEST, args=args), POD_PLACEMENT)[0].to_identity()
 
 
 EXTERNAL_INPUT = [
     pytest.param((), {}, id="nothing"),
-    pytest.param(("--enable-lora", "--seed", "3"), {}, id="what is nobody's business"),
+    pytest.param(("--enable-lora", "--seed", "3"), {}, id="arguments that do not change the identity"),
     pytest.param(("--block-size", "64", "--block-size", "32"), {"block_size": 32}, id="the last one counts"),
-    pytest.param(("--block_size=64",), {"block_size": 64}, id="as one word, underlined"),
+    pytest.param(("--block_size=64",), {"block_size": 64}, id="with = and underscores"),
     pytest.param(("-tp", "2", "-pp", "3"), {"tensor_parallel": 2, "pipeline_parallel": 3}, id="short forms"),
-    pytest.param(("--block-size", "many"), {}, id="the engine will refuse it"),
-    pytest.param(("-tp", "0", "-pp", "9" * 5000), {}, id="numbers that no engine takes"),
-    pytest.param(("--dtype", "half", "--revision=abc"), {"dtype": "half", "revision": "abc"}, id="words"),
+    pytest.param(("--block-size", "many"), {}, id="an invalid value, which the engine refuses"),
+    pytest.param(("-tp", "0", "-pp", "9" * 5000), {}, id="numbers out of range"),
+    pytest.param(
+        ("--dtype", "half", "--revision=abc"), {"dtype": "half", "revision": "abc"}, id="text values"
+    ),
     pytest.param(("--block-size",), {}, id="without its value"),
 ]
 
@@ -66,12 +68,12 @@ NESTED_CONFIG = (
             )
             for lease in ("-5", "0", "NaN", "1e999")
         ),
-        pytest.param("{", 55.0, id="the engine will refuse it"),
-        pytest.param("[" * 100_000, 55.0, id="deeper than anybody reads"),
+        pytest.param("{", 55.0, id="an invalid value, which the engine refuses"),
+        pytest.param("[" * 100_000, 55.0, id="JSON nested too deep"),
     ],
 )
 def test_reported_kv_lease_is_the_one_in_the_user_arguments(config: str, expected_s: float) -> None:
-    """Without a word it is chosen by objective and model: 55 s."""
+    """By default the lease follows from objective and model: 55 s."""
     assert identity_of("--kv-transfer-config", config).kv_lease_s == expected_s
     assert identity_of().kv_lease_s == 55.0
 

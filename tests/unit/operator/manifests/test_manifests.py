@@ -1,4 +1,4 @@
-"""The pod of an instance, and what stands around a service: whole manifests, and the rules they keep."""
+"""Manifests of an instance's pod and of a service's objects: golden files, and rules for all of them."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -67,7 +67,7 @@ def children(chat: PDService | None = None, *, wanted: int = 4) -> dict[tuple[st
 
 
 def to_yaml(*manifests: dict[str, Any]) -> str:
-    """As a person would write them: no anchors for what stands there twice."""
+    """YAML without anchors for repeated values, as a person would write it."""
     return yaml.safe_dump_all(json.loads(json.dumps(manifests)), sort_keys=False)
 
 
@@ -170,7 +170,7 @@ def test_only_router_pods_get_an_api_token() -> None:
 
 
 def test_no_manifest_selects_by_role() -> None:
-    """A flip must take a pod out of nothing."""
+    """A flip must not remove a pod from any selector."""
     assert ROLE_LABEL not in yaml.safe_dump_all([*children().values(), pod()])
 
 
@@ -187,7 +187,7 @@ def test_every_child_is_owned_by_its_service() -> None:
 
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
-    """Whether a selector of labels takes something with these labels."""
+    """Whether the label selector matches an object with these labels."""
     return selector.items() <= labels.items()
 
 
@@ -221,12 +221,12 @@ def test_engine_and_router_selectors_match_only_their_own_pods() -> None:
 @pytest.mark.parametrize(
     ("wanted", "floors", "least"),
     [
-        pytest.param(8, (1, 1), 7, id="one of many may go"),
-        pytest.param(3, (1, 1), 2, id="one of three may go"),
-        pytest.param(2, (1, 1), 2, id="neither of two may go: each is the last of its role"),
-        pytest.param(8, (3, 5), 8, id="none may go where all are at the floors"),
-        pytest.param(1, (1, 1), 1, id="a single instance may not go"),
-        pytest.param(0, (1, 1), 0, id="nothing is held where nothing is wanted"),
+        pytest.param(8, (1, 1), 7, id="one of many may be evicted"),
+        pytest.param(3, (1, 1), 2, id="one of three may be evicted"),
+        pytest.param(2, (1, 1), 2, id="neither of two may be evicted: each is the last of its role"),
+        pytest.param(8, (3, 5), 8, id="none may be evicted at the floors"),
+        pytest.param(1, (1, 1), 1, id="a single instance may not be evicted"),
+        pytest.param(0, (1, 1), 0, id="no minimum without desired instances"),
     ],
 )
 def test_disruption_budget_keeps_the_role_floors(wanted: int, floors: tuple[int, int], least: int) -> None:
@@ -301,7 +301,7 @@ _MAPS = st.dictionaries(st.sampled_from(["containers", "env", "volumes", "a", "b
 
 @given(patch=_MAPS)
 def test_any_template_spec_gives_a_pod(patch: dict[str, Any]) -> None:
-    """Nonsense is for the API server to refuse: with its words, in a condition."""
+    """An invalid template is passed on; the API server's refusal is shown in a condition."""
     assert pod(PLAIN | {"template": {"spec": patch}})["metadata"]["name"] == "chat-0"
 
 

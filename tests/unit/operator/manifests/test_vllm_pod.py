@@ -1,4 +1,4 @@
-"""A real engine in a pod: the same pod as any other but for what its type decides."""
+"""The pod of a vLLM engine differs from a simulated one only in the engine's container."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def service(pool: dict[str, Any] | None = None, **spec: Any) -> PDService:
 
 
 def instance(owner: PDService, role: str | None = None) -> PDInstance:
-    """The first instance of its pool, as the plan makes it."""
+    """The first instance of its pool, as the plan creates it."""
     pool = desired_pools(owner, ())[0]
     start = pool.spec.launch_spec.model_dump(by_alias=True)
     spec = {**start, "service": "chat", "pool": pool.metadata.name, "role": role}

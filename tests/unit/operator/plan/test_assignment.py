@@ -1,4 +1,4 @@
-"""Who plays which role: the first split, new instances, wishes refused, cordons."""
+"""The assignment: first split, roles of new instances, refused changes and cordons."""
 
 from typing import Any
 
@@ -42,16 +42,23 @@ def planned_assignment(observed: Observed) -> PDAssignmentSpec:
     ("members", "floors", "split"),
     [
         pytest.param(flexible_instances(4), (1, 1), "PPDD", id="half and half, the first ones prefill"),
-        pytest.param(flexible_instances(3), (1, 1), "PDD", id="an odd one decodes"),
-        pytest.param(flexible_instances(1), (1, 1), "D", id="a single one decodes"),
+        pytest.param(
+            flexible_instances(3), (1, 1), "PDD", id="with an odd number the extra instance decodes"
+        ),
+        pytest.param(flexible_instances(1), (1, 1), "D", id="a single instance decodes"),
         pytest.param(flexible_instances(4), (3, 1), "PPPD", id="prefill's floor before half"),
         pytest.param(flexible_instances(4), (1, 3), "PDDD", id="decode's floor before half"),
-        pytest.param(flexible_instances(3), (2, 2), "PDD", id="too few for both floors: decode's holds"),
+        pytest.param(
+            flexible_instances(3),
+            (2, 2),
+            "PDD",
+            id="with too few instances the floor of decode has precedence",
+        ),
         pytest.param(
             [AssignableInstance("chat-0", P), AssignableInstance("chat-1", P), *flexible_instances(4)[2:]],
             (1, 1),
             "PPDD",
-            id="fixed ones count",
+            id="instances with fixed roles count",
         ),
         pytest.param(
             [
@@ -62,7 +69,7 @@ def planned_assignment(observed: Observed) -> PDAssignmentSpec:
             ],
             (1, 1),
             "DDDP",
-            id="the flexible_instances one fills what the fixed ones lack",
+            id="the flexible instance gets the role that the fixed ones lack",
         ),
         pytest.param(flexible_instances(12), (1, 1), "PPPPPPDDDDDD", id="ten comes after nine"),
     ],
@@ -78,12 +85,12 @@ def test_first_split_halves_the_instances_within_floors_and_fixed_roles(
 @pytest.mark.parametrize(
     ("had", "floors", "role"),
     [
-        pytest.param([], (1, 1), D, id="the first one decodes"),
-        pytest.param([D], (1, 1), P, id="the second one prefills"),
-        pytest.param([P, P, D], (1, 1), D, id="the fewer get it"),
+        pytest.param([], (1, 1), D, id="the first instance decodes"),
+        pytest.param([D], (1, 1), P, id="the second instance prefills"),
+        pytest.param([P, P, D], (1, 1), D, id="the role with fewer instances"),
         pytest.param([P, D], (1, 1), D, id="a tie goes to decode"),
-        pytest.param([P, D, D], (1, 3), D, id="a floor goes before the fewer"),
-        pytest.param([P, D], (2, 1), P, id="prefill's floor, too"),
+        pytest.param([P, D, D], (1, 3), D, id="the floor of decode has precedence"),
+        pytest.param([P, D], (2, 1), P, id="the floor of prefill has precedence"),
     ],
 )
 def test_new_instance_gets_the_role_below_its_floor_or_with_fewer_instances(
@@ -142,7 +149,7 @@ def test_assignment_below_the_floor_is_written_back_with_the_reason() -> None:
     ("name", "to"), [("chat-1", D), ("chat-2", P)], ids=["a flip to decode", "a flip to prefill"]
 )
 def test_reader_that_applied_a_refused_assignment_may_apply_the_refusal(name: str, to: Role) -> None:
-    """A router that has not yet heard of a crash finds the floor kept where the operator does not."""
+    """A router that has not yet observed a crash accepts a change that the operator refuses."""
     last = flipped(Actor.AUTOSCALER, to.other, name)  # so that the role that comes back has a cooldown, too
     current = last.model_copy(update={"last_prefill_to_decode": NOW_S - 60})
     proposed = apply_flip(current, name, to, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
@@ -230,8 +237,8 @@ def test_choice_of_the_removed_instance_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("by", "stays"),
     [
-        pytest.param(Actor.OPERATOR, False, id="the operator's own"),
-        pytest.param(Actor.PERSON, True, id="but not a person's"),
+        pytest.param(Actor.OPERATOR, False, id="the operator's own cordon is lifted"),
+        pytest.param(Actor.PERSON, True, id="a person's cordon stays"),
     ],
 )
 def test_operators_cordon_is_lifted_when_the_instance_is_wanted_again(by: Actor, stays: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a node, against what the router sees of its engines."""
+"""An engine on a node reported lost counts as running if the router reaches it."""
 
 import pytest
 
@@ -44,13 +44,15 @@ def test_engine_that_the_router_reaches_counts_as_running_on_a_lost_node() -> No
 @pytest.mark.parametrize(
     ("lost", "router_state"),
     [
-        pytest.param(LOST, unreachable(router(1, {"chat-0": 0})), id="the router does not reach it, either"),
-        pytest.param(LOST, router(1, {}), id="the router does not know it"),
-        pytest.param(LOST, None, id="the router does not answer"),
+        pytest.param(
+            LOST, unreachable(router(1, {"chat-0": 0})), id="the router does not reach the engine either"
+        ),
+        pytest.param(LOST, router(1, {}), id="the router does not know the instance"),
+        pytest.param(LOST, None, id="the router does not respond"),
         pytest.param(
             engine("chat-0", EngineState.LOST, message="its pod was deleted"),
             router(1, {"chat-0": 0}),
-            id="its pod is gone, whoever still answers there",
+            id="the pod was deleted, whatever still responds at its address",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who reads a model before its engines start, who waits for that, and what stays as it was started."""
+"""When a model is read, which instances wait for it, and that running instances keep their config."""
 
 import json
 from dataclasses import replace
@@ -35,19 +35,19 @@ def model_key_of(**spec: Any) -> str:
 
 
 def model_status(**fields: Any) -> ModelStatus:
-    """What stands in the status a second after a try."""
+    """Model status one second after an attempt."""
     return ModelStatus(**{"key": model_key_of(), "attempts": 1, "at": NOW_S - 1, **fields})
 
 
 def read_attempt(**fields: Any) -> ModelReadAttempt:
-    """A first try that began ten seconds ago."""
+    """A first attempt that began ten seconds ago."""
     return ModelReadAttempt(**{"key": model_key_of(), "attempt": 1, "started_s": NOW_S - 10, **fields})
 
 
 def new_service(
     known: ModelStatus | None = None, attempt: ModelReadAttempt | None = None, **spec: Any
 ) -> Observed:
-    """A service of real engines that has its pools and no instance yet."""
+    """A service with real engines and its pools, without instances."""
     requested = service(**{**VLLM, **spec})
     observed = Observed(service=requested, now_s=NOW_S, can_read_models=True, model_read_attempt=attempt)
     return with_model_status(replace(observed, pools=tuple(desired_pools(requested, ()))), known)
@@ -56,7 +56,7 @@ def new_service(
 def running_service(
     known: ModelStatus | None = None, facts: dict[str, Any] | None = None, **spec: Any
 ) -> Observed:
-    """A service whose two instances serve, started with these facts; the spec may ask for more since."""
+    """A service with two serving instances, started with these facts; `spec` overrides its fields."""
     pools = desired_pools(service(**VLLM), ())
     start = pools[0].spec.launch_spec
     observed = settled(PAIR, spec={**VLLM, **spec}, pools=pools)
@@ -67,13 +67,13 @@ def running_service(
 
 
 def created_instances(plan: Plan, observed: Observed) -> list[PDInstance]:
-    """The instances that the plan makes."""
+    """The instances that the plan creates."""
     names = {i.metadata.name for i in observed.instances}
     return [o for o in plan.objects if isinstance(o, PDInstance) and o.metadata.name not in names]
 
 
 def reported_model(plan: Plan) -> ModelStatus | None:
-    """What the status says of the model."""
+    """The model in the planned status."""
     return next(o for o in plan.objects if isinstance(o, PDService)).status.model
 
 
@@ -122,7 +122,9 @@ def test_launch_request_has_the_model_facts_of_its_instance() -> None:
     ("attempt", "why"),
     [
         pytest.param(
-            read_attempt(error="http://hub/m: status 404"), "http://hub/m: status 404", id="its words"
+            read_attempt(error="http://hub/m: status 404"),
+            "http://hub/m: status 404",
+            id="the reader reports an error",
         ),
         pytest.param(
             read_attempt(
@@ -130,22 +132,22 @@ def test_launch_request_has_the_model_facts_of_its_instance() -> None:
                 start_failure="Unschedulable: 0/3 nodes are available",
             ),
             "the pod that reads it did not finish within 60 s: Unschedulable: 0/3 nodes are available",
-            id="no node for it",
+            id="the pod gets no node",
         ),
         pytest.param(
             read_attempt(started_s=NOW_S - READ_TIMEOUT_S),
             "the pod that reads it did not finish within 180 s",
-            id="no end of it",
+            id="the pod does not finish",
         ),
         pytest.param(
             read_attempt(facts={"architectures": ["X"]}),
             "config.json: num_hidden_layers (missing) must be a positive whole number",
-            id="what describes no model",
+            id="the config describes no model",
         ),
         pytest.param(
             read_attempt(facts={**LLAMA, "intermediate_size": "wide"}),
             "config.json (ValueError: invalid literal for int() with base 10: 'wide') cannot be understood",
-            id="what cannot be understood",
+            id="the config cannot be parsed",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The phases of one instance: what follows from what."""
+"""The phases of one instance: next phase and engine action for every situation."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,12 +46,12 @@ def facts(phase: Phase, **given: Any) -> InstanceFacts:
         pytest.param(
             facts(Phase.PENDING, engine=None),
             PhaseTransition(Phase.PENDING, START, ""),
-            id="without an engine it starts one",
+            id="an instance without an engine starts one",
         ),
         pytest.param(
             facts(Phase.PENDING, engine=STARTING_ENGINE),
             PhaseTransition(Phase.STARTING, START, "its engine is starting"),
-            id="while its engine starts it is starting",
+            id="an instance is Starting while its engine starts",
         ),
         pytest.param(
             facts(Phase.STARTING), PhaseTransition(Phase.SERVING, START, ""), id="a ready engine serves"
@@ -59,20 +59,22 @@ def facts(phase: Phase, **given: Any) -> InstanceFacts:
         pytest.param(
             facts(Phase.SERVING, engine=EXITED_ENGINE),
             PhaseTransition(Phase.FAILED, START, "its engine ended: signal SIGKILL; restarting it"),
-            id="a dead engine is a failed instance",
+            id="an exited engine makes its instance Failed",
         ),
         pytest.param(
             facts(Phase.SERVING, engine=replace(STARTING_ENGINE, exit_reason="exit code 1")),
             PhaseTransition(Phase.STARTING, START, "its engine restarts after: exit code 1"),
-            id="an engine that was back before anybody looked",
+            id="an engine that restarted before it was observed",
         ),
         pytest.param(
-            facts(Phase.FAILED), PhaseTransition(Phase.SERVING, START, ""), id="a repaired one serves"
+            facts(Phase.FAILED),
+            PhaseTransition(Phase.SERVING, START, ""),
+            id="a restarted engine serves again",
         ),
         pytest.param(
             facts(Phase.SERVING, assigned_role=D),
             PhaseTransition(Phase.SERVING, START, ""),
-            id="Relabel: a flip leaves the phase alone",
+            id="a flip by Relabel does not change the phase",
         ),
     ],
 )
@@ -86,7 +88,7 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         pytest.param(
             facts(Phase.SERVING, leaving=True, open_requests=3, drained=True),
             PhaseTransition(Phase.DRAINING, START, "waiting for its requests to end", NOW_S + DRAIN_S),
-            id="who shall leave drains first, whatever was known before the cordon",
+            id="a removed instance drains first, even if it was idle before the cordon",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True),
@@ -103,42 +105,42 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
             PhaseTransition(
                 Phase.TERMINATING, STOP, "interrupted 2 requests after the drain timeout of 120 s"
             ),
-            id="at the deadline a deletion goes on and says what it cut",
+            id="at the deadline a removal continues and reports interrupted requests",
         ),
         pytest.param(
             facts(Phase.DRAINING),
             PhaseTransition(Phase.SERVING, START, ""),
-            id="a withdrawn wish leads back to serving",
+            id="a withdrawn change leads back to Serving",
         ),
         pytest.param(
             facts(Phase.SERVING, cordoned=True),
             PhaseTransition(Phase.DRAINING, START, "cordoned", deadline_s=NOW_S + CORDON_RECHECK_S),
-            id="cordoned without leaving: drains without a deadline",
+            id="a cordoned instance drains without a deadline",
         ),
         pytest.param(
             facts(Phase.DRAINING, cordoned=True, drained=True),
             PhaseTransition(Phase.DRAINING, START, "cordoned, drained", reason=DRAINED),
-            id="cordoned and empty: stays, and says so",
+            id="a cordoned idle instance stays and reports Drained",
         ),
         pytest.param(
             facts(Phase.STARTING, leaving=True, engine=STARTING_ENGINE),
             PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
-            id="who has no work leaves at once",
+            id="an instance without requests terminates at once",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, engine=EXITED_ENGINE),
             PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
-            id="an engine that dies while it drains is not repaired",
+            id="an engine that exits during its drain is not restarted",
         ),
         pytest.param(
             facts(Phase.TERMINATING),
             PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
-            id="terminating has no way back",
+            id="a terminating instance stays terminating",
         ),
         pytest.param(
             facts(Phase.TERMINATING, engine=None),
             PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted", deletable=True),
-            id="without its engine nothing of it is left",
+            id="a terminating instance without an engine is deletable",
         ),
     ],
 )
@@ -149,7 +151,7 @@ def test_instance_being_removed_drains_before_its_engine_ends(
 
 
 def restart_flip(phase: Phase, **given: Any) -> InstanceFacts:
-    """An instance that plays Prefill, shall play Decode and has to be started anew for that."""
+    """An instance that plays Prefill, is assigned to Decode and flips by a restart."""
     return facts(phase, flip_strategy=FlipStrategy.RESTART, **{"assigned_role": D, **given})
 
 
@@ -163,7 +165,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         pytest.param(
             restart_flip(Phase.SERVING, open_requests=1),
             PhaseTransition(Phase.DRAINING, START, "waiting for its requests to end", NOW_S + DRAIN_S),
-            id="it drains first",
+            id="the instance drains first",
         ),
         pytest.param(
             restart_flip(Phase.DRAINING, drained=True),
@@ -178,22 +180,22 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         pytest.param(
             restart_flip(Phase.DRAINING, engine=None),
             PhaseTransition(Phase.SWITCHING, START, "its engine restarts to serve Decode"),
-            id="and starts anew",
+            id="a stopped engine starts in the new role",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING, engine=STARTING_ENGINE),
             PhaseTransition(Phase.SWITCHING, START, "its engine restarts to serve Decode", SWITCH_DEADLINE_S),
-            id="it has until a deadline",
+            id="the switch has a deadline",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING),
             PhaseTransition(Phase.VERIFYING, START, "waiting for the router to reach it", SWITCH_DEADLINE_S),
-            id="ready is not yet verified",
+            id="a running engine is not yet verified",
         ),
         pytest.param(
             restart_flip(Phase.VERIFYING, reachable=True),
             PhaseTransition(Phase.SERVING, START, ""),
-            id="seen to answer, it serves",
+            id="an engine that the router reaches serves",
         ),
         pytest.param(
             restart_flip(Phase.DRAINING, phase_since_s=NOW_S - DRAIN_S, open_requests=4),
@@ -213,7 +215,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
                 "did not serve Decode within 60 s",
                 rollback_reason="did not serve Decode within 60 s",
             ),
-            id="an engine that does not come back is rolled back",
+            id="an engine that does not restart is rolled back",
         ),
         pytest.param(
             restart_flip(Phase.VERIFYING, phase_since_s=SWITCH_OVERDUE_SINCE_S),
@@ -223,17 +225,17 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
                 "did not serve Decode within 60 s",
                 rollback_reason="did not serve Decode within 60 s",
             ),
-            id="so is one that does not answer",
+            id="an engine that does not respond is rolled back",
         ),
         pytest.param(
             restart_flip(Phase.VERIFYING, assigned_role=P),
             PhaseTransition(Phase.VERIFYING, STOP, "its engine stops to serve Prefill again"),
-            id="rolled back, the engine of the new role ends",
+            id="after a rollback the engine of the new role stops",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING, assigned_role=P, engine=None),
             PhaseTransition(Phase.STARTING, START, "its engine restarts to serve Prefill again"),
-            id="and one of the old role starts",
+            id="after a rollback an engine of the old role starts",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the objects of a manifest must be, each and together."""
+"""A manifest may contain only PDServices and QoSTiers, each once, and must contain the tiers it names."""
 
 from typing import Any
 
@@ -16,19 +16,19 @@ from tests.unit.operator.builders import pool, service, tier
             check_references,
             [service(qosTiers=["gold"]), tier("free")],
             "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier of this manifest",
-            id="a tier that nobody wrote",
+            id="a tier that is not in the manifest",
         ),
         pytest.param(
             check_objects,
             [service(), service()],
             "PDService metadata.name (chat) is in the manifest twice",
-            id="twice the same",
+            id="the same object twice",
         ),
         pytest.param(
             check_objects,
             [service(), pool(replicas=2)],
             "kind (PDPool) is made by the operator: write a PDService",
-            id="what is made from a service",
+            id="a kind that the operator creates",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What becomes of instances over time: roll-outs, scales, lost engines, flips by a restart."""
+"""Instances over several passes: roll-outs, scaling, lost engines and flips by a restart."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def condition(chat_fleet: SimulatedService, kind: str) -> tuple[str, str]:
 
 
 def record_counts(chat_fleet: SimulatedService, passes: int = 60) -> list[tuple[int, int]]:
-    """Of each pass: how many instances there are, and how many of them serve."""
+    """Instances and serving instances after each pass."""
     observed = []
     for _ in range(passes):
         chat_fleet.reconcile()
@@ -119,7 +119,7 @@ def test_revision_that_never_becomes_ready_is_rolled_back() -> None:
 
 
 def test_past_rollout_deadline_requeues_nothing() -> None:
-    """Back to what was good last: there is nothing left to give up, however long it takes to start."""
+    """A return to the last good revision has no deadline: there is nothing to roll back."""
     chat_fleet = make_settled_service({"instances": 4})
     chat_fleet.edit_service(engine={"image": "next"})
     record_counts(chat_fleet, 12)

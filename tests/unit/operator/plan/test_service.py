@@ -1,4 +1,4 @@
-"""The plan as a whole: what is made, deleted, started, ended, and what the statuses say."""
+"""The whole plan of a service: objects, engines to start and stop, and statuses."""
 
 from dataclasses import replace
 from typing import Any
@@ -185,13 +185,13 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
             settled({"chat-0": D}),
             "Ready",
             ("True", "InstancesServing", "1 of 1 instance serves at http://127.0.0.1:8000"),
-            id="a single instance does both",
+            id="a single instance plays both roles",
         ),
         pytest.param(
             settled(FOUR, engines=engines(FOUR, chat_1=STARTING)),
             "Progressing",
             ("True", "InstancesChanging", "4 of 4 instances; chat-1 Starting"),
-            id="an instance on its way",
+            id="an instance is starting",
         ),
         pytest.param(
             settled(
@@ -200,7 +200,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
             ),
             "Degraded",
             ("True", "InstancesFailed", "chat-1: its engine ended: signal SIGKILL; restarting it"),
-            id="a dead engine",
+            id="an engine has exited",
         ),
         pytest.param(
             settled(FOUR, spec={"instances": 4, "qosTiers": ["gold", "free"]}, tiers=frozenset(["free"])),
@@ -327,13 +327,13 @@ def test_new_instances_take_the_lowest_free_numbers() -> None:
 
 
 def with_engine_counts(state: RouterState, **read: Any) -> RouterState:
-    """The state with what its one instance's engine says of itself."""
+    """The state with the engine's own request count for its one instance."""
     (only,) = state.instances
     return state.model_copy(update={"instances": (only.model_copy(update=read),)})
 
 
 def draining_service(**fields: Any) -> Observed:
-    """Four instances of which three are wanted and chat-3 drains, cordoned in generation 2."""
+    """Four instances of which three are desired; chat-3 drains, cordoned in generation 2."""
     roles = {**{name: entry(role) for name, role in FOUR.items()}, "chat-3": entry(D, cordoned=True)}
     instances = (
         *settled(FOUR).instances[:3],
@@ -357,21 +357,23 @@ def draining_service(**fields: Any) -> Observed:
 @pytest.mark.parametrize(
     ("ledger", "phase"),
     [
-        pytest.param(None, Phase.DRAINING, id="no word from the router"),
+        pytest.param(None, Phase.DRAINING, id="the router does not respond"),
         pytest.param(router(1, {"chat-3": 0}), Phase.DRAINING, id="the cordon is not acknowledged"),
         pytest.param(router(2, {"chat-3": 1}), Phase.DRAINING, id="a leg is open"),
-        pytest.param(router(2, {"chat-3": 0}, chat_3=1), Phase.DRAINING, id="a hand-off is open"),
+        pytest.param(router(2, {"chat-3": 0}, chat_3=1), Phase.DRAINING, id="a KV transfer is pending"),
         pytest.param(router(2, {"chat-3": 0}), Phase.TERMINATING, id="acknowledged and nothing open"),
-        pytest.param(router(2), Phase.TERMINATING, id="acknowledged and forgotten"),
+        pytest.param(
+            router(2), Phase.TERMINATING, id="acknowledged, and the router no longer lists the instance"
+        ),
         pytest.param(
             router(2).model_copy(update={"ledger_since_s": NOW_S - 29.0}),
             Phase.DRAINING,
-            id="a router started since then: its predecessor's hand-offs may still be held",
+            id="a restarted router does not know its predecessor's KV transfers",
         ),
         pytest.param(
             router(2).model_copy(update={"ledger_since_s": NOW_S - 30.0}),
             Phase.TERMINATING,
-            id="the lease of the predecessor's hand-offs has run out",
+            id="the lease of the predecessor's KV transfers has expired",
         ),
         pytest.param(
             with_engine_counts(router(2, {"chat-3": 0}), engine_requests=1, engine_read_at_s=NOW_S),
@@ -385,19 +387,19 @@ def draining_service(**fields: Any) -> Observed:
                 engine_read_at_s=NOW_S - 60.0 + CORDON_SETTLE_S - 0.1,
             ),
             Phase.DRAINING,
-            id="the engine had none when another router might still send it one",
+            id="the engine's count is from before every router knew the cordon",
         ),
         pytest.param(
             with_engine_counts(
                 router(2, {"chat-3": 0}), engine_requests=0, engine_read_at_s=NOW_S - 60.0 + CORDON_SETTLE_S
             ),
             Phase.TERMINATING,
-            id="the engine has none",
+            id="the engine has no request",
         ),
         pytest.param(
             with_engine_counts(router(2, {"chat-3": 0}), engine_requests=None, engine_read_at_s=NOW_S - 99.0),
             Phase.TERMINATING,
-            id="an engine that does not answer is not waited for",
+            id="an engine that does not respond does not delay the drain",
         ),
     ],
 )

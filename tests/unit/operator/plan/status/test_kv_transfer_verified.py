@@ -1,4 +1,4 @@
-"""KVTransferVerified: what the router's findings come to, and how seldom that is written."""
+"""KVTransferVerified follows from the router's pair states and is rarely written."""
 
 from dataclasses import replace
 from typing import Any
@@ -56,12 +56,12 @@ VERIFIED_PAIR = pair("chat-0", "chat-2")
             id="a single instance",
         ),
         pytest.param(
-            with_pairs(), ("Unknown", "NoTrafficYet", "no KV transfer was observed yet"), id="nothing seen"
+            with_pairs(), ("Unknown", "NoTrafficYet", "no KV transfer was observed yet"), id="no pair yet"
         ),
         pytest.param(
             with_pairs(pair("chat-0", "chat-2", "NoTrafficYet")),
             ("Unknown", "NoTrafficYet", "no KV transfer was observed yet"),
-            id="nothing seen of a pair",
+            id="a pair without a result",
         ),
         pytest.param(
             with_pairs(pair("chat-0", "chat-2", "NotReported")),
@@ -71,7 +71,7 @@ VERIFIED_PAIR = pair("chat-0", "chat-2")
                 "chat-0 → chat-2: the decode engine does not report computed prompt tokens: "
                 "start it with --enable-prompt-tokens-details",
             ),
-            id="engines that do not say",
+            id="engines that do not report computed tokens",
         ),
         pytest.param(
             with_pairs(VERIFIED_PAIR, pair("chat-1", "chat-3", "NoTrafficYet")),

@@ -1,4 +1,4 @@
-"""ModelFits: what is worked out, what is seen, and which of them counts."""
+"""ModelFits: the estimate, the observation, and which of them has precedence."""
 
 from dataclasses import replace
 from typing import Any
@@ -65,12 +65,12 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
         pytest.param(
             observed_engines(FITS),
             ("True", "Fits", f"pool chat-flex: {FITS.message}"),
-            id="it fits by its numbers",
+            id="it fits by the estimate",
         ),
         pytest.param(
             observed_engines(TOO_LARGE),
             ("False", "WeightsTooLarge", f"pool chat-flex: {TOO_LARGE.message}"),
-            id="it does not by its numbers",
+            id="it does not fit by the estimate",
         ),
         pytest.param(
             observed_engines(CONFIG_NOT_READ, modelSource={"pvc": "models"}),
@@ -101,7 +101,7 @@ def verdict(observed: Observed) -> tuple[str, str, str]:
             observed_engines(CONFIG_NOT_READ, served=True), LOADED, id="an engine that serves has loaded it"
         ),
         pytest.param(
-            observed_engines(TOO_LARGE, served=True), LOADED, id="what serves fits, whatever was worked out"
+            observed_engines(TOO_LARGE, served=True), LOADED, id="a serving engine overrides the estimate"
         ),
         pytest.param(
             observed_engines(FITS, served=True),
