@@ -1,7 +1,9 @@
-"""Reads manifests from files, and finds the manifests that are shipped with the program."""
+"""Read manifests from files, check their objects together, and find the shipped manifests."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from fulcrum_core.api import PDService, QoSTier
 from fulcrum_core.api.manifest import load_manifest
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import InvalidInput
@@ -31,3 +33,33 @@ def find_built_in(name: str) -> Path:
     """Return the path of a shipped manifest: package data when installed, `examples/` in a checkout."""
     files = [folder / f"{name}.yaml" for folder in _EXAMPLE_FOLDERS]
     return next((file for file in files if file.exists()), files[-1])
+
+
+def check_objects(objects: Sequence[Resource]) -> None:
+    """Refuse a manifest with an object twice, or with a kind that only the operator creates.
+
+    Raises:
+        InvalidInput: for the first violation.
+    """
+    seen: set[tuple[str, str, str]] = set()
+    for obj in objects:
+        if not isinstance(obj, PDService | QoSTier):
+            raise InvalidInput("kind", obj.kind, "is created by the operator: write a PDService")
+        key = (obj.kind, obj.metadata.namespace, obj.metadata.name)
+        if key in seen:
+            raise InvalidInput(f"{obj.kind} metadata.name", obj.metadata.name, "is in the manifest twice")
+        seen.add(key)
+
+
+def check_references(objects: Sequence[Resource]) -> None:
+    """Refuse a manifest that names a QoSTier but does not contain it.
+
+    Raises:
+        InvalidInput: for the first missing tier.
+    """
+    tiers = {(tier.metadata.namespace, tier.metadata.name) for tier in objects if isinstance(tier, QoSTier)}
+    for service in objects:
+        for index, name in enumerate(service.spec.qos_tiers if isinstance(service, PDService) else ()):
+            if (service.metadata.namespace, name) not in tiers:
+                path = f"PDService {service.metadata.name} spec.qosTiers[{index}]"
+                raise InvalidInput(path, name, "is not the name of a QoSTier in this manifest")

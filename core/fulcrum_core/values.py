@@ -83,6 +83,9 @@ class Slo:
         return ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
 
 
+FAILED_STARTS_MAX = 3
+"""Failed starts after which an engine counts as unable to start."""
+
 KV_LEASE_S = 30.0
 """vLLM's default time, in seconds, for which an engine keeps KV that no decode instance fetches."""
 

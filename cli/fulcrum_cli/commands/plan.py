@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fulcrum_cli.commands.plan_report import ROLES, PlannedPool, ServicePlan
 from fulcrum_cli.local.engine_environment import find_local_model, read_model_config
-from fulcrum_cli.manifest_files import read_manifest
+from fulcrum_cli.manifest_files import check_objects, read_manifest
 from fulcrum_cli.option_values import parse_choice
 from fulcrum_cli.terminal.output import OutputFormat, render_document
 from fulcrum_core.api import PDPool, PDService
@@ -19,7 +19,6 @@ from fulcrum_operator.engines.from_spec import build_launch_request
 from fulcrum_operator.engines.launch import EnginePlan
 from fulcrum_operator.engines.vllm import POD_PLACEMENT, plan_engine
 from fulcrum_operator.plan.pools import desired_pools
-from fulcrum_operator.plan.references import check_objects
 
 
 def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
@@ -84,7 +83,7 @@ def _plan_pool_engine(
 
 
 def _plan(service: PDService, model_config: Path | None) -> ServicePlan:
-    if service.spec.engine.type == "Simulated":
+    if service.spec.engine.is_simulated:
         load_profile(service.spec.engine.profile)  # an unknown profile is refused, as `up` does
         return ServicePlan(service, None, "engine.type is Simulated: there is no model to fit", ())
     facts, source = read_model_facts(service, model_config)

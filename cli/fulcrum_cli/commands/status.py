@@ -155,7 +155,7 @@ def _format_phase(instance: PDInstance, *, now_s: float) -> str:
 
 def _simulated_startup_s(instance: PDInstance) -> float | None:
     """Return the start-up time of a simulated engine by its profile; None if it is not known."""
-    if instance.spec.engine.type != "Simulated":
+    if not instance.spec.engine.is_simulated:
         return None
     try:
         return load_profile(instance.spec.engine.profile).startup_s

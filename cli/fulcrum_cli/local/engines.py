@@ -58,7 +58,7 @@ def build_process_spec(instance: PDInstance, context: EngineContext) -> ProcessS
     Raises:
         InvalidInput: if the engine cannot run as the service specifies.
     """
-    if instance.spec.engine.type == "Simulated":
+    if instance.spec.engine.is_simulated:
         return ProcessSpec(command=simulated_engine_command(instance, host=context.host))
     place = _choose_place(instance.metadata.name, context)
     return _vllm_process_spec(vllm.build_launch(_instance_request(instance, context.service), place), place)
@@ -71,7 +71,7 @@ def simulated_engine_command(instance: PDInstance, *, host: str) -> tuple[str, .
 
 def engine_facts(instance: PDInstance, context: EngineContext) -> EngineFacts:
     """Identity, flip strategy, start-up time and fit of an instance's engine, whether it runs or not."""
-    if instance.spec.engine.type == "Simulated":
+    if instance.spec.engine.is_simulated:
         profile = _load_profile_cached(instance.spec.engine.profile)
         return EngineFacts(
             simulated.identity(instance.spec, profile), simulated.FLIP_STRATEGY, profile.startup_s
@@ -87,7 +87,7 @@ def check_engines(service: PDService) -> None:
     Raises:
         InvalidInput: for the first rule broken.
     """
-    if service.spec.engine.type == "Simulated":
+    if service.spec.engine.is_simulated:
         load_profile(service.spec.engine.profile)
         return
     find_engine_environment()
@@ -104,7 +104,7 @@ def check_engines(service: PDService) -> None:
 
 def expected_startup_s(service: PDService) -> float:
     """Seconds from an engine's start until it serves, if nothing fails."""
-    if service.spec.engine.type == "Simulated":
+    if service.spec.engine.is_simulated:
         return load_profile(service.spec.engine.profile).startup_s
     pool = desired_pools(service, ())[0]
     return vllm.build_launch(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from fulcrum_cli.local.engines import bind_port, check_engines
+from fulcrum_cli.manifest_files import check_objects, check_references
 from fulcrum_core.api import PDService, Resource
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.plan.references import check_objects, check_references
 
 
 def check_manifest(objects: Sequence[Resource]) -> PDService:

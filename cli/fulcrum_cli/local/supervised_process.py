@@ -21,12 +21,10 @@ import structlog
 from fulcrum_cli.local.run_folder import scratch_folder
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import EngineState
+from fulcrum_core.values import FAILED_STARTS_MAX
 
 STABLE_AFTER_S = 10.0
 """Time that a program must have been ready for its next restart to have the shortest back-off, in seconds."""
-
-FAILED_STARTS_MAX = 3
-"""Number of starts without ever becoming ready after which a program counts as permanently failed."""
 
 _RESTART_DELAY_MIN_S = 0.1
 _RESTART_DELAY_MAX_S = 5.0

@@ -103,6 +103,11 @@ class EngineSpec(ApiModel):
             raise ValueError("names an environment variable twice")
         return self
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the instances run the simulated engine, which loads no model and needs no accelerator."""
+        return self.type == "Simulated"
+
 
 class HardwareSpec(ApiModel):
     """Devices that one instance requests."""

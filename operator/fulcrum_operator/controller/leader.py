@@ -233,7 +233,7 @@ class Leader:
 
     def _derive_facts(self, instance: PDInstance) -> tuple[EngineIdentitySpec, float, Fit | None]:
         """Identity, start-up time and fit of an instance's engine, from its spec."""
-        if instance.spec.engine.type == "Simulated":
+        if instance.spec.engine.is_simulated:
             profile = _profile(instance.spec.engine.profile)
             return simulated.identity(instance.spec, profile), profile.startup_s, None
         service = self._cache.get_resource(PDService, instance.metadata.namespace, instance.spec.service)

@@ -27,6 +27,7 @@ class EnginePlacement:
         model_folder: Mount point of a model on a claim or a path; empty for the path itself.
         cache_folder: Folder for KV on disk.
         loopback: Whether all peers are on this machine.
+        in_pod: Whether the engine runs in a pod, so that `$(POD_IP)` is replaced.
     """
 
     host: str
@@ -38,6 +39,7 @@ class EnginePlacement:
     model_folder: str = "/models"
     cache_folder: str = "/var/cache/lmcache"
     loopback: bool = False
+    in_pod: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ def _engine_policy(service: PDService, settings: InstallationSettings) -> dict[s
     """
     callers = [_pod_selector(router_selector(service)), _operator_pods(settings)]
     peers = [_pod_selector(engine_selector(service))]
-    simulated = service.spec.engine.type == "Simulated"
+    simulated = service.spec.engine.is_simulated
     peer_rule = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}
     ingress = [_ingress(callers, HTTP_PORT), peer_rule]
     return _network_policy(service, "engines", engine_selector(service), ingress)

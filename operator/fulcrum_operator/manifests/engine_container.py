@@ -42,11 +42,7 @@ def engine_container(instance: PDInstance, service: PDService) -> EngineContaine
     Raises:
         InvalidInput: if the engine cannot be started with the service's settings.
     """
-    return (
-        _simulated(instance, service)
-        if instance.spec.engine.type == "Simulated"
-        else _vllm(instance, service)
-    )
+    return _simulated(instance, service) if instance.spec.engine.is_simulated else _vllm(instance, service)
 
 
 def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:

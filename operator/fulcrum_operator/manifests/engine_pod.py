@@ -152,7 +152,7 @@ def _container(
 
 def _resources(instance: PDInstance) -> dict[str, Any]:
     """Resource requests of the instance. An extended resource (`vendor/name`) needs an equal limit."""
-    simulated = instance.spec.engine.type == "Simulated"
+    simulated = instance.spec.engine.is_simulated
     hardware = instance.spec.hardware or (None if simulated else DEFAULT_HARDWARE)
     if hardware is None:
         return {"resources": {"requests": SIMULATED_REQUESTS}}

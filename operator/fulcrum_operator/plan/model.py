@@ -139,7 +139,7 @@ def with_model_status(observed: Observed, known: ModelStatus | None) -> Observed
 
 def _model_to_read(observed: Observed, views: tuple[PoolView, ...]) -> LaunchSpec | None:
     """Launch spec of the first pool with real engines; None if there is none or no pod can read models."""
-    real = (view.target for view in views if view.target.engine.type != "Simulated")
+    real = (view.target for view in views if not view.target.engine.is_simulated)
     return next(real, None) if observed.can_read_models else None
 
 

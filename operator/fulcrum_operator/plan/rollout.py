@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fulcrum_core.api import LaunchSpec, PDInstance, PDPool, RefusedRevision
 from fulcrum_core.ports import EngineState
-from fulcrum_core.values import Phase
+from fulcrum_core.values import FAILED_STARTS_MAX, Phase
 from fulcrum_operator.plan.instance_state import (
     active_instances,
     engine_lost,
@@ -28,9 +28,6 @@ from fulcrum_operator.plan.pools import wanted_replicas
 PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
 """A new instance must serve within two minutes plus ten times its start-up time."""
-
-FAILED_STARTS_MAX = 3
-"""A revision is rolled back once one of its engines has exited this often."""
 
 LOST_SHOWN_S = 60.0
 """Seconds for which a lost instance is shown as Failed, unless its pool is complete again before."""

@@ -239,7 +239,7 @@ async def _wait_for_endpoint(run: LocalRun, address: str) -> PDService:
         ),
         pytest.param(
             manifest(qosTiers=["gold"]),
-            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier of this manifest",
+            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier in this manifest",
             id="a missing tier",
         ),
         pytest.param(

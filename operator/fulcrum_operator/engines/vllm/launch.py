@@ -35,7 +35,12 @@ VERSION = "0.32.0"
 IMAGE = f"vllm/vllm-openai:v{VERSION}"
 """vLLM's own image, for NVIDIA devices."""
 POD_PLACEMENT = EnginePlacement(
-    host="$(POD_IP)", port=8000, side_channel_port=5600, cache_port=5555, cache_http_port=8080
+    host="$(POD_IP)",
+    port=8000,
+    side_channel_port=5600,
+    cache_port=5555,
+    cache_http_port=8080,
+    in_pod=True,
 )
 """Placement in a pod of its own, where the ports are always free."""
 
@@ -236,7 +241,7 @@ def _precision_arguments(request: LaunchRequest) -> Iterator[str]:
 def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator[LaunchEnvVar]:
     user_env = dict(request.env)
     variables = [LaunchEnvVar(name, value) for name, value in _COMMON_ENV.items()]
-    if placement.host == POD_PLACEMENT.host:
+    if placement.in_pod:
         variables.insert(0, LaunchEnvVar("POD_IP", pod_field="status.podIP"))
     variables.append(LaunchEnvVar("VLLM_HOST_IP", placement.host))
     if request.kv_transfer.connector is not Connector.LMCACHE:

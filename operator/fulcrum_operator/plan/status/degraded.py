@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from fulcrum_core.api import Condition, PDInstance, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
-from fulcrum_core.values import FlipStrategy, Phase
+from fulcrum_core.values import FAILED_STARTS_MAX, FlipStrategy, Phase
 from fulcrum_operator.plan.instance_state import engine_lost, ever_served
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.rollout import FAILED_STARTS_MAX, PoolView
+from fulcrum_operator.plan.rollout import PoolView
 from fulcrum_operator.plan.status.condition import true_or_false
 
 _CAUSES_LISTED_MAX = 8

@@ -30,8 +30,8 @@ PAIRS_LISTED_MAX = 3
 def router_poll_interval_s(observed: Observed) -> float:
     """Seconds between two queries of the router's counters."""
     for known in observed.service.status.conditions:
-        unseen = known.reason == conditions.NO_TRAFFIC_YET
-        if unseen and observed.now_s < (known.last_transition_time or 0.0) + FAST_POLL_DURATION_S:
+        waiting = (known.type, known.reason) == (conditions.KV_TRANSFER_VERIFIED, conditions.NO_TRAFFIC_YET)
+        if waiting and observed.now_s < (known.last_transition_time or 0.0) + FAST_POLL_DURATION_S:
             return FAST_POLL_S
     return ROUTER_POLL_S
 

@@ -19,7 +19,7 @@ _WORST_FIRST = ("False", "Unknown", "True")
 
 def model_fits(observed: Observed, pools: tuple[tuple[PoolView, tuple[PDInstance, ...]], ...]) -> Condition:
     """The condition ModelFits of a service, given its pools with their members."""
-    real = [(view, members) for view, members in pools if view.target.engine.type != "Simulated"]
+    real = [(view, members) for view, members in pools if not view.target.engine.is_simulated]
     if not real:
         message = "simulated engines load no model"
         return make_condition(

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.manifest_files import check_objects, check_references
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.plan.references import check_objects, check_references
 from tests.unit.operator.builders import pool, service, tier
 
 
@@ -15,7 +15,7 @@ from tests.unit.operator.builders import pool, service, tier
         pytest.param(
             check_references,
             [service(qosTiers=["gold"]), tier("free")],
-            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier of this manifest",
+            "PDService chat spec.qosTiers[0] (gold) is not the name of a QoSTier in this manifest",
             id="a tier that is not in the manifest",
         ),
         pytest.param(
@@ -27,7 +27,7 @@ from tests.unit.operator.builders import pool, service, tier
         pytest.param(
             check_objects,
             [service(), pool(replicas=2)],
-            "kind (PDPool) is made by the operator: write a PDService",
+            "kind (PDPool) is created by the operator: write a PDService",
             id="a kind that the operator creates",
         ),
     ],
