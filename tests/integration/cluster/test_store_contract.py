@@ -1,4 +1,4 @@
-"""What every store adapter promises (`fulcrum_core.ports.Store`), on whatever `conftest.py` offers."""
+"""The contract of `fulcrum_core.ports.Store`, tested on each adapter that `conftest.py` provides."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -27,6 +27,7 @@ from fulcrum_core.api import (
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.errors import AlreadyExists, Conflict, Gone, InvalidInput, NotFound
 from fulcrum_core.ports import EventType, Store, WatchEvent
+from tests.waiting import wait_until
 
 R = TypeVar("R", bound=Resource)
 
@@ -74,12 +75,6 @@ async def names(store: Store, kind: type[Resource], namespace: str) -> list[str]
 
 async def version(store: Store, namespace: str) -> str:
     return (await store.list(QoSTier, namespace=namespace)).resource_version
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 class TestReading:
@@ -418,7 +413,7 @@ class TestDeleting:
         async def collected() -> bool:
             return await names(store, QoSTier, namespace) == ["stranger"]
 
-        await until(collected)
+        await wait_until(collected, "garbage collected", timeout_s=DEADLINE_S)
 
     async def test_object_with_a_remaining_owner_is_kept(self, store: Store, namespace: str) -> None:
         first = await store.create(service(namespace, "first"))
@@ -430,7 +425,7 @@ class TestDeleting:
         async def collected() -> bool:
             return await names(store, QoSTier, namespace) == ["shared"]
 
-        await until(collected)
+        await wait_until(collected, "garbage collected", timeout_s=DEADLINE_S)
 
     async def test_owner_is_matched_by_uid_not_by_name(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
@@ -441,7 +436,7 @@ class TestDeleting:
         async def collected() -> bool:
             return await names(store, QoSTier, namespace) == []
 
-        await until(collected)
+        await wait_until(collected, "garbage collected", timeout_s=DEADLINE_S)
 
 
 class TestApplying:

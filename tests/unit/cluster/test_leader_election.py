@@ -1,4 +1,4 @@
-"""Election by a Lease: who leads, how soon another one does, and what an absent store changes."""
+"""Leader election by a Lease: one leader at a time, timely failover, and behaviour without the store."""
 
 import asyncio
 import random
@@ -11,6 +11,7 @@ import pytest
 from fulcrum_cluster.leader_election import LeaderElector, LeaseRecord, LeaseTiming, StepDown
 from fulcrum_core.errors import AlreadyExists, Conflict, NotFound, StoreUnavailable
 from tests.clocks import LoopClock
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime(start=0.0)
 
@@ -20,7 +21,7 @@ SHORT_S = 0.01
 
 @dataclass
 class FakeLeaseStore:
-    """A Lease in memory that can be away, or hang."""
+    """A Lease in memory whose store can be unavailable, or not respond."""
 
     record: LeaseRecord | None = None
     version: int = 0
@@ -29,13 +30,13 @@ class FakeLeaseStore:
     writes: list[str | None] = field(default_factory=list)
 
     async def read(self) -> tuple[LeaseRecord, str]:
-        await self._answer()
+        await self._respond()
         if self.record is None:
             raise NotFound("no lease")
         return self.record, str(self.version)
 
     async def write(self, record: LeaseRecord, *, version: str | None) -> str:
-        await self._answer()
+        await self._respond()
         if version is None and self.record is not None:
             raise AlreadyExists("there is one")
         if version is not None and version != str(self.version):
@@ -44,7 +45,7 @@ class FakeLeaseStore:
         self.record, self.version = record, self.version + 1
         return str(self.version)
 
-    async def _answer(self) -> None:
+    async def _respond(self) -> None:
         if self.hangs:
             await asyncio.Event().wait()
         if self.unavailable:
@@ -52,7 +53,7 @@ class FakeLeaseStore:
 
 
 class Candidates:
-    """Candidates for one lease, and who led when."""
+    """Candidates for one lease, and the history of their leadership."""
 
     def __init__(self, lease_store: FakeLeaseStore, seed: int, step_down: StepDown) -> None:
         self.lease_store, self.step_down = lease_store, step_down
@@ -82,9 +83,6 @@ class Candidates:
     def leading(self) -> list[str]:
         return [name for name, elector in sorted(self.by_name.items()) if elector.leading]
 
-    async def advance(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
 
 @contextmanager
 def candidates(
@@ -105,9 +103,9 @@ EACH_STEP_DOWN = pytest.mark.parametrize("step_down", list(StepDown))
 async def test_first_candidate_keeps_the_lead(seed: int, step_down: StepDown) -> None:
     with candidates(seed, step_down) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.start("b")
-        await world.advance(60)
+        await advance(60)
         assert (world.leading, world.history) == (["a"], [("a", True)])
         assert world.lease_store.record is not None
         assert (world.lease_store.record.holder, world.lease_store.record.transitions) == ("a", 0)
@@ -119,13 +117,13 @@ async def test_dead_leader_is_replaced_within_lease_duration_plus_retry(
 ) -> None:
     with candidates(seed, step_down) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.start("b")
-        await world.advance(7.3)
+        await advance(7.3)
         world.kill("a")
-        await world.advance(TIMING.lease_duration_s - TIMING.renew_interval_s - SHORT_S)
+        await advance(TIMING.lease_duration_s - TIMING.renew_interval_s - SHORT_S)
         assert world.leading == []
-        await world.advance(TIMING.renew_interval_s + TIMING.retry_interval_s + 2 * SHORT_S)
+        await advance(TIMING.renew_interval_s + TIMING.retry_interval_s + 2 * SHORT_S)
         assert world.leading == ["b"]
         assert world.lease_store.record is not None
         assert world.lease_store.record.transitions == 1
@@ -135,12 +133,12 @@ async def test_dead_leader_is_replaced_within_lease_duration_plus_retry(
 async def test_released_lease_is_taken_within_one_retry(seed: int, step_down: StepDown) -> None:
     with candidates(seed, step_down) as world:
         a = world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.start("b")
-        await world.advance(5)
+        await advance(5)
         world.tasks["a"].cancel()
         await a.release()
-        await world.advance(TIMING.retry_interval_s + SHORT_S)
+        await advance(TIMING.retry_interval_s + SHORT_S)
         assert (world.leading, world.history) == (["b"], [("a", True), ("a", False), ("b", True)])
 
 
@@ -148,26 +146,26 @@ async def test_released_lease_is_taken_within_one_retry(seed: int, step_down: St
 async def test_restarted_leader_with_the_same_identity_leads_at_once(seed: int, step_down: StepDown) -> None:
     with candidates(seed, step_down) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.start("b")
-        await world.advance(2)
+        await advance(2)
         world.kill("a")
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         assert world.leading == ["a"]
 
 
 async def test_when_replaced_leader_keeps_leading_while_the_store_is_unavailable(seed: int) -> None:
     with candidates(seed, StepDown.WHEN_REPLACED) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.start("b")
-        await world.advance(5)
+        await advance(5)
         world.lease_store.unavailable = True
-        await world.advance(30)
+        await advance(30)
         assert world.leading == ["a"]
         world.lease_store.unavailable = False
-        await world.advance(30)
+        await advance(30)
         assert (world.leading, world.history) == (["a"], [("a", True)])
 
 
@@ -175,21 +173,21 @@ async def test_when_replaced_leader_keeps_leading_while_the_store_is_unavailable
 async def test_at_deadline_leader_steps_down_before_another_can_take_over(seed: int, how: str) -> None:
     with candidates(seed, StepDown.AT_DEADLINE) as world:
         world.start("a")
-        await world.advance(5)
+        await advance(5)
         setattr(world.lease_store, how, True)
-        await world.advance(TIMING.renew_deadline_s + SHORT_S)
+        await advance(TIMING.renew_deadline_s + SHORT_S)
         assert (world.leading, world.history) == ([], [("a", True), ("a", False)])
         setattr(world.lease_store, how, False)
-        await world.advance(TIMING.lease_duration_s + TIMING.retry_interval_s)
+        await advance(TIMING.lease_duration_s + TIMING.retry_interval_s)
         assert world.leading == ["a"]
 
 
 async def test_suspended_leader_stops_leading_by_its_own_clock(seed: int) -> None:
     with candidates(seed, StepDown.AT_DEADLINE) as world:
         a = world.start("a")
-        await world.advance(SHORT_S)
-        world.tasks["a"].cancel()  # as if it were not scheduled
-        await world.advance(TIMING.renew_deadline_s)
+        await advance(SHORT_S)
+        world.tasks["a"].cancel()  # like a process that the kernel does not schedule
+        await advance(TIMING.renew_deadline_s)
         assert not a.leading
 
 
@@ -197,11 +195,11 @@ async def test_suspended_leader_stops_leading_by_its_own_clock(seed: int) -> Non
 async def test_leader_steps_down_when_another_holds_the_lease(seed: int, step_down: StepDown) -> None:
     with candidates(seed, step_down) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         assert world.lease_store.record is not None
         world.lease_store.record = replace(world.lease_store.record, holder="b", renewed="now")
         world.lease_store.version += 1
-        await world.advance(TIMING.renew_interval_s + SHORT_S)
+        await advance(TIMING.renew_interval_s + SHORT_S)
         assert (world.leading, world.by_name["a"].holder) == ([], "b")
 
 
@@ -209,9 +207,9 @@ async def test_leader_steps_down_when_another_holds_the_lease(seed: int, step_do
 async def test_deleted_lease_is_created_again(seed: int, step_down: StepDown) -> None:
     with candidates(seed, step_down) as world:
         world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.lease_store.record = None
-        await world.advance(TIMING.renew_interval_s + SHORT_S)
+        await advance(TIMING.renew_interval_s + SHORT_S)
         assert world.lease_store.record is not None
         assert (world.leading, world.history) == (["a"], [("a", True)])
 
@@ -224,7 +222,7 @@ async def test_exactly_one_of_many_candidates_leads_after_each_death(seed: int, 
             world.start(name)
         led = set()
         for _ in names[:-1]:
-            await world.advance(TIMING.lease_duration_s + TIMING.retry_interval_s + SHORT_S)
+            await advance(TIMING.lease_duration_s + TIMING.retry_interval_s + SHORT_S)
             [leader] = world.leading
             led.add(leader)
             world.kill(leader)
@@ -234,7 +232,7 @@ async def test_exactly_one_of_many_candidates_leads_after_each_death(seed: int, 
 async def test_release_leaves_a_lease_of_another_holder(seed: int) -> None:
     with candidates(seed, StepDown.WHEN_REPLACED) as world:
         a = world.start("a")
-        await world.advance(SHORT_S)
+        await advance(SHORT_S)
         world.tasks["a"].cancel()
         assert world.lease_store.record is not None
         world.lease_store.record = held = replace(world.lease_store.record, holder="b")

@@ -1,4 +1,4 @@
-"""What the memory store does beyond the contract of every adapter (`tests/integration/cluster`)."""
+"""What `MemoryStore` promises beyond the contract of every store (`tests/integration/cluster`)."""
 
 import asyncio
 
@@ -8,6 +8,7 @@ from fulcrum_cluster.memory_store import MemoryStore, build_applied_document
 from fulcrum_core.api import ObjectMeta, PDService, PDServiceSpec, QoSTier, QoSTierSpec, ServiceSloSpec
 from fulcrum_core.errors import Gone, InvalidInput
 from tests.clocks import ManualClock
+from tests.waiting import run_pending_tasks
 
 
 def tier(name: str = "gold", priority: int = 0) -> QoSTier:
@@ -63,16 +64,17 @@ async def test_watch_behind_the_history_is_gone() -> None:
         await anext(events)
 
 
-async def test_a_waiting_watch_is_woken_by_a_write() -> None:
+async def test_write_wakes_a_waiting_watch() -> None:
     store = MemoryStore(ManualClock())
     waiting = asyncio.ensure_future(anext(store.watch(QoSTier, namespace="default", since="0")))
-    await asyncio.sleep(0)
+    await run_pending_tasks()
+    assert not waiting.done()
     created = await store.create(tier())
     assert (await waiting).object is created
 
 
 async def test_durations_are_rounded_as_on_the_wire() -> None:
-    """In memory as on the wire: what a store hands out does not depend on the adapter."""
+    """A reader gets the same object from the memory store as through a socket."""
     store = MemoryStore(ManualClock())
     spec = PDServiceSpec(model="m", slo=ServiceSloSpec(ttft=0.1234567891, tpot=0.05))
     created = await store.create(PDService(metadata=ObjectMeta(name="chat"), spec=spec))

@@ -189,13 +189,8 @@ SLEEP_FUNCTIONS = frozenset({"asyncio.sleep", "time.sleep", "anyio.sleep", "trio
 SLEEP_EXCEPTION = "tests/waiting.py"
 """The shared helpers that poll, and move virtual clocks."""
 SLEEPS_LEFT = {
-    "tests/integration/cluster/test_store_contract.py": 1,
     "tests/kubernetes/control_plane/test_api_server.py": 1,
     "tests/kubernetes/control_plane/test_conformance.py": 1,
-    "tests/unit/cluster/test_informer.py": 2,
-    "tests/unit/cluster/test_leader_election.py": 1,
-    "tests/unit/cluster/test_memory_store.py": 1,
-    "tests/unit/cluster/test_token_bucket.py": 1,
 }
 """Sleeps that are still to be replaced, by file. Numbers here may only fall."""
 
