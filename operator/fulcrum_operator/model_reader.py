@@ -32,9 +32,9 @@ _RETRY_PAUSES_S = (1.0, 4.0)
 """Pauses before the retries of a request that failed for a temporary reason, in seconds."""
 _HUB_MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _PERMANENT_ERRORS = {
-    401: "it requires a token: name its Secret in modelSource.tokenSecret",
-    403: "the token may not read it",
-    404: "it has no such model or revision, or this token may not see it",
+    401: "a token is required: name its Secret in modelSource.tokenSecret",
+    403: "the token has no access to the model",
+    404: "no such model or revision, or no access to it with this token",
 }
 
 
@@ -158,7 +158,7 @@ def _fetch(client: httpx.Client, url: str) -> bytes:
 
 def _describe_error(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
-        return f"responded with status {error.response.status_code}"
+        return f"the hub responded with status {error.response.status_code}"
     return str(error) or type(error).__name__
 
 
@@ -185,7 +185,9 @@ def excerpt_report(body: bytes) -> str:
     except ValueError as error:
         raise ConfigUnreadable("config.json contains NaN or Infinity") from error
     if len(text) > REPORT_BYTES_MAX:
-        raise ConfigUnreadable(f"config.json: its excerpt takes {len(text)} bytes of {REPORT_BYTES_MAX}")
+        raise ConfigUnreadable(
+            f"the excerpt of config.json has {len(text)} bytes, the limit is {REPORT_BYTES_MAX}"
+        )
     return text
 
 

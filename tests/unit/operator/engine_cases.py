@@ -245,7 +245,7 @@ def plan_launch(launch_request: LaunchRequest) -> EnginePlan:
 
 
 def chosen_value(launch_request: LaunchRequest, name: str) -> str | None:
-    """The value of one choice."""
+    """Value of the choice with this name; None if there is no such choice."""
     return next((choice.value for choice in plan_launch(launch_request).choices if choice.name == name), None)
 
 

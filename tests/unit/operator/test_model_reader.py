@@ -1,4 +1,4 @@
-"""The program that reads a model's config.json: from a folder, or from a hub on the loopback network."""
+"""The model reader program, with a folder and with a hub server on the loopback network."""
 
 import json
 import threading
@@ -100,10 +100,10 @@ def test_request_to_an_unavailable_hub_is_retried(hub: Hub) -> None:
 @pytest.mark.parametrize(
     ("status", "why"),
     [
-        (401, "it requires a token: name its Secret in modelSource.tokenSecret (status 401)"),
-        (403, "the token may not read it (status 403)"),
-        (404, "it has no such model or revision, or this token may not see it (status 404)"),
-        (500, "responded with status 500"),
+        (401, "a token is required: name its Secret in modelSource.tokenSecret (status 401)"),
+        (403, "the token has no access to the model (status 403)"),
+        (404, "no such model or revision, or no access to it with this token (status 404)"),
+        (500, "the hub responded with status 500"),
     ],
 )
 def test_hub_error_names_the_remedy(hub: Hub, status: int, why: str) -> None:
@@ -111,7 +111,7 @@ def test_hub_error_names_the_remedy(hub: Hub, status: int, why: str) -> None:
     with pytest.raises(ConfigUnreadable) as refused:
         fetch_config(hub)
     assert str(refused.value) == f"{hub.url}{CONFIG_PATH}: {why}"
-    assert len(hub.requests) == (3 if status == 500 else 1), "what will not change is asked once"
+    assert len(hub.requests) == (3 if status == 500 else 1), "permanent errors are not retried"
 
 
 def test_unreachable_hub_is_named_in_the_error() -> None:
@@ -155,7 +155,7 @@ def test_error_for_a_missing_config_lists_what_the_folder_contains(
         (b'{"head_dim": NaN}', "config.json contains NaN or Infinity"),
         (
             json.dumps({"layer_types": ["x"] * 2000}).encode(),
-            "config.json: its excerpt takes 8017 bytes of 4096",
+            "the excerpt of config.json has 8017 bytes, the limit is 4096",
         ),
     ],
 )
@@ -167,19 +167,19 @@ def test_invalid_config_is_refused_with_a_reason(body: bytes, why: str) -> None:
 
 def test_success_report_is_the_config_excerpt(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(BODY)
-    report = tmp_path / "said"
+    report = tmp_path / "report"
     with pytest.raises(SystemExit) as ended:
         main(["--folder", str(tmp_path), "--report", str(report)])
     assert (ended.value.code, json.loads(report.read_text())) == (0, excerpt_config(CONFIG))
 
 
 def test_failure_report_is_one_line_within_the_size_limit(tmp_path: Path) -> None:
-    report, folder = tmp_path / "said", tmp_path / ("long\n" * 40) / ("x" * 200)
+    report, folder = tmp_path / "report", tmp_path / ("long\n" * 40) / ("x" * 200)
     with pytest.raises(SystemExit) as ended:
         main(["--folder", str(folder), "--report", str(report)])
-    said = report.read_text()
-    assert (ended.value.code, said.count("\n")) == (1, 0)
-    assert len(said.encode()) <= REPORT_BYTES_MAX
+    text = report.read_text()
+    assert (ended.value.code, text.count("\n")) == (1, 0)
+    assert len(text.encode()) <= REPORT_BYTES_MAX
 
 
 def test_hub_url_and_token_come_from_the_environment(
@@ -189,5 +189,5 @@ def test_hub_url_and_token_come_from_the_environment(
     monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     with pytest.raises(SystemExit) as ended:
-        main(["--model", "acme/model", "--report", str(tmp_path / "said")])
+        main(["--model", "acme/model", "--report", str(tmp_path / "report")])
     assert (ended.value.code, hub.requests) == (0, [(CONFIG_PATH, "Bearer secret")])

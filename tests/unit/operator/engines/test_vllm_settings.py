@@ -118,8 +118,8 @@ def test_engine_started_for_prefill_takes_large_steps() -> None:
     ("quantization", "device", "twice"),
     [
         pytest.param("fp8", "H100-SXM", True, id="FP8 on Hopper"),
-        pytest.param("fp8", "A100-80GB", False, id="FP8 on Ampere is unpacked first"),
-        pytest.param("awq", "H100-SXM", False, id="four bits are unpacked first"),
+        pytest.param("fp8", "A100-80GB", False, id="FP8 on Ampere is converted to 16 bits"),
+        pytest.param("awq", "H100-SXM", False, id="four bits are converted to 16 bits"),
         pytest.param("", "H100-SXM", False, id="16 bits"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_token_costs_half_where_the_device_multiplies_in_eight_bits(
     assert token_s == plain_s / (2 if twice else 1)
 
 
-def test_step_cost_counts_the_weights_that_the_fit_puts_on_a_device() -> None:
+def test_step_cost_uses_the_device_weight_bytes_of_the_fit() -> None:
     spread = ParallelismSpec(tensor=1, data=8, expert=True)
     launch_request = make_launch_request("deepseek-v3", "H200-SXM", parallelism=spread, devices=8)
     fixed_s, _ = step_costs_s(fixture_facts("deepseek-v3"), launch_request.hardware, launch_request.layout)
@@ -148,7 +148,7 @@ def test_step_has_at_least_one_token_for_each_allowed_request() -> None:
 
 def test_a_cpu_has_room_for_one_request_of_the_longest_context() -> None:
     short, long = make_launch_request("llama-3.1-8b", "CPU"), make_launch_request("tiny-llama", "CPU")
-    assert chosen_value(short, "kvMemory") == "16.0 GiB"  # 131,072 tokens of 128 KiB, and a block
+    assert chosen_value(short, "kvMemory") == "16.0 GiB"  # 131,072 tokens of 128 KiB, plus the reserved block
     assert chosen_value(long, "kvMemory") == "64 MiB"
     limited = replace(short, model_source=ModelSourceSpec(max_length=8192))
     assert chosen_value(limited, "kvMemory") == "4.0 GiB"
@@ -168,7 +168,7 @@ def test_sleep_mode_turns_on_vllms_development_endpoints() -> None:
     assert "VLLM_SERVER_DEV_MODE" not in [v.name for v in awake.env]
 
 
-def lmcache_keys(launch_request: LaunchRequest) -> dict[str, Any]:
+def lmcache_config(launch_request: LaunchRequest) -> dict[str, Any]:
     """Configuration of LMCache in the engine."""
     launch = plan_launch(launch_request).launch
     assert launch is not None
@@ -179,9 +179,9 @@ def lmcache_keys(launch_request: LaunchRequest) -> dict[str, Any]:
 def test_lmcache_sender_splits_its_tiers_over_its_ranks_and_receiver_has_none() -> None:
     tiers = KvCacheSpec.model_validate({"cpu": "32Gi", "disk": "100Gi"})
     launch_request = make_launch_request("llama-3.1-70b", devices=4, kv_transfer=LMCACHE, kv_cache=tiers)
-    sender = lmcache_keys(replace(launch_request, role=Role.PREFILL))
+    sender = lmcache_config(replace(launch_request, role=Role.PREFILL))
     assert (sender["lmcache.max_local_cpu_size"], sender["lmcache.max_local_disk_size"]) == (8.0, 25.0)
-    receiver = lmcache_keys(replace(launch_request, role=Role.DECODE))
+    receiver = lmcache_config(replace(launch_request, role=Role.DECODE))
     assert receiver["lmcache.local_cpu"] is False
     assert not {"lmcache.max_local_cpu_size", "lmcache.local_disk"} & set(receiver)
 
@@ -251,7 +251,7 @@ def test_ucx_lists_tcp_last_and_the_fabric_before_it(fabric: Fabric, device: str
 _RDMA = (Fabric.INFINIBAND, Fabric.ROCE)
 
 
-def test_instances_of_one_machine_use_its_loopback() -> None:
+def test_instances_on_one_machine_transfer_kv_over_loopback() -> None:
     launch = plan_engine(make_launch_request("tiny-llama", "CPU"), LOCAL_PLACEMENT).launch
     assert launch is not None
     env = {variable.name: variable.value for variable in launch.env}
@@ -264,7 +264,7 @@ def test_instances_of_one_machine_use_its_loopback() -> None:
     assert "POD_IP" not in env
 
 
-def test_an_engine_id_is_never_pinned_and_a_failed_load_is_computed_again() -> None:
+def test_no_engine_id_is_set_and_a_failed_kv_load_is_recomputed() -> None:
     for connector in ("NIXL", "NIXLWithLMCache", "LMCache"):
         spec = KvTransferSpec.model_validate({"connector": connector})
         launch = plan_launch(make_launch_request(kv_transfer=spec, role=Role.PREFILL)).launch
@@ -296,22 +296,22 @@ def identity_of(launch_request: LaunchRequest) -> Any:
         pytest.param(
             make_launch_request(settings=EngineSettingsSpec(block_size=64)),
             "block size differs: prefill has 128, decode has 64",
-            id="blocks",
+            id="block size",
         ),
         pytest.param(
             make_launch_request(quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
             "kv dtype differs: prefill has auto, decode has fp8",
-            id="KV in another type",
+            id="KV data type",
         ),
         pytest.param(
             make_launch_request(device="B200"),
             "attention back end differs: prefill has FLASH_ATTN, decode has FLASHINFER",
-            id="another device with other kernels",
+            id="attention back end of another device",
         ),
         pytest.param(
             replace(make_launch_request(), version="0.33.0"),
             "engine differs: prefill has vllm 0.32.0, decode has vllm 0.33.0",
-            id="another version",
+            id="engine version",
         ),
     ],
 )

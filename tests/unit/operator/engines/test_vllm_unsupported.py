@@ -27,12 +27,12 @@ UNSUPPORTED = [
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(sleep_mode=True)),
         "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again",
-        id="sleep under NIXL",
+        id="sleep mode with NIXL",
     ),
     pytest.param(
         make_launch_request("tiny-llama", "CPU", kv_transfer=LMCACHE, role=Role.PREFILL),
         "the connector LMCache needs a GPU: its in-process mode has no CPU kernels",
-        id="LMCache in process on a CPU",
+        id="LMCache on a CPU",
     ),
     pytest.param(
         make_launch_request(kv_transfer=LMCACHE),
@@ -42,14 +42,14 @@ UNSUPPORTED = [
     pytest.param(
         replace(make_launch_request(kv_transfer=LMCACHE, role=Role.DECODE), facts=None),
         "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read",
-        id="a buffer of unknown size",
+        id="transfer buffer of unknown size",
     ),
     pytest.param(
         make_launch_request(
             kv_transfer=LMCACHE, role=Role.PREFILL, kv_cache=KvCacheSpec.model_validate({"disk": "8Gi"})
         ),
         "kvCache without cpu: LMCache fills disk and remote from the memory tier",
-        id="LMCache without memory",
+        id="LMCache tiers without a memory tier",
     ),
     pytest.param(
         make_launch_request(
@@ -60,29 +60,29 @@ UNSUPPORTED = [
             parallelism=ParallelismSpec(pipeline=2),
         ),
         "pipeline 2 with LMCache: it transfers KV between equal ranks, not stages",
-        id="stages under LMCache",
+        id="pipeline stages with LMCache",
     ),
     pytest.param(
         make_launch_request("qwen3-next-80b-a3b", kv_transfer=LMCACHE, role=Role.PREFILL),
         "the connector LMCache: 36 layers keep a state, which it does not transfer",
-        id="states under LMCache",
+        id="state layers with LMCache",
     ),
     pytest.param(
         make_launch_request(
             "gemma-3-27b", devices=2, pool_role="Prefill", parallelism=ParallelismSpec(pipeline=2)
         ),
         "pipeline 2: NIXL transfers KV from stages only if all layers keep all KV",
-        id="stages and windows",
+        id="pipeline stages with window layers",
     ),
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(max_batched_tokens=128, max_sequences=256)),
         "maxSequences 256: each needs a token in a step of 128 tokens (maxBatchedTokens)",
-        id="more requests than tokens",
+        id="more sequences than tokens in a step",
     ),
     pytest.param(
         make_launch_request(devices=2, parallelism=ParallelismSpec(pipeline=2)),
         "pipeline 2: only a Prefill pool may have stages: decode cannot use them",
-        id="stages that decode",
+        id="pipeline stages in a pool that decodes",
     ),
     pytest.param(
         make_launch_request(devices=2, parallelism=ParallelismSpec(data=2)),
@@ -111,29 +111,29 @@ UNSUPPORTED = [
     pytest.param(
         make_launch_request(device="B200", quantization=QuantizationSpec.model_validate({"weights": "fp4"})),
         "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated",
-        id="FP4 of a plain checkpoint",
+        id="FP4 of a checkpoint that is not quantised",
     ),
     pytest.param(
         make_launch_request("gpt-oss-20b", quantization=QuantizationSpec.model_validate({"weights": "fp8"})),
         "weights fp8: the checkpoint is quantised as mxfp4 already",
-        id="quantised twice",
+        id="second quantisation of a checkpoint",
     ),
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(attention_backend="FlashMLA")),
         "attentionBackend FLASHMLA: the model has no latent attention",
-        id="latent kernels without a latent vector",
+        id="latent kernel for a model without latent attention",
     ),
     pytest.param(
         make_launch_request(
             "deepseek-v3", "H200-SXM", settings=EngineSettingsSpec(attention_backend="FlashAttention")
         ),
         "attentionBackend FLASH_ATTN: the model has latent attention",
-        id="plain kernels for a latent vector",
+        id="plain kernel for a model with latent attention",
     ),
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(micro_batching=True)),
         "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper",
-        id="micro-batches without experts",
+        id="micro-batching without expert parallelism",
     ),
 ]
 
@@ -162,23 +162,23 @@ def test_unsupported_request_is_refused_with_its_reason(launch_request: LaunchRe
         pytest.param(
             make_launch_request(device="B200", facts=replace(fixture_facts("llama-3.1-8b"), head_size=96)),
             "FLASHINFER has no kernel for 96 values a head",
-            id="heads of an unusual size",
+            id="unusual head size",
         ),
         pytest.param(
             make_launch_request(
                 "deepseek-v3", "H200-SXM", replace(fixture_facts("deepseek-v3"), latent_size=288)
             ),
             "FLASHMLA has no kernel for 288 values a head",
-            id="a latent vector of an unusual size",
+            id="unusual latent size",
         ),
         pytest.param(
             replace(make_launch_request(), hardware=resolve_hardware("B300", memory_bytes=2**38)),
             "model or device is not known",
-            id="only the memory of the device is known",
+            id="device of which only the memory is known",
         ),
     ],
 )
-def test_attention_backend_is_left_to_the_engine_where_the_usual_kernel_does_not_fit(
+def test_attention_backend_is_left_to_the_engine_if_the_usual_kernel_does_not_suit(
     launch_request: LaunchRequest, reason: str
 ) -> None:
     found = next(

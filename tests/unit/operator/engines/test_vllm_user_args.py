@@ -28,10 +28,10 @@ def identity_of(*args: str) -> EngineIdentity:
     return expected_identity_and_startup_s(replace(REQUEST, args=args), POD_PLACEMENT)[0].to_identity()
 
 
-EXTERNAL_INPUT = [
-    pytest.param((), {}, id="nothing"),
+USER_ARGS_CASES = [
+    pytest.param((), {}, id="no arguments"),
     pytest.param(("--enable-lora", "--seed", "3"), {}, id="arguments that do not change the identity"),
-    pytest.param(("--block-size", "64", "--block-size", "32"), {"block_size": 32}, id="the last one counts"),
+    pytest.param(("--block-size", "64", "--block-size", "32"), {"block_size": 32}, id="the last value wins"),
     pytest.param(("--block_size=64",), {"block_size": 64}, id="with = and underscores"),
     pytest.param(("-tp", "2", "-pp", "3"), {"tensor_parallel": 2, "pipeline_parallel": 3}, id="short forms"),
     pytest.param(("--block-size", "many"), {}, id="an invalid value, which the engine refuses"),
@@ -39,11 +39,11 @@ EXTERNAL_INPUT = [
     pytest.param(
         ("--dtype", "half", "--revision=abc"), {"dtype": "half", "revision": "abc"}, id="text values"
     ),
-    pytest.param(("--block-size",), {}, id="without its value"),
+    pytest.param(("--block-size",), {}, id="missing value"),
 ]
 
 
-@pytest.mark.parametrize(("args", "expected"), EXTERNAL_INPUT)
+@pytest.mark.parametrize(("args", "expected"), USER_ARGS_CASES)
 def test_user_arguments_change_the_identity(args: tuple[str, ...], expected: dict[str, object]) -> None:
     assert identity_of(*args) == replace(identity_of(), **expected)  # type: ignore[arg-type]
 
@@ -58,13 +58,15 @@ NESTED_CONFIG = (
     [
         pytest.param('{"kv_connector_extra_config":{"kv_lease_duration":2}}', 2.0, id="written"),
         pytest.param(NESTED_CONFIG, 2.0, id="of one connector among several"),
-        pytest.param('{"kv_connector":"NixlConnector"}', KV_LEASE_S, id="left to the engine"),
-        pytest.param('{"kv_connector_extra_config":7}', KV_LEASE_S, id="no configuration"),
+        pytest.param(
+            '{"kv_connector":"NixlConnector"}', KV_LEASE_S, id="no lease: the default of the engine"
+        ),
+        pytest.param('{"kv_connector_extra_config":7}', KV_LEASE_S, id="extra config of the wrong type"),
         *(
             pytest.param(
                 f'{{"kv_connector_extra_config":{{"kv_lease_duration":{lease}}}}}',
                 KV_LEASE_S,
-                id=f"no time: {lease}",
+                id=f"invalid lease {lease}",
             )
             for lease in ("-5", "0", "NaN", "1e999")
         ),

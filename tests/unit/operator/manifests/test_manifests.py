@@ -48,7 +48,7 @@ CUSTOMIZED: dict[str, Any] = {
 
 
 def instance(**spec: Any) -> PDInstance:
-    """The instance chat-0 of chat's one pool."""
+    """Instance chat-0 of the only pool of service chat."""
     made = {"service": "chat", "pool": "chat-flex", "model": "m", **spec}
     return PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u-chat-0"}, "spec": made})
 
@@ -56,12 +56,12 @@ def instance(**spec: Any) -> PDInstance:
 def pod(
     spec: dict[str, Any] | None = None, *, startup_s: float = 7.0, **service_fields: Any
 ) -> dict[str, Any]:
-    """The pod of that instance."""
+    """Pod of instance chat-0."""
     return engine_pod(instance(**(spec or PLAIN)), service(**service_fields), SETTINGS, startup_s=startup_s)
 
 
 def children(chat: PDService | None = None, *, wanted: int = 4) -> dict[tuple[str, str], dict[str, Any]]:
-    """The service's children by kind and name."""
+    """Child objects of the service by kind and name."""
     made = service_children(chat or service(), SETTINGS, wanted=wanted)
     return {(child["kind"], child["metadata"]["name"]): child for child in made}
 
@@ -72,7 +72,7 @@ def to_yaml(*manifests: dict[str, Any]) -> str:
 
 
 def pod_specs() -> Iterable[dict[str, Any]]:
-    """Every pod that the operator has run."""
+    """Yield the spec of each kind of pod that the operator creates."""
     yield pod()["spec"]
     yield pod(CUSTOMIZED)["spec"]
     yield children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
@@ -100,7 +100,9 @@ def test_service_children_match_their_golden_manifests(golden: Callable[[str, st
     ("template", "path"),
     [({"metadata": "x"}, "template.metadata"), ({"metadata": {"labels": ["x"]}}, "template.metadata.labels")],
 )
-def test_template_part_that_is_no_map_is_refused_with_its_path(template: dict[str, Any], path: str) -> None:
+def test_template_metadata_that_is_not_a_map_is_refused_with_its_path(
+    template: dict[str, Any], path: str
+) -> None:
     with pytest.raises(InvalidInput, match="must be a map") as refused:
         pod(PLAIN | {"template": template})
     assert refused.value.path == path
@@ -112,7 +114,7 @@ def test_template_cannot_remove_the_metadata_that_the_operator_needs(template: d
 
 
 def test_template_cannot_rename_a_pod_or_change_its_owner() -> None:
-    hiding = {
+    template = {
         "metadata": {
             "name": "other",
             "namespace": "elsewhere",
@@ -120,7 +122,7 @@ def test_template_cannot_rename_a_pod_or_change_its_owner() -> None:
             "labels": {"fulcrum.dev/service": "other", "team": "chat"},
         }
     }
-    made = pod(PLAIN | {"template": hiding})["metadata"]
+    made = pod(PLAIN | {"template": template})["metadata"]
     assert made == pod()["metadata"] | {"labels": pod()["metadata"]["labels"] | {"team": "chat"}}
 
 
@@ -243,12 +245,12 @@ def test_side_channel_is_open_only_to_engines_of_the_service() -> None:
     (peers,) = (rule["from"] for rule in ingress if rule["ports"] == [{"port": 5600, "protocol": "TCP"}])
     (peer,) = peers
     other = engine | {"fulcrum.dev/service": "other"}
-    assert set(peer) == {"podSelector"}, "no namespaceSelector: its own namespace"
+    assert set(peer) == {"podSelector"}, "without a namespaceSelector only pods of the same namespace match"
     assert selects(peer["podSelector"]["matchLabels"], engine)
     assert not selects(peer["podSelector"]["matchLabels"], other)
 
 
-def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
+def test_router_may_change_only_its_lease_and_its_endpoint_slice() -> None:
     changing = [
         (rule["apiGroups"], rule["resources"], rule.get("resourceNames"))
         for rule in children()["Role", "chat-router"]["rules"]
@@ -263,15 +265,17 @@ def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
 @pytest.mark.parametrize(
     ("base", "patch", "merged"),
     [
-        pytest.param({"a": 1}, {"b": 2}, {"a": 1, "b": 2}, id="adds"),
+        pytest.param({"a": 1}, {"b": 2}, {"a": 1, "b": 2}, id="a new field is added"),
         pytest.param({"a": 1}, {"a": None}, {}, id="a null removes"),
         pytest.param({"m": {"a": 1, "b": 2}}, {"m": {"b": 3}}, {"m": {"a": 1, "b": 3}}, id="maps merge"),
-        pytest.param({"command": ["a"]}, {"command": ["b"]}, {"command": ["b"]}, id="other lists replace"),
+        pytest.param(
+            {"command": ["a"]}, {"command": ["b"]}, {"command": ["b"]}, id="other lists are replaced"
+        ),
         pytest.param(
             {"containers": [{"name": "engine", "image": "a", "tty": True}]},
             {"containers": [{"name": "more"}, {"name": "engine", "image": "b"}]},
             {"containers": [{"name": "engine", "image": "b", "tty": True}, {"name": "more"}]},
-            id="containers merge by name, new ones come last",
+            id="containers merge by name, new ones follow",
         ),
         pytest.param(
             {"env": [{"name": "POD_IP", "valueFrom": {}}]},
@@ -279,7 +283,7 @@ def test_a_router_may_change_nothing_but_its_lease_and_its_endpoints() -> None:
             {"env": [{"name": "POD_IP", "valueFrom": {}}, {"name": "A", "value": "1"}]},
             id="variables merge by name",
         ),
-        pytest.param({"a": [1]}, {"a": {"b": 1}}, {"a": {"b": 1}}, id="another type replaces"),
+        pytest.param({"a": [1]}, {"a": {"b": 1}}, {"a": {"b": 1}}, id="a value of another type replaces"),
     ],
 )
 def test_template_is_merged_as_a_strategic_merge_patch(

@@ -32,7 +32,7 @@ def instance(owner: PDService, role: str | None = None) -> PDInstance:
 
 
 def container(owner: PDService, role: str | None = None) -> dict[str, Any]:
-    """The engine's container."""
+    """Container of the engine in the pod of that instance."""
     pod = engine_pod(instance(owner, role), owner, SETTINGS, startup_s=1.0)
     found: dict[str, Any] = pod["spec"]["containers"][0]
     return found
