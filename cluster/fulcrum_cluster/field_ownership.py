@@ -1,9 +1,8 @@
-"""Field ownership of server-side apply for `MemoryStore`, as simple as our kinds need it.
+"""Field ownership of server-side apply, for `MemoryStore`: the part of Kubernetes' rules that our kinds need.
 
-A document is cut into nodes: every key of every object, each item of a list that is keyed (pools by name,
-owner references by uid); other lists are atomic. Each field manager owns a set of node paths. Writers that
-do not apply (create, patch) share one manager, `UPDATE_MANAGER`: like in Kubernetes, what they change they
-own.
+A document is a tree of nodes: each key of an object, and each item of a keyed list (pools by name, owner
+references by uid); any other list is one value. A field manager owns a set of node paths. Writers that do
+not apply (create, patch) share one manager, `UPDATE_MANAGER`, which owns the fields that they change.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +16,14 @@ Managers = Mapping[str, frozenset[FieldPath]]
 Document = Mapping[str, Any]
 
 UPDATE_MANAGER = ""
+"""Owner of the fields that were written by create or patch."""
 _OWNED_METADATA = ("labels", "annotations", "ownerReferences")
 _LIST_KEYS: Mapping[FieldPath, str] = {("metadata", "ownerReferences"): "uid", ("spec", "pools"): "name"}
 _ABSENT = object()
 
 
 def extract_owned_part(document: Document) -> dict[str, Any]:
-    """What managers own of a document: labels, annotations, owner references and spec, with lists keyed."""
+    """Return the fields that can have owners: labels, annotations, owner references and spec; lists keyed."""
     metadata = document.get("metadata") or {}
     part: dict[str, Any] = {"metadata": {key: metadata[key] for key in _OWNED_METADATA if key in metadata}}
     if "spec" in document:
@@ -36,7 +36,7 @@ def extract_owned_part(document: Document) -> dict[str, Any]:
 
 
 def replace_owned_part(document: Document, part: Document) -> dict[str, Any]:
-    """The document with another owned part; lists are lists again."""
+    """Return the document with another owned part, whose keyed lists become lists again."""
     for path in _LIST_KEYS:
         part = _replace_at(part, path, lambda items: list(items.values()))
     metadata = {key: value for key, value in document["metadata"].items() if key not in _OWNED_METADATA}
@@ -45,7 +45,7 @@ def replace_owned_part(document: Document, part: Document) -> dict[str, Any]:
 
 
 def merge_applied(live: Document, applied: Document, managers: Managers, manager: str) -> dict[str, Any]:
-    """The owned part after `manager` applied: what it alone owned and left out now is gone."""
+    """Return the owned part after an apply; a field that only `manager` owned and now omits is removed."""
     others = {path for name, paths in managers.items() if name != manager for path in paths}
     left_out = managers.get(manager, frozenset()) - frozenset(node_paths(applied)) - others
     kept = live
@@ -58,19 +58,19 @@ def merge_applied(live: Document, applied: Document, managers: Managers, manager
 def check_conflicts(
     live: Document, new: Document, applied: Document, managers: Managers, manager: str
 ) -> None:
-    """`Conflict` if an applied field changes that another manager owns; an equal value is shared."""
+    """Raise `Conflict` if an applied field changes and another manager owns it; an equal value is shared."""
     for path in leaf_paths(applied):
         if _value_at(live, path) == _value_at(new, path):
             continue
         owners = [name for name, paths in sorted(managers.items()) if name != manager and path in paths]
         if owners:
-            owner = f'field manager "{owners[0]}"' if owners[0] else "another writer"
+            owner = f'field manager "{owners[0]}"' if owners[0] else "a create or patch"
             field, theirs = ".".join(path), _value_at(live, path)
             raise Conflict(f"{field} ({_value_at(new, path)}) is owned by {owner}, which set {theirs}")
 
 
 def claim_changes(before: Document, after: Document, managers: Managers) -> dict[str, frozenset[FieldPath]]:
-    """The managers after a plain write: what it changed is `UPDATE_MANAGER`' now and nobody else's."""
+    """Return the managers after a create or patch: only `UPDATE_MANAGER` owns the changed fields."""
     written, overwritten = frozenset(_changed_paths(before, after)), frozenset(_changed_paths(after, before))
     ancestors = {path[:length] for path in written for length in range(1, len(path))}
     left = {name: owned - overwritten for name, owned in managers.items()}
@@ -78,7 +78,7 @@ def claim_changes(before: Document, after: Document, managers: Managers) -> dict
 
 
 def _changed_paths(before: Document, after: Document, at: FieldPath = ()) -> Iterator[FieldPath]:
-    """The paths in `after` of every node that is not in `before` or has another value there."""
+    """Yield the path of every node in `after` that `before` lacks or has with another value."""
     for key, value in after.items():
         old = before.get(key, _ABSENT)
         if old == value:
@@ -92,7 +92,7 @@ def _changed_paths(before: Document, after: Document, at: FieldPath = ()) -> Ite
 
 
 def node_paths(document: Document, at: FieldPath = ()) -> Iterator[FieldPath]:
-    """The path of every key, inner ones too."""
+    """Yield the path of every key, also of keys whose value is an object."""
     for key, value in document.items():
         yield (*at, key)
         if isinstance(value, dict):
@@ -100,7 +100,7 @@ def node_paths(document: Document, at: FieldPath = ()) -> Iterator[FieldPath]:
 
 
 def leaf_paths(document: Document, at: FieldPath = ()) -> Iterator[FieldPath]:
-    """The path of every key whose value is no object."""
+    """Yield the path of every key whose value is not an object."""
     for key, value in document.items():
         if isinstance(value, dict):
             yield from leaf_paths(value, (*at, key))
@@ -126,7 +126,7 @@ def _remove_path(document: Document, path: FieldPath) -> dict[str, Any]:
 
 
 def _replace_at(document: Document, path: FieldPath, change: Any) -> dict[str, Any]:
-    """The document with `change` made to the value at `path`, if there is one."""
+    """Return the document with the value at `path`, if any, replaced by `change(value)`."""
     head, *rest = path
     value = document.get(head, _ABSENT)
     if value is _ABSENT or (rest and not isinstance(value, dict)):
@@ -143,6 +143,6 @@ def _index_by_key(items: Any, path: str, key: str) -> Any:
         if not isinstance(name, str):
             raise InvalidInput(f"{path}[{index}].{key}", name, "is required")
         if name in keyed:
-            raise InvalidInput(f"{path}[{index}].{key}", name, "is there twice")
+            raise InvalidInput(f"{path}[{index}].{key}", name, "is used twice")
         keyed[name] = item
     return keyed

@@ -1,7 +1,8 @@
-"""The store in memory: Kubernetes' semantics where they matter, for local runs and tests.
+"""The store port in memory, with Kubernetes' semantics: for local runs (behind `store_server`) and tests.
 
-Nothing here awaits between reading and writing, so on one event loop every write is atomic. Objects are
-parsed once, when written; all readers share the same frozen one.
+No method awaits between reading and writing, so every write is atomic on one event loop. An object is
+parsed once, when it is written; all readers share the same frozen model. Who owns which field is decided
+in `field_ownership`.
 """
 
 import uuid
@@ -42,11 +43,11 @@ class MemoryStore:
     """`fulcrum_core.ports.Store` in memory.
 
     Args:
-        clock: Dates objects. Versions start at its milliseconds, so that a watch which outlived another
-            store's end finds its version too old instead of missing changes.
-        history: Changes that the log keeps; a watch that falls further behind must list again.
-        bookmark_interval_s: A watch without a change for this long gets a bookmark of its version.
-        new_uid: Makes the uid of a new object.
+        clock: Source of creation times. Versions start at its unix time in milliseconds, so that a watch
+            from before a restart of the store finds its version too old and misses no change.
+        history: Number of changes that the log keeps; a watch that falls further behind must list again.
+        bookmark_interval_s: Seconds without a change after which a watch gets a bookmark.
+        new_uid: Function that returns the uid of a new object.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class MemoryStore:
         self._log = EventLog(start=int(clock.now_s() * 1000), size=history)
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
-        """The object, or `NotFound`."""
+        """Return the object; raise `NotFound` if it does not exist."""
         return cast(R, self._entry(kind, name, namespace).obj)
 
     async def list(self, kind: type[R], *, namespace: str) -> Listing[R]:
-        """All objects of the kind in the namespace ("": in all), and the version a watch continues from."""
+        """Return all objects of the kind in the namespace ("": all), and the version for a watch."""
         found = [
             entry.obj
             for (of_kind, within, _), entry in self._entries.items()
@@ -80,7 +81,11 @@ class MemoryStore:
     async def watch(
         self, kind: type[R], *, namespace: str, since: str
     ) -> AsyncGenerator[WatchEvent[R], None]:
-        """Every change after `since` in order, bookmarks; `Gone` if it is too old or not of this store."""
+        """Yield every change after the version `since` in order, and bookmarks while nothing changes.
+
+        Raises:
+            Gone: if the version is too old, or another store's.
+        """
         version = self._parse_version(since)
         while True:
             while version < self._log.last_version:
@@ -92,7 +97,7 @@ class MemoryStore:
                 yield WatchEvent(EventType.BOOKMARK, None, str(version))
 
     async def create(self, obj: R) -> R:
-        """The stored object, or `AlreadyExists`. The status given is dropped."""
+        """Store a new object without its status and return it; raise `AlreadyExists` if the name is used."""
         if obj.metadata.resource_version:
             rule = "must not be set on an object to be created"
             raise InvalidInput("metadata.resourceVersion", obj.metadata.resource_version, rule)
@@ -101,11 +106,11 @@ class MemoryStore:
         return self._create(type(obj), document, managers)
 
     async def apply(self, obj: R, *, manager: str) -> R:
-        """Server-side apply of the fields set when `obj` was made; `Conflict` over a field of another."""
+        """Apply the fields that were set when `obj` was made; `Conflict` if another manager owns one."""
         return await self.apply_document(type(obj), build_applied_document(obj), manager=manager)
 
     async def apply_document(self, kind: type[R], document: Mapping[str, Any], *, manager: str) -> R:
-        """Server-side apply of a document as a user wrote it, with the fields that they chose to write."""
+        """Apply a user's document: `manager` owns exactly the fields that the document contains."""
         metadata = document.get("metadata") or {}
         applied = field_ownership.extract_owned_part(document)
         entry = self._entries.get((kind, metadata.get("namespace", "default"), metadata.get("name", "")))
@@ -132,7 +137,7 @@ class MemoryStore:
         namespace: str,
         resource_version: str | None = None,
     ) -> R:
-        """JSON merge patch of everything but status; `Conflict` if the version given is not current."""
+        """Merge a JSON merge patch into all but status; `Conflict` if the given version is not current."""
         entry = self._entry(kind, name, namespace)
         wanted = {
             key: value for key, value in patch.items() if key != "status" or key not in kind.model_fields
@@ -162,7 +167,7 @@ class MemoryStore:
         namespace: str,
         resource_version: str | None = None,
     ) -> R:
-        """JSON merge patch of status (`patch` is the status itself)."""
+        """Merge a JSON merge patch into status; `patch` has the fields of the status itself."""
         entry = self._entry(kind, name, namespace)
         if "status" not in kind.model_fields:
             raise NotFound(f"{kind.plural} have no status")
@@ -172,22 +177,29 @@ class MemoryStore:
         return self._update(entry, new, new.dump(), entry.managers)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
-        """Delete the object and all that only it owned; `NotFound` if there is none."""
+        """Delete the object, then all objects whose owners no longer exist.
+
+        Raises:
+            NotFound: if the object does not exist.
+            Conflict: if `uid` is given and is not the object's.
+        """
         found = self._entry(kind, name, namespace).obj.metadata.uid
         if uid is not None and uid != found:
-            raise Conflict(f'{kind.kind_name()} "{name}" has the uid {found} by now, not {uid}')
+            raise Conflict(
+                f'{kind.kind_name()} "{name}" has the uid {found}, not {uid}: it was created again'
+            )
         self._remove((kind, namespace, name))
         self._collect_garbage()
 
     def _entry(self, kind: type[Resource], name: str, namespace: str) -> _Entry:
         entry = self._entries.get((kind, namespace, name))
         if entry is None:
-            raise NotFound(f'{kind.kind_name()} "{name}" is not in namespace "{namespace}"')
+            raise NotFound(f'{kind.kind_name()} "{name}" does not exist in namespace "{namespace}"')
         return entry
 
     def _parse_version(self, since: str) -> int:
         if not since.isdecimal() or int(since) > self._log.last_version:
-            raise Gone(f"resourceVersion {since} is not of this store: list again")
+            raise Gone(f"resourceVersion {since} was not issued by this store: list again")
         return int(since)
 
     def _create(self, kind: type[R], document: Mapping[str, Any], managers: field_ownership.Managers) -> R:
@@ -202,13 +214,13 @@ class MemoryStore:
         }
         new = parse_as(kind, {**given, "metadata": metadata})
         if _key(new) in self._entries:
-            raise AlreadyExists(f'{new.kind} "{new.metadata.name}" exists already')
+            raise AlreadyExists(f'{new.kind} "{new.metadata.name}" already exists')
         return self._append_change(EventType.ADDED, new, new.dump(), managers, generation=1)
 
     def _update(
         self, entry: _Entry, new: R, document: dict[str, Any], managers: field_ownership.Managers
     ) -> R:
-        """Store `new` in place of `entry`; a write that changes nothing makes no event."""
+        """Replace `entry` by `new`; a write that changes nothing emits no event."""
         _check_immutable(entry, document)
         if document == entry.document:
             self._entries[_key(new)] = replace(entry, managers=managers)
@@ -242,7 +254,7 @@ class MemoryStore:
         self._log.append(LoggedChange(key[0], key[1], WatchEvent(EventType.DELETED, last, version)))
 
     def _collect_garbage(self) -> None:
-        """Remove objects whose owners have all been deleted, and then their dependents."""
+        """Remove objects whose owners were all deleted, then the objects that those owned."""
         while orphans := tuple(self._orphans()):
             for key in orphans:
                 self._remove(key)
@@ -256,7 +268,7 @@ class MemoryStore:
 
 
 def build_applied_document(obj: Resource) -> dict[str, Any]:
-    """The document of an apply of `obj`: the fields that were set when it was made, without status."""
+    """Return the document that applies `obj`: the fields that were set when it was made, without status."""
     document = obj.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude_unset=True, exclude={"status"}
     )

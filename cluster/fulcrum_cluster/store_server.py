@@ -1,11 +1,12 @@
-"""The memory store on a unix socket, as the subset of Kubernetes' REST that the store port needs.
+"""HTTP server of a memory store on a unix socket, for local runs: the part of Kubernetes' REST API we use.
 
     GET                 /apis/fulcrum.dev/v1alpha1/{plural}                             (?watch=true)
     GET POST            /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}      (?watch=true)
     GET PATCH DELETE    /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}
     PATCH               /apis/fulcrum.dev/v1alpha1/namespaces/{namespace}/{plural}/{name}/status
 
-Every client that can open the socket may write, so only its owner can open it.
+`client.open_store("unix:...")` is the client. There is no authentication: whoever can open the socket may
+write, so only the user who started the server can open it.
 """
 
 import errno
@@ -36,13 +37,17 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 _PATH_BYTES_MAX = 107  # sizeof(sun_path) - 1
 _PROBE_TIMEOUT_S = 1.0
-_SHUTDOWN_TIMEOUT_S = 0.05  # watches have nothing to finish
+_SHUTDOWN_TIMEOUT_S = 0.05  # open watches never end by themselves
 _BY_PLURAL: Mapping[str, type[Resource]] = {kind.plural: kind for kind in KINDS}
 
 
 @asynccontextmanager
 async def serve_store(store: MemoryStore, path: Path) -> AsyncIterator[None]:
-    """Serve `store` at `path` while the context lasts; `InvalidInput` if another process serves there."""
+    """Serve `store` on the unix socket `path` until the context ends.
+
+    Raises:
+        InvalidInput: if another process serves there, or no socket can be created at `path`.
+    """
     listener = _bind_socket(path)
     runner = web.AppRunner(
         build_application(store),
@@ -62,7 +67,7 @@ async def serve_store(store: MemoryStore, path: Path) -> AsyncIterator[None]:
 
 
 def build_application(store: MemoryStore) -> web.Application:
-    """The routes over one store."""
+    """Return the application whose routes read and write `store`."""
     api = _Handlers(store)
     app = web.Application(middlewares=[_errors_as_status])
     app.add_routes(
@@ -80,7 +85,7 @@ def build_application(store: MemoryStore) -> web.Application:
 
 
 class _Handlers:
-    """The handlers: they read the request and call the store."""
+    """The request handlers: each parses a request, calls the store and encodes the result."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -190,7 +195,7 @@ async def _errors_as_status(
 def _kind(request: web.Request) -> type[Resource]:
     plural = request.match_info["plural"]
     if plural not in _BY_PLURAL:
-        raise NotFound(f"{plural} is none of {', '.join(_BY_PLURAL)}")
+        raise NotFound(f"{plural} is not one of {', '.join(_BY_PLURAL)}")
     return _BY_PLURAL[plural]
 
 
@@ -208,13 +213,13 @@ def _object_response(obj: Resource, *, status: int = 200) -> web.Response:
 
 
 async def _read_body(request: web.Request) -> Mapping[str, Any]:
-    """The request's object: JSON, or YAML where that is allowed."""
+    """Return the object in the request: JSON, or YAML in an apply."""
     _check_field_validation(request)
     text = await request.text()
     try:
         body = json.loads(text) if request.content_type != APPLY_PATCH else _parse_json_or_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise InvalidInput("body", text[:40], "cannot be read") from error
+        raise InvalidInput("body", text[:40], "is not valid JSON or YAML") from error
     if not isinstance(body, Mapping) or not isinstance(body.get("metadata", {}), Mapping):
         raise InvalidInput("body", text[:40], "is not an object with metadata")
     return body
@@ -225,9 +230,9 @@ def _parse_json_or_yaml(text: str) -> Any:
 
 
 def _check_field_validation(request: web.Request) -> None:
-    asked = request.query.get("fieldValidation", "Strict")
-    if asked != "Strict":
-        raise InvalidInput("fieldValidation", asked, "is not Strict: unknown fields are always refused")
+    requested = request.query.get("fieldValidation", "Strict")
+    if requested != "Strict":
+        raise InvalidInput("fieldValidation", requested, "is not Strict: unknown fields are always refused")
 
 
 def _check_content_type(request: web.Request) -> None:
@@ -238,18 +243,18 @@ def _check_content_type(request: web.Request) -> None:
 
 
 def _check_address(request: web.Request, body: Mapping[str, Any]) -> None:
-    """Name and namespace in the body must agree with the path."""
+    """Refuse a body whose name or namespace differs from the path's."""
     for key in ("name", "namespace"):
-        said, asked = body.get("metadata", {}).get(key), request.match_info.get(key)
-        if said is not None and asked is not None and said != asked:
-            raise InvalidInput(f"metadata.{key}", said, f"is not {asked}, which the address says")
+        in_body, in_path = body.get("metadata", {}).get(key), request.match_info.get(key)
+        if in_body is not None and in_path is not None and in_body != in_path:
+            raise InvalidInput(f"metadata.{key}", in_body, f"is not {in_path}, as in the request path")
 
 
 def _bind_socket(path: Path) -> socket.socket:
-    """Bind a socket that only this user may open, replacing the socket of a dead process."""
+    """Bind a socket that only this user may open; replace the socket that a dead process left."""
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:
         raise InvalidInput(
-            "store socket", path, f"is longer than the {_PATH_BYTES_MAX} bytes of a socket's path"
+            "store socket", path, f"is longer than the {_PATH_BYTES_MAX} bytes that a socket path may have"
         )
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_stale_socket(path)
@@ -270,7 +275,7 @@ def _remove_stale_socket(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise InvalidInput("store socket", path, "is a file and no socket")
+        raise InvalidInput("store socket", path, "is a file, not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -279,5 +284,5 @@ def _remove_stale_socket(path: Path) -> None:
             path.unlink()
             return
         except OSError:
-            pass  # a process that is too busy to respond still uses the socket
+            pass  # a busy process may not accept a connection now, but still uses the socket
     raise InvalidInput("store socket", path, "is in use by another process")

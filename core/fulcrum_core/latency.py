@@ -1,9 +1,8 @@
-"""Latency models of an engine: the duration of a step, and the two predictors that dispatch uses.
+"""Latency models of an engine: the duration of one step, and the two predictors that dispatch uses.
 
-`StepModel` is what the simulated engine runs on: the duration of one step from what the step holds.
-`PrefillModel` and `DecodeModel` are what a dispatcher predicts with (Arrow's predictors, quadratic and
-linear); they are fitted, or derived here from a step model so that prediction and simulated truth share
-their coefficients.
+The simulated engine runs on `StepModel`. The router's dispatch predicts with `PrefillModel` (quadratic) and
+`DecodeModel` (linear), the predictors of the Arrow paper. Predictors are fitted, or derived from a step
+model, so that a prediction has the coefficients of the simulated engine.
 """
 
 import math
@@ -24,7 +23,7 @@ def _require_finite_and_not_negative(model: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Time to first token of a prompt that is alone on an instance: T(n) = c0 + c1·n + c2·n², in seconds."""
+    """TTFT of a prompt that runs alone on an instance, in seconds: T(n) = c0 + c1·n + c2·n²."""
 
     c0: float
     c1: float
@@ -34,13 +33,13 @@ class PrefillModel:
         _require_finite_and_not_negative(self)
 
     def ttft_s(self, tokens: float) -> float:
-        """T(n) for `tokens` prompt tokens to be computed."""
+        """Seconds to compute `tokens` prompt tokens, T(n)."""
         return self.c0 + (self.c1 + self.c2 * tokens) * tokens
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeModel:
-    """Time between tokens of a batch with `tokens` tokens of KV: I = intercept + slope·tokens, in seconds."""
+    """ITL of a decode batch whose KV cache has `tokens` tokens, in seconds: I = intercept + slope·tokens."""
 
     intercept: float
     slope: float
@@ -49,13 +48,13 @@ class DecodeModel:
         _require_finite_and_not_negative(self)
 
     def itl_s(self, tokens: float) -> float:
-        """I(tokens): the step time of a batch that holds `tokens` tokens of KV cache in all."""
+        """Seconds between two tokens of a batch that has `tokens` tokens of KV cache in all, I(tokens)."""
         return self.intercept + self.slope * tokens
 
     def max_tokens(self, slo_tpot_s: float) -> float:
-        """MT(i, S_D) = (S_D - intercept) / slope: the most tokens that decode together within the TPOT SLO.
+        """Maximum KV cache tokens of a batch within the TPOT SLO: MT(i, S_D) = (S_D - intercept) / slope.
 
-        0 where an empty step is already too slow; infinite where tokens cost nothing.
+        0 if an empty step already takes longer than the SLO; infinite if the slope is 0.
         """
         if slo_tpot_s <= self.intercept:
             return 0.0
@@ -68,11 +67,10 @@ class StepModel:
 
     step = t0 + f·(b·Σchunk + c·Σ[(done + chunk)² - done²]) + d1·B + d2·Σctx
 
-    where `chunk` prompt tokens follow `done` computed ones, B sequences decode over contexts `ctx`. f is 1,
-    and `mixed_factor` in a step that holds prefill *and* decode: a prompt that shares its batch runs that
-    much slower (Splitwise measured mixed batches at 1.1 × the prompt's time alone). t0 (weights read,
-    launch) and the decode terms stay as they are, so a step grows without a jump when a small chunk joins
-    it.
+    Each prefill chunk computes `chunk` prompt tokens after `done` computed ones; B sequences decode over
+    contexts of `ctx` tokens. f is `mixed_factor` in a step with prefill *and* decode, else 1: Splitwise
+    measured mixed batches at 1.1 × the time of the prompt alone. f multiplies neither t0 (reading the
+    weights, launch) nor the decode terms, so a small chunk that joins a step adds little to the step.
     """
 
     t0: float
@@ -88,7 +86,7 @@ class StepModel:
             raise InvalidInput("StepModel.mixed_factor", self.mixed_factor, "must be at least 1")
 
     def step_s(self, prefill_chunks: Iterable[tuple[int, int]], decode_contexts: Sequence[int]) -> float:
-        """Duration of a step with these `(done, chunk)` prompt pieces and these decode contexts."""
+        """Seconds of a step with these `(done, chunk)` prefill chunks and these decode context lengths."""
         chunks = list(prefill_chunks)
         return self.step_from_sums_s(
             prefill_tokens=sum(chunk for _, chunk in chunks),
@@ -100,28 +98,27 @@ class StepModel:
     def step_from_sums_s(
         self, *, prefill_tokens: int, attention: int, decodes: int, context_tokens: int
     ) -> float:
-        """The same from its four sums: Σchunk, Σ[(done + chunk)² - done²], B and Σctx."""
+        """Seconds of a step, from its four sums: Σchunk, Σ[(done + chunk)² - done²], B and Σctx."""
         prefill_s = self.b * prefill_tokens + self.c * attention
         if decodes and prefill_tokens:
             prefill_s *= self.mixed_factor
         return self.t0 + prefill_s + self.d1 * decodes + self.d2 * context_tokens
 
     def prefill_model(self, token_budget: int) -> PrefillModel:
-        """T(n) of a prompt that runs alone in chunks of `token_budget` tokens.
+        """Return T(n) of a prompt that runs alone, in chunks of `token_budget` tokens.
 
-        The exact time is ceil(n/budget)·t0 + b·n + c·n² (the attention terms of the chunks telescope); the
-        ceiling is taken as n/budget + 1, so the model is never below the exact time and less than one t0
-        above it.
+        The exact time is ceil(n/budget)·t0 + b·n + c·n²: the attention terms of the chunks telescope. The
+        ceiling is approximated by n/budget + 1, so T(n) is at least the exact time, and at most t0 more.
         """
         if token_budget <= 0:
             raise InvalidInput("token_budget", token_budget, "must be positive")
         return PrefillModel(c0=self.t0, c1=self.b + self.t0 / token_budget, c2=self.c)
 
     def decode_model(self, typical_tokens: float) -> DecodeModel:
-        """I(tokens) of a pure decode batch whose requests hold `typical_tokens` tokens each.
+        """Return I(tokens) of a batch without prefill whose requests have `typical_tokens` tokens each.
 
-        B = tokens / typical, so slope = d2 + d1/typical and intercept = t0; exact for requests of that
-        size, too optimistic for shorter ones.
+        B = tokens / typical, so slope = d2 + d1/typical and intercept = t0: exact for requests of that size,
+        too low for shorter ones.
         """
         if not typical_tokens > 0:
             raise InvalidInput("typical_tokens", typical_tokens, "must be positive")

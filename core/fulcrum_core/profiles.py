@@ -1,8 +1,8 @@
-"""Engine profiles: step duration, memory and links of a model on some hardware, for the simulated engine.
+"""Engine profiles: step duration, memory and links of one model on one hardware, for the simulated engine.
 
-A profile is a YAML file, shipped (`PROFILE_NAMES`) or a user's own. The loader holds each to its physical
-floors: no step is faster than the hardware can read the weights, multiply them, or read the KV cache.
-Coefficients that were fitted to end-to-end runs tend to break these floors without anyone noticing.
+A profile is a YAML file: a shipped one (`PROFILE_NAMES`) or a user's own. The loader refuses coefficients
+below their physical limit: no step is shorter than reading the weights, the arithmetic, or reading the KV
+cache takes. Coefficients fitted to end-to-end runs often break these limits unnoticed.
 """
 
 from importlib import resources
@@ -24,7 +24,7 @@ Count = Annotated[int, Field(gt=0)]
 
 
 class EngineProfile(BaseModel):
-    """One kind of engine instance. Times in seconds, sizes in bytes, rates per second and GPU unless said."""
+    """Profile of one kind of engine instance. Peak FLOP/s and memory bandwidth are those of one GPU."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,46 +32,52 @@ class EngineProfile(BaseModel):
     description: str = Field(
         min_length=1, description="Model and hardware of the profile, and the source of its numbers."
     )
-    t0: Positive = Field(description="Step: fixed part, seconds.")
-    b: Positive = Field(description="Step: per prefill token, seconds.")
-    c: NotNegative = Field(description="Step: per prefill token squared (attention), seconds.")
-    d1: NotNegative = Field(description="Step: per decoding request, seconds.")
-    d2: Positive = Field(description="Step: per token of decode context, seconds.")
+    t0: Positive = Field(description="Fixed duration of a step, seconds.")
+    b: Positive = Field(description="Step duration per prefill token, seconds.")
+    c: NotNegative = Field(description="Step duration per squared prefill token (attention), seconds.")
+    d1: NotNegative = Field(description="Step duration per decoding request, seconds.")
+    d2: Positive = Field(description="Step duration per token of decode context, seconds.")
     mixed_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
-        default=1.1, description="Prefill's slowdown in a step that also decodes."
+        default=1.1, description="Factor by which prefill is slower in a step that also decodes."
     )
     kv_capacity_tokens: Count = Field(description="KV cache of the instance, tokens.")
-    block_size: Count = Field(description="Tokens a KV block.")
-    token_budget: Count = Field(description="Most tokens in a step (max_num_batched_tokens).")
-    max_seqs: Count = Field(description="Most requests running (max_num_seqs).")
-    kv_bytes_per_token: Count = Field(description="KV cache of one token over all layers, bytes.")
-    params: Count = Field(description="Parameters of the model.")
-    weight_bytes: Count = Field(description="Weights of the model, bytes.")
-    tensor_parallel: Count = Field(description="GPUs of an instance.")
-    peak_flops: Positive = Field(description="Peak of one GPU, FLOP/s.")
+    block_size: Count = Field(description="Tokens per KV block.")
+    token_budget: Count = Field(description="Maximum tokens in a step (max_num_batched_tokens).")
+    max_seqs: Count = Field(description="Maximum running requests (max_num_seqs).")
+    kv_bytes_per_token: Count = Field(description="KV cache size of one token over all layers, bytes.")
+    params: Count = Field(description="Number of the model's parameters.")
+    weight_bytes: Count = Field(description="Size of the model's weights, bytes.")
+    tensor_parallel: Count = Field(description="GPUs per instance.")
+    peak_flops: Positive = Field(description="Peak performance of one GPU, FLOP/s.")
     hbm_bytes_per_s: Positive = Field(description="Memory bandwidth of one GPU, bytes/s.")
-    link_bytes_per_s: Positive = Field(description="KV transfer between two instances, bytes/s.")
-    link_setup_s: NotNegative = Field(description="Fixed part of a KV transfer, seconds.")
-    handshake_s: NotNegative = Field(description="First contact of a pair, seconds.")
-    startup_s: NotNegative = Field(description="From process start to serving, seconds.")
+    link_bytes_per_s: Positive = Field(
+        description="Bandwidth of a KV transfer between two instances, bytes/s."
+    )
+    link_setup_s: NotNegative = Field(description="Fixed duration of a KV transfer, seconds.")
+    handshake_s: NotNegative = Field(
+        description="Duration of the first contact between two instances, seconds."
+    )
+    startup_s: NotNegative = Field(description="Time from process start to ready, seconds.")
 
     @property
     def step_model(self) -> StepModel:
-        """The duration of its steps."""
+        """Model of the duration of one engine step."""
         return StepModel(self.t0, self.b, self.c, self.d1, self.d2, self.mixed_factor)
 
     @property
     def kv_blocks(self) -> int:
-        """Whole blocks in its KV cache."""
+        """Number of whole blocks in the KV cache."""
         return self.kv_capacity_tokens // self.block_size
 
 
 def load_profile(name_or_path: str) -> EngineProfile:
-    """The shipped profile of that name, or the one in that YAML file.
+    """Return the shipped profile of that name, or the profile in that YAML file.
 
-    Anything with a slash or a `.yaml` ending is a path. Raises InvalidInput for an unknown name, a file
-    that cannot be read, a field that is missing, unknown or out of range, and a coefficient below its
-    physical limit.
+    A text with a slash or the ending `.yaml` or `.yml` is a path.
+
+    Raises:
+        InvalidInput: for an unknown name, a file that cannot be read, a field that is missing, unknown or out
+            of range, or a coefficient below its physical limit.
     """
     if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
         return parse_profile(_read_file(name_or_path), source=name_or_path)
@@ -83,7 +89,7 @@ def load_profile(name_or_path: str) -> EngineProfile:
 
 
 def parse_profile(text: str, *, source: str) -> EngineProfile:
-    """The profile that this YAML text describes, its floors checked; `source` names it in errors."""
+    """Return the profile in a YAML text, checked against its physical limits; errors name `source`."""
     try:
         profile = EngineProfile.model_validate(_parse_mapping(text, source))
     except ValidationError as error:
@@ -113,7 +119,7 @@ def _parse_mapping(text: str, source: str) -> dict[str, Any]:
 
 
 def _first_invalid_field(error: ValidationError, source: str) -> InvalidInput:
-    """Pydantic's first finding in our one-line form."""
+    """Return pydantic's first error as path, value and rule."""
     first = error.errors()[0]
     path = ".".join([source, *map(str, first["loc"])])
     match first["type"]:
@@ -135,10 +141,10 @@ def _check_sizes(profile: EngineProfile, source: str) -> None:
 
 
 def _check_physical_limits(profile: EngineProfile, source: str) -> None:
-    """Arithmetic and memory bandwidth bound a step from below, whatever was fitted."""
+    """Refuse a coefficient that is below what arithmetic or memory bandwidth allows."""
     flops = profile.tensor_parallel * profile.peak_flops
     bandwidth = profile.tensor_parallel * profile.hbm_bytes_per_s
-    floors = (
+    limits = (
         ("b", profile.b, 2 * profile.params / flops, "2*params/(tensor_parallel*peak_flops)"),
         (
             "d2",
@@ -153,8 +159,8 @@ def _check_physical_limits(profile: EngineProfile, source: str) -> None:
             "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
         ),
     )
-    for field, value, floor, formula in floors:
-        if value < floor:
+    for field, value, limit, formula in limits:
+        if value < limit:
             raise InvalidInput(
-                f"{source}.{field}", value, f"is below its physical limit {floor:.3g} = {formula}"
+                f"{source}.{field}", value, f"is below its physical limit {limit:.3g} = {formula}"
             )

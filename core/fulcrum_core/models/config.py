@@ -1,8 +1,7 @@
-"""Reads a model's config.json.
+"""Parse a model's config.json of Hugging Face into `ModelFacts`, for memory sizes and engine settings.
 
-The file is Hugging Face's and has grown with each family: the same fact stands under several names, and some
-facts follow from others. Only what sizes and settings need is read; what is missing and cannot be derived is
-an error that names the key.
+Model families name the same fact differently, and some facts follow from others. Only the keys that sizes and
+settings need are read. A required key that is missing and cannot be derived is an error that names it.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ _WINDOWED_ATTENTION = frozenset(
     {"sliding_attention", "sliding_window", "local_attention", "chunked_attention"}
 )
 _NUMBER_MAX = 10**16
-"""No number of a model is larger."""
+"""Upper bound of every number in a config; larger numbers are refused."""
 _GEMMA = {"tie_word_embeddings": True, "max_position_embeddings": 8192}
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {**_GEMMA, "vocab_size": 256000},
@@ -33,23 +32,23 @@ _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
 }
-"""What these families leave out of their files; a sliding-window pattern of n: every n-th layer sees all."""
+"""Keys that a family omits from its files. `sliding_window_pattern` n: each n-th layer has full attention."""
 
 
 def parse_model_config(config: Mapping[str, Any], *, source: str = "config.json") -> ModelFacts:
-    """The facts of a model.
+    """Return the facts of the model that a config.json describes.
 
     Args:
-        config: What stands in its config.json. Of a model with a vision tower the text part is read.
-        source: Named in errors.
+        config: Content of config.json. Of a multimodal model only the text part is read.
+        source: Name of the file in errors.
 
     Raises:
-        InvalidInput: for a file that does not describe a decoder with attention.
+        InvalidInput: if the file does not describe a decoder with attention.
     """
     try:
         facts = _read_facts(config, source)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise InvalidInput(source, f"{type(error).__name__}: {error}", "cannot be understood") from error
+        raise InvalidInput(source, f"{type(error).__name__}: {error}", "describes no model") from error
     _check_sizes(facts, source)
     return facts
 
@@ -107,25 +106,29 @@ def _read_facts(config: Mapping[str, Any], source: str) -> ModelFacts:
 
 
 def _check_sizes(facts: ModelFacts, source: str) -> None:
-    """Refuse what no model is: sizes that follow from it would divide by nothing, or know no end."""
+    """Refuse numbers outside their range: with them, sizes would divide by zero or be unbounded."""
     needed = ("latent_size" if facts.latent else "head_size", "weight_bits", "active_params")
     for name in (field.name for field in fields(facts)):
         value = getattr(facts, name)
         if isinstance(value, str):
             continue
         if not 0 <= value <= _NUMBER_MAX or (not value and name in needed):
-            said = "out of range" if value else 0
-            raise InvalidInput(f"{source}: {name.replace('_', ' ')}", said, "must be that of a model")
+            shown = "too large or negative" if value else 0
+            raise InvalidInput(
+                f"{source}: {name.replace('_', ' ')}",
+                shown,
+                f"must be positive and at most {_NUMBER_MAX:.0e}",
+            )
 
 
 class _NumberReader:
-    """Reads whole numbers that may stand under several names."""
+    """Reads whole numbers from a config in which a number may have one of several names."""
 
     def __init__(self, text: Mapping[str, Any], source: str) -> None:
         self._text, self._source = text, source
 
     def optional_number(self, *names: str) -> int:
-        """The first that is there; 0 if none is."""
+        """Return the number under the first of these names that is set; 0 if none is."""
         for name in names:
             value = self._text.get(name)
             if value is None:
@@ -136,7 +139,7 @@ class _NumberReader:
         return 0
 
     def required_count(self, *names: str) -> int:
-        """The first that is there and more than 0."""
+        """Return the number under the first of these names that is set; refuse it if it is 0 or missing."""
         value = self.optional_number(*names)
         if not value:
             raise InvalidInput(f"{self._source}: {names[0]}", "missing", "must be a positive whole number")
@@ -157,7 +160,7 @@ def _read_architecture(config: Mapping[str, Any], source: str) -> str:
 
 
 def _count_layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int, int]:
-    """How many layers keep KV for all tokens, for a window of them, and a state instead."""
+    """Count the layers that keep KV of all tokens, KV of a window of tokens, and a state instead of KV."""
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and kinds:
         full = sum(kind in _FULL_ATTENTION for kind in kinds)
@@ -178,9 +181,9 @@ def _has_window(text: Mapping[str, Any]) -> bool:
 
 
 def _read_dtype(outer: Mapping[str, Any], text: Mapping[str, Any], source: str) -> str:
-    """What the file says; where it says nothing, bfloat16."""
-    said = (part[key] for part in (text, outer) for key in ("dtype", "torch_dtype") if part.get(key))
-    name = next(said, "bfloat16")
+    """Return the data type that the file names, or bfloat16 if it names none."""
+    named = (part[key] for part in (text, outer) for key in ("dtype", "torch_dtype") if part.get(key))
+    name = next(named, "bfloat16")
     known = _DTYPES.get(str(name).removeprefix("torch."))
     if known is None:
         raise InvalidInput(f"{source}: dtype", name, f"must be one of {', '.join(_DTYPES)}")
@@ -188,7 +191,7 @@ def _read_dtype(outer: Mapping[str, Any], text: Mapping[str, Any], source: str) 
 
 
 def _read_quantization(outer: Mapping[str, Any], text: Mapping[str, Any], dtype: str) -> tuple[str, float]:
-    """How the checkpoint is quantised, and the bits of a linear weight."""
+    """Return the quantisation method of the checkpoint ("": none) and the bits per linear weight."""
     plain = 32.0 if dtype == "float32" else 16.0
     spec = outer.get("quantization_config") or text.get("quantization_config")
     if not isinstance(spec, Mapping):

@@ -1,11 +1,14 @@
-"""The facts of a model that sizes and settings follow from."""
+"""Facts of a model that memory sizes and engine settings are computed from, and the precisions to choose.
+
+`models.config` reads the facts; `models.sizes` and `models.fit` compute with them.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class KvPrecision(StrEnum):
-    """How the KV cache is kept; `AUTO` is the model's own data type."""
+    """Precision of the KV cache; `AUTO` is the model's data type."""
 
     AUTO = "auto"
     FP8 = "fp8"
@@ -13,7 +16,7 @@ class KvPrecision(StrEnum):
 
 
 class WeightPrecision(StrEnum):
-    """How the weights are kept; `AUTO` is as the checkpoint has them."""
+    """Precision of the weights; `AUTO` is that of the checkpoint."""
 
     AUTO = "auto"
     FP8 = "fp8"
@@ -22,31 +25,31 @@ class WeightPrecision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A text model's shape.
+    """Shape of a language model.
 
     Args:
-        architecture: The class that serves it, as the model names it.
-        layers: All of its transformer layers.
-        kv_layers: Those that keep KV for the whole context.
-        window_layers: Those that keep KV for the last `window_tokens` only.
-        window_tokens: Sliding window; 0: none.
-        state_layers: Those that keep a state a sequence (Mamba, linear attention) and no KV.
-        attention_heads: Query heads.
-        kv_heads: Key and value heads; 1 under multi-head latent attention.
-        head_size: Values of one head's key, and of its value.
-        latent_size: Values a token and layer under multi-head latent attention; 0: keys and values are kept.
-        index_bytes: Bytes a token and layer of a sparse-attention index; 0: none.
+        architecture: Class of the model, as named in its config.json.
+        layers: Number of transformer layers.
+        kv_layers: Layers that keep KV for the whole context.
+        window_layers: Layers that keep KV for the last `window_tokens` only.
+        window_tokens: Size of the sliding window; 0: none.
+        state_layers: Layers that keep one state per sequence (Mamba, linear attention) and no KV.
+        attention_heads: Number of query heads.
+        kv_heads: Number of key and value heads; 1 with multi-head latent attention.
+        head_size: Numbers in the key of one head, as in its value.
+        latent_size: Numbers per token and layer with multi-head latent attention; 0 without.
+        index_bytes: Bytes per token and layer of a sparse-attention index; 0: none.
         hidden_size: Width of the residual stream.
-        experts: Experts of a mixture layer; 0: dense.
-        experts_per_token: How many of them a token goes through.
-        context_tokens: Longest context.
-        dtype: Data type that it computes in.
-        quantization: How the checkpoint is quantised; empty: it is not.
-        weight_bits: Bits a linear weight takes in the checkpoint.
+        experts: Experts of a mixture-of-experts layer; 0: a dense model.
+        experts_per_token: Number of experts that compute each token.
+        context_tokens: Longest context, in tokens.
+        dtype: Data type of the computation.
+        quantization: Quantisation method of the checkpoint; empty: none.
+        weight_bits: Bits per linear weight in the checkpoint.
         embedding_params: Parameters of the embedding and the output head, never quantised.
         linear_params: All other parameters.
-        expert_params: Those of them that are in experts.
-        active_params: Parameters that one token goes through.
+        expert_params: Parameters of all experts; part of `linear_params`.
+        active_params: Parameters that take part in computing one token.
     """
 
     architecture: str
@@ -74,22 +77,22 @@ class ModelFacts:
 
     @property
     def params(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.embedding_params + self.linear_params
 
     @property
     def latent(self) -> bool:
-        """Whether it keeps one latent vector a token instead of keys and values (MLA)."""
+        """Whether the KV cache has one latent vector per token instead of keys and values (MLA)."""
         return self.latent_size > 0
 
     @property
     def is_moe(self) -> bool:
-        """Whether it has experts."""
+        """Whether the model is a mixture of experts."""
         return self.experts > 0
 
     @property
     def attention_kind(self) -> str:
-        """The kind of attention, in the field's words."""
+        """Name of the kind of attention: MLA, MHA, MQA or GQA."""
         if self.latent:
             return "MLA"
         if self.kv_heads == self.attention_heads:

@@ -1,4 +1,4 @@
-"""Field ownership: what an apply removes, what it may not touch, what a plain write takes over."""
+"""Field ownership: fields that an apply removes, conflicts, and fields that a patch takes over."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_keyed_lists_round_trip() -> None:
             [{"role": "Decode"}], "spec.pools[0].name (None) is required", id="an item without its key"
         ),
         pytest.param(
-            [{"name": "a"}, {"name": "a"}], "spec.pools[1].name (a) is there twice", id="one key twice"
+            [{"name": "a"}, {"name": "a"}], "spec.pools[1].name (a) is used twice", id="one key twice"
         ),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_conflict_names_the_field_both_values_and_the_owner() -> None:
 
 
 def test_conflict_with_a_plain_write_names_another_writer() -> None:
-    with pytest.raises(Conflict, match="owned by another writer"):
+    with pytest.raises(Conflict, match="owned by a create or patch"):
         check_conflicts({"a": 1}, {"a": 2}, {"a": 2}, {UPDATE_MANAGER: owned("a")}, "me")
 
 

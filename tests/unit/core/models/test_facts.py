@@ -200,22 +200,22 @@ def test_checkpoint_quantization_and_weight_bits_are_read(
         ),
         pytest.param(
             {"head_dim": 0, "hidden_size": 2},
-            "config.json: head size (0) must be that of a model",
+            "config.json: head size (0) must be positive and at most 1e+16",
             id="heads of no size",
         ),
         pytest.param(
             {"intermediate_size": "wide"},
-            "config.json (ValueError: invalid literal for int() with base 10: 'wide') cannot be understood",
-            id="what cannot be understood",
+            "config.json (ValueError: invalid literal for int() with base 10: 'wide') describes no model",
+            id="what describes no model",
         ),
         pytest.param(
             {"max_position_embeddings": 10**400},
-            "config.json: context tokens (out of range) must be that of a model",
+            "config.json: context tokens (too large or negative) must be positive and at most 1e+16",
             id="a context without end",
         ),
         pytest.param(
             {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": "nan"}}}}},
-            "config.json: weight bits (out of range) must be that of a model",
+            "config.json: weight bits (too large or negative) must be positive and at most 1e+16",
             id="bits that are no number",
         ),
     ],

@@ -146,7 +146,7 @@ def test_launch_request_has_the_model_facts_of_its_instance() -> None:
         ),
         pytest.param(
             read_attempt(facts={**LLAMA, "intermediate_size": "wide"}),
-            "config.json (ValueError: invalid literal for int() with base 10: 'wide') cannot be understood",
+            "config.json (ValueError: invalid literal for int() with base 10: 'wide') describes no model",
             id="the config cannot be parsed",
         ),
     ],
