@@ -5,6 +5,7 @@ Each setting comes with its reason, which `fulcrum plan` shows.
 
 import math
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from fulcrum_core.hardware import HardwareFacts, Vendor
 from fulcrum_core.models import (
@@ -40,6 +41,25 @@ READ_EFFICIENCY = 0.7
 """Share of the memory bandwidth at which weights are read in a decode step."""
 
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting(Generic[T_co]):
+    """A setting with its reason; the value None leaves it to the engine."""
+
+    name: str
+    value: T_co
+    reason: str
+
+    def to_choice(self) -> Choice:
+        """The row of `fulcrum plan`."""
+        if self.value is None:
+            return Choice(self.name, LEFT_TO_ENGINE, self.reason)
+        text = str(self.value)
+        return Choice(self.name, text.lower() if isinstance(self.value, bool) else text, self.reason)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
     """Settings that are passed to the engine; None leaves a setting to the engine."""
@@ -61,24 +81,24 @@ def choose_settings(request: LaunchRequest, fit: Fit) -> tuple[VllmSettings, tup
     block = _choose_block_size(request)
     async_scheduling = _choose_async_scheduling(request)
     step_tokens = _choose_step_tokens(request)
-    max_sequences = _choose_max_sequences(request, fit, step_tokens)
+    max_sequences = _choose_max_sequences(request, fit, step_tokens.value)
     all2all_backend = _choose_all2all_backend(request)
     micro_batching = _choose_micro_batching(request, all2all_backend)
-    kv = _choose_kv_cache_bytes(request, max_sequences=int(max_sequences.value), block=int(block.value))
+    kv = _choose_kv_cache_bytes(request, max_sequences=max_sequences.value, block=block.value)
     settings = VllmSettings(
-        attention_backend=attention_backend.value if attention_backend.value != LEFT_TO_ENGINE else None,
-        block_size=int(block.value),
-        async_scheduling=async_scheduling.value == "true",
-        max_batched_tokens=int(step_tokens.value) if step_tokens.value != LEFT_TO_ENGINE else None,
-        max_sequences=int(max_sequences.value),
+        attention_backend=attention_backend.value,
+        block_size=block.value,
+        async_scheduling=async_scheduling.value,
+        max_batched_tokens=step_tokens.value,
+        max_sequences=max_sequences.value,
         sleep_mode=request.settings.sleep_mode,
         all2all_backend=all2all_backend.value if all2all_backend else None,
-        micro_batching=micro_batching is not None and micro_batching.value == "true",
+        micro_batching=micro_batching is not None and micro_batching.value,
         kv_cache_bytes=kv,
     )
-    priority = Choice("schedulingPolicy", "priority", "each request carries its tier's")
-    kv_memory = None if kv is None else Choice("kvMemory", format_gib(kv), _KV_CACHE_REASON)
-    rows = (
+    priority = _Setting("schedulingPolicy", "priority", "each request carries its tier's")
+    kv_memory = None if kv is None else _Setting("kvMemory", format_gib(kv), _KV_CACHE_REASON)
+    rows: tuple[_Setting[object] | None, ...] = (
         attention_backend,
         block,
         async_scheduling,
@@ -90,7 +110,7 @@ def choose_settings(request: LaunchRequest, fit: Fit) -> tuple[VllmSettings, tup
         kv_memory,
         _choose_sleep_mode(request),
     )
-    return settings, tuple(row for row in rows if row is not None)
+    return settings, tuple(row.to_choice() for row in rows if row is not None)
 
 
 LEFT_TO_ENGINE = "left to the engine"
@@ -112,6 +132,7 @@ _BACKENDS = {
 LATENT_BACKENDS = frozenset(
     {"FLASHMLA", "CUTLASS_MLA", "TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "ROCM_AITER_MLA"}
 )
+DEEPEP_BACKENDS = frozenset({"deepep_high_throughput", "deepep_low_latency"})
 _LATENT_SIZES = (320, 512, 576)
 _HEAD_SIZES = {
     "FLASHINFER": (64, 128, 256, 512),
@@ -122,17 +143,17 @@ _HEAD_SIZES = {
 """Head sizes that a kernel supports. An engine with a kernel for other sizes does not start."""
 
 
-def _choose_attention_backend(request: LaunchRequest) -> Choice:
+def _choose_attention_backend(request: LaunchRequest) -> _Setting[str | None]:
     name = "attentionBackend"
     if request.settings.attention_backend is not None:
-        return Choice(name, _BACKENDS[request.settings.attention_backend], _SET_IN_MANIFEST)
+        return _Setting(name, _BACKENDS[request.settings.attention_backend], _SET_IN_MANIFEST)
     hardware, facts = request.hardware, request.facts
     if hardware.vendor is not Vendor.NVIDIA:
-        return Choice(name, LEFT_TO_ENGINE, f"the engine chooses the kernel for {hardware.name}")
+        return _Setting(name, None, f"the engine chooses the kernel for {hardware.name}")
     if facts is None or not hardware.compute_capability:
-        return Choice(name, LEFT_TO_ENGINE, "model or device is not known")
+        return _Setting(name, None, "model or device is not known")
     if (why := _why_no_usual_kernel(facts, hardware)) is not None:
-        return Choice(name, LEFT_TO_ENGINE, why)
+        return _Setting(name, None, why)
     backend, why = (
         _choose_latent_backend(hardware)
         if facts.latent
@@ -140,8 +161,8 @@ def _choose_attention_backend(request: LaunchRequest) -> Choice:
     )
     size = facts.latent_size or facts.head_size
     if size not in _HEAD_SIZES.get(backend, (size,)):
-        return Choice(name, LEFT_TO_ENGINE, f"{backend} has no kernel for {size} values a head")
-    return Choice(name, backend, why)
+        return _Setting(name, None, f"{backend} has no kernel for {size} values a head")
+    return _Setting(name, backend, why)
 
 
 def _why_no_usual_kernel(facts: ModelFacts, hardware: HardwareFacts) -> str | None:
@@ -173,55 +194,51 @@ def _choose_plain_backend(hardware: HardwareFacts, kv: KvPrecision) -> tuple[str
     return "FLASH_ATTN", "FlashAttention 2 is the fastest before Hopper"
 
 
-def _choose_block_size(request: LaunchRequest) -> Choice:
+def _choose_block_size(request: LaunchRequest) -> _Setting[int]:
     if request.settings.block_size is not None:
-        return Choice("blockSize", str(request.settings.block_size), _SET_IN_MANIFEST)
+        return _Setting("blockSize", request.settings.block_size, _SET_IN_MANIFEST)
     latent = request.facts is not None and request.facts.latent
     if request.hardware.vendor is Vendor.CPU and latent:
-        return Choice(
-            "blockSize", str(_CPU_MLA_BLOCK_TOKENS), "latent attention on CPUs supports no other size"
-        )
+        return _Setting("blockSize", _CPU_MLA_BLOCK_TOKENS, "latent attention on CPUs supports no other size")
     reason = "fewer and larger transfers; kernels that want smaller blocks divide them"
-    return Choice("blockSize", str(BLOCK_TOKENS), reason)
+    return _Setting("blockSize", BLOCK_TOKENS, reason)
 
 
-def _choose_async_scheduling(request: LaunchRequest) -> Choice:
+def _choose_async_scheduling(request: LaunchRequest) -> _Setting[bool]:
     name = "asyncScheduling"
     if request.settings.async_scheduling is not None:
-        return Choice(name, str(request.settings.async_scheduling).lower(), _SET_IN_MANIFEST)
+        return _Setting(name, request.settings.async_scheduling, _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
-        return Choice(name, "false", "a CPU has nothing to overlap with")
+        return _Setting(name, False, "a CPU has nothing to overlap with")
     if request.layout.pipeline > 1:
-        return Choice(name, "false", "pipeline stages keep several steps in flight already")
-    return Choice(name, "true", "the next step is scheduled while the device works")
+        return _Setting(name, False, "pipeline stages keep several steps in flight already")
+    return _Setting(name, True, "the next step is scheduled while the device works")
 
 
-def _choose_step_tokens(request: LaunchRequest) -> Choice:
+def _choose_step_tokens(request: LaunchRequest) -> _Setting[int | None]:
     name = "maxBatchedTokens"
     if request.settings.max_batched_tokens is not None:
-        return Choice(name, str(request.settings.max_batched_tokens), _SET_IN_MANIFEST)
+        return _Setting(name, request.settings.max_batched_tokens, _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
-        return Choice(name, LEFT_TO_ENGINE, "its default for CPUs is small enough")
+        return _Setting(name, None, "its default for CPUs is small enough")
     minimum = max(_STEP_TOKENS_MIN, request.settings.max_sequences or 0)  # each request has a token in a step
     if request.started_for_prefill:
-        return Choice(
-            name, str(max(minimum, _PREFILL_STEP_TOKENS)), "no decoding request waits for these steps"
-        )
+        return _Setting(name, max(minimum, _PREFILL_STEP_TOKENS), "no decoding request waits for these steps")
     if request.facts is None or not request.hardware.memory_known or not request.hardware.flops:
-        return Choice(name, LEFT_TO_ENGINE, "model or device is not known")
+        return _Setting(name, None, "model or device is not known")
     costs = step_costs_s(request.facts, request.hardware, request.layout)
-    return Choice(name, *_step_tokens_within_tpot(costs, request.slo.tpot_s, minimum=minimum))
+    return _Setting(name, *_step_tokens_within_tpot(costs, request.slo.tpot_s, minimum=minimum))
 
 
-def _step_tokens_within_tpot(costs: tuple[float, float], tpot_s: float, *, minimum: int) -> tuple[str, str]:
+def _step_tokens_within_tpot(costs: tuple[float, float], tpot_s: float, *, minimum: int) -> tuple[int, str]:
     """Largest number of tokens in a step that takes no longer than the TPOT objective; at least `minimum`."""
     fixed_s, token_s = costs
     affordable = int((tpot_s - fixed_s) / token_s) // _STEP_TOKENS_MULTIPLE * _STEP_TOKENS_MULTIPLE
     cost_text = f"a step takes {fixed_s * 1e3:.1f} ms and {token_s * 1e6:.0f} µs a prefill token"
     tpot = f"a TPOT of {tpot_s * 1e3:g} ms"
     if affordable < minimum:
-        return str(minimum), f"{cost_text}: the smallest useful step takes longer than {tpot} allows"
-    return str(max(minimum, min(_STEP_TOKENS_MAX, affordable))), f"{cost_text}, within {tpot}"
+        return minimum, f"{cost_text}: the smallest useful step takes longer than {tpot} allows"
+    return max(minimum, min(_STEP_TOKENS_MAX, affordable)), f"{cost_text}, within {tpot}"
 
 
 def step_costs_s(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> tuple[float, float]:
@@ -252,21 +269,19 @@ def _multiplies_in_weight_precision(facts: ModelFacts, hardware: HardwareFacts, 
     return hardware.supports_fp8 and linear_bits(facts, layout.weights) == 8
 
 
-def _choose_max_sequences(request: LaunchRequest, fit: Fit, step_tokens: Choice) -> Choice:
+def _choose_max_sequences(request: LaunchRequest, fit: Fit, step_tokens: int | None) -> _Setting[int]:
     name = "maxSequences"
     if request.settings.max_sequences is not None:
-        return Choice(name, str(request.settings.max_sequences), _SET_IN_MANIFEST)
+        return _Setting(name, request.settings.max_sequences, _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
-        return Choice(name, str(_CPU_SEQUENCES_MAX), "more would not be faster on a CPU")
-    maximum = (
-        _SEQUENCES_MAX if step_tokens.value == LEFT_TO_ENGINE else min(_SEQUENCES_MAX, int(step_tokens.value))
-    )
+        return _Setting(name, _CPU_SEQUENCES_MAX, "more would not be faster on a CPU")
+    maximum = _SEQUENCES_MAX if step_tokens is None else min(_SEQUENCES_MAX, step_tokens)
     if fit.kv_capacity_tokens is None:
-        return Choice(name, str(maximum), "the KV capacity is not known")
+        return _Setting(name, maximum, "the KV capacity is not known")
     room = fit.kv_capacity_tokens // request.layout.data // _TOKENS_PER_SEQUENCE
     if room < maximum:
-        return Choice(name, str(max(1, room)), f"KV capacity in requests of {_TOKENS_PER_SEQUENCE:,} tokens")
-    return Choice(name, str(maximum), f"KV capacity for {room:,} requests of {_TOKENS_PER_SEQUENCE:,} tokens")
+        return _Setting(name, max(1, room), f"KV capacity in requests of {_TOKENS_PER_SEQUENCE:,} tokens")
+    return _Setting(name, maximum, f"KV capacity for {room:,} requests of {_TOKENS_PER_SEQUENCE:,} tokens")
 
 
 def _choose_kv_cache_bytes(request: LaunchRequest, *, max_sequences: int, block: int) -> int | None:
@@ -289,36 +304,38 @@ def _choose_kv_cache_bytes(request: LaunchRequest, *, max_sequences: int, block:
 _KV_CACHE_REASON = "for the running requests, at least for one of the longest context"
 
 
-def _choose_sleep_mode(request: LaunchRequest) -> Choice | None:
+def _choose_sleep_mode(request: LaunchRequest) -> _Setting[bool] | None:
     if not request.settings.sleep_mode:
         return None
     warning = (
         "/sleep and /wake_up come with vLLM's other development endpoints, open to anyone who reaches the pod"
     )
-    return Choice("sleepMode", "true", f"set in the manifest; {warning}")
+    return _Setting("sleepMode", True, f"set in the manifest; {warning}")
 
 
-def _choose_micro_batching(request: LaunchRequest, all2all_backend: Choice | None) -> Choice | None:
+def _choose_micro_batching(
+    request: LaunchRequest, all2all_backend: _Setting[str] | None
+) -> _Setting[bool] | None:
     """Whether a step is split: one half computes while tokens of the other are sent to their experts."""
     name = "microBatching"
     if request.settings.micro_batching is not None:
-        return Choice(name, str(request.settings.micro_batching).lower(), _SET_IN_MANIFEST)
+        return _Setting(name, request.settings.micro_batching, _SET_IN_MANIFEST)
     if all2all_backend is None:
         return None
-    if all2all_backend.value.startswith("deepep"):
-        return Choice(name, "true", "one half of a step computes while tokens of the other are sent")
-    return Choice(name, "false", "only DeepEP's kernels overlap with computing")
+    if all2all_backend.value in DEEPEP_BACKENDS:
+        return _Setting(name, True, "one half of a step computes while tokens of the other are sent")
+    return _Setting(name, False, "only DeepEP's kernels overlap with computing")
 
 
-def _choose_all2all_backend(request: LaunchRequest) -> Choice | None:
+def _choose_all2all_backend(request: LaunchRequest) -> _Setting[str] | None:
     """How tokens are sent to their experts; None unless data-parallel ranks share the experts."""
     layout, name = request.layout, "all2allBackend"
     if not layout.expert or layout.data == 1:
         return None
     if request.pool_role == "Flexible":
-        return Choice(name, "allgather_reducescatter", "suits both roles: the instances flip")
+        return _Setting(name, "allgather_reducescatter", "suits both roles: the instances flip")
     if request.hardware.compute_capability < 90:
-        return Choice(name, "allgather_reducescatter", "DeepEP's kernels need Hopper")
+        return _Setting(name, "allgather_reducescatter", "DeepEP's kernels need Hopper")
     if request.pool_role == "Prefill":
-        return Choice(name, "deepep_high_throughput", "many tokens a step")
-    return Choice(name, "deepep_low_latency", "few tokens a step, and a client waits for each")
+        return _Setting(name, "deepep_high_throughput", "many tokens a step")
+    return _Setting(name, "deepep_low_latency", "few tokens a step, and a client waits for each")

@@ -6,7 +6,7 @@ from fulcrum_core.api.engine import Connector
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import KvPrecision, WeightPrecision
 from fulcrum_operator.engines.launch_request import LaunchRequest
-from fulcrum_operator.engines.vllm.settings import LATENT_BACKENDS, VllmSettings
+from fulcrum_operator.engines.vllm.settings import DEEPEP_BACKENDS, LATENT_BACKENDS, VllmSettings
 
 
 def find_unsupported(request: LaunchRequest, settings: VllmSettings) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def _kernels(request: LaunchRequest, settings: VllmSettings) -> Iterator[str]:
     if settings.max_batched_tokens is not None and settings.max_sequences > settings.max_batched_tokens:
         step = f"a step of {settings.max_batched_tokens} tokens (maxBatchedTokens)"
         yield f"maxSequences {settings.max_sequences}: each needs a token in {step}"
-    if settings.micro_batching and not (settings.all2all_backend or "").startswith("deepep"):
+    if settings.micro_batching and settings.all2all_backend not in DEEPEP_BACKENDS:
         yield "microBatching needs DeepEP: a fixed role, expert parallelism over data-parallel ranks, Hopper"
     facts = request.facts
     if facts is None or settings.attention_backend is None:
