@@ -130,7 +130,7 @@ def _format_transfer_buffers(facts: ModelFacts, tokens: int) -> str:
         for kv in KvPrecision
     }
     listed = ", ".join(f"{size} in {kv}" for kv, size in sizes.items())
-    return f"{listed}, in pieces of 256 MiB, if the connector needs one"
+    return f"{listed}, rounded up to multiples of 256 MiB, if the connector needs one"
 
 
 def _yes_or_no(allowed: bool) -> str:

@@ -1,4 +1,7 @@
-"""Build the launch request of an engine adapter from a PDService and the launch spec of an instance."""
+"""Build the launch request of an engine adapter from a PDService and the launch spec of an instance.
+
+Pod manifests, the local run and `fulcrum plan` use it. The adapter decides what follows from a request.
+"""
 
 from fulcrum_core.api import PDService, PoolRole
 from fulcrum_core.api.engine import (
@@ -29,7 +32,7 @@ def build_launch_request(
     facts: ModelFacts | None = None,
     hardware: HardwareFacts | None = None,
 ) -> LaunchRequest:
-    """The launch request for one instance.
+    """Build the launch request for one instance.
 
     Args:
         service: The service, with its objectives and drain timeout.

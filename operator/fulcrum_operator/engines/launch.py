@@ -1,7 +1,7 @@
 """The output of an engine adapter: everything that is needed to start one engine, as frozen values.
 
-A runtime turns it into a process or a pod. Text may contain `$(POD_IP)`, which Kubernetes replaces; a local
-run uses its own address. Command line and environment suffice: no adapter needs a file.
+The manifests turn a launch into a pod, the local run into a process. In a pod, text may contain `$(POD_IP)`,
+which Kubernetes replaces. Command line and environment suffice: no adapter needs a file.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""The adapter of the simulated engine server: command line and identity."""
+"""The adapter of the simulated engine server: command line and identity.
+
+Pod manifests and the local run use it; the server itself is `fulcrum_simulator.server`.
+"""
 
 from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDInstanceSpec
 from fulcrum_core.profiles import EngineProfile
@@ -22,7 +25,7 @@ def arguments(
     side_channel_port: int = 0,
     shutdown_timeout_s: float = 0.0,
 ) -> tuple[str, ...]:
-    """Arguments of `SERVER_MODULE`.
+    """Return the command-line arguments of `SERVER_MODULE` for one instance.
 
     Args:
         instance: The instance to serve.
@@ -43,7 +46,7 @@ def arguments(
 
 
 def identity(spec: PDInstanceSpec, profile: EngineProfile) -> EngineIdentitySpec:
-    """Identity of the engine: engines of one model and one profile shape can exchange KV blocks."""
+    """Return the identity of the engine. Engines with equal model and profile shape can exchange KV."""
     return EngineIdentitySpec(
         model=spec.model,
         engine=_ENGINE,

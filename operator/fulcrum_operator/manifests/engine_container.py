@@ -1,4 +1,7 @@
-"""The parts of an engine's pod that depend on the engine type: program, environment, ports and volumes."""
+"""The parts of an engine's pod that depend on the engine type: program, environment, ports and volumes.
+
+`engine_pod` uses it. The command line itself comes from the adapters in `engines`.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +24,7 @@ _HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
 
 @dataclass(frozen=True, slots=True)
 class EngineContainer:
-    """Parts of one engine's pod, in Kubernetes' spelling.
+    """Parts of one engine's pod, in the form of the Kubernetes API.
 
     `image` is None for the operator's own image; `startup_s` is None if the caller has to pass it.
     """

@@ -62,7 +62,7 @@ def engine_pod(
         startup_s: Expected seconds from the start of the engine's process until it serves.
 
     Raises:
-        InvalidInput: if the engine cannot be started with the service's settings.
+        InvalidInput: if the engine cannot be started with these settings, or the template is invalid.
     """
     manifest: dict[str, Any] = {
         "apiVersion": "v1",

@@ -1,4 +1,7 @@
-"""The pod that runs `model_reader`: it has access to the model like an engine, and no other rights."""
+"""The pod that runs the program `model_reader`, with an engine's access to the model and no other rights.
+
+`controller` creates the pod and reads its result; `plan/model` decides when.
+"""
 
 from typing import Any
 

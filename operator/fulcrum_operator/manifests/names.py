@@ -15,7 +15,7 @@ SERVICE_PORT = 80
 ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
 """Values of the label app.kubernetes.io/name for the parts of a service."""
 RUN_AS_UID = 65532
-"""User id of every pod: not root, and no user of a node."""
+"""User id of every pod: not root, and unlikely to be a user of a node."""
 
 
 @dataclass(frozen=True, slots=True)

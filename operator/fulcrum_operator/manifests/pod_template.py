@@ -1,4 +1,4 @@
-"""Merge a user's `pools[].template` into a pod that the operator made.
+"""Merge a user's `pools[].template` into a pod that the operator generated.
 
 Follows Kubernetes' strategic merge patch as far as pods need it: maps merge, the lists below merge by the
 key of their items, every other list replaces, and a null removes a field.

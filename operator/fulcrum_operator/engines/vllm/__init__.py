@@ -1,4 +1,4 @@
-"""The adapter of vLLM: command line, environment and volumes of one instance, or why not. Pure."""
+"""The adapter of vLLM: the launch of one instance, or what is unsupported. Pure."""
 
 from fulcrum_operator.engines.vllm.launch import (
     IMAGE,

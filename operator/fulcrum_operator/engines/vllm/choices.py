@@ -19,8 +19,8 @@ def layout_choices(request: LaunchRequest) -> Iterator[Choice]:
     if layout.pipeline * layout.data > 1:
         yield Choice("pipeline × data", f"{layout.pipeline} × {layout.data}", "set in the manifest")
     if facts is not None and facts.is_moe and layout.devices_needed > 1:
-        held = "some experts" if layout.expert else "a slice of each expert"
-        yield Choice("expert", str(layout.expert).lower(), f"of {facts.experts}, every rank has {held}")
+        share = "some experts" if layout.expert else "a slice of each expert"
+        yield Choice("expert", str(layout.expert).lower(), f"of {facts.experts}, every rank has {share}")
 
 
 def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
@@ -38,6 +38,6 @@ def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
         yield Choice("weights", weights.value, f"set in the manifest, the checkpoint has {kept}: {size}")
     token = f"{kv_bytes_per_token(facts, kv):,} bytes a token"
     if kv is KvPrecision.AUTO:
-        yield Choice("kvCache", facts.dtype, f"what the model computes in: {token}")
+        yield Choice("kvCache", facts.dtype, f"the data type of the model: {token}")
     else:
         yield Choice("kvCache", kv.value, f"set in the manifest: {token}")

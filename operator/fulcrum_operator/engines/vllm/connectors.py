@@ -1,7 +1,7 @@
-"""`--kv-transfer-config` and what follows from it: how a vLLM instance transfers KV, for each connector.
+"""Build `--kv-transfer-config` for each connector, with lease, buffer and tiers of the KV transfer.
 
-No engine id is set: with an id that survives a restart peers would use the memory map of the old process.
-The decode instance recomputes KV that it cannot load, because prefill instances are flipped and killed.
+No engine id is set: if an id survived a restart, peers would use the memory map of the old process.
+A decode instance recomputes KV that it cannot load, because the prefill instance may be flipped or killed.
 """
 
 import math
@@ -29,14 +29,14 @@ _PROXY_PORT = 7500
 
 
 def flip_strategy(connector: Connector) -> FlipStrategy:
-    """How an instance with this connector flips."""
+    """Return the flip strategy of an instance with this connector."""
     return FlipStrategy.RESTART if connector is Connector.LMCACHE else FlipStrategy.RELABEL
 
 
 def kv_transfer_config(
     request: LaunchRequest, placement: EnginePlacement, *, block_size: int
 ) -> dict[str, Any]:
-    """The value of `--kv-transfer-config`."""
+    """Return the value of `--kv-transfer-config`."""
     connector = request.kv_transfer.connector
     if connector is Connector.NIXL:
         return _nixl(request)
@@ -94,7 +94,7 @@ def _describe_longest_transfer(request: LaunchRequest) -> str:
     if not longest_s:
         return "the transfer time of the longest prompt is not known"
     path = (
-        f"{fabric.bytes_per_s / 1e9:g} GB/s, assumed, as no fabric is named"
+        f"{fabric.bytes_per_s / 1e9:g} GB/s, assumed because hardware.fabric is not set"
         if fabric is Fabric.AUTO
         else fabric.value
     )
@@ -112,13 +112,14 @@ def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
     }
     rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
-        chosen = f"twice TTFT and transfer, at least 30 s; {_describe_longest_transfer(request)}"
+        rule = "twice the sum of TTFT objective and transfer time, at least 30 s"
+        chosen = f"{rule}; {_describe_longest_transfer(request)}"
         reason = chosen if user_kv_lease_s(request.args) is None else "set in engine.args"
         rows.append(Choice("lease", f"{kv_lease_s(request):g}s", reason))
         rows.append(Choice("bufferSize", "none", "NIXL reads the engine's KV cache directly"))
     elif (size := request.buffer_bytes) is not None:
         tokens = f"{request.longest_prompt_tokens or 0:,}"
-        by = f"a rank's share of a prompt of {tokens} tokens, in pieces of 256 MiB"
+        by = f"a rank's share of a prompt of {tokens} tokens, rounded up to multiples of 256 MiB"
         written = request.kv_transfer.buffer_size is not None
         rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if written else by))
     return (*rows, *_tier_choices(request))
@@ -132,7 +133,7 @@ def _tier_choices(request: LaunchRequest) -> Iterator[Choice]:
     if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
         yield Choice(name, tiers, "kept by LMCache's server, next to the engine")
     elif request.started_for_prefill:
-        yield Choice(name, tiers, f"each of {request.tensor} ranks has its share")
+        yield Choice(name, tiers, f"each of {request.tensor} ranks has an equal share")
     else:
         yield Choice(name, "none", "an LMCache receiver reads only KV that a sender pushes")
 
@@ -165,7 +166,7 @@ def _nixl(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _lmcache_server(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> dict[str, Any]:
-    """LMCache's server next to the engine, started by the engine to have access to its devices."""
+    """Config of the LMCache server, which the engine starts so that the server can use its devices."""
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",  # kv_consumer would never store KV
@@ -217,7 +218,7 @@ def _disk_and_remote_tiers(spec: KvCacheSpec, placement: EnginePlacement) -> lis
 def _lmcache_in_process(
     request: LaunchRequest, placement: EnginePlacement, block_size: int
 ) -> dict[str, Any]:
-    """LMCache inside the engine, pushing KV from a sender to a receiver."""
+    """Config of LMCache inside the engine: a sender (prefill) pushes KV to a receiver (decode)."""
     sender = request.role is Role.PREFILL
     keys: dict[str, Any] = {
         "chunk_size": _CHUNK_BLOCKS * block_size,
@@ -252,9 +253,8 @@ def _receiver_keys(request: LaunchRequest, placement: EnginePlacement) -> dict[s
         "pd_peer_host": placement.host,
         "pd_peer_init_port": init_ports,
         "pd_peer_alloc_port": alloc_ports,
-        "retrieve_locations": [
-            "PDBackend"
-        ],  # a receiver reads from PDBackend only, so tiers would never be read
+        # A receiver reads only from PDBackend, so it has no tiers: they would never be read.
+        "retrieve_locations": ["PDBackend"],
         "local_cpu": False,
     }
 

@@ -69,7 +69,7 @@ _CPU_ENV = {
 
 
 def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePlan:
-    """The launch of one instance, its memory estimate and choices; no launch if anything is unsupported."""
+    """Plan the launch of one instance, with fit and choices; no launch if anything is unsupported."""
     fit = request.fit
     settings, choices = choose_settings(request, fit)
     unsupported = find_unsupported(request, settings)
@@ -88,10 +88,10 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
 
 
 def build_launch(request: LaunchRequest, placement: EnginePlacement) -> EngineLaunch:
-    """The launch of one instance.
+    """Build the launch of one instance.
 
     Raises:
-        InvalidInput: if vLLM does not support the requested settings.
+        InvalidInput: if vLLM does not support the requested settings; the message has every reason.
     """
     plan = plan_engine(request, placement)
     if plan.launch is None:
@@ -147,7 +147,7 @@ def _build_launch(request: LaunchRequest, placement: EnginePlacement, settings: 
 
 
 def _model_argument(request: LaunchRequest, placement: EnginePlacement) -> str:
-    """The model argument; instances with different spellings refuse each other's handshakes."""
+    """The model argument, equal in all instances: NIXL refuses a handshake between different model names."""
     return model_folder(request.model_source, placement) or request.model
 
 
@@ -177,9 +177,9 @@ def _arguments(request: LaunchRequest, placement: EnginePlacement, settings: Vll
     yield from _size_arguments(request, settings)
     yield from _layout_arguments(request, settings)
     yield from _precision_arguments(request)
-    # Requests have a priority, and the usage in a response reports how much of the prompt was not computed.
+    # The router sets a priority on requests and reads the cached prompt tokens from the usage of a response.
     yield from ("--scheduling-policy", "priority", "--enable-prompt-tokens-details")
-    yield from ("--prefix-caching-hash-algo", "sha256_cbor")  # the same in all processes, unlike the default
+    yield from ("--prefix-caching-hash-algo", "sha256_cbor")  # the default differs between processes
     yield from ("--shutdown-timeout", str(math.ceil(request.drain_timeout_s)))
     config = connectors.kv_transfer_config(request, placement, block_size=settings.block_size)
     yield from ("--kv-transfer-config", compact_json(config))
@@ -255,13 +255,11 @@ def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator
     if request.hardware.vendor is Vendor.CPU:
         variables += [LaunchEnvVar(name, value) for name, value in _CPU_ENV.items()]
     if request.facts is not None and request.facts.state_layers:
-        variables.append(
-            LaunchEnvVar("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-        )  # the layout that NIXL can transfer
+        # NIXL transfers the state of Mamba and linear-attention layers only in this layout.
+        variables.append(LaunchEnvVar("VLLM_SSM_CONV_STATE_LAYOUT", "DS"))
     if request.settings.sleep_mode:
-        variables.append(
-            LaunchEnvVar("VLLM_SERVER_DEV_MODE", "1")
-        )  # /sleep and /wake_up exist only in this mode
+        # The endpoints /sleep and /wake_up exist only in development mode.
+        variables.append(LaunchEnvVar("VLLM_SERVER_DEV_MODE", "1"))
     if request.model_source.token_secret is not None:
         variables.append(LaunchEnvVar("HF_TOKEN", secret=request.model_source.token_secret))
     elif _model_argument(request, placement) != request.model:

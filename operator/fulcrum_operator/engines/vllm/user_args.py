@@ -23,12 +23,12 @@ _IDENTITY_FIELDS = {
 }
 _NUMBER_FIELDS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
 _DIGITS_MAX = 9
-"""Longer numbers are invalid for the engine and for our fields."""
+"""Longer numbers are invalid for the engine and for the fields of EngineIdentitySpec."""
 _LEASE_MAX_S = 86_400.0
 
 
 def parse_options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each option with its value, as vLLM spells it: `--a_b=c` is `--a-b c`."""
+    """Yield each option with its value; as in vLLM, `--a_b=c` is the same as `--a-b c`."""
     for number, arg in enumerate(args):
         name, given, value = arg.partition("=")
         if name.startswith("--"):
@@ -52,7 +52,10 @@ def user_identity_fields(args: Sequence[str]) -> dict[str, str | int]:
 
 
 def user_kv_lease_s(args: Sequence[str]) -> float | None:
-    """KV lease in seconds if the arguments configure the KV transfer; None if they do not."""
+    """Return the shortest KV lease of the last `--kv-transfer-config`, in seconds.
+
+    None without a readable config; the default of the engine if the config contains no valid lease.
+    """
     configs = [value for option, value in parse_options(args) if option == "--kv-transfer-config"]
     if not configs:
         return None
