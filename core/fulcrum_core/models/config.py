@@ -113,7 +113,7 @@ def _check_sizes(facts: ModelFacts, source: str) -> None:
         if isinstance(value, str):
             continue
         if not 0 <= value <= _NUMBER_MAX or (not value and name in needed):
-            shown = "too large or negative" if value else 0
+            shown = "out of range" if value else 0
             raise InvalidInput(
                 f"{source}: {name.replace('_', ' ')}",
                 shown,

@@ -1,4 +1,4 @@
-"""The adapters that the conformance suite runs on. A new adapter is one more parameter here."""
+"""The store adapters that the contract is tested on. A new adapter is one more parameter of `store`."""
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -34,7 +34,7 @@ def namespace() -> str:
 
 @pytest.fixture
 def forget_history(store: Store) -> Callable[[], Awaitable[None]]:
-    """Makes the store forget every change so far: what a watch cannot resume from any more."""
+    """Function that makes the store drop its history, so that no watch can resume from an earlier version."""
 
     async def forget() -> None:
         name, namespace = f"churn-{uuid.uuid4().hex[:8]}", "churn"

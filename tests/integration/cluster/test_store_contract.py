@@ -50,11 +50,11 @@ def tier(namespace: str, name: str = "gold", *owners: Resource, **spec: Any) -> 
 
 
 async def events(store: Store, kind: type[R], namespace: str, since: str, count: int) -> list[WatchEvent[R]]:
-    """The next `count` events, without bookmarks."""
+    """Return the next `count` events, without bookmarks."""
     seen: list[WatchEvent[R]] = []
     stream = cast(AsyncGenerator[WatchEvent[R], None], store.watch(kind, namespace=namespace, since=since))
-    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
-        async for event in following:
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as stream_events:
+        async for event in stream_events:
             if event.type is not EventType.BOOKMARK:
                 seen.append(event)
             if len(seen) == count:
@@ -63,10 +63,10 @@ async def events(store: Store, kind: type[R], namespace: str, since: str, count:
 
 
 async def next_event(store: Store, kind: type[R], namespace: str, since: str) -> WatchEvent[R]:
-    """The next event, bookmarks included."""
+    """Return the next event, which may be a bookmark."""
     stream = cast(AsyncGenerator[WatchEvent[R], None], store.watch(kind, namespace=namespace, since=since))
-    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
-        return await anext(following)
+    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as stream_events:
+        return await anext(stream_events)
 
 
 async def names(store: Store, kind: type[Resource], namespace: str) -> list[str]:
@@ -134,7 +134,7 @@ class TestCreating:
 
 
 class TestPatching:
-    async def test_a_patch_merges_and_bumps_version_and_generation(
+    async def test_patch_merges_and_increases_version_and_generation(
         self, store: Store, namespace: str
     ) -> None:
         before = await store.create(tier(namespace, priority=1))
@@ -143,25 +143,25 @@ class TestPatching:
         assert after.metadata.generation == 2
         assert after.metadata.resource_version != before.metadata.resource_version
 
-    async def test_null_removes_a_field(self, store: Store, namespace: str) -> None:
+    async def test_null_in_a_patch_removes_the_field(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace, priority=5, slo=SloSpec()))
         patch = {"spec": {"priority": None, "slo": None}}
         after = await store.patch(QoSTier, "gold", patch, namespace=namespace)
         assert after.spec == QoSTierSpec()
 
-    async def test_a_list_is_replaced_whole(self, store: Store, namespace: str) -> None:
+    async def test_patch_replaces_a_whole_list(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace, qos_tiers=("a", "b")))
         after = await store.patch(PDService, "chat", {"spec": {"qosTiers": ["c"]}}, namespace=namespace)
         assert after.spec.qos_tiers == ("c",)
 
-    async def test_the_current_version_is_accepted(self, store: Store, namespace: str) -> None:
+    async def test_patch_with_the_current_version_is_accepted(self, store: Store, namespace: str) -> None:
         current = (await store.create(tier(namespace))).metadata.resource_version
         after = await store.patch(
             QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace, resource_version=current
         )
         assert after.spec.priority == 1
 
-    async def test_of_writers_with_the_same_version_only_one_succeeds(
+    async def test_only_one_of_several_writers_with_the_same_version_succeeds(
         self, store: Store, namespace: str
     ) -> None:
         current = (await store.create(tier(namespace))).metadata.resource_version
@@ -183,7 +183,7 @@ class TestPatching:
         assert same == before
         assert [e.object for e in await events(store, QoSTier, namespace, since, 1)] == [seen]
 
-    async def test_labels_do_not_bump_the_generation(self, store: Store, namespace: str) -> None:
+    async def test_label_changes_do_not_increase_the_generation(self, store: Store, namespace: str) -> None:
         await store.create(tier(namespace))
         after = await store.patch(QoSTier, "gold", {"metadata": {"labels": {"a": "b"}}}, namespace=namespace)
         assert (after.metadata.labels, after.metadata.generation) == ({"a": "b"}, 1)
@@ -195,7 +195,7 @@ class TestPatching:
             await store.patch(QoSTier, "gold", {"metadata": {key: "other"}}, namespace=namespace)
         assert await store.get(QoSTier, "gold", namespace=namespace) == before
 
-    async def test_an_absent_object_cannot_be_patched(self, store: Store, namespace: str) -> None:
+    async def test_patch_of_an_absent_object_is_not_found(self, store: Store, namespace: str) -> None:
         with pytest.raises(NotFound):
             await store.patch(QoSTier, "gold", {"spec": {"priority": 1}}, namespace=namespace)
 
@@ -219,7 +219,7 @@ class TestStatus:
         after = await store.patch(PDService, "chat", {"status": {"flips": 9}}, namespace=namespace)
         assert after == before
 
-    async def test_a_patch_of_status_bumps_the_version_alone(self, store: Store, namespace: str) -> None:
+    async def test_status_patch_increases_only_the_version(self, store: Store, namespace: str) -> None:
         before = await store.create(service(namespace))
         after = await store.patch_status(PDService, "chat", {"flips": 3}, namespace=namespace)
         assert after.spec == before.spec
@@ -235,7 +235,7 @@ class TestStatus:
                 PDService, "chat", {"flips": 4}, namespace=namespace, resource_version=old
             )
 
-    async def test_an_unknown_field_of_status_is_refused(self, store: Store, namespace: str) -> None:
+    async def test_unknown_status_field_is_refused(self, store: Store, namespace: str) -> None:
         await store.create(service(namespace))
         with pytest.raises(InvalidInput, match=r"status\.flops"):
             await store.patch_status(PDService, "chat", {"flops": 3}, namespace=namespace)
@@ -253,15 +253,15 @@ class TestValidation:
         ("spec", "path"),
         [
             pytest.param({"nonsense": 1}, "spec.nonsense", id="an unknown field"),
-            pytest.param({"slo": {"nonsense": 1}}, "spec.slo.nonsense", id="an unknown field further down"),
+            pytest.param({"slo": {"nonsense": 1}}, "spec.slo.nonsense", id="an unknown nested field"),
             pytest.param({"model": None}, "spec.model", id="a required field removed"),
-            pytest.param({"instances": 0}, "spec.instances", id="a number below its least"),
+            pytest.param({"instances": 0}, "spec.instances", id="a number below its minimum"),
             pytest.param({"slo": {"ttft": "0s"}}, "spec.slo.ttft", id="an objective of zero"),
-            pytest.param({"slo": {"ttft": "soon"}}, "spec.slo.ttft", id="no duration"),
-            pytest.param({"autoscaling": {"mode": "Maybe"}}, "spec.autoscaling.mode", id="no such mode"),
+            pytest.param({"slo": {"ttft": "soon"}}, "spec.slo.ttft", id="not a duration"),
+            pytest.param({"autoscaling": {"mode": "Maybe"}}, "spec.autoscaling.mode", id="an unknown mode"),
         ],
     )
-    async def test_a_broken_rule_names_its_path_and_leaves_the_object(
+    async def test_invalid_patch_is_refused_with_the_path_and_changes_nothing(
         self, store: Store, namespace: str, spec: dict[str, Any], path: str
     ) -> None:
         before = await store.create(service(namespace))
@@ -346,9 +346,9 @@ class TestWatching:
             AsyncGenerator[WatchEvent[QoSTier], None], store.watch(QoSTier, namespace="", since=since)
         )
         watched: set[str] = set()
-        async with asyncio.timeout(DEADLINE_S), aclosing(stream) as following:
+        async with asyncio.timeout(DEADLINE_S), aclosing(stream) as stream_events:
             while not both <= watched:
-                event = await anext(following)
+                event = await anext(stream_events)
                 watched |= {event.object.metadata.namespace} if event.object else set()
         assert both <= listed
 
@@ -358,7 +358,7 @@ class TestWatching:
         after = await store.patch_status(PDService, "chat", {"flips": 1}, namespace=namespace)
         assert [e.object for e in await events(store, PDService, namespace, since, 1)] == [after]
 
-    async def test_a_watch_from_a_forgotten_version_is_gone_and_a_new_list_helps(
+    async def test_watch_from_a_dropped_version_is_gone_and_a_new_list_can_be_watched(
         self, store: Store, namespace: str, forget_history: Callable[[], Awaitable[None]]
     ) -> None:
         since = await version(store, namespace)
@@ -389,7 +389,7 @@ class TestDeleting:
         await store.delete(QoSTier, "gold", namespace=namespace)
         assert await names(store, QoSTier, namespace) == []
 
-    async def test_an_absent_object_cannot_be_deleted(self, store: Store, namespace: str) -> None:
+    async def test_delete_of_an_absent_object_is_not_found(self, store: Store, namespace: str) -> None:
         with pytest.raises(NotFound):
             await store.delete(QoSTier, "gold", namespace=namespace)
 
@@ -440,12 +440,14 @@ class TestDeleting:
 
 
 class TestApplying:
-    async def test_the_first_apply_creates(self, store: Store, namespace: str) -> None:
+    async def test_first_apply_creates_the_object(self, store: Store, namespace: str) -> None:
         applied = await store.apply(tier(namespace, priority=3), manager="me")
         assert await store.get(QoSTier, "gold", namespace=namespace) == applied
         assert (applied.spec, applied.metadata.generation) == (QoSTierSpec(priority=3), 1)
 
-    async def test_applying_again_changes_nothing(self, store: Store, namespace: str) -> None:
+    async def test_second_apply_of_the_same_manifest_changes_nothing(
+        self, store: Store, namespace: str
+    ) -> None:
         manifest = service(namespace, instances=3, slo=ServiceSloSpec(ttft=2.0))
         first = await store.apply(manifest, manager="me")
         assert await store.apply(manifest, manager="me") == first
@@ -461,13 +463,17 @@ class TestApplying:
         after = await store.apply(service(namespace, instances=4), manager="me")
         assert after.spec == service(namespace, instances=4, qos_tiers=("a",)).spec
 
-    async def test_a_field_that_another_applied_conflicts(self, store: Store, namespace: str) -> None:
+    async def test_apply_of_a_field_that_another_manager_applied_conflicts(
+        self, store: Store, namespace: str
+    ) -> None:
         await store.apply(service(namespace, instances=3), manager="you")
         with pytest.raises(Conflict, match="you"):
             await store.apply(service(namespace, instances=4), manager="me")
         assert (await store.get(PDService, "chat", namespace=namespace)).spec.instances == 3
 
-    async def test_a_field_that_another_patched_conflicts(self, store: Store, namespace: str) -> None:
+    async def test_apply_of_a_field_that_a_patch_changed_conflicts(
+        self, store: Store, namespace: str
+    ) -> None:
         await store.apply(service(namespace, instances=3), manager="me")
         await store.patch(PDService, "chat", {"spec": {"instances": 5}}, namespace=namespace)
         with pytest.raises(Conflict, match="instances"):

@@ -1,4 +1,4 @@
-"""The store's socket: who may open it, what it says in Kubernetes' words, what a client makes of its end."""
+"""The store's socket: its permissions, Kubernetes' REST semantics, and a client after the server ends."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def memory() -> MemoryStore:
 
 @pytest.fixture
 async def http(memory: MemoryStore, path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A plain HTTP client, as curl would be."""
+    """A plain HTTP client, as curl is."""
     transport = httpx.AsyncHTTPTransport(uds=str(path))
     async with (
         serve_store(memory, path),
@@ -51,7 +51,7 @@ async def http(memory: MemoryStore, path: Path) -> AsyncIterator[httpx.AsyncClie
 class TestSocket:
     async def test_socket_is_accessible_to_its_owner_only(self, memory: MemoryStore, path: Path) -> None:
         async with serve_store(memory, path):
-            modes = [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)]
+            modes = [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)]
         assert modes == [0o600, 0o700]
 
     async def test_socket_is_removed_when_the_server_ends(self, memory: MemoryStore, path: Path) -> None:
@@ -76,10 +76,10 @@ class TestSocket:
 
     async def test_socket_of_a_busy_process_is_not_taken_over(self, memory: MemoryStore, path: Path) -> None:
         path.parent.mkdir()
-        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as waits:
+        with socket.socket(socket.AF_UNIX) as busy, socket.socket(socket.AF_UNIX) as pending:
             busy.bind(os.fspath(path))
             busy.listen(0)
-            waits.connect(os.fspath(path))  # nobody accepts it, and it is all that may wait
+            pending.connect(os.fspath(path))  # fills the queue of connections to be accepted
             with pytest.raises(InvalidInput, match="in use"):
                 async with serve_store(memory, path):
                     pass
@@ -105,10 +105,8 @@ class TestSocket:
                 watch = client.watch(QoSTier, namespace="default", since=since)
                 await anext(watch)
                 began = asyncio.get_running_loop().time()
-            assert asyncio.get_running_loop().time() - began < 20.0  # a graceful end would wait a minute
-            with suppress(
-                StoreUnavailable
-            ):  # whether the end was clean is the server's luck; that it came is not
+            assert asyncio.get_running_loop().time() - began < 20.0  # a graceful shutdown would wait a minute
+            with suppress(StoreUnavailable):  # the watch ends with or without an error, but it ends
                 async with aclosing(watch), asyncio.timeout(20.0):
                     assert [event.object async for event in watch if event.object] == []
 
@@ -125,8 +123,8 @@ class TestClient:
                 await anext(client.watch(QoSTier, namespace="default", since="1"))
 
     async def test_watch_without_bookmarks_raises_store_unavailable(self, path: Path) -> None:
-        mute = MemoryStore(SystemClock(), bookmark_interval_s=60.0)
-        async with serve_store(mute, path), open_store(f"unix:{path}", idle_timeout_s=0.05) as client:
+        silent = MemoryStore(SystemClock(), bookmark_interval_s=60.0)
+        async with serve_store(silent, path), open_store(f"unix:{path}", idle_timeout_s=0.05) as client:
             since = (await client.list(QoSTier, namespace="default")).resource_version
             with pytest.raises(StoreUnavailable):
                 await anext(client.watch(QoSTier, namespace="default", since=since))
@@ -149,20 +147,20 @@ class TestClient:
 class TestRest:
     async def test_yaml_manifest_is_applied_with_defaults(self, http: httpx.AsyncClient) -> None:
         text = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDService\nmetadata: {name: chat}\nspec: {model: m}\n"
-        answer = await http.patch(
+        response = await http.patch(
             f"{SERVICES}/chat", content=text, headers=APPLY, params={"fieldManager": "me"}
         )
-        assert answer.status_code == 200
+        assert response.status_code == 200
         slo = {"ttft": "1s", "tpot": "50ms", "attainment": 99.0, "window": "5m"}
-        assert answer.json()["spec"]["slo"] == slo
+        assert response.json()["spec"]["slo"] == slo
 
     async def test_unquoted_yaml_time_is_accepted(self, http: httpx.AsyncClient) -> None:
         role = "{role: Decode, since: 2026-01-01T00:00:00Z, by: Person}"
         head = "apiVersion: fulcrum.dev/v1alpha1\nkind: PDAssignment\n"
         text = f"{head}spec: {{service: chat, roles: {{a: {role}}}}}"
         url = SERVICES.replace("pdservices", "pdassignments/chat")
-        answer = await http.patch(url, content=text, headers=APPLY, params={"fieldManager": "me"})
-        assert answer.json()["spec"]["roles"]["a"]["since"] == "2026-01-01T00:00:00.000000Z"
+        response = await http.patch(url, content=text, headers=APPLY, params={"fieldManager": "me"})
+        assert response.json()["spec"]["roles"]["a"]["since"] == "2026-01-01T00:00:00.000000Z"
 
     async def test_list_response_has_the_list_kind_and_version(
         self, http: httpx.AsyncClient, memory: MemoryStore
@@ -175,7 +173,7 @@ class TestRest:
             "items": [created.dump()],
         }
 
-    async def test_a_created_object_is_answered_with_201(self, http: httpx.AsyncClient) -> None:
+    async def test_created_object_is_returned_with_status_201(self, http: httpx.AsyncClient) -> None:
         assert (await http.post(TIERS, json=GOLD.dump())).status_code == 201
 
     async def test_watch_from_a_forgotten_version_ends_in_an_error_event(
@@ -184,17 +182,17 @@ class TestRest:
         await memory.create(GOLD)
         for priority in range(2, 12):
             await memory.patch(QoSTier, "gold", {"spec": {"priority": priority}}, namespace="default")
-        answer = await http.get(TIERS, params={"watch": "true", "resourceVersion": "1"})
-        event = json.loads(answer.text)
-        assert (answer.status_code, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
+        response = await http.get(TIERS, params={"watch": "true", "resourceVersion": "1"})
+        event = json.loads(response.text)
+        assert (response.status_code, event["type"], event["object"]["code"]) == (200, "ERROR", 410)
 
     async def test_bookmarks_are_sent_when_requested(
         self, http: httpx.AsyncClient, memory: MemoryStore
     ) -> None:
         since = (await memory.list(QoSTier, namespace="default")).resource_version
         query = {"watch": "true", "resourceVersion": since, "allowWatchBookmarks": "true"}
-        async with http.stream("GET", TIERS, params=query) as answer:
-            event = json.loads(await anext(answer.aiter_lines()))
+        async with http.stream("GET", TIERS, params=query) as response:
+            event = json.loads(await anext(response.aiter_lines()))
         assert event == {
             "type": "BOOKMARK",
             "object": {
@@ -209,10 +207,12 @@ class TestRest:
         [
             pytest.param("GET", f"{TIERS}/none", {}, 404, "NotFound", id="no such object"),
             pytest.param("GET", TIERS.replace("qostiers", "pods"), {}, 404, "NotFound", id="no such kind"),
-            pytest.param("GET", f"{TIERS}?watch=true", {}, 422, "Invalid", id="a watch from nowhere"),
-            pytest.param("POST", TIERS, {"content": "{"}, 422, "Invalid", id="no JSON"),
-            pytest.param("POST", TIERS, {"content": "[]"}, 422, "Invalid", id="no object"),
-            pytest.param("POST", TIERS, {"json": {"metadata": []}}, 422, "Invalid", id="no metadata"),
+            pytest.param("GET", f"{TIERS}?watch=true", {}, 422, "Invalid", id="a watch without a version"),
+            pytest.param("POST", TIERS, {"content": "{"}, 422, "Invalid", id="not JSON"),
+            pytest.param("POST", TIERS, {"content": "[]"}, 422, "Invalid", id="not an object"),
+            pytest.param(
+                "POST", TIERS, {"json": {"metadata": []}}, 422, "Invalid", id="metadata that is a list"
+            ),
             pytest.param(
                 "POST",
                 TIERS,
@@ -233,7 +233,7 @@ class TestRest:
                 {"content": "{}", "headers": APPLY},
                 422,
                 "Invalid",
-                id="apply by nobody",
+                id="an apply without a field manager",
             ),
             pytest.param(
                 "PATCH",
@@ -241,7 +241,7 @@ class TestRest:
                 {"content": "a: [", "headers": APPLY},
                 422,
                 "Invalid",
-                id="no YAML",
+                id="not YAML",
             ),
             pytest.param(
                 "PATCH",
@@ -249,7 +249,7 @@ class TestRest:
                 {"content": '{"spec": {"pools": {"a": {}}}}', "headers": APPLY},
                 422,
                 "Invalid",
-                id="an object for a list",
+                id="an object instead of a list",
             ),
             pytest.param(
                 "PATCH",
@@ -267,7 +267,7 @@ class TestRest:
                 "Conflict",
                 id="an old version",
             ),
-            pytest.param("POST", TIERS, {"json": GOLD.dump()}, 409, "AlreadyExists", id="a second one"),
+            pytest.param("POST", TIERS, {"json": GOLD.dump()}, 409, "AlreadyExists", id="a name in use"),
         ],
     )
     async def test_refusal_is_a_kubernetes_status(
@@ -281,9 +281,9 @@ class TestRest:
         reason: str,
     ) -> None:
         await memory.create(GOLD)
-        answer = await http.request(method, url, **options)
-        status = answer.json()
-        assert (answer.status_code, status["kind"], status["code"], status["reason"]) == (
+        response = await http.request(method, url, **options)
+        status = response.json()
+        assert (response.status_code, status["kind"], status["code"], status["reason"]) == (
             code,
             "Status",
             code,
@@ -292,8 +292,8 @@ class TestRest:
 
     async def test_refused_field_is_reported_in_status_details(self, http: httpx.AsyncClient) -> None:
         body = {**GOLD.dump(), "spec": {"priority": "high"}}
-        answer = await http.post(TIERS, json=body)
-        assert answer.json()["details"] == {
+        response = await http.post(TIERS, json=body)
+        assert response.json()["details"] == {
             "causes": [
                 {
                     "reason": "FieldValueInvalid",
@@ -309,5 +309,5 @@ class TestRest:
         manifest = {"metadata": {"name": "chat"}, "kind": "PDService", "spec": {"model": "m"}}
         await memory.create(PDService.model_validate(manifest))
         body = {"status": {"flips": 2}, "spec": {"model": "other"}}
-        answer = await http.patch(f"{SERVICES}/chat/status", json=body, headers=MERGE)
-        assert (answer.json()["status"]["flips"], answer.json()["spec"]["model"]) == (2, "m")
+        response = await http.patch(f"{SERVICES}/chat/status", json=body, headers=MERGE)
+        assert (response.json()["status"]["flips"], response.json()["spec"]["model"]) == (2, "m")

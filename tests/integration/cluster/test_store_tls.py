@@ -1,4 +1,4 @@
-"""An API server over TLS that breaks off below HTTP: the client's errors are ours there, too."""
+"""A TLS connection that breaks within a response or a watch raises `StoreUnavailable`."""
 
 import asyncio
 import json
@@ -17,13 +17,13 @@ from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.ports import EventType
 from tools.kubernetes import pki
 
-NOT_A_TLS_RECORD = b"this is no record of TLS" * 4
+NOT_A_TLS_RECORD = b"this is not a TLS record" * 4
 
 
 async def _serve_then_break_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A bookmark, or for what is no watch half an answer, and then bytes that are no TLS."""
-    asked = await reader.readuntil(b"\r\n\r\n")
-    if b"watch=true" in asked:
+    """Send a bookmark to a watch, or half a response to another request, then bytes that are not TLS."""
+    request = await reader.readuntil(b"\r\n\r\n")
+    if b"watch=true" in request:
         bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
         line = json.dumps(bookmark).encode() + b"\n"
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))

@@ -40,13 +40,13 @@ def kubeconfig(folder: Path, **user: Any) -> Path:
 
 
 def account(folder: Path) -> Path:
-    """What a kubelet mounts for a ServiceAccount."""
+    """Write the files that a kubelet mounts for a ServiceAccount."""
     (folder / "token").write_text("first\n", encoding="utf-8")
     (folder / "namespace").write_text("team", encoding="utf-8")
     return folder
 
 
-def test_a_socket_is_reached_without_tls_or_token() -> None:
+def test_socket_config_has_no_tls_and_no_token() -> None:
     config = resolve_client_config("unix:/run/store.sock")
     assert (config.socket, config.tls, config.token) == (Path("/run/store.sock"), None, None)
 
@@ -56,7 +56,7 @@ def test_a_socket_is_reached_without_tls_or_token() -> None:
     [("", ("http://one:8080", "default")), ("#second", ("http://two:8080", "team"))],
     ids=["the current context", "a context by name"],
 )
-async def test_a_kubeconfig_gives_address_namespace_and_token(
+async def test_kubeconfig_sets_address_namespace_and_token(
     tmp_path: Path, context: str, expected: tuple[str, str]
 ) -> None:
     config = resolve_client_config(f"kubeconfig:{kubeconfig(tmp_path, token='secret')}{context}")
@@ -73,7 +73,7 @@ def test_inline_kubeconfig_keys_leave_no_files(tmp_path: Path, monkeypatch: pyte
     path.write_text(
         pki.build_kubeconfig(root, pki.issue_certificate(root, "admin"), "https://one:6443"), encoding="utf-8"
     )
-    for _ in range(2):  # the library remembers what it wrote
+    for _ in range(2):  # the library caches the files that it wrote
         config = resolve_client_config(f"kubeconfig:{path}")
         assert config.tls is not None
         assert len(config.tls.get_ca_certs()) == 1
@@ -82,11 +82,11 @@ def test_inline_kubeconfig_keys_leave_no_files(tmp_path: Path, monkeypatch: pyte
 
 async def test_token_comes_from_the_exec_plugin(tmp_path: Path) -> None:
     version = "client.authentication.k8s.io/v1"
-    said = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "t"}}
+    credential = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "t"}}
     plugin = {
         "apiVersion": version,
         "command": "/bin/echo",
-        "args": [json.dumps(said)],
+        "args": [json.dumps(credential)],
         "interactiveMode": "Never",
     }
     config = resolve_client_config(f"kubeconfig:{kubeconfig(tmp_path, exec=plugin)}")
@@ -97,9 +97,9 @@ async def test_token_comes_from_the_exec_plugin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        pytest.param(None, "cannot be read as a kubeconfig: ", id="no such file"),
-        pytest.param("", "cannot be read as a kubeconfig: ", id="nothing in it"),
-        pytest.param("a: [", "cannot be read as a kubeconfig: ", id="no YAML"),
+        pytest.param(None, "cannot be read as a kubeconfig: ", id="missing file"),
+        pytest.param("", "cannot be read as a kubeconfig: ", id="empty"),
+        pytest.param("a: [", "cannot be read as a kubeconfig: ", id="not YAML"),
         pytest.param("kind: Config\n", "cannot be read as a kubeconfig: ", id="no contexts"),
         pytest.param("[]\n", "cannot be read as a kubeconfig: ", id="a list"),
     ],
@@ -150,7 +150,7 @@ def test_missing_or_invalid_cluster_ca_is_refused(tmp_path: Path) -> None:
         in_cluster_config(folder=tmp_path, environment=POD)
 
 
-async def test_a_token_is_read_again_after_a_minute_and_after_a_refusal(tmp_path: Path) -> None:
+async def test_token_is_read_again_after_a_minute_and_after_a_refusal(tmp_path: Path) -> None:
     now = [100.0]
     token = ServiceAccountToken(account(tmp_path) / "token", monotonic_s=lambda: now[0])
     seen = [await token.authorization_header()]
@@ -164,6 +164,6 @@ async def test_a_token_is_read_again_after_a_minute_and_after_a_refusal(tmp_path
     assert seen == ["Bearer first", "Bearer first", "Bearer second", "Bearer third"]
 
 
-def test_a_pod_does_not_load_the_kubernetes_library() -> None:
+def test_in_cluster_client_does_not_load_the_kubernetes_library() -> None:
     code = "import sys, fulcrum_cluster.client; sys.exit('kubernetes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,4 +1,4 @@
-"""Errors on the wire: what one end raises, the other end raises too."""
+"""Errors on the wire: the client raises the error that the server raised."""
 
 from typing import Any
 
@@ -52,15 +52,15 @@ def test_invalid_input_round_trips_with_path_value_and_rule(path: str, value: st
             {"code": 410, "reason": "Gone", "message": "m"}, Gone("m"), id="the older reason of 410"
         ),
         pytest.param({"code": 410, "message": "m"}, Gone("m"), id="410 without a reason"),
-        pytest.param({"code": 503, "message": "m"}, StoreUnavailable("m"), id="a server in trouble"),
-        pytest.param({}, StoreUnavailable("the store gave no reason"), id="no word at all"),
+        pytest.param({"code": 503, "message": "m"}, StoreUnavailable("m"), id="a server error"),
+        pytest.param({}, StoreUnavailable("the store gave no reason"), id="an empty status"),
         pytest.param(
-            {"reason": "Invalid", "message": "m"}, InvalidInput("object", "refused", "m"), id="no cause given"
+            {"reason": "Invalid", "message": "m"}, InvalidInput("object", "refused", "m"), id="no cause"
         ),
         pytest.param(
             {"reason": "Invalid", "details": {"causes": [{"field": "spec", "message": "must be so"}]}},
             InvalidInput("spec", "refused", "must be so"),
-            id="a cause in other words",
+            id="a cause without a value",
         ),
         pytest.param(
             {
@@ -153,7 +153,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 '"pdservices" in API group "fulcrum.dev" in the namespace "team"',
             ),
             Forbidden("system:serviceaccount:a:b cannot list pdservices.fulcrum.dev in namespace team"),
-            id="a right in a namespace",
+            id="a missing right in a namespace",
         ),
         pytest.param(
             status(
@@ -163,7 +163,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 "at the cluster scope",
             ),
             Forbidden("me cannot watch nodes at cluster scope"),
-            id="a right in the cluster",
+            id="a missing right at cluster scope",
         ),
         pytest.param(
             status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: compute'),
@@ -173,7 +173,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
         pytest.param(
             status(401, "Unauthorized", "Unauthorized"),
             Forbidden("the API server does not accept these credentials: Unauthorized"),
-            id="no right to ask at all",
+            id="no valid credentials",
         ),
         pytest.param(
             status(
@@ -187,7 +187,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 },
             ),
             Conflict('spec.instances (conflict with "you")'),
-            id="a field that another applied",
+            id="a field that another manager applied",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def test_keyed_lists_round_trip() -> None:
         ),
     ],
 )
-def test_a_keyed_list_with_bad_keys_is_refused(pools: list[Any], line: str) -> None:
+def test_keyed_list_with_missing_or_repeated_keys_is_refused(pools: list[Any], line: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         extract_owned_part({"metadata": {}, "spec": {"pools": pools}})
     assert str(refused.value) == line
@@ -58,33 +58,37 @@ def test_a_keyed_list_with_bad_keys_is_refused(pools: list[Any], line: str) -> N
 @pytest.mark.parametrize(
     ("live", "applied", "managers", "expected"),
     [
-        pytest.param({"a": 1}, {"b": 2}, {}, {"a": 1, "b": 2}, id="what nobody owns stays"),
+        pytest.param({"a": 1}, {"b": 2}, {}, {"a": 1, "b": 2}, id="a field without an owner stays"),
         pytest.param(
-            {"a": 1, "b": 2}, {"b": 2}, {"me": owned("a", "b")}, {"b": 2}, id="what I left out goes"
+            {"a": 1, "b": 2}, {"b": 2}, {"me": owned("a", "b")}, {"b": 2}, id="an omitted field is removed"
         ),
         pytest.param(
             {"a": 1, "b": 2},
             {"b": 2},
             {"me": owned("a", "b"), "you": owned("a")},
             {"a": 1, "b": 2},
-            id="what you own too stays",
+            id="an omitted field of another manager stays",
         ),
         pytest.param(
             {"a": {"b": 1, "c": 2}},
             {},
             {"me": owned("a", "a.b")},
             {},
-            id="an object I alone had goes with its defaults",
+            id="an omitted object is removed with its defaults",
         ),
         pytest.param(
             {"a": {"b": 1, "c": 2}},
             {},
             {"me": owned("a", "a.b"), "you": owned("a", "a.c")},
             {"a": {"c": 2}},
-            id="an object you hold a part of stays with that",
+            id="the part of an object that another manager owns stays",
         ),
         pytest.param(
-            {"a": {"b": 1}}, {"a": {"b": 2}}, {"me": owned("a", "a.b")}, {"a": {"b": 2}}, id="mine changes"
+            {"a": {"b": 1}},
+            {"a": {"b": 2}},
+            {"me": owned("a", "a.b")},
+            {"a": {"b": 2}},
+            id="an own field changes",
         ),
     ],
 )
@@ -94,13 +98,13 @@ def test_apply_removes_only_what_no_other_manager_owns(
     assert merge_applied(live, applied, managers, "me") == expected
 
 
-def test_a_conflict_names_the_field_both_values_and_the_owner() -> None:
+def test_conflict_names_the_field_both_values_and_the_owner() -> None:
     with pytest.raises(Conflict) as refused:
         check_conflicts({"a": {"b": 1}}, {"a": {"b": 2}}, {"a": {"b": 2}}, {"you": owned("a", "a.b")}, "me")
     assert str(refused.value) == 'a.b (2) is owned by field manager "you", which set 1'
 
 
-def test_conflict_with_a_plain_write_names_another_writer() -> None:
+def test_conflict_with_an_update_says_so() -> None:
     with pytest.raises(Conflict, match="owned by a create or patch"):
         check_conflicts({"a": 1}, {"a": 2}, {"a": 2}, {UPDATE_MANAGER: owned("a")}, "me")
 
@@ -110,7 +114,7 @@ def test_conflict_with_a_plain_write_names_another_writer() -> None:
     [
         pytest.param({"a": 1}, {"a": 1}, {"you": owned("a")}, id="an equal value is shared"),
         pytest.param({"a": 1}, {"a": 2}, {"me": owned("a")}, id="my own field"),
-        pytest.param({"a": 1}, {"a": 2}, {}, id="nobody's field"),
+        pytest.param({"a": 1}, {"a": 2}, {}, id="a field without an owner"),
     ],
 )
 def test_equal_own_and_unowned_values_do_not_conflict(
@@ -123,23 +127,29 @@ def test_equal_own_and_unowned_values_do_not_conflict(
     ("before", "after", "expected"),
     [
         pytest.param(
-            {"a": 1}, {"a": 1}, {"me": owned("a", "b"), UPDATE_MANAGER: owned()}, id="nothing changes hands"
+            {"a": 1},
+            {"a": 1},
+            {"me": owned("a", "b"), UPDATE_MANAGER: owned()},
+            id="an equal value keeps its owner",
         ),
         pytest.param(
-            {"a": 1}, {"a": 2}, {"me": owned("b"), UPDATE_MANAGER: owned("a")}, id="a changed field does"
+            {"a": 1},
+            {"a": 2},
+            {"me": owned("b"), UPDATE_MANAGER: owned("a")},
+            id="a changed field changes its owner",
         ),
         pytest.param(
-            {"a": 1}, {}, {"me": owned("b"), UPDATE_MANAGER: owned()}, id="a removed field is nobody's"
+            {"a": 1}, {}, {"me": owned("b"), UPDATE_MANAGER: owned()}, id="a removed field has no owner"
         ),
         pytest.param(
             {},
             {"c": {"d": 1}},
             {"me": owned("a", "b"), UPDATE_MANAGER: owned("c", "c.d")},
-            id="an added object with all in it",
+            id="an added object and its fields",
         ),
     ],
 )
-def test_plain_write_takes_ownership_of_changed_fields(
+def test_update_takes_ownership_of_changed_fields(
     before: dict[str, Any], after: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert claim_changes(before, after, {"me": owned("a", "b")}) == expected

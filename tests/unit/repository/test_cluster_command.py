@@ -1,4 +1,4 @@
-"""Errors of the test clusters' command line are one line."""
+"""The command line of the test clusters reports each error in one line."""
 
 import sys
 from pathlib import Path
@@ -26,6 +26,6 @@ def test_command_without_a_cluster_fails_with_one_line(
 ) -> None:
     given = [argument.format(folder=tmp_path) for argument in arguments]
     monkeypatch.setattr(sys, "argv", ["kubernetes", "--folder", str(tmp_path), *given])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert left.value.code == expected_message.format(folder=tmp_path)
+    assert exited.value.code == expected_message.format(folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Where no test cluster can run, levels that need one are left out by name and with the reason, or fail."""
+"""Tests that need a cluster are skipped with the reason, or fail if required, where no cluster can run."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ RemoveRequirement = Callable[[pytest.MonkeyPatch], None]
 
 @pytest.fixture
 def complete_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that lacks nothing, whatever machine this is."""
+    """A machine that meets all requirements, whatever the real machine is."""
     built = tmp_path / "k8s"
     built.touch()
     (tmp_path / "memory").mkdir()
@@ -51,7 +51,7 @@ MISSING_REQUIREMENTS = [
         lambda patch: patch.setattr(program, "CNI_PLUGIN_FOLDERS", ()), "CNI plugins", id="CNI plugins"
     ),
     pytest.param(lambda patch: patch.setattr(program, "CGROUP_ROOT", Path("/no")), "cgroup v1", id="cgroups"),
-    pytest.param(without_go, "needs Go", id="no Go, and nothing built"),
+    pytest.param(without_go, "needs Go", id="neither Go nor a built program"),
 ]
 
 
@@ -69,8 +69,8 @@ def test_missing_requirement_is_named(
 @pytest.mark.parametrize(
     ("required", "expected_exception"),
     [
-        pytest.param("", pytest.skip.Exception, id="left out with the reason"),
-        pytest.param("required", ClusterUnavailable, id="required: failed"),
+        pytest.param("", pytest.skip.Exception, id="skipped with the reason"),
+        pytest.param("required", ClusterUnavailable, id="failed if required"),
     ],
 )
 def test_levels_that_cannot_run_are_skipped_unless_required(
@@ -83,19 +83,20 @@ def test_levels_that_cannot_run_are_skipped_unless_required(
 
 
 class Reporter:
-    """As much of pytest's reporter as a summary needs."""
+    """The methods of pytest's reporter that a summary calls."""
 
     def __init__(self, *skipped: tuple[str, str]) -> None:
         reports = [
-            SimpleNamespace(nodeid=name, longrepr=("file", 1, f"Skipped: {why}")) for name, why in skipped
+            SimpleNamespace(nodeid=name, longrepr=("file", 1, f"Skipped: {reason}"))
+            for name, reason in skipped
         ]
         self.stats, self.lines = {"skipped": reports}, list[str]()
 
     def section(self, *_: object, **__: object) -> None:
-        """The heading."""
+        """Ignore the heading."""
 
     def line(self, text: str, **_: object) -> None:
-        """One line of it."""
+        """Record one line."""
         self.lines.append(text)
 
 
@@ -104,7 +105,7 @@ def test_summary_names_each_skipped_test_with_the_reason() -> None:
     config: Any = SimpleNamespace(args=["one_file.py"], option=SimpleNamespace(seed=7))
     config.invocation_params = SimpleNamespace(dir=Path("/nowhere"))
     pytest_terminal_summary(reporter, config)
-    assert reporter.lines[-3:] == [  # below what this very run has measured
+    assert reporter.lines[-3:] == [  # the lines above them are measurements of this run
         "LEFT OUT test_a.py::test_a: no Kubernetes",
         "LEFT OUT test_a.py::test_b: no Kubernetes",
         "seed: repeat this run with --seed 7",

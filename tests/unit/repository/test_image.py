@@ -1,4 +1,4 @@
-"""What the two ways to make the image promise alike."""
+"""The Dockerfile and the builder without Docker (`tools/image`) make the same image."""
 
 import re
 
@@ -10,10 +10,10 @@ from tools.image.build import EXCLUDED_PATHS, EXTRA_FILES, USER, parse_image_nam
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def instructions(word: str) -> list[str]:
-    """The arguments of every such instruction, in order."""
+def instructions(name: str) -> list[str]:
+    """Return the arguments of every instruction of this name, in order."""
     joined = DOCKERFILE.replace("\\\n", " ")
-    return [line.removeprefix(word).strip() for line in joined.splitlines() if line.startswith(f"{word} ")]
+    return [line.removeprefix(name).strip() for line in joined.splitlines() if line.startswith(f"{name} ")]
 
 
 def test_base_image_is_pinned_and_overridable() -> None:
@@ -42,7 +42,7 @@ def test_copied_paths_exist_and_pass_dockerignore() -> None:
 def test_every_package_is_installed_by_hash() -> None:
     installs = re.findall(r"install (.*?)(?: &&|$)", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
     assert installs
-    assert [one for one in installs if "--require-hashes" not in one and "--no-index" not in one] == [], (
+    assert [each for each in installs if "--require-hashes" not in each and "--no-index" not in each] == [], (
         "only our own wheel has no hash"
     )
 
@@ -53,19 +53,21 @@ def test_dockerfile_and_builder_remove_the_same_files() -> None:
 
 
 def test_no_module_imports_a_removed_kubernetes_api() -> None:
-    """`kubernetes.client` loads its APIs when they are asked for: only in a container would that fail."""
+    """`kubernetes.client` imports an API on first use, so a removed one would fail only in a container."""
     rooms = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
-    asks = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
+    uses = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
     files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
-    assert [str(file) for file in files if asks.search(file.read_text(encoding="utf-8"))] == []
+    assert [str(file) for file in files if uses.search(file.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize(
     ("tag", "name"),
     [
-        pytest.param("1", "localhost/fulcrum:1", id="a tag"),
+        pytest.param("1", "localhost/fulcrum:1", id="a tag only"),
         pytest.param(
-            "registry.example:5000/team/fulcrum:v1.2", "registry.example:5000/team/fulcrum:v1.2", id="all"
+            "registry.example:5000/team/fulcrum:v1.2",
+            "registry.example:5000/team/fulcrum:v1.2",
+            id="a full name",
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""Each import contract is broken on purpose here, so that a contract that forbids nothing is noticed.
+"""Every import contract is broken once on purpose, to detect a contract that forbids nothing.
 
-The rooms are copied to a scratch folder, one forbidden import is written into the copy, and the linter must
-name the contract that it breaks. One process lints every case: starting the linter costs more than a run.
+The rooms are copied to a temporary folder, one forbidden import is added to the copy, and the linter must
+name the broken contract. One process lints all cases, because starting the linter takes longer than a run.
 """
 
 import json
@@ -21,7 +21,7 @@ ROOMS = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cl
 
 @dataclass(frozen=True, slots=True)
 class ImportCase:
-    """A forbidden import, or an allowed one that looks like it (`breaks` is None)."""
+    """A forbidden import, or an allowed import that resembles one (`breaks` is None)."""
 
     sentence: str
     breaks: str | None
@@ -151,7 +151,7 @@ CASES = [
     ),
 ]
 
-# Runs inside the copy: for each case write its files, lint, take them away again; print what broke, as ids.
+# Runs in the copy: for each case, write its files, lint and remove them; print the ids of broken contracts.
 LINT_PROGRAM = r"""
 import contextlib, io, json, pathlib, re, sys
 from importlinter import configuration
@@ -162,11 +162,11 @@ broken = []
 for files in json.load(sys.stdin):
     for name, source in files.items():
         pathlib.Path(name).write_text(source)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         lint_imports(config_filename="pyproject.toml", cache_dir=".lint-cache", no_logo=True)
-    verdicts = re.findall(r"^(.+) (KEPT|BROKEN)", said.getvalue(), re.MULTILINE)
+    verdicts = re.findall(r"^(.+) (KEPT|BROKEN)", output.getvalue(), re.MULTILINE)
     if {name for name, _ in verdicts} != set(names):
-        sys.exit(said.getvalue())
+        sys.exit(output.getvalue())
     broken.append([names[name] for name, verdict in verdicts if verdict == "BROKEN"])
     for name in files:
         pathlib.Path(name).unlink()
@@ -203,7 +203,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.sentence)
-def test_a_forbidden_import_breaks_its_contract(case: ImportCase, broken: dict[str, list[str]]) -> None:
+def test_forbidden_import_breaks_its_contract(case: ImportCase, broken: dict[str, list[str]]) -> None:
     untouched = broken[UNCHANGED] if case.sentence != UNCHANGED else []
     new = sorted(set(broken[case.sentence]) - set(untouched))
     assert (new == []) if case.breaks is None else (case.breaks in broken[case.sentence])

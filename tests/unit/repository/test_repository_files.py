@@ -1,4 +1,4 @@
-"""The files around the code agree with one another: locks, settings, make targets, decisions, changelog."""
+"""Locks, settings, make targets, decision pages and changelog fragments are consistent with one another."""
 
 import re
 import tomllib
@@ -19,7 +19,7 @@ PIN = re.compile(r"([a-z0-9-]+)==([^ ;]+)( ; [^\\]+)? \\")
 
 
 def pinned_versions(lock: str) -> dict[str, str]:
-    """The versions in a lock; a line that is neither a pin nor a hash fails here."""
+    """Return the version of each package in a lock; fail on a line that is neither a pin nor a hash."""
     found: dict[str, str] = {}
     for line in (ROOT / "requirements" / f"{lock}.lock").read_text(encoding="utf-8").splitlines():
         if pin := PIN.fullmatch(line):
@@ -30,7 +30,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
 
 
 def requirements_of(*extras: str) -> list[Requirement]:
-    """What the project and these extras ask for, extras of our own opened."""
+    """Return the requirements of the project and of these extras, with our own extras resolved."""
     lists = [PROJECT["project"]["dependencies"]]
     lists += [PROJECT["project"]["optional-dependencies"][extra] for extra in extras]
     found: list[Requirement] = []
@@ -88,12 +88,12 @@ def test_all_settings_name_the_same_rooms() -> None:
 
 
 def test_wheel_contains_the_files_that_the_code_reads(tmp_path: Path) -> None:
-    """Files that only a checkout has make `fulcrum play` of an installed package fail at its start."""
+    """Without these files `fulcrum play` of an installed package fails at start."""
     wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(wheel) as packed:
-        held = {name for name in packed.namelist() if name.endswith(".yaml")}
+        contained = {name for name in packed.namelist() if name.endswith(".yaml")}
     profiles = (ROOT / "core/fulcrum_core/data/profiles").glob("*.yaml")
-    assert held == {
+    assert contained == {
         *(f"fulcrum_core/data/profiles/{profile.name}" for profile in profiles),
         *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "replay", "vllm-cpu")),
     }
@@ -101,10 +101,10 @@ def test_wheel_contains_the_files_that_the_code_reads(tmp_path: Path) -> None:
 
 def test_phony_make_targets_have_a_help_text() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    explained = re.findall(r"^([a-z-]+):.*## \S", makefile, re.MULTILINE)
+    described = re.findall(r"^([a-z-]+):.*## \S", makefile, re.MULTILINE)
     phony = re.search(r"^\.PHONY: (.*)\\$", makefile, re.MULTILINE)
     assert phony
-    assert sorted(explained) == sorted(phony[1].split())
+    assert sorted(described) == sorted(phony[1].split())
 
 
 def test_decisions_are_numbered_without_gaps_and_at_most_40_lines() -> None:

@@ -1,4 +1,4 @@
-"""Rules over the source that no linter has: where files lie, how large they grow, what each must carry."""
+"""Rules of the source that no linter checks: location, size, names and docstrings of modules; sleeps."""
 
 import ast
 import importlib
@@ -23,17 +23,19 @@ TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".lock", ".in", ".json", ".svg"
 MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 
-# Each says nothing about what the thing is for.
+# These name parts say nothing about the purpose of the thing.
 MEANINGLESS_NAMES = re.compile(r"(^|_)(manager|helpers?|utils?|misc|common|worker)(_|$)")
 
 
-def module_params(*, but: tuple[str, ...] = ()) -> list[object]:
-    """Every module as a test parameter, named by its path."""
-    return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in MODULES if path.name not in but]
+def module_params(*, excluded: tuple[str, ...] = ()) -> list[object]:
+    """Return every module as a test parameter with its path as id."""
+    return [
+        pytest.param(path, id=str(path.relative_to(ROOT))) for path in MODULES if path.name not in excluded
+    ]
 
 
 def import_name(path: Path) -> str:
-    """The module's import name: its path below the room folder."""
+    """Return the module's import name: its path below the room folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts[1:]
     return ".".join(parts).removesuffix(".__init__")
 
@@ -49,7 +51,7 @@ def count_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def committed_files() -> list[Path]:
-    """The files git knows."""
+    """Return the files that git tracks."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
@@ -72,14 +74,14 @@ def test_every_package_is_typed(package: Path) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_every_folder_of_a_package_is_a_package(package: Path) -> None:
-    """One without `__init__.py` is invisible to the import contracts."""
+    """The import contracts ignore a folder without `__init__.py`."""
     folders = {path.parent for path in package.rglob("*.py")}
     assert sorted(folder for folder in folders if not (folder / "__init__.py").exists()) == []
 
 
-@pytest.mark.parametrize("path", module_params(but=("__main__.py",)))
+@pytest.mark.parametrize("path", module_params(excluded=("__main__.py",)))
 def test_every_module_can_be_imported_alone(path: Path) -> None:
-    """Some mistakes pass the type checker and fail only here."""
+    """Circular imports and errors at import time pass the type checker."""
     assert importlib.import_module(import_name(path)).__name__ == import_name(path)
 
 
@@ -115,7 +117,7 @@ def test_half_of_all_functions_are_short() -> None:
 
 
 def test_every_module_is_imported_or_started() -> None:
-    """A module that nothing imported_names and nobody starts is dead."""
+    """A module that is neither imported nor started as a program is dead code."""
     sources = {path: path.read_text(encoding="utf-8") for path in MODULES}
     imported = {name for source in sources.values() for name in imported_names(ast.parse(source))}
     started = {path for path, source in sources.items() if 'if __name__ == "__main__":' in source}
@@ -130,7 +132,7 @@ def test_every_module_is_imported_or_started() -> None:
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
-    """Every name that may be a module: `from a import b` gives a and a.b."""
+    """Yield every imported name that may be a module: a and a.b for `from a import b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -140,8 +142,8 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
-    """What happens to be there because something else needs it is gone one day, or in another environment."""
+def test_room_imports_only_distributions_of_its_extra(room: str) -> None:
+    """A package that only another room's extra installs may be missing in another environment."""
     by_module = importlib.metadata.packages_distributions()
     imported = {
         distribution.lower().replace("_", "-")
@@ -154,7 +156,7 @@ def test_a_room_imports_only_what_its_extra_installs(room: str) -> None:
 
 
 def test_local_run_imports_no_kubernetes_library() -> None:
-    """`make play` installs nothing for Kubernetes; so nothing that a local run starts may import that."""
+    """`make play` installs no Kubernetes library, so no program of a local run may import one."""
     started = (
         "fulcrum_cli.__main__",
         "fulcrum_cli.commands.up",
@@ -167,18 +169,19 @@ def test_local_run_imports_no_kubernetes_library() -> None:
 
 
 def allowed_distributions(room: str) -> set[str]:
-    """The distributions that the room may count on: the project's own and its extra's."""
+    """Return the distributions that a room may import: those of the project and of the room's extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: distributions(texts) for name, texts in project["optional-dependencies"].items()}
     extras["core"] = set()
-    # What only a cluster needs; a local run never imported_names it
-    # (`test_local_run_imports_no_kubernetes_library`).
+    # Only used in a cluster: `test_local_run_imports_no_kubernetes_library` checks that.
     for shell in ("operator", "router"):
         extras[shell] |= extras["kubernetes"]
-    shared = extras["router"] & extras["autoscaler"] & extras["operator"]  # each of them stands on it
+    shared = (
+        extras["router"] & extras["autoscaler"] & extras["operator"]
+    )  # `cluster` is installed with each of them
     extras["cluster"] = shared | extras["kubernetes"]
     extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
-    return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # pydantic's other half
+    return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # installed by pydantic
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -192,7 +195,7 @@ SLEEPS_LEFT = {
     "tests/kubernetes/control_plane/test_api_server.py": 1,
     "tests/kubernetes/control_plane/test_conformance.py": 1,
 }
-"""Sleeps that are still to be replaced, by file. Numbers here may only fall."""
+"""Number of sleeps left to replace, by file; a number may only decrease."""
 
 
 def find_sleeps(source: str) -> list[int]:

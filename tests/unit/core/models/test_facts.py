@@ -210,12 +210,12 @@ def test_checkpoint_quantization_and_weight_bits_are_read(
         ),
         pytest.param(
             {"max_position_embeddings": 10**400},
-            "config.json: context tokens (too large or negative) must be positive and at most 1e+16",
+            "config.json: context tokens (out of range) must be positive and at most 1e+16",
             id="a context without end",
         ),
         pytest.param(
             {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": "nan"}}}}},
-            "config.json: weight bits (too large or negative) must be positive and at most 1e+16",
+            "config.json: weight bits (out of range) must be positive and at most 1e+16",
             id="bits that are no number",
         ),
     ],
