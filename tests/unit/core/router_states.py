@@ -1,4 +1,4 @@
-"""What a router says of itself and of its instances, idle but for what a test is about."""
+"""Builders of RouterState and InstanceState: idle and serving unless a test sets other values."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from fulcrum_core.values import Role
 
 
 def instance_state(name: str, role: Role = Role.DECODE, **numbers: Any) -> InstanceState:
-    """An idle, serving instance, but for `numbers`."""
+    """Return an idle, serving instance with these fields replaced."""
     defaults: dict[str, Any] = {
         "serving": True,
         "prefill_queued_s": 0.0,
@@ -22,7 +22,7 @@ def instance_state(name: str, role: Role = Role.DECODE, **numbers: Any) -> Insta
 
 
 def router_state(*instances: InstanceState, **fields: Any) -> RouterState:
-    """The router of the service `chat` at generation 1, with nothing to tell but `fields`."""
+    """Return the state of an idle router of the service `chat` with these fields replaced."""
     defaults: dict[str, Any] = {
         "service": "chat",
         "generation": 1,

@@ -1,4 +1,4 @@
-"""`may_apply` and `apply_flip`: refusals first, each with its message."""
+"""The rules of the PDAssignment: which changes are refused or allowed, and what a flip writes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def entry(role: Role, **fields: Any) -> RoleAssignment:
 
 
 def desired(roles: str, **fields: Any) -> PDAssignmentSpec:
-    """`PPD`: three instances a, b, c."""
+    """Return an assignment with one instance per letter: `PPD` is a and b to prefill, c to decode."""
     entries = {
         name: entry(P if letter == "P" else D) for name, letter in zip("abcdefgh", roles, strict=False)
     }
@@ -44,7 +44,7 @@ def flip(name: str, to: Role, by: Actor = Actor.AUTOSCALER, *, now_s: float = NO
 
 
 def edit(name: str, **fields: Any) -> Change:
-    """Somebody changes fields of an entry by hand."""
+    """Return a change that replaces fields of one entry."""
     return lambda spec: spec.model_copy(
         update={"roles": {**spec.roles, name: spec.roles[name].model_copy(update=fields)}}
     )
@@ -79,7 +79,7 @@ def check_change(
             flip("c", P, Actor.PERSON),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
-            id="not even a person takes the last decode instance",
+            id="the last decode instance, by a person",
         ),
         pytest.param(
             desired("PPPD", floors=Floors(prefill=3, decode=1)),
@@ -93,14 +93,14 @@ def check_change(
             flip("a", D),
             "ac",
             "0 instances would serve Prefill, the floor is 1; leaving: a",
-            id="who is not ready does not count",
+            id="an instance that is not ready does not count",
         ),
         pytest.param(
             desired("PPD"),
             edit("c", cordoned=True),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
-            id="a cordon leaves the role, too",
+            id="a cordon of the last instance of a role",
         ),
         pytest.param(
             desired("PPD"),
@@ -114,21 +114,21 @@ def check_change(
             flip("c", P),
             "ab",
             "0 instances would be assigned to Decode, the floor is 1; leaving: c",
-            id="a crashed instance is still the last one assigned",
+            id="the last assigned instance, although it crashed",
         ),
         pytest.param(
             desired("PPD", last_prefill_to_decode=NOW_S - 4),
             flip("a", D),
             "abc",
             "instance 'a' may not flip to Decode 4.0 s after the last such flip; the cooldown is 10s",
-            id="autoscaler within the cooldown",
+            id="an autoscaler flip within the cooldown",
         ),
         pytest.param(
             desired("PPD"),
             edit("a", role=D, since=NOW_S, by=Actor.AUTOSCALER),
             "abc",
             "the flip of instance 'a' to Decode is not recorded in lastPrefillToDecode",
-            id="autoscaler that does not start the cooldown",
+            id="an autoscaler flip that does not start the cooldown",
         ),
         pytest.param(
             edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
@@ -142,14 +142,14 @@ def check_change(
             flip("a", D),
             "abc",
             "the flip of instance 'a' to Decode was refused: did not verify",
-            id="refused before",
+            id="a change that was refused before",
         ),
         pytest.param(
             desired("PPD"),
             flip("a", D, now_s=NOW_S + CLOCK_SKEW_S + 1),
             "abc",
             "the flip of instance 'a' is dated 6 s ahead",
-            id="dated in the future",
+            id="an entry dated in the future",
         ),
         pytest.param(
             desired("PPD", last_prefill_to_decode=NOW_S),
@@ -163,35 +163,35 @@ def check_change(
             lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S - 60}),
             "abc",
             "lastPrefillToDecode may not be cleared or set back",
-            id="the cooldown set back",
+            id="the cooldown moved back",
         ),
         pytest.param(
             desired("PPD"),
             lambda spec: spec.model_copy(update={"last_prefill_to_decode": NOW_S + 3600}),
             "abc",
             "lastPrefillToDecode is dated 3600 s ahead",
-            id="the cooldown begun in the future",
+            id="a cooldown that starts in the future",
         ),
         pytest.param(
             edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
             edit("a", pinned_until=None),
             "abc",
             "instance 'a' is pinned to Prefill for 1m30s more",
-            id="somebody's pin cleared",
+            id="a person's pin cleared",
         ),
         pytest.param(
             edit("a", pinned_until=NOW_S + 90, by=Actor.PERSON)(desired("PPD")),
             edit("a", pinned_until=NOW_S + 30, by=Actor.AUTOSCALER),
             "abc",
             "instance 'a' is pinned to Prefill for 1m30s more",
-            id="somebody's pin shortened",
+            id="a person's pin shortened",
         ),
         pytest.param(
             edit("a", cordoned=True, reason="more instances than wanted")(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
             "instance 'a' is about to stop: more instances than wanted",
-            id="who shall leave",
+            id="an instance that is to be removed",
         ),
     ],
 )
@@ -209,15 +209,17 @@ def test_change_that_breaks_a_rule_is_refused_with_the_reason(
         pytest.param(desired("PPD"), put("z", D), "abc", id="a new instance"),
         pytest.param(desired(""), put("a", P), "", id="the first instance"),
         pytest.param(desired("PDD"), drop("c"), "ab", id="removal of a crashed instance"),
-        pytest.param(desired("PD"), drop("b"), "a", id="removal of the last of a role, gone for good"),
+        pytest.param(
+            desired("PD"), drop("b"), "a", id="removal of the last instance of a role after its deletion"
+        ),
         pytest.param(desired("PPD"), edit("a", cordoned=True), "abc", id="a cordon that keeps the floor"),
         pytest.param(
-            edit("a", cordoned=True)(desired("PPD")), edit("a", cordoned=False), "abc", id="a cordon lifted"
+            edit("a", cordoned=True)(desired("PPD")), edit("a", cordoned=False), "abc", id="a cordon removed"
         ),
         pytest.param(
-            desired("PDD"), flip("b", P), "ac", id="a crashed instance flips while others hold its role"
+            desired("PDD"), flip("b", P), "ac", id="a crashed instance flips while others have its role"
         ),
-        pytest.param(desired("PPD"), flip("b", D), "ab", id="help for a role whose instances crashed"),
+        pytest.param(desired("PPD"), flip("b", D), "ab", id="a flip to a role whose instances crashed"),
         pytest.param(
             desired("PPD", last_prefill_to_decode=NOW_S - 10),
             flip("a", D),
@@ -246,7 +248,10 @@ def test_change_that_breaks_a_rule_is_refused_with_the_reason(
             id="a person against a refusal",
         ),
         pytest.param(
-            edit("a", pinned_until=NOW_S)(desired("PPD")), flip("a", D), "abc", id="a pin that ran out"
+            edit("a", pinned_until=NOW_S)(desired("PPD")),
+            flip("a", D),
+            "abc",
+            id="a flip after the pin expired",
         ),
         pytest.param(
             edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
@@ -258,7 +263,7 @@ def test_change_that_breaks_a_rule_is_refused_with_the_reason(
             edit("a", pinned_until=NOW_S)(desired("PPD")),
             edit("a", pinned_until=None),
             "abc",
-            id="a pin that ran out is cleared",
+            id="an expired pin is cleared",
         ),
         pytest.param(
             edit("a", pinned_until=NOW_S + 90)(desired("PPD")),
@@ -270,19 +275,19 @@ def test_change_that_breaks_a_rule_is_refused_with_the_reason(
             edit("a", cordoned=True)(desired("PPD")),
             edit("a", cordoned=False, role=D, since=NOW_S, by=Actor.PERSON),
             "abc",
-            id="a cordon lifted with the flip",
+            id="a flip that also removes the cordon",
         ),
         pytest.param(
             edit("a", cordoned=True, by=Actor.PERSON)(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
-            id="whom a person cordoned",
+            id="an instance that a person cordoned",
         ),
         pytest.param(
             desired("PPD"),
             flip("a", D, now_s=NOW_S + CLOCK_SKEW_S),
             "abc",
-            id="a clock that is a little ahead",
+            id="a writer whose clock is slightly ahead",
         ),
     ],
 )
@@ -290,7 +295,7 @@ def test_change_within_the_rules_is_allowed(current: PDAssignmentSpec, change: C
     assert check_change(current, change, ready) == ALLOWED
 
 
-def test_instance_of_a_fixed_pool_cannot_be_flipped_by_anybody() -> None:
+def test_no_actor_can_flip_an_instance_of_a_fixed_pool() -> None:
     fixed = AssignmentRules(10.0, {"a": P})
     for actor in Actor:
         verdict = check_change(desired("PPD"), flip("a", D, actor), "abc", fixed)
@@ -304,19 +309,19 @@ def test_flip_records_actor_time_count_and_cooldown() -> None:
     assert after == expected.model_copy(update={"roles": {**expected.roles, "a": signed}})
 
 
-def test_a_flip_back_to_prefill_does_not_touch_the_cooldown() -> None:
+def test_flip_to_prefill_does_not_start_the_cooldown() -> None:
     after = flip("c", P)(desired("PDD", last_prefill_to_decode=NOW_S - 3))
     assert (after.flips, after.last_prefill_to_decode) == (1, NOW_S - 3)
 
 
-def test_pinning_an_instance_to_the_role_it_has_is_no_flip() -> None:
+def test_pin_to_the_current_role_counts_as_no_flip() -> None:
     before = desired("PPD", last_prefill_to_decode=NOW_S - 3)
     after = apply_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
     assert (after.flips, after.last_prefill_to_decode) == (0, NOW_S - 3)
     assert after.roles["c"].pinned_until == NOW_S + 60
 
 
-def test_a_writer_whose_clock_is_behind_never_sets_the_cooldown_back() -> None:
+def test_writer_with_a_slow_clock_does_not_move_the_cooldown_back() -> None:
     before = desired("PPD", last_prefill_to_decode=NOW_S)
     after = flip("a", D, Actor.PERSON, now_s=NOW_S - 30)(before)
     assert after.last_prefill_to_decode == NOW_S
@@ -342,16 +347,18 @@ def test_flip_clears_an_expired_refusal_and_pin() -> None:
 def test_reader_that_accepted_a_flip_accepts_its_rollback_by_the_operator(
     roles: str, name: str, to: Role, since_flip_s: float, by: Actor
 ) -> None:
-    """Whoever gave the role that comes back, and even if the flip was pinned."""
+    """Whichever actor had set the former role, and even if the flip had a pin."""
     before = edit(name, by=by)(desired(roles, last_prefill_to_decode=NOW_S - since_flip_s))
-    taken = apply_flip(before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    flipped = apply_flip(
+        before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60
+    )
     refusal = Refusal(role=to, reason="did not verify", until=NOW_S + 30)
-    back = edit(name, role=to.other, since=NOW_S - 1000, by=by, pinned_until=None, refused=refusal)(taken)
+    back = edit(name, role=to.other, since=NOW_S - 1000, by=by, pinned_until=None, refused=refusal)(flipped)
 
-    assert may_apply(taken, back, frozenset("abc"), RULES, now_s=NOW_S) == ALLOWED
+    assert may_apply(flipped, back, frozenset("abc"), RULES, now_s=NOW_S) == ALLOWED
 
 
-def test_an_unknown_instance_cannot_be_flipped() -> None:
+def test_unknown_instance_cannot_be_flipped() -> None:
     with pytest.raises(KeyError):
         flip("z", D)(desired("PPD"))
 
@@ -359,15 +366,15 @@ def test_an_unknown_instance_cannot_be_flipped() -> None:
 @pytest.mark.parametrize(
     ("roles", "ready", "expected"),
     [
-        pytest.param("PD", "ab", {"a": P, "b": D}, id="two share the work"),
-        pytest.param("PD", "b", {"b": Role.BOTH}, id="the only one ready does both"),
-        pytest.param("P", "a", {"a": Role.BOTH}, id="a service of one does both"),
-        pytest.param("PP", "ab", {"a": P, "b": P}, id="two of one role keep it"),
-        pytest.param("PD", "", {}, id="nobody is ready"),
-        pytest.param("PD", "abz", {"a": P, "b": D}, id="who has no entry plays nothing"),
+        pytest.param("PD", "ab", {"a": P, "b": D}, id="one instance of each role"),
+        pytest.param("PD", "b", {"b": Role.BOTH}, id="the only ready instance serves both phases"),
+        pytest.param("P", "a", {"a": Role.BOTH}, id="a single instance serves both phases"),
+        pytest.param("PP", "ab", {"a": P, "b": P}, id="two instances of one role keep the role"),
+        pytest.param("PD", "", {}, id="no instance is ready"),
+        pytest.param("PD", "abz", {"a": P, "b": D}, id="an instance without an entry has no role"),
     ],
 )
-def test_effective_role_is_both_where_only_one_instance_works(
+def test_effective_role_is_both_if_only_one_instance_is_ready(
     roles: str, ready: str, expected: dict[str, Role]
 ) -> None:
     assert resolve_effective_roles(desired(roles).roles, frozenset(ready)) == expected
@@ -376,18 +383,30 @@ def test_effective_role_is_both_where_only_one_instance_works(
 @pytest.mark.parametrize(
     ("roles", "ready", "groups", "expected"),
     [
-        pytest.param("PD", "a", {}, {"a": P}, id="left alone it still refuses to decode"),
-        pytest.param("PD", "b", {}, {"b": Role.BOTH}, id="left alone it computes prompts, too"),
-        pytest.param("PDP", "abc", {"c": 1}, {"a": P, "b": D, "c": P}, id="alone in its group it idles"),
+        pytest.param("PD", "a", {}, {"a": P}, id="the only ready instance, a prefill engine, cannot decode"),
+        pytest.param(
+            "PD",
+            "b",
+            {},
+            {"b": Role.BOTH},
+            id="the only ready instance, a decode engine, also computes prompts",
+        ),
+        pytest.param(
+            "PDP",
+            "abc",
+            {"c": 1},
+            {"a": P, "b": D, "c": P},
+            id="an instance alone in its group keeps its role",
+        ),
     ],
 )
-def test_an_engine_that_was_started_to_prefill_never_plays_both(
+def test_engine_started_with_the_prefill_role_never_serves_both(
     roles: str, ready: str, groups: dict[str, int], expected: dict[str, Role]
 ) -> None:
-    played = resolve_effective_roles(
+    effective = resolve_effective_roles(
         desired(roles).roles, frozenset(ready), groups, restarted_by_flip=frozenset("abc")
     )
-    assert played == expected
+    assert effective == expected
 
 
 def test_serving_instances_are_ready_not_cordoned_and_sorted() -> None:
@@ -437,7 +456,7 @@ def test_rules_come_from_service_pools_and_instances() -> None:
         pytest.param("Draining", False, set(), id="draining"),
     ],
 )
-def test_an_instance_serves_until_it_drains_or_its_deletion_is_requested(
+def test_instance_serves_until_it_drains_or_its_deletion_is_requested(
     phase: str, deleted: bool, serving: set[str]
 ) -> None:
     metadata = {"name": "chat-0"} | ({"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {})

@@ -1,4 +1,4 @@
-"""The CRDs: what an API server demands of a structural schema, and that it says what the models say."""
+"""The CRDs have structural schemas with descriptions, and the defaults and rules of the models."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def schema(kind: type[Resource]) -> Node:
 
 
 def nodes(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
-    """Every schema node with its path."""
+    """Yield every schema node with its path."""
     yield path, node
     for name, child in node.get("properties", {}).items():
         yield from nodes(child, f"{path}.{name}")
@@ -57,7 +57,7 @@ def nodes(node: Node, path: str = "") -> Iterator[tuple[str, Node]]:
 
 
 @every_kind
-def test_a_schema_is_structural(kind: type[Resource]) -> None:
+def test_schema_is_structural(kind: type[Resource]) -> None:
     unknown = {path: sorted(node.keys() - JSON_SCHEMA_PROPS) for path, node in nodes(schema(kind))}
     assert {path: keys for path, keys in unknown.items() if keys} == {}
     assert [path for path, node in nodes(schema(kind)) if node.get("type") not in TYPES] == []
@@ -72,7 +72,7 @@ def test_no_node_has_properties_and_additional_properties(kind: type[Resource]) 
 
 
 @every_kind
-def test_a_default_has_the_type_of_its_field(kind: type[Resource]) -> None:
+def test_default_has_the_type_of_its_field(kind: type[Resource]) -> None:
     wrong = {
         path: node["default"]
         for path, node in nodes(schema(kind))
@@ -82,7 +82,7 @@ def test_a_default_has_the_type_of_its_field(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_a_default_obeys_its_own_pattern_and_enum(kind: type[Resource]) -> None:
+def test_default_matches_its_pattern_and_enum(kind: type[Resource]) -> None:
     for path, node in nodes(schema(kind)):
         if "default" in node and "pattern" in node:
             assert re.search(node["pattern"], node["default"]), path
@@ -110,12 +110,12 @@ def test_schema_defaults_equal_model_defaults(kind: type[Resource], spec: dict[s
 def test_every_field_is_described(kind: type[Resource]) -> None:
     named = (path for path, _ in nodes(schema(kind)) if not path.endswith(("[*]", "{*}")))
     described = {path for path, node in nodes(schema(kind)) if node.get("description")}
-    api_servers_own = {".apiVersion", ".kind", ".metadata"}
-    assert [path for path in named if path not in described | api_servers_own] == []
+    api_server_fields = {".apiVersion", ".kind", ".metadata"}
+    assert [path for path in named if path not in described | api_server_fields] == []
 
 
 @every_kind
-def test_a_list_map_requires_its_keys(kind: type[Resource]) -> None:
+def test_list_map_requires_its_keys(kind: type[Resource]) -> None:
     for path, node in nodes(schema(kind)):
         for key in node.get("x-kubernetes-list-map-keys", ()):
             assert node["x-kubernetes-list-type"] == "map"
@@ -123,7 +123,7 @@ def test_a_list_map_requires_its_keys(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_a_rule_has_a_message_for_the_user(kind: type[Resource]) -> None:
+def test_every_cel_rule_has_a_message(kind: type[Resource]) -> None:
     rules = [rule for _, node in nodes(schema(kind)) for rule in node.get("x-kubernetes-validations", ())]
     assert [rule for rule in rules if not rule["message"] or "self" not in rule["rule"]] == []
 
@@ -154,7 +154,7 @@ def test_crd_names_match_the_kind(kind: type[Resource]) -> None:
 
 
 @every_kind
-def test_status_is_a_subresource_where_there_is_one(kind: type[Resource]) -> None:
+def test_kind_with_a_status_has_the_status_subresource(kind: type[Resource]) -> None:
     assert ("status" in schema(kind)["properties"]) == ("status" in version(kind).get("subresources", {}))
 
 
@@ -205,7 +205,7 @@ def test_duration_bounds_become_cel_rules_with_messages() -> None:
 
 
 def defaulted(node: Node, value: Any) -> Any:
-    """`value` as an API server would store it: structural defaulting, parents before children."""
+    """Return `value` with structural defaults as an API server sets them, parents before children."""
     if isinstance(value, list):
         return [defaulted(node["items"], item) for item in value]
     if not isinstance(value, dict):

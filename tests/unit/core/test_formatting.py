@@ -1,4 +1,4 @@
-"""Counts and lists as people read them."""
+"""Formatting of counts and lists in messages."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from fulcrum_core.formatting import format_count, format_list
         pytest.param((0, "instance"), "0 instances", id="none"),
         pytest.param((1, "instance"), "1 instance", id="one"),
         pytest.param((12_000, "token"), "12,000 tokens", id="thousands"),
-        pytest.param((1, "pass", "passes"), "1 pass", id="one of an odd plural"),
-        pytest.param((2, "instance serves", "instances serve"), "2 instances serve", id="with its verb"),
+        pytest.param((1, "pass", "passes"), "1 pass", id="one, with an irregular plural"),
+        pytest.param((2, "instance serves", "instances serve"), "2 instances serve", id="with a verb"),
     ],
 )
 def test_count_and_noun_agree_in_number(words: tuple[int, str], expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Who may hand KV blocks to whom."""
+"""Which pairs of engines can transfer KV, and the reason if they cannot."""
 
 from dataclasses import replace
 
@@ -14,7 +14,9 @@ ONE = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        pytest.param({"model": "M"}, "model differs: prefill has m, decode has M", id="model by spelling"),
+        pytest.param(
+            {"model": "M"}, "model differs: prefill has m, decode has M", id="model name that differs in case"
+        ),
         pytest.param(
             {"engine": "vllm 0.13"},
             "engine differs: prefill has vllm 0.12, decode has vllm 0.13",
@@ -29,7 +31,7 @@ ONE = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=
         pytest.param(
             {"tensor_parallel": 3},
             "prefill has 2 tensor-parallel ranks, decode has 3: neither divides the other",
-            id="splits that do not meet",
+            id="tensor-parallel sizes that do not divide",
         ),
     ],
 )
@@ -40,9 +42,9 @@ def test_engines_that_differ_cannot_transfer(changes: dict[str, object], reason:
 @pytest.mark.parametrize(
     "tensor_parallel",
     [
-        pytest.param(2, id="the same split"),
-        pytest.param(4, id="decode split over more"),
-        pytest.param(1, id="decode split over fewer"),
+        pytest.param(2, id="equal sizes"),
+        pytest.param(4, id="decode has more ranks"),
+        pytest.param(1, id="decode has fewer ranks"),
     ],
 )
 def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) -> None:
@@ -56,7 +58,7 @@ def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) ->
         pytest.param(
             {"revision": "abc"},
             "model revision differs: prefill has none, decode has abc",
-            id="weights of two revisions",
+            id="model revision",
         ),
         pytest.param(
             {"connector": "LMCache"},
@@ -71,17 +73,17 @@ def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) ->
         pytest.param(
             {"attention": "FLASHINFER"},
             "attention back end differs: prefill has FLASH_ATTN, decode has FLASHINFER",
-            id="attention back end",
+            id="attention backend",
         ),
         pytest.param(
             {"pipeline_parallel": 2},
             "decode has 2 pipeline stages and reads KV into one only",
-            id="stages of decode",
+            id="pipeline stages of decode",
         ),
         pytest.param(
             {"latent": True},
             "latent attention differs: prefill has False, decode has True",
-            id="one latent vector and heads",
+            id="latent vector and KV heads",
         ),
     ],
 )
@@ -95,7 +97,7 @@ def test_prefill_may_have_pipeline_stages() -> None:
 
 
 def test_fewer_decode_ranks_cannot_read_copied_kv_heads() -> None:
-    """Eight KV heads over 8 ranks are put together on 2, over 16 they are not; a latent vector always is."""
+    """8 KV heads on 8 ranks can be read by 2 ranks, copies on 16 ranks cannot; a latent vector always can."""
     eight = replace(ONE, tensor_parallel=8, kv_heads=8)
     assert can_transfer(eight, replace(eight, tensor_parallel=2)).allowed
     sixteen = replace(eight, tensor_parallel=16)

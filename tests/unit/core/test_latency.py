@@ -1,4 +1,4 @@
-"""Latency models against numbers worked out by hand."""
+"""Latency models against numbers that were computed by hand."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,9 @@ STEP = StepModel(t0=0.5, b=0.125, c=0.25, d1=0.0625, d2=0.03125, mixed_factor=2.
     [
         pytest.param([], [], 0.5, id="an empty step costs t0"),
         pytest.param([(0, 4)], [], 0.5 + 4 * 0.125 + 16 * 0.25, id="a first chunk attends to itself"),
-        pytest.param([(4, 2)], [], 0.5 + 2 * 0.125 + 20 * 0.25, id="a later chunk attends to what is done"),
+        pytest.param(
+            [(4, 2)], [], 0.5 + 2 * 0.125 + 20 * 0.25, id="a later chunk attends to the computed tokens"
+        ),
         pytest.param(
             [], [8, 24], 0.5 + 2 * 0.0625 + 32 * 0.03125, id="decodes cost by request and by context"
         ),
@@ -36,10 +38,10 @@ def test_step_duration_follows_the_formula(
 @pytest.mark.parametrize(
     ("model", "slo_tpot_s", "expected_tokens"),
     [
-        pytest.param(DecodeModel(0.5, 0.25), 1.0, 2.0, id="MT is the slack over the slope"),
-        pytest.param(DecodeModel(0.5, 0.25), 0.5, 0.0, id="no slack, no tokens"),
-        pytest.param(DecodeModel(0.5, 0.25), 0.1, 0.0, id="an SLO below the empty step allows nothing"),
-        pytest.param(DecodeModel(0.5, 0.0), 1.0, math.inf, id="free tokens are never too many"),
+        pytest.param(DecodeModel(0.5, 0.25), 1.0, 2.0, id="slack divided by the slope"),
+        pytest.param(DecodeModel(0.5, 0.25), 0.5, 0.0, id="no slack"),
+        pytest.param(DecodeModel(0.5, 0.25), 0.1, 0.0, id="an SLO below the duration of an empty step"),
+        pytest.param(DecodeModel(0.5, 0.0), 1.0, math.inf, id="no bound if the slope is 0"),
     ],
 )
 def test_max_tokens_fit_the_tpot_slo(model: DecodeModel, slo_tpot_s: float, expected_tokens: float) -> None:

@@ -1,4 +1,4 @@
-"""Manifests: what users write, and the one line they get when it breaks a rule."""
+"""Manifests are parsed into objects; an invalid one is refused in one line with path, value and rule."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_six_line_manifest_is_a_service() -> None:
     assert load_manifest(text, source="chat.yaml") == (expected,)
 
 
-def test_several_documents_are_several_objects_and_empty_ones_are_passed_over() -> None:
+def test_several_documents_are_several_objects_and_empty_ones_are_skipped() -> None:
     tier_head = HEAD.replace("PDService", "QoSTier")
     text = f"---\n{HEAD}spec: {{model: m}}\n---\n---\n{tier_head}spec: {{priority: 3}}"
     service, tier = load_manifest(text, source="chat.yaml")
@@ -91,12 +91,12 @@ def test_unquoted_time_is_accepted() -> None:
         pytest.param(
             "{model: m, qos_tiers: []}",
             "spec.qos_tiers ([]) is not a field; did you mean qosTiers?",
-            id="our own spelling",
+            id="a field in snake case",
         ),
         pytest.param(
             "{modle: m}",
             "spec.modle (m) is not a field; did you mean model?",
-            id="a misspelt field that is needed",
+            id="a misspelt required field",
         ),
         pytest.param(
             "{model: m, pools: [{name: a, instances: {min: 1, mx: 2}}]}",
@@ -106,18 +106,18 @@ def test_unquoted_time_is_accepted() -> None:
         pytest.param(
             "{model: m, pools: [{name: a, instances: {min: 1}, hardware: {resource: cpu, cont: 2}}]}",
             "spec.pools[0].hardware.cont (2) is not a field; did you mean count?",
-            id="a misspelt field of what may be left out",
+            id="a misspelt field of an optional object",
         ),
         pytest.param("{}", "spec.model (nothing) is required", id="no model"),
         pytest.param("", "spec (nothing) is required", id="no spec"),
-        pytest.param("{model: 5}", "spec.model (5) is not text", id="a number for text"),
+        pytest.param("{model: 5}", "spec.model (5) is not text", id="a number instead of text"),
         pytest.param("{model: m, instances: 0}", "spec.instances (0) is less than 1", id="no instance"),
         pytest.param(
             "{model: m, instances: 2000}", "spec.instances (2000) is greater than 1024", id="too many"
         ),
         pytest.param("{model: m, instances: '3'}", "spec.instances (3) is not a whole number", id="text"),
         pytest.param(
-            "{model: m, instances: true}", "spec.instances (true) is not a whole number", id="a truth value"
+            "{model: m, instances: true}", "spec.instances (true) is not a whole number", id="a boolean"
         ),
         pytest.param(
             "{model: m, pools: [{name: a, instances: {min: 5, max: 4}}]}",
@@ -151,26 +151,26 @@ def test_unquoted_time_is_accepted() -> None:
         pytest.param(
             "{model: m, slo: {ttft: .inf}}",
             "spec.slo.ttft (.inf) is not a duration such as 1s, 50ms or 1h30m",
-            id="no end",
+            id="infinity",
         ),
         pytest.param(
             "{model: m, autoscaling: {mode: Maybe}}",
             "spec.autoscaling.mode (Maybe) is not one of 'Off', 'Advise' or 'Auto'",
-            id="no such mode",
+            id="an unknown mode",
         ),
         pytest.param(
             "{model: m, engine: {type: TGI}}",
             "spec.engine.type (TGI) is not one of 'Simulated' or 'vLLM'",
-            id="no such engine",
+            id="an unknown engine",
         ),
         pytest.param(
             "{model: m, autoscaling: {arrow: {shrink: 2.0}}}",
             "spec.autoscaling.arrow ({shrink: 2.0}) shrink (2) is greater than expand (1)",
-            id="thresholds out of order",
+            id="thresholds in the wrong order",
         ),
     ],
 )
-def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str) -> None:
+def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str, line: str) -> None:
     assert refusal(f"{HEAD}spec: {spec}\n") == f"chat.yaml[0]: {line}"
 
 
@@ -179,16 +179,18 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
     [
         pytest.param("", "chat.yaml (empty) holds no object", id="nothing"),
         pytest.param(
-            "a: [", "chat.yaml (YAML line 1) expected the node content, but found '<stream end>'", id="cut"
+            "a: [",
+            "chat.yaml (YAML line 1) expected the node content, but found '<stream end>'",
+            id="truncated",
         ),
         pytest.param(
             "? {a: 1}\n: 2", "chat.yaml (YAML line 1) found unhashable key", id="an object as a key"
         ),
-        pytest.param("\0", "chat.yaml (YAML) cannot be read", id="no text"),
+        pytest.param("\0", "chat.yaml (YAML) cannot be read", id="a control character"),
         pytest.param(
             HEAD + "spec: {model: m}\nspec: {model: n}",
             "chat.yaml (YAML line 5) spec is written twice",
-            id="twice",
+            id="a repeated key",
         ),
         pytest.param(
             "- 1",
@@ -198,7 +200,7 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         pytest.param(
             "kind: Pod",
             "chat.yaml[0]: kind (Pod) is not one of PDService, PDPool, PDInstance, PDAssignment, QoSTier",
-            id="another's kind",
+            id="a kind that is not ours",
         ),
         pytest.param("kind: [PDService]", "", id="a kind that is a list"),
         pytest.param("kind: PDService", "chat.yaml[0]: apiVersion (nothing) is required", id="no version"),
@@ -210,12 +212,12 @@ def test_a_broken_rule_is_one_line_with_path_value_and_rule(spec: str, line: str
         pytest.param(
             HEAD.replace("{name: chat}", "{name: chat, label: x}"),
             "chat.yaml[0]: metadata.label (x) is not a field; did you mean labels?",
-            id="a slip in metadata",
+            id="a misspelt field of metadata",
         ),
         pytest.param(
             HEAD.replace("{name: chat}", "{name: Chat_1}") + "spec: {model: m}",
             f"chat.yaml[0]: metadata.name (Chat_1) does not match {NAME_PATTERN}",
-            id="no name for a cluster",
+            id="an invalid name",
         ),
     ],
 )
@@ -225,11 +227,11 @@ def test_invalid_manifest_text_is_refused_in_one_line(text: str, line: str) -> N
     assert message == line or not line
 
 
-def test_error_names_the_number_of_the_document() -> None:
+def test_error_names_the_index_of_the_document() -> None:
     text = f"{HEAD}spec: {{model: m}}\n---\n{HEAD}spec: {{}}\n"
     assert refusal(text) == "chat.yaml[1]: spec.model (nothing) is required"
 
 
-def test_a_long_value_is_cut() -> None:
+def test_long_value_is_shortened() -> None:
     message = refusal(f"{HEAD}spec: {{model: m, instances: {'x' * 500}}}")
     assert message == f"chat.yaml[0]: spec.instances ({'x' * 77}...) is not a whole number"

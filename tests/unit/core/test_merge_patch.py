@@ -1,4 +1,4 @@
-"""Merge patches: the examples of RFC 7386, and what ties writing a patch to applying it."""
+"""Merge patches: the examples of RFC 7386, and round trips of computing and applying a patch."""
 
 from typing import Any
 
@@ -21,31 +21,31 @@ documents = st.dictionaries(st.sampled_from("abc"), values, max_size=3)
     [
         pytest.param({"a": "b"}, {"a": "c"}, {"a": "c"}, id="a value is replaced"),
         pytest.param({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}, id="a key is added"),
-        pytest.param({"a": "b"}, {"a": None}, {}, id="null removes"),
-        pytest.param({"a": "b"}, {"x": None}, {"a": "b"}, id="null of an absent key is nothing"),
+        pytest.param({"a": "b"}, {"a": None}, {}, id="null removes a key"),
+        pytest.param({"a": "b"}, {"x": None}, {"a": "b"}, id="null for an absent key changes nothing"),
         pytest.param({"a": ["b"]}, {"a": ["c", "d"]}, {"a": ["c", "d"]}, id="a list is replaced whole"),
         pytest.param({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}, {"a": {"b": 3, "c": 2}}, id="objects merge"),
-        pytest.param({"a": 1}, {"a": {"b": {"c": None}}}, {"a": {"b": {}}}, id="nulls never get in"),
-        pytest.param({"a": "foo"}, "bar", "bar", id="what is no object replaces all"),
+        pytest.param({"a": 1}, {"a": {"b": {"c": None}}}, {"a": {"b": {}}}, id="nulls are never stored"),
+        pytest.param({"a": "foo"}, "bar", "bar", id="a patch that is not an object replaces everything"),
     ],
 )
-def test_a_patch_is_merged_as_the_rfc_says(target: Any, patch: Any, expected: Any) -> None:
+def test_patch_is_merged_as_in_rfc_7386(target: Any, patch: Any, expected: Any) -> None:
     assert apply_merge_patch(target, patch) == expected
 
 
 @given(documents, documents)
-def test_the_difference_of_two_documents_turns_one_into_the_other(
+def test_patch_between_two_documents_turns_one_into_the_other(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     assert apply_merge_patch(before, create_merge_patch(before, after)) == after
 
 
 @given(documents)
-def test_equal_documents_differ_by_an_empty_patch(document: dict[str, Any]) -> None:
+def test_patch_between_equal_documents_is_empty(document: dict[str, Any]) -> None:
     assert create_merge_patch(document, document) == {}
 
 
 @given(documents, documents)
-def test_merging_twice_changes_nothing_more(target: dict[str, Any], patch: dict[str, Any]) -> None:
+def test_merging_a_patch_twice_equals_merging_it_once(target: dict[str, Any], patch: dict[str, Any]) -> None:
     once = apply_merge_patch(target, patch)
     assert apply_merge_patch(once, patch) == once

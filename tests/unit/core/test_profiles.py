@@ -1,4 +1,4 @@
-"""Profiles as shipped, and every way in which a user's own can be wrong."""
+"""Shipped profiles load; an invalid profile of a user is refused with the reason."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_shipped_profiles_load_within_their_physical_limits() -> None:
     }
 
 
-def test_profiles_of_real_hardware_say_they_were_not_measured() -> None:
+def test_description_of_real_hardware_profiles_names_them_unmeasured() -> None:
     real = [load_profile(name) for name in PROFILE_NAMES if name != "laptop"]
     silent = [p.name for p in real if "published coefficients, not measured" not in p.description]
     assert silent == []
@@ -38,7 +38,7 @@ def test_laptop_profile_saturates_at_ten_requests() -> None:
     ) == (True, True, True, True)
 
 
-def test_a_profile_can_come_from_a_file(tmp_path: Path) -> None:
+def test_profile_is_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**FIELDS, "name": "mine"}))
     assert load_profile(str(path)) == LAPTOP.model_copy(update={"name": "mine"})
@@ -58,32 +58,32 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
             {"b": 1e-5},
             "mine.yaml.b (1e-05) is below its physical limit 0.000125 = "
             "2*params/(tensor_parallel*peak_flops)",
-            id="prefill faster than the multiplications",
+            id="prefill faster than the arithmetic",
         ),
         pytest.param(
             {"d2": 1e-9},
             "mine.yaml.d2 (1e-09) is below its physical limit 8.19e-08 = "
             "kv_bytes_per_token/(tensor_parallel*hbm_bytes_per_s)",
-            id="decode faster than the KV cache is read",
+            id="decode faster than reading the KV cache",
         ),
         pytest.param(
             {"t0": 0.001},
             "mine.yaml.t0 (0.001) is below its physical limit 0.01 = "
             "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
-            id="a step faster than the weights are read",
+            id="a step faster than reading the weights",
         ),
         pytest.param({"b": float("nan")}, "mine.yaml.b (nan) must be a finite number", id="NaN"),
-        pytest.param({"t0": 0}, "mine.yaml.t0 (0) must be greater than 0", id="no fixed cost"),
+        pytest.param({"t0": 0}, "mine.yaml.t0 (0) must be greater than 0", id="no fixed duration"),
         pytest.param({"block_size": -16}, "mine.yaml.block_size (-16) must be greater than 0", id="negative"),
         pytest.param(
             {"max_seqs": 1024},
             "mine.yaml.max_seqs (1024) is greater than token_budget (512): a decode step would not fit",
-            id="more decodes than the budget holds",
+            id="more requests than the token budget",
         ),
         pytest.param(
             {"kv_capacity_tokens": 8},
             "mine.yaml.kv_capacity_tokens (8) is less than block_size (16)",
-            id="not even one block",
+            id="less than one block",
         ),
         pytest.param(
             {"colour": "red"}, "mine.yaml.colour (red) is not a field of an engine profile", id="unknown"
@@ -96,7 +96,7 @@ def test_impossible_profile_is_refused_with_path_value_and_rule(
     assert problem_of(changes) == message
 
 
-def test_a_missing_field_is_named() -> None:
+def test_missing_field_is_named() -> None:
     assert problem_of({}, without="t0") == "mine.yaml.t0 (missing) is required"
 
 
@@ -107,14 +107,14 @@ def test_a_missing_field_is_named() -> None:
         ("", "profile (mine.yaml) is not a mapping of profile fields"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused(text: str, message: str) -> None:
+def test_yaml_that_is_not_a_mapping_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
         parse_profile(text, source="mine.yaml")
     assert str(refusal.value) == message
 
 
 @pytest.mark.parametrize("content", [b"a: [", b"\xff\xfe", b"a: \x00"])
-def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
     with pytest.raises(InvalidInput) as refusal:
@@ -129,12 +129,12 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes) ->
         ("nowhere/mine.yaml", "profile (nowhere/mine.yaml) cannot be read: no such file or directory"),
     ],
 )
-def test_a_profile_that_does_not_exist_is_refused(name: str, message: str) -> None:
+def test_missing_profile_is_refused(name: str, message: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
         load_profile(name)
     assert str(refusal.value) == message
 
 
-def test_a_profile_counts_whole_blocks_only() -> None:
+def test_profile_counts_only_whole_blocks() -> None:
     fields = {**FIELDS, "kv_capacity_tokens": 47}
     assert EngineProfile.model_validate(fields).kv_blocks == 2

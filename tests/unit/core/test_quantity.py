@@ -1,4 +1,4 @@
-"""Sizes as Kubernetes writes them."""
+"""Quantities and byte sizes in Kubernetes notation."""
 
 import pytest
 from hypothesis import given
@@ -17,18 +17,18 @@ from fulcrum_core.api.quantity import (
     ("text", "size"),
     [("1", 1), ("64Gi", 64 * 2**30), ("500G", 500 * 10**9), ("256Mi", 2**28), ("2Ti", 2**41), ("3K", 3000)],
 )
-def test_a_size_is_read(text: str, size: int) -> None:
+def test_byte_size_is_parsed(text: str, size: int) -> None:
     assert parse_byte_quantity(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "64 Gi", "-1Gi", "1.5Gi", "64GB", "0", "0Gi"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_byte_size_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="is not a size such as 64Gi, 512Mi or 500G"):
         TypeAdapter(ByteQuantity).validate_python(text)
 
 
 @given(st.integers(min_value=1, max_value=2**50))
-def test_every_size_is_read_back_as_written(size: int) -> None:
+def test_formatted_byte_size_parses_to_the_same_number(size: int) -> None:
     assert parse_byte_quantity(format_byte_quantity(size)) == size
 
 
@@ -36,7 +36,7 @@ def test_every_size_is_read_back_as_written(size: int) -> None:
     ("text", "number"),
     [("250m", 0.25), ("2", 2), (4, 4), ("16Gi", 2**34), ("1.5k", 1500), ("1e3", 1000), ("100n", 1e-7)],
 )
-def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, number: float) -> None:
+def test_quantities_are_parsed_in_kubernetes_notation(text: str | int, number: float) -> None:
     assert parse_quantity(text) == pytest.approx(number)
 
 

@@ -1,4 +1,4 @@
-"""The excerpt of a config.json has the facts of the whole and fits where it has to."""
+"""The excerpt of a config.json gives the same facts as the full file and fits a termination message."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from fulcrum_core.models import excerpt_config, parse_model_config
 from tests.paths import MODELS
 
-LEAST = {
+MINIMAL_CONFIG = {
     "architectures": ["SomeForCausalLM"],
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -41,7 +41,7 @@ def test_excerpt_of_an_excerpt_is_unchanged() -> None:
 @pytest.mark.parametrize(
     ("config_fields", "kept"),
     [
-        pytest.param({"_name_or_path": "x", "pad_token_id": 0}, {}, id="what no fact follows from"),
+        pytest.param({"_name_or_path": "x", "pad_token_id": 0}, {}, id="keys without a fact"),
         pytest.param({"head_dim": None}, {}, id="null"),
         pytest.param(
             {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"] * 500}},
@@ -60,4 +60,4 @@ def test_excerpt_of_an_excerpt_is_unchanged() -> None:
     ],
 )
 def test_excerpt_leaves_out_keys_without_effect(config_fields: dict[str, Any], kept: dict[str, Any]) -> None:
-    assert excerpt_config({**LEAST, **config_fields}) == {**LEAST, **kept}
+    assert excerpt_config({**MINIMAL_CONFIG, **config_fields}) == {**MINIMAL_CONFIG, **kept}

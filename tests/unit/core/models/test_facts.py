@@ -1,4 +1,4 @@
-"""Facts and sizes, held against what the models' authors publish."""
+"""Facts and sizes of models, compared with the numbers that their authors publish."""
 
 import json
 from typing import Any
@@ -61,13 +61,13 @@ def test_active_params_of_a_moe_model_match_published_numbers(model: str, billio
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        pytest.param("llama-2-7b", 524_288, id="every head has its own keys"),
+        pytest.param("llama-2-7b", 524_288, id="keys for every head"),
         pytest.param("llama-3.1-8b", 131_072, id="8 of 32 heads"),
         pytest.param("llama-3.1-70b", 327_680, id="8 of 64 heads"),
         pytest.param("qwen3-32b", 262_144, id="head size from the file, not hidden / heads"),
         pytest.param("deepseek-v3", 70_272, id="61 latent vectors of 512 + 64 values"),
         pytest.param("qwen3-next-80b-a3b", 24_576, id="12 of 48 layers keep KV"),
-        pytest.param("gemma-3-27b", 507_904, id="layers with a window in full"),
+        pytest.param("gemma-3-27b", 507_904, id="windowed layers count in full"),
         pytest.param("tiny-llama", 1_024, id="float32"),
     ],
 )
@@ -98,13 +98,13 @@ def test_a_window_bounds_the_kv_of_a_long_prompt() -> None:
 @pytest.mark.parametrize(
     ("model", "tokens", "kv", "expected_mib"),
     [
-        pytest.param("llama-3.1-8b", 2_048, KvPrecision.AUTO, 256, id="exactly 256 MiB stays"),
-        pytest.param("llama-3.1-8b", 2_049, KvPrecision.AUTO, 512, id="a token more takes the next 256 MiB"),
+        pytest.param("llama-3.1-8b", 2_048, KvPrecision.AUTO, 256, id="exactly 256 MiB"),
+        pytest.param("llama-3.1-8b", 2_049, KvPrecision.AUTO, 512, id="one token more needs 256 MiB more"),
         pytest.param("llama-3.1-70b", 32_768, KvPrecision.AUTO, 10_240, id="32k of 70B"),
         pytest.param("llama-3.1-70b", 32_768, KvPrecision.FP8, 5_120, id="half of it in FP8"),
         pytest.param("llama-3.1-70b", 32_768, KvPrecision.FP4, 3_072, id="2,880 MiB in FP4 with its scales"),
         pytest.param("deepseek-v3", 32_768, KvPrecision.AUTO, 2_304, id="latent attention is small"),
-        pytest.param("tiny-llama", 1, KvPrecision.AUTO, 256, id="never less than one piece"),
+        pytest.param("tiny-llama", 1, KvPrecision.AUTO, 256, id="at least 256 MiB"),
     ],
 )
 def test_transfer_buffer_is_rounded_up_to_256_mib(
@@ -155,7 +155,7 @@ def test_model_family_defaults_fill_missing_config_keys() -> None:
         ),
         pytest.param({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ("modelopt", 4.5), id="algorithm"),
         pytest.param({"quant_method": "modelopt", "quant_algo": "FP8"}, ("modelopt", 8.0), id="FP8"),
-        pytest.param({"quant_method": "new"}, ("new", 16.0), id="a method nobody knows counts in full"),
+        pytest.param({"quant_method": "new"}, ("new", 16.0), id="an unknown method counts 16 bits"),
     ],
 )
 def test_checkpoint_quantization_and_weight_bits_are_read(
@@ -186,37 +186,37 @@ def test_checkpoint_quantization_and_weight_bits_are_read(
         pytest.param(
             {"torch_dtype": "int4"},
             "config.json: dtype (int4) must be one of float32, bfloat16, float16, half",
-            id="a data type nobody computes in",
+            id="an unsupported data type",
         ),
         pytest.param(
             {"architectures": []},
             "config.json: architectures (missing) must name the model's class",
-            id="no class",
+            id="no model class",
         ),
         pytest.param(
             {"layer_types": ["mamba"] * 32},
             "config.json (no attention layer) must describe a model with a KV cache",
-            id="nothing to hand over",
+            id="no KV cache",
         ),
         pytest.param(
             {"head_dim": 0, "hidden_size": 2},
             "config.json: head size (0) must be positive and at most 1e+16",
-            id="heads of no size",
+            id="heads of size 0",
         ),
         pytest.param(
             {"intermediate_size": "wide"},
             "config.json (ValueError: invalid literal for int() with base 10: 'wide') describes no model",
-            id="what describes no model",
+            id="a size that is not a number",
         ),
         pytest.param(
             {"max_position_embeddings": 10**400},
             "config.json: context tokens (out of range) must be positive and at most 1e+16",
-            id="a context without end",
+            id="a context that is too long",
         ),
         pytest.param(
             {"quantization_config": {"config_groups": {"a": {"weights": {"num_bits": "nan"}}}}},
             "config.json: weight bits (out of range) must be positive and at most 1e+16",
-            id="bits that are no number",
+            id="bits that are NaN",
         ),
     ],
 )

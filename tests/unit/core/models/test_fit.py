@@ -1,4 +1,4 @@
-"""Whether a model fits, and the words that say so."""
+"""Whether a model fits a device, and the message with the numbers."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ REFUSALS = [
         Layout(max_tokens=200_000),
         "ContextTooLong",
         "maxLength 200,000 is beyond the model's context of 131,072 tokens",
-        id="longer than the model knows",
+        id="longer than the model's context",
     ),
     pytest.param(
         "llama-3.1-8b",
@@ -138,7 +138,9 @@ def test_smaller_values_and_more_devices_leave_more_kv(better: Layout) -> None:
     assert (after.kv_capacity_tokens or 0) > (before.kv_capacity_tokens or 0)
 
 
-@pytest.mark.parametrize("expert", [pytest.param(False, id="slices"), pytest.param(True, id="whole ones")])
+@pytest.mark.parametrize(
+    "expert", [pytest.param(False, id="experts split"), pytest.param(True, id="experts distributed whole")]
+)
 def test_data_parallel_ranks_split_experts_and_copy_the_rest(expert: bool) -> None:
     deepseek, hardware = facts("deepseek-v3"), resolve_hardware("H200-SXM")
     assert check_fit(deepseek, hardware, Layout()).reason == "WeightsTooLarge"
@@ -161,7 +163,7 @@ def test_data_parallel_ranks_split_experts_and_copy_the_rest(expert: bool) -> No
         ("AMD_Instinct_MI300X_OAM", "MI300X"),
     ],
 )
-def test_a_device_is_found_under_its_usual_names(name: str, device: str) -> None:
+def test_device_is_found_under_its_usual_names(name: str, device: str) -> None:
     assert resolve_hardware(name) == find_hardware(device)
 
 
