@@ -23,7 +23,7 @@ from fulcrum_operator.engines.launch import Choice
 from fulcrum_operator.engines.launch_request import LaunchRequest
 
 BLOCK_TOKENS = 128
-"""KV moves block by block: 7,500 tokens took 20 ms in pieces of 16 tokens, 8 ms in pieces of 128."""
+"""KV moves block by block: 7,500 tokens took 20 ms in blocks of 16 tokens, 8 ms in blocks of 128."""
 _CPU_MLA_BLOCK_TOKENS = 16
 _PREFILL_STEP_TOKENS = 8192
 _STEP_TOKENS_MIN, _STEP_TOKENS_MAX, _STEP_TOKENS_MULTIPLE = 256, 8192, 128
@@ -96,7 +96,7 @@ def choose_settings(request: LaunchRequest, fit: Fit) -> tuple[VllmSettings, tup
         micro_batching=micro_batching is not None and micro_batching.value,
         kv_cache_bytes=kv,
     )
-    priority = _Setting("schedulingPolicy", "priority", "each request carries its tier's")
+    priority = _Setting("schedulingPolicy", "priority", "each request has the priority of its QoS tier")
     kv_memory = None if kv is None else _Setting("kvMemory", format_gib(kv), _KV_CACHE_REASON)
     rows: tuple[_Setting[object] | None, ...] = (
         attention_backend,
@@ -200,7 +200,7 @@ def _choose_block_size(request: LaunchRequest) -> _Setting[int]:
     latent = request.facts is not None and request.facts.latent
     if request.hardware.vendor is Vendor.CPU and latent:
         return _Setting("blockSize", _CPU_MLA_BLOCK_TOKENS, "latent attention on CPUs supports no other size")
-    reason = "fewer and larger transfers; kernels that want smaller blocks divide them"
+    reason = "fewer and larger transfers; kernels with smaller blocks divide them"
     return _Setting("blockSize", BLOCK_TOKENS, reason)
 
 
@@ -221,7 +221,9 @@ def _choose_step_tokens(request: LaunchRequest) -> _Setting[int | None]:
         return _Setting(name, request.settings.max_batched_tokens, _SET_IN_MANIFEST)
     if request.hardware.vendor is Vendor.CPU:
         return _Setting(name, None, "its default for CPUs is small enough")
-    minimum = max(_STEP_TOKENS_MIN, request.settings.max_sequences or 0)  # each request has a token in a step
+    minimum = max(
+        _STEP_TOKENS_MIN, request.settings.max_sequences or 0
+    )  # a step has a token of each running request
     if request.started_for_prefill:
         return _Setting(name, max(minimum, _PREFILL_STEP_TOKENS), "no decoding request waits for these steps")
     if request.facts is None or not request.hardware.memory_known or not request.hardware.flops:

@@ -19,15 +19,15 @@ def _transfer(request: LaunchRequest) -> Iterator[str]:
     if connector is Connector.NIXL and not request.kv_cache.is_empty:
         yield "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
     if request.settings.sleep_mode and connector is not Connector.LMCACHE:
-        yield f"sleepMode with {connector}: vLLM {request.version} does not register its memory again"
+        yield f"sleepMode with {connector}: vLLM {request.version} does not register KV memory after waking"
     if connector is not Connector.LMCACHE:
         return
     if request.hardware.vendor is Vendor.CPU:
         yield "the connector LMCache needs a GPU: its in-process mode has no CPU kernels"
     if request.role is None:
-        yield "the connector LMCache fixes the role at start, and none is given"
+        yield "the connector LMCache fixes the role at start, but the instance has no role"
     if request.buffer_bytes is None:
-        yield "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read"
+        yield "kvTransfer.bufferSize is needed: the default depends on config.json, which was not read"
     kv_cache = request.kv_cache
     if kv_cache.cpu is None and not kv_cache.is_empty:
         yield "kvCache without cpu: LMCache fills disk and remote from the memory tier"
@@ -38,7 +38,7 @@ def _layout(request: LaunchRequest) -> Iterator[str]:
     if layout.pipeline > 1 and request.pool_role != "Prefill":
         yield f"pipeline {layout.pipeline}: only a Prefill pool may have stages: decode cannot use them"
     if layout.data > 1 and facts is not None and not facts.is_moe:
-        yield f"data {layout.data}: a model without experts gains nothing; use more instances instead"
+        yield f"data {layout.data}: a model without experts gains nothing from it; use more instances instead"
     if request.kv_transfer.connector is Connector.LMCACHE:
         yield from _lmcache_layout(request)
     elif layout.pipeline > 1 and facts is not None and facts.window_layers + facts.state_layers:
@@ -48,11 +48,11 @@ def _layout(request: LaunchRequest) -> Iterator[str]:
 def _lmcache_layout(request: LaunchRequest) -> Iterator[str]:
     layout, facts = request.layout, request.facts
     if layout.data > 1:
-        yield f"data {layout.data} with LMCache: its ranks would listen on the same receiver ports"
+        yield f"data {layout.data} with LMCache: data-parallel ranks would listen on the same receiver ports"
     if layout.pipeline > 1:
-        yield f"pipeline {layout.pipeline} with LMCache: it transfers KV between equal ranks, not stages"
+        yield f"pipeline {layout.pipeline} with LMCache: LMCache transfers KV between equal ranks, not stages"
     if facts is not None and facts.state_layers:
-        yield f"the connector LMCache: {facts.state_layers} layers keep a state, which it does not transfer"
+        yield f"the connector LMCache: {facts.state_layers} layers have a state that LMCache cannot transfer"
 
 
 def _quantization(request: LaunchRequest) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _quantization(request: LaunchRequest) -> Iterator[str]:
     if cpu and weights is not WeightPrecision.AUTO:
         yield f"weights {weights}: CPUs run the checkpoint's own data type"
     if cpu and kv is KvPrecision.FP8 and facts is not None and facts.latent:
-        yield f"kvCache {kv}: CPUs keep a latent vector in the model's data type"
+        yield f"kvCache {kv}: a CPU stores the latent vector only in the model's data type"
     capability_known = hardware.compute_capability or hardware.vendor is not Vendor.NVIDIA
     if kv is KvPrecision.FP4 and capability_known and not hardware.supports_fp4:
         yield f"kvCache fp4 needs Blackwell, {hardware.name} is not"
@@ -71,7 +71,7 @@ def _quantization(request: LaunchRequest) -> Iterator[str]:
     if facts is None:
         return
     if weights is WeightPrecision.FP4 and facts.weight_bits > 5:
-        yield "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated"
+        yield "weights fp4 need a checkpoint that is already quantised: FP4 weights need calibration"
     if weights is WeightPrecision.FP8 and facts.quantization and facts.weight_bits != 8:
         yield f"weights fp8: the checkpoint is quantised as {facts.quantization} already"
 

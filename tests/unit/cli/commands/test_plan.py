@@ -91,7 +91,7 @@ def test_plan_without_model_config_prints_what_does_not_depend_on_it(plan: Plan)
         ),
         pytest.param(
             service("- {name: f, instances: {min: 2}, settings: {sleepMode: true}, " + GPU % 4 + "}"),
-            "  refused: sleepMode with NIXL: vLLM 0.32.0 does not register its memory again",
+            "  refused: sleepMode with NIXL: vLLM 0.32.0 does not register KV memory after waking",
             id="refused",
         ),
     ],

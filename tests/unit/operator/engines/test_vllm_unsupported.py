@@ -26,7 +26,7 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(settings=EngineSettingsSpec(sleep_mode=True)),
-        "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again",
+        "sleepMode with NIXL: vLLM 0.32.0 does not register KV memory after waking",
         id="sleep mode with NIXL",
     ),
     pytest.param(
@@ -36,12 +36,12 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(kv_transfer=LMCACHE),
-        "the connector LMCache fixes the role at start, and none is given",
+        "the connector LMCache fixes the role at start, but the instance has no role",
         id="no role at start",
     ),
     pytest.param(
         replace(make_launch_request(kv_transfer=LMCACHE, role=Role.DECODE), facts=None),
-        "kvTransfer.bufferSize is needed: it follows from the model's config.json, which was not read",
+        "kvTransfer.bufferSize is needed: the default depends on config.json, which was not read",
         id="transfer buffer of unknown size",
     ),
     pytest.param(
@@ -59,12 +59,12 @@ UNSUPPORTED = [
             pool_role="Prefill",
             parallelism=ParallelismSpec(pipeline=2),
         ),
-        "pipeline 2 with LMCache: it transfers KV between equal ranks, not stages",
+        "pipeline 2 with LMCache: LMCache transfers KV between equal ranks, not stages",
         id="pipeline stages with LMCache",
     ),
     pytest.param(
         make_launch_request("qwen3-next-80b-a3b", kv_transfer=LMCACHE, role=Role.PREFILL),
-        "the connector LMCache: 36 layers keep a state, which it does not transfer",
+        "the connector LMCache: 36 layers have a state that LMCache cannot transfer",
         id="state layers with LMCache",
     ),
     pytest.param(
@@ -86,14 +86,14 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(devices=2, parallelism=ParallelismSpec(data=2)),
-        "data 2: a model without experts gains nothing; use more instances instead",
+        "data 2: a model without experts gains nothing from it; use more instances instead",
         id="data parallel without experts",
     ),
     pytest.param(
         make_launch_request(
             "deepseek-v3", "CPU", quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})
         ),
-        "kvCache fp8: CPUs keep a latent vector in the model's data type",
+        "kvCache fp8: a CPU stores the latent vector only in the model's data type",
         id="latent FP8 KV on a CPU",
     ),
     pytest.param(
@@ -110,7 +110,7 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(device="B200", quantization=QuantizationSpec.model_validate({"weights": "fp4"})),
-        "weights fp4 need a checkpoint that is quantised already: four bits have to be calibrated",
+        "weights fp4 need a checkpoint that is already quantised: FP4 weights need calibration",
         id="FP4 of a checkpoint that is not quantised",
     ),
     pytest.param(

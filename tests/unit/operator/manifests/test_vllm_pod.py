@@ -73,7 +73,7 @@ def test_pod_of_an_unsupported_engine_is_refused_with_a_reason() -> None:
         container(service({"settings": {"sleepMode": True}}))
     assert str(refused.value) == (
         "spec.engine (vLLM) cannot be started: "
-        "sleepMode with NIXL: vLLM 0.32.0 does not register its memory again"
+        "sleepMode with NIXL: vLLM 0.32.0 does not register KV memory after waking"
     )
 
 
