@@ -1,9 +1,14 @@
-"""The decode leg: forwards an engine's response to the client, byte for byte.
+"""The decode leg: one attempt to send a request to a decode instance and to forward its response.
 
-Nothing is sent to the client before the first token, so that another instance can still take over unnoticed:
-a stream is buffered up to its first whole chunk, a small JSON response up to its end. After that only whole
-chunks are forwarded, so that an error event can follow when the stream breaks. A response that may use KV
-fetched after its lease expired is withheld until its lease check ends.
+`exchange` starts a leg and retries with another instance. The engine's bytes are forwarded unchanged; only a
+usage event that the router added is removed.
+
+The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
+stream is buffered up to the first chunk with a token, and a JSON response up to its end or 1 MiB. After it
+whole chunks are forwarded, so that an error event can follow when the stream breaks. A chunk larger than
+64 KiB is forwarded in pieces, also when it is the first one, and is not searched for a token.
+
+A response that may use KV fetched after its lease expired is withheld until its lease check ends.
 """
 
 import time
@@ -35,11 +40,11 @@ log = structlog.get_logger()
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024
 """A JSON response up to this size is sent to the client only when it is complete."""
 MAX_BUFFERED_CHUNK_BYTES = 65_536
-"""The beginning of a chunk is buffered up to this size."""
+"""A chunk up to this size is forwarded only when it is complete."""
 
 
 class StreamBroken(Exception):
-    """The engine failed after the first byte went to the client."""
+    """The engine failed after the first byte was sent to the client."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
         super().__init__(detail)
@@ -60,6 +65,7 @@ class DecodeLeg(Completion[None]):
         "_withheld",
         "cache_salt",
         "connection",
+        "connection_returned",
         "downstream",
         "entry",
         "events",
@@ -69,7 +75,6 @@ class DecodeLeg(Completion[None]):
         "instance",
         "on_first_byte",
         "on_late_response",
-        "released",
         "sent_s",
         "streaming",
         "transfer",
@@ -92,14 +97,17 @@ class DecodeLeg(Completion[None]):
         self.connection, self.downstream, self.entry = connection, downstream, entry
         self.fulcrum_headers = fulcrum_headers
         """The router's header lines, sent in front of the engine's."""
-        self.instance, self.cache_salt = instance, cache_salt
-        """The instance and its cache salt at the time of sending; None: a salt of this request's own."""
+        self.instance = instance
+        self.cache_salt = cache_salt
+        """Cache salt of the instance when the leg was sent; None if this request was given a salt of its own,
+        because the engine must compute the prompt again.
+        """
         self.on_first_byte = on_first_byte
         self.on_late_response = on_late_response
         """Called when the response is withheld and needs a lease check."""
         self.transfer = transfer
         """The KV transfer of this leg; None if the instance computes the prompt."""
-        self.released = False
+        self.connection_returned = False
         """Whether the connection was returned to its pool, where another leg may use it."""
         self.head: ResponseHead | None = None
         self.streaming = False
@@ -115,8 +123,10 @@ class DecodeLeg(Completion[None]):
         """Chunks withheld during the lease check; None outside one."""
         self._mid_chunk = False
         """Whether part of a chunk too large to buffer was forwarded: no event can be inserted."""
-        self._buffered = self._last_sent = b""
-        """Beginning of a chunk, or events before the first token; and the bytes sent last."""
+        self._buffered = b""
+        """Received bytes that are not sent yet: chunks before the first token, the beginning of a chunk."""
+        self._last_sent = b""
+        """Bytes that were sent to the client last."""
         self._body_parts: list[bytes] = []
         """Body of a JSON response until it is complete or too large."""
         self._body_bytes = 0
@@ -243,15 +253,16 @@ class DecodeLeg(Completion[None]):
     def find_late_transfers(self) -> list[IncomingTransfer]:
         """Transfers that may be late and whose KV the response may use.
 
-        Those are its own one and all that are pending on the instance, by way of its prefix cache.
+        Those are the transfer of this leg, and all that are pending on the instance: the response may use
+        their KV from the prefix cache.
         """
-        found, transfer = self.instance.incoming_transfers.find_overdue(time.monotonic()), self.transfer
+        found, transfer = self.instance.incoming_transfers.find_late(time.monotonic()), self.transfer
         if transfer is not None and transfer.is_late and transfer not in found:
             found.append(transfer)
         return found
 
     def _request_lease_check(self, *, pause_reading: bool) -> None:
-        """Withhold the response until `finish_lease_check` is called."""
+        """Have the exchange start `check_kv_leases`, for a response that the caller withholds."""
         if pause_reading:
             self.connection.pause()
         self.on_late_response()
@@ -265,11 +276,11 @@ class DecodeLeg(Completion[None]):
             self._abort(Failure.LEASE_EXPIRED, "the KV may have been fetched after its lease had expired")
             return
         self._withheld, self._lease_checked = None, True
-        if not self.released:
+        if not self.connection_returned:
             self.connection.resume()
         for data in withheld:
             self._forward(data)
-        if self.released:
+        if self.connection_returned:
             self.on_end()
 
     def on_end(self) -> None:
@@ -277,7 +288,7 @@ class DecodeLeg(Completion[None]):
             return
         if self._withheld is not None:
             self.connection.resume()  # before another leg takes the connection from the pool
-            self.released = True
+            self.connection_returned = True
             return
         if not self._committed:
             failed = self._find_failure()
@@ -286,7 +297,7 @@ class DecodeLeg(Completion[None]):
                 return
             if self._needs_lease_check():
                 # The body is in `_body_parts`; `finish_lease_check` calls this method again.
-                self._withheld, self.released = [], True
+                self._withheld, self.connection_returned = [], True
                 self._request_lease_check(pause_reading=False)
                 return
             self._send_collected()
@@ -312,7 +323,7 @@ class DecodeLeg(Completion[None]):
         if head.status >= 500:
             return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
-            return LegFailed(Failure.CLOSED, "the engine ended the stream before its first event")
+            return LegFailed(Failure.CLOSED, "the engine ended the stream before its first token")
         for part in self._body_parts:
             if ABORT in part and ABORT_PATTERN.search(b"".join(self._body_parts)):
                 return LegFailed(Failure.ABORTED, "the engine aborted the request")
@@ -328,7 +339,7 @@ class DecodeLeg(Completion[None]):
             self.set_exception(LegFailed(failure, detail, status=status))
 
     def _abort(self, failure: Failure, detail: str) -> None:
-        if not self.released:
+        if not self.connection_returned:
             self.connection.abort()
         self.on_failure(failure, detail)
 
@@ -343,22 +354,26 @@ class DecodeLeg(Completion[None]):
         return event if head.length == UNTIL_CLOSE else b""
 
 
-async def check_leases(leg: DecodeLeg) -> None:
-    """Release a withheld response if no source reports that transfers expired since its prefill leg.
+async def check_kv_leases(leg: DecodeLeg) -> None:
+    """Query the sources of the late transfers; forward the withheld response if no transfer has expired.
 
-    The first source that reports an expired transfer, or does not respond, fails the leg: no further ones
-    are queried, since the client waits.
+    If a source counts more expired transfers than before its prefill leg, or does not respond, the leg fails.
+    No further source is queried then, since the client waits.
     """
-    kv_valid, expired = leg.cache_salt == leg.instance.cache_salt, dict[str, float | None]()
+    kv_valid, expired_by_source = leg.cache_salt == leg.instance.cache_salt, dict[str, float | None]()
     for transfer in leg.find_late_transfers() if kv_valid else ():
         source, before = transfer.source, transfer.expired_before
-        if source.name not in expired:
-            expired[source.name] = await fetch_expired_transfers(source)
-        now = expired[source.name]
-        kv_valid = now is not None and now == before
+        if source.name not in expired_by_source:
+            expired_by_source[source.name] = await fetch_expired_transfers(source)
+        expired = expired_by_source[source.name]
+        kv_valid = expired is not None and expired == before
         names = {"prefill": source.name, "decode": leg.instance.name}
         log.warning(
-            "response later than the KV lease", **names, kv_valid=kv_valid, expired=now, expired_before=before
+            "response later than the KV lease",
+            **names,
+            kv_valid=kv_valid,
+            expired=expired,
+            expired_before=before,
         )
         if not kv_valid:
             break

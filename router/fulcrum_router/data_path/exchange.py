@@ -1,8 +1,8 @@
 """The exchange: the router's work on one client request, from its last body byte to its last response byte.
 
 It has the prompt computed (`prefill`), chooses a decode instance and forwards its response (`decode`). If
-that instance fails before the client got a byte, the exchange tries another. `downstream` starts and cancels
-it.
+that instance fails before the first byte was sent to the client, the exchange tries another. `downstream`
+starts and cancels the exchange.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import structlog
 
 from fulcrum_core.api import conditions
 from fulcrum_router.counters import DECODE, LocalPrefillReason, RequestOutcome
-from fulcrum_router.data_path.decode import DecodeLeg, StreamBroken, check_leases
+from fulcrum_router.data_path.decode import DecodeLeg, StreamBroken, check_kv_leases
 from fulcrum_router.data_path.prefill import MAX_ATTEMPTS, PrefillLeg
 from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse
 from fulcrum_router.fleet.instances import Instance
@@ -95,12 +95,12 @@ class Exchange:
 
     def pause(self) -> None:
         """Stop reading from the engine: the client reads too slowly."""
-        if self._decode_leg is not None and not self._decode_leg.released:
+        if self._decode_leg is not None and not self._decode_leg.connection_returned:
             self._decode_leg.connection.pause()
 
     def resume(self) -> None:
         """Read from the engine again."""
-        if self._decode_leg is not None and not self._decode_leg.released:
+        if self._decode_leg is not None and not self._decode_leg.connection_returned:
             self._decode_leg.connection.resume()
 
     async def _run(self) -> None:
@@ -201,7 +201,7 @@ class Exchange:
         """Send the decode leg to one instance and forward its response.
 
         Raises:
-            LegFailed: if it fails before the client got a byte.
+            LegFailed: if it fails before the first byte was sent to the client.
             StreamBroken: if it fails later.
         """
         prefill_leg, timeouts = self._prefill_leg, self._timeouts
@@ -236,7 +236,7 @@ class Exchange:
                     connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
                     continue
                 except asyncio.CancelledError:
-                    if not leg.released:
+                    if not leg.connection_returned:
                         connection.abort()
                     # A client that disconnects after `[DONE]` has its whole response.
                     if not leg.sent_last_event:
@@ -256,7 +256,7 @@ class Exchange:
     def _end_transfer(self, instance: Instance, transfer: KvTransfer, cache_salt: str | None) -> None:
         """Stop waiting for the transfer; rotate the cache salt if its KV may still be fetched too late."""
         instance.incoming_transfers.discard(transfer)
-        # After a first byte the KV was fetched. Without one the engine may still fetch it, and cache it.
+        # The first byte shows that the KV was fetched. Without it the engine may still fetch and cache it.
         if self._first_byte_at_s is None and transfer.may_be_late:
             self._router.rotate_cache_salt(instance, cache_salt)
 
@@ -298,15 +298,15 @@ class Exchange:
     def _start_lease_check(self) -> None:
         """Query the source instances for expired transfers; the leg withholds its response until then."""
         if self._decode_leg is not None:
-            self._lease_check = asyncio.get_running_loop().create_task(check_leases(self._decode_leg))
+            self._lease_check = asyncio.get_running_loop().create_task(check_kv_leases(self._decode_leg))
 
     def _finish_decode(self, instance: Instance, leg: DecodeLeg) -> tuple[RequestOutcome, float | None]:
         counters, head, local = self._router.counters, leg.head, self._prefill_leg.local_prefill_reason
         assert head is not None
         self._router.record_leg_success(instance, DECODE)
         if leg.transfer is not None and head.status == 200:
-            time_to_first_event_s = leg.first_byte_at_s - leg.sent_s if leg.streaming else None
-            verify_transfer(leg.transfer, time_to_first_event_s=time_to_first_event_s)
+            time_to_first_byte_s = leg.first_byte_at_s - leg.sent_s if leg.streaming else None
+            verify_transfer(leg.transfer, time_to_first_byte_s=time_to_first_byte_s)
         if local is not None:
             counters.local_prefills[local] += 1
         if head.length == UNTIL_CLOSE:

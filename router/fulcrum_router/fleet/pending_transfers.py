@@ -36,18 +36,18 @@ T = TypeVar("T", bound=PendingTransfer)
 class PendingTransfers(Generic[T]):
     """The pending KV transfers of one decode instance."""
 
-    __slots__ = ("_last_response_s", "_last_sent_s", "_next_overdue_s", "_pending")
+    __slots__ = ("_last_response_s", "_last_sent_s", "_next_late_s", "_pending")
 
     def __init__(self) -> None:
         self._pending: set[T] = set()
-        self._next_overdue_s = math.inf
-        """No transfer is overdue before this time."""
+        self._next_late_s = math.inf
+        """No transfer is late before this time."""
         self._last_sent_s = self._last_response_s = -math.inf
 
     def add(self, transfer: T) -> None:
         """Record a transfer whose decode leg is sent."""
         self._pending.add(transfer)
-        self._next_overdue_s = min(self._next_overdue_s, transfer.deadline_s)
+        self._next_late_s = min(self._next_late_s, transfer.deadline_s)
 
     def discard(self, transfer: T) -> None:
         """Forget a transfer that was responded to or given up."""
@@ -62,12 +62,12 @@ class PendingTransfers(Generic[T]):
         if sent_s > self._last_sent_s:
             self._last_sent_s, self._last_response_s = sent_s, now_s
 
-    def find_overdue(self, now_s: float) -> list[T]:
+    def find_late(self, now_s: float) -> list[T]:
         """Transfers whose KV may have been fetched too late, or may still be."""
-        if now_s <= self._next_overdue_s:  # the usual case: one comparison per response
+        if now_s <= self._next_late_s:  # the usual case: one comparison per response
             return []
         fetch_deadlines_s = {transfer: self._fetch_deadline_s(transfer) for transfer in self._pending}
-        self._next_overdue_s = min(fetch_deadlines_s.values(), default=math.inf)
+        self._next_late_s = min(fetch_deadlines_s.values(), default=math.inf)
         return [transfer for transfer, due_s in fetch_deadlines_s.items() if now_s > due_s]
 
     def _fetch_deadline_s(self, transfer: T) -> float:

@@ -183,7 +183,7 @@ class CanaryScheduler:
         else:
             transfer.usage = parse_usage(content)
             await self._check_reports_cached_tokens(decode, request, transfer)
-            verify_transfer(transfer, time_to_first_event_s=took_s)
+            verify_transfer(transfer, time_to_first_byte_s=took_s)
 
     def _record_refusal(self, key: PairKey, status: int) -> None:
         if status in _REFUSED_STATUSES:  # the engine was started for the other role

@@ -97,10 +97,10 @@ class KvTransfer:
         return strip_usage_events(framed) if self.strips_usage and chunked else framed
 
 
-def verify_transfer(transfer: KvTransfer, *, time_to_first_event_s: float | None) -> None:
+def verify_transfer(transfer: KvTransfer, *, time_to_first_byte_s: float | None) -> None:
     """Record the outcome of a transfer whose response is complete.
 
-    `time_to_first_event_s` is counted from sending the decode leg; None if it was not a stream.
+    `time_to_first_byte_s` is counted from sending the decode leg; None if it was not a stream.
     """
     decode, pair, usage = transfer.decode, transfer.pair, transfer.usage
     if usage is not None and usage.prompt_tokens == 1:
@@ -116,16 +116,16 @@ def verify_transfer(transfer: KvTransfer, *, time_to_first_event_s: float | None
         cached_tokens=cached,
         block_tokens=identity.block_size if identity else DEFAULT_BLOCK_TOKENS,
     )
-    if time_to_first_event_s is not None and transfer.decode_was_idle and outcome is TransferOutcome.VERIFIED:
+    if time_to_first_byte_s is not None and transfer.decode_was_idle and outcome is TransferOutcome.VERIFIED:
         pair.record_duration(
-            time_to_first_event_s,
+            time_to_first_byte_s,
             tokens=transfer.tokens,
             recompute_s=decode.prefill_model.ttft_s(transfer.tokens),
             cold=transfer.needs_handshake,
             step_s=decode.decode_model.itl_s(transfer.tokens),
             wire_s=_fabric_time_s(transfer),
         )
-    pair.record(outcome, now_s=time.monotonic(), reason=_find_miss_reason(transfer, time_to_first_event_s))
+    pair.record(outcome, now_s=time.monotonic(), reason=_find_miss_reason(transfer, time_to_first_byte_s))
     if outcome is TransferOutcome.RECOMPUTED:
         log.warning(
             "prompt recomputed by decode",
@@ -146,11 +146,11 @@ def _fabric_time_s(transfer: KvTransfer) -> float:
     return transfer.tokens / 1_000 * max(known) if len(known) == len(sides) else 0.0
 
 
-def _find_miss_reason(transfer: KvTransfer, time_to_first_event_s: float | None) -> str:
+def _find_miss_reason(transfer: KvTransfer, time_to_first_byte_s: float | None) -> str:
     """Reason of a miss if the transfer shows it: incompatible engines refuse the handshake at once."""
-    if time_to_first_event_s is None or not transfer.needs_handshake:
+    if time_to_first_byte_s is None or not transfer.needs_handshake:
         return ""
-    if is_handshake_timeout(time_to_first_event_s):
+    if is_handshake_timeout(time_to_first_byte_s):
         return conditions.HANDSHAKE_FAILED
     return "" if transfer.pair.has_transferred else conditions.INCOMPATIBLE
 

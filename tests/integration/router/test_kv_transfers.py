@@ -197,9 +197,9 @@ def build_expired_metric(count: int) -> bytes:
     return b'vllm:nixl_num_kv_expired_reqs_total{engine="0"} %d.0\n' % count
 
 
-def has_overdue_transfer(world: RunningRouter) -> bool:
+def has_late_transfer(world: RunningRouter) -> bool:
     """Whether a transfer to d1 is so old that its KV may have been fetched too late."""
-    return bool(world.router.fleet["d1"].incoming_transfers.find_overdue(time.monotonic()))
+    return bool(world.router.fleet["d1"].incoming_transfers.find_late(time.monotonic()))
 
 
 def delay_kv_transfer(after: asyncio.Event, then: Script) -> Script:
@@ -238,7 +238,7 @@ async def test_a_response_after_the_lease_is_forwarded_only_if_no_transfer_expir
         request_task = asyncio.ensure_future(read_raw_response(client, world, stream=stream))
         await wait_until(lambda: bool(world["d1"].decodes), "the decode leg waits")
         prefill.metrics = after
-        await wait_until(lambda: has_overdue_transfer(world), "the transfer is overdue")
+        await wait_until(lambda: has_late_transfer(world), "the transfer is late")
         go.set()
         got = await request_task
         assert got.endswith(build_events("[DONE]")) if stream else b"a b c" in got
@@ -256,7 +256,7 @@ async def test_a_response_after_the_lease_is_forwarded_only_if_no_transfer_expir
 async def test_responses_during_an_overdue_transfer_are_forwarded_only_if_no_transfer_expired(
     client: aiohttp.ClientSession, *, stream: bool, kv_valid: bool
 ) -> None:
-    """Wrong KV may be in the prefix cache of the decode instance before the overdue response arrives.
+    """Wrong KV may be in the prefix cache of the decode instance before the late response arrives.
 
     The third request is sent before that is detected, and its response comes afterwards.
     """
@@ -277,7 +277,7 @@ async def test_responses_during_an_overdue_transfer_are_forwarded_only_if_no_tra
         await wait_until(lambda: world.router.fleet["p1"].expired_transfers == 2, "its metrics are read")
         first = asyncio.ensure_future(read_raw_response(client, world, prompt="first"))
         await wait_until(lambda: len(world["d1"].decodes) == 1, "the decode leg waits")
-        await wait_until(lambda: has_overdue_transfer(world), "the transfer is overdue")
+        await wait_until(lambda: has_late_transfer(world), "the transfer is late")
         third = asyncio.ensure_future(read_raw_response(client, world, prompt="third"))
         await wait_until(lambda: len(world["d1"].decodes) == 2, "a second decode leg waits")
         prefill.metrics = build_expired_metric(2 if kv_valid else 3)

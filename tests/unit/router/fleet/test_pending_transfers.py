@@ -1,4 +1,4 @@
-"""When a KV transfer without a response is overdue: its KV may have been fetched after the lease expired."""
+"""When a KV transfer without a response is late: its KV may have been fetched after the lease expired."""
 
 from dataclasses import dataclass
 
@@ -32,27 +32,27 @@ OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
         pytest.param(35.1, [OLD, YOUNG], id="after both deadlines"),
     ],
 )
-def test_a_transfer_without_a_response_by_its_deadline_is_overdue(
+def test_a_transfer_without_a_response_by_its_deadline_is_late(
     now_s: float, expected: list[Transfer]
 ) -> None:
     pending = build_pending(OLD, YOUNG)
-    assert [sorted(pending.find_overdue(at_s), key=id) for at_s in (now_s, now_s)] == [
+    assert [sorted(pending.find_late(at_s), key=id) for at_s in (now_s, now_s)] == [
         sorted(expected, key=id)
     ] * 2
 
 
-def test_discarded_and_cleared_transfers_are_never_overdue() -> None:
+def test_discarded_and_cleared_transfers_are_never_late() -> None:
     pending = build_pending(OLD, YOUNG)
     pending.discard(OLD)
     pending.discard(OLD)
-    assert pending.find_overdue(30.0) == []
-    assert pending.find_overdue(40.0) == [YOUNG]
+    assert pending.find_late(30.0) == []
+    assert pending.find_late(40.0) == [YOUNG]
     pending.clear()
-    assert pending.find_overdue(40.0) == []
+    assert pending.find_late(40.0) == []
 
 
 @pytest.mark.parametrize(
-    ("sent_s", "responded_s", "overdue_from_s"),
+    ("sent_s", "responded_s", "late_from_s"),
     [
         pytest.param(1.0, 20.0, 35.0, id="sent later: its response shows that the lease was renewed"),
         pytest.param(1.0, 5.0, 25.0, id="an early response extends nothing"),
@@ -60,18 +60,18 @@ def test_discarded_and_cleared_transfers_are_never_overdue() -> None:
     ],
 )
 def test_a_response_to_a_later_request_extends_the_deadline(
-    sent_s: float, responded_s: float, overdue_from_s: float
+    sent_s: float, responded_s: float, late_from_s: float
 ) -> None:
     pending = build_pending(OLD)
     pending.record_response(sent_s=sent_s, now_s=responded_s)
-    assert pending.find_overdue(overdue_from_s) == []
-    assert pending.find_overdue(overdue_from_s + 0.1) == [OLD]
+    assert pending.find_late(late_from_s) == []
+    assert pending.find_late(late_from_s + 0.1) == [OLD]
     pending.record_response(sent_s=30.0, now_s=31.0)  # the response to a still later request
-    assert pending.find_overdue(45.9) == []
+    assert pending.find_late(45.9) == []
 
 
 def test_a_response_to_an_earlier_request_does_not_extend_the_deadline() -> None:
     pending = build_pending(OLD)
     pending.record_response(sent_s=5.0, now_s=6.0)
     pending.record_response(sent_s=2.0, now_s=24.0)
-    assert pending.find_overdue(25.1) == [OLD]
+    assert pending.find_late(25.1) == [OLD]
