@@ -55,7 +55,9 @@ class Router:
         self.active = True
         """Whether traffic is directed to this router. A standby also serves the requests that it gets."""
         self.leaving = False
-        """Whether clients must reconnect, because a successor has taken over."""
+        """Whether each response closes its client connection, so that the client reconnects to a successor.
+        Set near the end of a handover: the slice names a successor, or the time is up.
+        """
         self.stopping = False
         """Whether the router is shutting down."""
         self.received_after_s = self._last_tick_s = time.monotonic()

@@ -187,7 +187,7 @@ def _make_failover(
     router: Router, cluster: ClusterClient, options: RouterOptions, *, port: int, state_port: int
 ) -> Failover:
     endpoint = RouterEndpoint(
-        name=options.lease or "",
+        lease_name=options.lease or "",
         namespace=options.namespace,
         identity=options.identity,
         address=options.advertise_address,

@@ -23,25 +23,25 @@ from fulcrum_router.router import Router
 log = structlog.get_logger()
 
 LINGER_S = 3.0
-"""Seconds that a leaving router serves new requests after its successor is in the slice: until every node
-directs connections to the successor."""
+"""Seconds for which a router that hands over still serves new requests after the slice names its successor:
+nodes direct connections to the successor with a delay."""
 SLICE_CHECK_INTERVAL_S = 2.0
 """Seconds between two checks of the slice by the active router."""
 SLICE_RETRY_S = 0.5
 """Seconds between two attempts to write the slice."""
 SUCCESSOR_POLL_S = 0.1
-"""Seconds between two checks of a leaving router for its successor."""
+"""Seconds between two checks of the slice for a successor, during a handover."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEndpoint:
     """Address of one router, and the objects that direct traffic to it."""
 
-    name: str
-    """Name of the Lease and of the EndpointSlice."""
+    lease_name: str
+    """Name of the Lease, and of the EndpointSlice."""
     namespace: str
     identity: str
-    """Name of this router's pod."""
+    """Name of this router's pod, which the Lease names as its holder."""
     address: str
     """IP address of this router's pod."""
     port: int
@@ -73,7 +73,7 @@ class Failover:
         router: Router that becomes active; a standby until then.
         objects: Access to the Lease and the EndpointSlice.
         endpoint: Address of this router.
-        clock: Time of the Lease.
+        clock: Clock that the Lease's times are compared with.
         rng: Spreads the attempts of several routers.
     """
 
@@ -88,7 +88,7 @@ class Failover:
     ) -> None:
         self._router, self._objects, self._endpoint, self._clock = router, objects, endpoint, clock
         self._elector = LeaderElector(
-            KubernetesLease(objects, endpoint.name, namespace=endpoint.namespace),
+            KubernetesLease(objects, endpoint.lease_name, namespace=endpoint.namespace),
             identity=endpoint.identity,
             timing=ROUTER_TIMING,
             step_down=StepDown.WHEN_REPLACED,
@@ -98,14 +98,15 @@ class Failover:
         )
         self._leadership_changed = asyncio.Event()
         self._last_active_s = float(-ROUTER_HANDOVER_TIMEOUT_S)
-        self._slice_written = True
+        self._failure_logged = False
+        """Whether the current failure to direct traffic here was logged."""
         router.active = False
 
     async def run(self) -> None:
         """Take part in the election, and direct traffic here while elected, until cancelled.
 
-        Errors of the store are handled below. After an internal error the election starts again: nobody would
-        notice a router that serves without taking part in the election.
+        After an internal error the election starts again. If `run` ended instead, this router would go on
+        serving without being in the election, unnoticed.
         """
         while True:
             try:
@@ -117,10 +118,10 @@ class Failover:
             await asyncio.sleep(SLICE_RETRY_S)
 
     async def hand_over(self) -> None:
-        """Release the Lease and wait until traffic is directed to a successor; call it after `run` has ended.
+        """Release the Lease, wait for a successor, then close client connections after their next response.
 
-        Returns after `ROUTER_HANDOVER_TIMEOUT_S` at the latest, with or without a successor; at once if this
-        router has not been active lately.
+        Call it after `run` has ended. Returns after `ROUTER_HANDOVER_TIMEOUT_S` at the latest, with a
+        successor or without; at once if this router was not active within that time.
         """
         end_s = self._clock.monotonic_s() + ROUTER_HANDOVER_TIMEOUT_S
         if self._elector.leading:
@@ -153,9 +154,11 @@ class Failover:
                 continue
 
     async def ensure_slice(self) -> bool:
-        """Direct the slice here, unless another router leads by now; False: it failed and must be retried.
+        """Direct the slice to this router if this router still leads; return whether nothing is left to do.
 
-        The caller has seen this router lead, but a pause of the process may have ended its lease since.
+        False means that the slice must be checked again soon: another writer changed it meanwhile, or the API
+        server failed. The leadership is checked again, since the Lease may have expired while the process was
+        paused.
         """
         try:
             found = await self._get_slice()
@@ -169,26 +172,29 @@ class Failover:
         except Conflict:
             return False
         except StoreError as error:
-            if self._slice_written:
+            if not self._failure_logged:
                 log.warning(
-                    "cannot direct traffic here; retrying", slice=self._endpoint.name, reason=str(error)
+                    "cannot direct traffic here; retrying", slice=self._endpoint.lease_name, reason=str(error)
                 )
-            self._slice_written = False
+            self._failure_logged = True
             return False
-        self._slice_written = True
+        self._failure_logged = False
         return True
 
     async def _patch_slice(self, found: Object) -> None:
         endpoint = self._endpoint
         await self._objects.patch(
             ENDPOINT_SLICE,
-            endpoint.name,
+            endpoint.lease_name,
             endpoint.slice_patch(),
             namespace=endpoint.namespace,
             resource_version=found["metadata"]["resourceVersion"],
         )
         log.info(
-            "traffic directed here", slice=endpoint.name, address=endpoint.address, before=_addresses(found)
+            "traffic directed here",
+            slice=endpoint.lease_name,
+            address=endpoint.address,
+            before=_addresses(found),
         )
 
     async def _has_successor(self) -> bool:
@@ -200,7 +206,7 @@ class Failover:
 
     async def _get_slice(self) -> Object:
         return await self._objects.get(
-            ENDPOINT_SLICE, self._endpoint.name, namespace=self._endpoint.namespace
+            ENDPOINT_SLICE, self._endpoint.lease_name, namespace=self._endpoint.namespace
         )
 
 

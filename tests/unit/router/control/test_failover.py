@@ -1,4 +1,4 @@
-"""Several routers and one Lease: which is active, which one the EndpointSlice names, and the hand-over."""
+"""Several routers and one Lease: which is active, which one the EndpointSlice names, and the handover."""
 
 import asyncio
 import random
@@ -51,7 +51,7 @@ class RouterGroup:
 
     def start(self, name: str) -> None:
         endpoint = RouterEndpoint(
-            name=NAME,
+            lease_name=NAME,
             namespace="n",
             identity=name,
             address=_address(name),
@@ -126,7 +126,7 @@ async def test_the_standby_replaces_a_dead_router_and_starts_a_new_ledger(seed: 
         assert (group.routers["b"].counters.takeovers, group.routers["b"].since_s > 0) == (1, True)
 
 
-async def test_a_leaving_router_serves_until_its_successor_has_the_traffic(seed: int) -> None:
+async def test_a_router_that_hands_over_serves_until_its_successor_has_the_traffic(seed: int) -> None:
     with routers(seed) as group:
         await group.start_active("a")
         group.start("b")
