@@ -110,7 +110,10 @@ def _hold_if_blocked(
 
 
 def _why_decode_needs_instance(loads: Loads, rules: AutoscalingRules) -> str | None:
-    """Describe the part of Algorithm 2's condition that holds for certain; None if neither does."""
+    """Describe the part of Algorithm 2's condition that is met; None if neither is.
+
+    Each unknown load counts so that it argues against the flip: decode's as 0, prefill's as 1.
+    """
     lp, ld = loads.prefill, loads.decode
     if ld is None:
         return None

@@ -3,9 +3,11 @@
 LP = mean over prefill instances of queued prefill seconds / TTFT objective, LD = mean over decode instances
 of inter-token latency / TPOT objective.
 
-An idle instance has load 0. An instance that decodes but reports no latency, or NaN, has an unknown load. The
-mean is then known only between two bounds, in which an unknown instance counts as 0 and as 1 (as the
-horizontal pod autoscaler treats missing pods). A flip must be right at the bound that argues against it.
+An idle instance has load 0. The load of an instance is unknown if its queued seconds or its latency are NaN,
+infinite or negative, or if it decodes and reports no latency. An unknown load counts as 0 in `low` and as 1
+in `high`, as the horizontal pod autoscaler treats missing pods; `high` is no upper bound, since a load can be
+above 1. A rule that adds a decode instance must hold for decode's `low` and prefill's `high`, a rule that
+removes one for decode's `high` (`arrow`).
 """
 
 import math
@@ -20,12 +22,12 @@ from fulcrum_core.values import Role, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Mean load of one role as a ratio to its objective, between `low` and `high`; equal if all loads are
-    known.
-    """
+    """Mean load of one role as a ratio to its objective; `low` equals `high` if all loads are known."""
 
     low: float
+    """Mean with each unknown load counted as 0."""
     high: float
+    """Mean with each unknown load counted as 1."""
     instances: int
     """Serving instances of the role."""
     unknown: int
