@@ -1,7 +1,8 @@
-"""A current copy of all objects of a kind (`Informer`), kept by list and watch (`Reflector`).
+"""A current copy of all Fulcrum objects of a kind (`Informer`), kept by list and watch (`Reflector`).
 
-Shells decide from the informer and not from the store, so that they continue with the last known state while
-the store is unavailable.
+Router, autoscaler and CLI read the informer and not the store, so that they continue with the last known
+state while the store is unavailable. The operator has a copy of its own, `controller/cache.py`: it also needs
+pods and other kinds, and must read its own writes before a watch reports them.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ class Reflector(ABC, Generic[E]):
                 self._log_error_once(error)
             except Exception:
                 # An unreadable response, or a bug of ours: list again. If the loop ended here, the program
-                # would act on stale objects and nobody would notice.
+                # would act on stale objects, unnoticed.
                 self._since = None
                 _log.exception("watch restarted after an error", kind=self._kind_name)
             await self._sleep(max(wait_s, self._retry_delay_s()))
@@ -108,7 +109,7 @@ class Reflector(ABC, Generic[E]):
 class Informer(Reflector[WatchEvent[R]], Generic[R]):
     """All objects of one kind in a namespace, as last observed; `run` keeps the copy current.
 
-    An object that the model cannot read (of a newer version) is logged, its last readable state is kept, and
+    An object that the model cannot parse (of a newer version) is logged, its last readable state is kept, and
     `unreadable` contains its key.
 
     Args:
@@ -133,6 +134,7 @@ class Informer(Reflector[WatchEvent[R]], Generic[R]):
     ) -> None:
         super().__init__(kind.kind_name(), rng=rng, sleep=sleep)
         self.unreadable: frozenset[str] = frozenset()
+        """Keys of the objects whose current version cannot be parsed."""
         self._store, self._kind, self._namespace = store, kind, namespace
         self._on_change = on_change
         self._objects: dict[str, R] = {}
@@ -183,7 +185,11 @@ class Informer(Reflector[WatchEvent[R]], Generic[R]):
 
     def _mark_unreadable(self, key: str) -> None:
         self.unreadable |= {key}
-        _log.warning("object ignored: its model cannot read it", kind=self._kind.kind_name(), object=key)
+        _log.warning(
+            "object cannot be parsed; its last readable state is kept",
+            kind=self._kind.kind_name(),
+            object=key,
+        )
 
     def _set_object(self, key: str, new: R | None) -> None:
         old = self._objects.get(key)

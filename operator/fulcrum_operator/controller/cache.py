@@ -1,7 +1,8 @@
 """Last known state of every object that the operator watches; reconciles read it instead of the API server.
 
 Watches, lists and the results of the operator's own writes arrive here in any order. Of two versions of an
-object the newer one stays, and a late event does not restore a deleted object.
+object the newer one stays, and a late event does not restore a deleted object. Programs that only watch
+Fulcrum's kinds use `fulcrum_cluster.informer` instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
