@@ -1,10 +1,15 @@
-"""Rows of `fulcrum plan` on layout and precision: each value with its reason."""
+"""Rows of `fulcrum plan` on layout, precision and KV transfer: each value with its reason."""
 
 from collections.abc import Iterator
 
+from fulcrum_core.api.engine import Connector
+from fulcrum_core.hardware import Fabric
 from fulcrum_core.models import KvPrecision, WeightPrecision, format_gib, kv_bytes_per_token, weight_bytes
+from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.engines.launch import Choice
 from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.engines.vllm.connectors import flip_strategy, kv_lease_s, longest_transfer_s
+from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 
 
 def layout_choices(request: LaunchRequest) -> Iterator[Choice]:
@@ -30,14 +35,66 @@ def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
         for name, value in (("weights", weights.value), ("kvCache", kv.value)):
             yield Choice(name, value, "the model is not known" if value == "auto" else "set in the manifest")
         return
-    kept = facts.quantization or facts.dtype
+    checkpoint_type = facts.quantization or facts.dtype
     size = format_gib(weight_bytes(facts, weights))
     if weights is WeightPrecision.AUTO:
-        yield Choice("weights", kept, f"as the checkpoint has them: {size}")
+        yield Choice("weights", checkpoint_type, f"as the checkpoint has them: {size}")
     else:
-        yield Choice("weights", weights.value, f"set in the manifest, the checkpoint has {kept}: {size}")
+        yield Choice(
+            "weights", weights.value, f"set in the manifest, the checkpoint has {checkpoint_type}: {size}"
+        )
     token = f"{kv_bytes_per_token(facts, kv):,} bytes a token"
     if kv is KvPrecision.AUTO:
         yield Choice("kvCache", facts.dtype, f"the data type of the model: {token}")
     else:
         yield Choice("kvCache", kv.value, f"set in the manifest: {token}")
+
+
+def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
+    """Rows of `fulcrum plan` on KV transfer: flip strategy, lease, buffer and tiers with their reasons."""
+    connector = request.kv_transfer.connector
+    how = flip_strategy(connector)
+    flips = {
+        FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
+        FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
+    }
+    rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
+    if connector is not Connector.LMCACHE:
+        rule = "twice the sum of TTFT objective and transfer time, at least 30 s"
+        chosen = f"{rule}; {_describe_longest_transfer(request)}"
+        reason = chosen if user_kv_lease_s(request.args) is None else "set in engine.args"
+        rows.append(Choice("lease", f"{kv_lease_s(request):g}s", reason))
+        rows.append(Choice("bufferSize", "none", "NIXL reads the engine's KV cache directly"))
+    elif (size := request.buffer_bytes) is not None:
+        tokens = f"{request.longest_prompt_tokens or 0:,}"
+        by = f"a rank's share of a prompt of {tokens} tokens, rounded up to multiples of 256 MiB"
+        written = request.kv_transfer.buffer_size is not None
+        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if written else by))
+    return (*rows, *_tier_choices(request))
+
+
+def _describe_longest_transfer(request: LaunchRequest) -> str:
+    """Duration of a KV transfer of the longest prompt, as text for a reason."""
+    longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
+    if not longest_s:
+        return "the transfer time of the longest prompt is not known"
+    path = (
+        f"{fabric.bytes_per_s / 1e9:g} GB/s, assumed because hardware.fabric is not set"
+        if fabric is Fabric.AUTO
+        else fabric.value
+    )
+    duration = f"{longest_s:.1f}" if longest_s >= 0.1 else "less than 0.1"
+    return f"the longest prompt takes {duration} s over {path}"
+
+
+def _tier_choices(request: LaunchRequest) -> Iterator[Choice]:
+    spec, name = request.kv_cache, "tiers"
+    if spec.is_empty:
+        return
+    tiers = ", ".join(tier for tier in ("cpu", "disk", "remote") if getattr(spec, tier) is not None)
+    if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
+        yield Choice(name, tiers, "kept by LMCache's server, next to the engine")
+    elif request.started_for_prefill:
+        yield Choice(name, tiers, f"each of {request.tensor} ranks has an equal share")
+    else:
+        yield Choice(name, "none", "an LMCache receiver reads only KV that a sender pushes")

@@ -6,14 +6,13 @@ A decode instance recomputes KV that it cannot load, because the prefill instanc
 
 import math
 import shlex
-from collections.abc import Iterator
 from typing import Any
 
 from fulcrum_core.api.engine import Connector, KvCacheSpec
-from fulcrum_core.hardware import Fabric, Vendor
+from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import kv_bytes
 from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role
-from fulcrum_operator.engines.launch import Choice, EnginePlacement, compact_json
+from fulcrum_operator.engines.launch import EnginePlacement, compact_json
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 
@@ -86,56 +85,6 @@ def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
         return 0.0
     copies = request.layout.tensor if facts.latent else 1
     return copies * kv_bytes(facts, 1_000, request.quantization.kv_cache) / rate
-
-
-def _describe_longest_transfer(request: LaunchRequest) -> str:
-    """Duration of a KV transfer of the longest prompt, as text for a reason."""
-    longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
-    if not longest_s:
-        return "the transfer time of the longest prompt is not known"
-    path = (
-        f"{fabric.bytes_per_s / 1e9:g} GB/s, assumed because hardware.fabric is not set"
-        if fabric is Fabric.AUTO
-        else fabric.value
-    )
-    duration = f"{longest_s:.1f}" if longest_s >= 0.1 else "less than 0.1"
-    return f"the longest prompt takes {duration} s over {path}"
-
-
-def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
-    """Rows of `fulcrum plan` on KV transfer: flip strategy, lease, buffer and tiers with their reasons."""
-    connector = request.kv_transfer.connector
-    how = flip_strategy(connector)
-    flips = {
-        FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
-        FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
-    }
-    rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
-    if connector is not Connector.LMCACHE:
-        rule = "twice the sum of TTFT objective and transfer time, at least 30 s"
-        chosen = f"{rule}; {_describe_longest_transfer(request)}"
-        reason = chosen if user_kv_lease_s(request.args) is None else "set in engine.args"
-        rows.append(Choice("lease", f"{kv_lease_s(request):g}s", reason))
-        rows.append(Choice("bufferSize", "none", "NIXL reads the engine's KV cache directly"))
-    elif (size := request.buffer_bytes) is not None:
-        tokens = f"{request.longest_prompt_tokens or 0:,}"
-        by = f"a rank's share of a prompt of {tokens} tokens, rounded up to multiples of 256 MiB"
-        written = request.kv_transfer.buffer_size is not None
-        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if written else by))
-    return (*rows, *_tier_choices(request))
-
-
-def _tier_choices(request: LaunchRequest) -> Iterator[Choice]:
-    spec, name = request.kv_cache, "tiers"
-    if spec.is_empty:
-        return
-    tiers = ", ".join(tier for tier in ("cpu", "disk", "remote") if getattr(spec, tier) is not None)
-    if request.kv_transfer.connector is Connector.NIXL_WITH_LMCACHE:
-        yield Choice(name, tiers, "kept by LMCache's server, next to the engine")
-    elif request.started_for_prefill:
-        yield Choice(name, tiers, f"each of {request.tensor} ranks has an equal share")
-    else:
-        yield Choice(name, "none", "an LMCache receiver reads only KV that a sender pushes")
 
 
 def leftover_files(request: LaunchRequest, placement: EnginePlacement) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from fulcrum_operator.engines.launch import (
 )
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm import connectors
-from fulcrum_operator.engines.vllm.choices import layout_choices, precision_choices
+from fulcrum_operator.engines.vllm.choices import layout_choices, precision_choices, transfer_choices
 from fulcrum_operator.engines.vllm.settings import VllmSettings, choose_settings
 from fulcrum_operator.engines.vllm.ucx import ucx_environment
 from fulcrum_operator.engines.vllm.unsupported import find_unsupported
@@ -81,7 +81,7 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
             *layout_choices(request),
             *precision_choices(request),
             *choices,
-            *connectors.transfer_choices(request),
+            *transfer_choices(request),
         ),
         unsupported=unsupported,
     )
