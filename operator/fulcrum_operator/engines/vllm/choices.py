@@ -53,12 +53,12 @@ def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
 def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
     """Rows of `fulcrum plan` on KV transfer: flip strategy, lease, buffer and tiers with their reasons."""
     connector = request.kv_transfer.connector
-    how = flip_strategy(connector)
-    flips = {
+    strategy = flip_strategy(connector)
+    reasons = {
         FlipStrategy.RELABEL: "the role is in each request: a flip is a routing decision",
         FlipStrategy.RESTART: "the role is fixed at start: a flip drains and restarts",
     }
-    rows = [Choice("flip", how.value, flips[how])] if request.pool_role == "Flexible" else []
+    rows = [Choice("flip", strategy.value, reasons[strategy])] if request.pool_role == "Flexible" else []
     if connector is not Connector.LMCACHE:
         rule = "twice the sum of TTFT objective and transfer time, at least 30 s"
         chosen = f"{rule}; {_describe_longest_transfer(request)}"
@@ -67,14 +67,16 @@ def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
         rows.append(Choice("bufferSize", "none", "NIXL reads the engine's KV cache directly"))
     elif (size := request.buffer_bytes) is not None:
         tokens = f"{request.longest_prompt_tokens or 0:,}"
-        by = f"a rank's share of a prompt of {tokens} tokens, rounded up to multiples of 256 MiB"
-        written = request.kv_transfer.buffer_size is not None
-        rows.append(Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if written else by))
+        default = f"a rank's share of a prompt of {tokens} tokens, rounded up to multiples of 256 MiB"
+        set_by_user = request.kv_transfer.buffer_size is not None
+        rows.append(
+            Choice("bufferSize", f"{size // 2**20}Mi", "set in the manifest" if set_by_user else default)
+        )
     return (*rows, *_tier_choices(request))
 
 
 def _describe_longest_transfer(request: LaunchRequest) -> str:
-    """Duration of a KV transfer of the longest prompt, as text for a reason."""
+    """Describe how long a KV transfer of the longest prompt takes, for the reason of the lease."""
     longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
     if not longest_s:
         return "the transfer time of the longest prompt is not known"

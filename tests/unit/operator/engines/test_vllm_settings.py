@@ -128,9 +128,9 @@ def test_a_token_costs_half_where_the_device_multiplies_in_eight_bits(
 ) -> None:
     bits = {"fp8": 8.0, "awq": 4.5, "": 16.0}[quantization]
     llama, launch_request = fixture_facts("llama-3.1-8b"), make_launch_request(device=device)
-    kept = replace(llama, quantization=quantization, weight_bits=bits)
+    quantised = replace(llama, quantization=quantization, weight_bits=bits)
     _, plain_s = step_costs_s(llama, launch_request.hardware, launch_request.layout)
-    _, token_s = step_costs_s(kept, launch_request.hardware, launch_request.layout)
+    _, token_s = step_costs_s(quantised, launch_request.hardware, launch_request.layout)
     assert token_s == plain_s / (2 if twice else 1)
 
 
@@ -156,10 +156,10 @@ def test_a_cpu_has_room_for_one_request_of_the_longest_context() -> None:
 
 
 def test_sleep_mode_turns_on_vllms_development_endpoints() -> None:
-    asleep = make_launch_request(
+    sleep_mode_request = make_launch_request(
         kv_transfer=LMCACHE, role=Role.DECODE, settings=EngineSettingsSpec(sleep_mode=True)
     )
-    launch = plan_launch(asleep).launch
+    launch = plan_launch(sleep_mode_request).launch
     assert launch is not None
     assert "--enable-sleep-mode" in launch.command
     assert ("VLLM_SERVER_DEV_MODE", "1") in [(v.name, v.value) for v in launch.env]
@@ -198,9 +198,9 @@ def test_all2all_backend_of_a_flexible_pool_serves_both_roles() -> None:
     spread = ParallelismSpec(tensor=1, data=8, expert=True)
     launch_request = make_launch_request("deepseek-v3", "H200-SXM", parallelism=spread, devices=8)
     found = {
-        role: (chosen_value(one, "all2allBackend"), chosen_value(one, "microBatching"))
+        role: (chosen_value(request, "all2allBackend"), chosen_value(request, "microBatching"))
         for role in ("Flexible", "Prefill", "Decode")
-        for one in (replace(launch_request, pool_role=role),)
+        for request in (replace(launch_request, pool_role=role),)
     }
     assert found == {
         "Flexible": ("allgather_reducescatter", "false"),
@@ -224,14 +224,14 @@ def test_kv_lease_is_twice_ttft_plus_transfer_and_at_least_the_default() -> None
 
 
 def test_transfer_buffer_of_a_rank_is_taken_off_its_gpu_memory() -> None:
-    pushed = make_launch_request(
+    decode_request = make_launch_request(
         "llama-3.1-70b",
         devices=4,
         role=Role.DECODE,
         kv_transfer=LMCACHE,
     )
-    assert pushed.buffer_bytes == 10 * 2**30
-    launch = plan_launch(pushed).launch
+    assert decode_request.buffer_bytes == 10 * 2**30
+    launch = plan_launch(decode_request).launch
     assert launch is not None
     assert launch.command[launch.command.index("--gpu-memory-utilization") + 1] == "0.77"
     assert launch.flip_strategy is FlipStrategy.RESTART
