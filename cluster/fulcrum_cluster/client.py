@@ -18,6 +18,7 @@ from fulcrum_cluster.error_status import error_from_status
 from fulcrum_cluster.memory_store import build_applied_document
 from fulcrum_cluster.objects import Object, ObjectApi, ObjectKind, ObjectList, kind_of_body, kind_of_resource
 from fulcrum_cluster.transport import HttpClient
+from fulcrum_core.api.manifest import first_broken_rule
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import Gone, InvalidInput, StoreUnavailable
 from fulcrum_core.ports import EventType, Listing, WatchEvent
@@ -358,11 +359,9 @@ def _parse_object(kind: type[R], body: Object) -> R:
     try:
         return kind.model_validate(body, extra="ignore")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise StoreUnavailable(
-            f'{kind.kind_name()} "{"/".join(_namespaced_name(body))}" cannot be read: {where}: {first["msg"]}'
-        ) from error
+        name = "/".join(_namespaced_name(body))
+        broken = first_broken_rule(error, kind)
+        raise StoreUnavailable(f'{kind.kind_name()} "{name}" cannot be read: {broken}') from error
 
 
 def _namespaced_name(body: Object) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import StepModel
+from fulcrum_core.validation_rules import describe_rule
 
 _DATA = resources.files("fulcrum_core") / "data" / "profiles"
 PROFILE_NAMES = tuple(sorted(entry.name.removesuffix(".yaml") for entry in _DATA.iterdir()))
@@ -128,7 +129,7 @@ def _first_invalid_field(error: ValidationError, source: str) -> InvalidInput:
         case "extra_forbidden":
             return InvalidInput(path, first["input"], "is not a field of an engine profile")
         case _:
-            return InvalidInput(path, first["input"], first["msg"].replace("Input should", "must"))
+            return InvalidInput(path, first["input"], describe_rule(first))
 
 
 def _check_sizes(profile: EngineProfile, source: str) -> None:

@@ -4,8 +4,6 @@ Used by the CLI and the stores. YAML is read as kubectl reads it: times stay tex
 error, and `Off` without quotes is false.
 """
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
@@ -16,33 +14,10 @@ from pydantic import ValidationError
 from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, ObjectMeta, Resource
 from fulcrum_core.api.registry import find_kind
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.validation_rules import describe_rule, shorten_value
 
 R = TypeVar("R", bound=Resource)
 
-_RULES = {
-    "bool_parsing": "is neither true nor false",
-    "bool_type": "is neither true nor false",
-    "dict_type": "is not an object",
-    "enum": "is not one of {expected}",
-    "float_parsing": "is not a number",
-    "float_type": "is not a number",
-    "greater_than": "is not greater than {gt:g}",
-    "greater_than_equal": "is less than {ge:g}",
-    "int_from_float": "is not a whole number",
-    "int_parsing": "is not a whole number",
-    "int_type": "is not a whole number",
-    "less_than_equal": "is greater than {le:g}",
-    "literal_error": "is not one of {expected}",
-    "missing": "is required",
-    "model_type": "is not an object",
-    "string_pattern_mismatch": "does not match {pattern}",
-    "string_too_long": "is longer than {max_length} characters",
-    "string_too_short": "is shorter than {min_length} characters",
-    "string_type": "is not text",
-    "too_long": "has more than {max_length} items",
-    "tuple_type": "is not a list",
-}
-_ENUM_MEMBER = re.compile(r"<\w+\.\w+: ('[^']*')>")
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _YAML_BOOLEAN_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
 _METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
@@ -85,14 +60,14 @@ def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
     try:
         return kind.model_validate(raw, by_alias=True, by_name=False, context=EXTERNAL_INPUT)
     except ValidationError as error:
-        raise _first_broken_rule(error, kind) from error
+        raise first_broken_rule(error, kind) from error
 
 
 def parse_object(raw: object) -> Resource:
     """Parse one YAML document of any of our kinds."""
     if not isinstance(raw, Mapping):
         raise InvalidInput(
-            "manifest", _shorten(raw), "is not an object with apiVersion, kind, metadata and spec"
+            "manifest", shorten_value(raw), "is not an object with apiVersion, kind, metadata and spec"
         )
     kind, metadata = find_kind(raw.get("kind")), raw.get("metadata")
     if "apiVersion" not in raw:
@@ -100,7 +75,7 @@ def parse_object(raw: object) -> Resource:
     for key, value in metadata.items() if isinstance(metadata, Mapping) else ():
         if key not in _METADATA_FIELDS:
             raise InvalidInput(
-                f"metadata.{key}", _shorten(value), _unknown_field_rule(str(key), _METADATA_FIELDS)
+                f"metadata.{key}", shorten_value(value), _unknown_field_rule(str(key), _METADATA_FIELDS)
             )
     return parse_as(kind, raw)
 
@@ -134,16 +109,19 @@ def _yaml_error(error: yaml.YAMLError, source: str) -> InvalidInput:
     return InvalidInput(source, f"YAML{where}", str(getattr(error, "problem", "") or "cannot be read"))
 
 
-def _first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
-    """A field that is none goes first, as API servers have it: another one may be missing for it."""
+def first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
+    """Return the first error of a validation as path, value and rule.
+
+    An unknown field goes first, as in API servers: a misspelt field often causes a missing one.
+    """
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    value = "nothing" if first["type"] == "missing" else _shorten(first["input"])
+    value = "nothing" if first["type"] == "missing" else shorten_value(first["input"])
     if first["type"] == "extra_forbidden":
         rule = _unknown_field_rule(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
     else:
-        rule = _rule_text(first["type"], first["msg"], first.get("ctx", {}))
+        rule = describe_rule(first)
     return InvalidInput(path or "manifest", value, rule + _missing_quotes_hint(first["input"], rule))
 
 
@@ -169,27 +147,8 @@ def _find_model(annotation: object) -> type[ApiModel] | None:
     return next((found for part in get_args(annotation) if (found := _find_model(part))), None)
 
 
-def _rule_text(error: str, message: str, numbers: Mapping[str, Any]) -> str:
-    if error in _RULES:
-        rule = _ENUM_MEMBER.sub(r"\1", _RULES[error].format_map(numbers))
-        return rule if " or " in rule else rule.replace("is not one of", "is not")
-    text = message.removeprefix("Value error, ")
-    return text[:1].lower() + text[1:]
-
-
 def _missing_quotes_hint(value: object, rule: str) -> str:
     """Advice for a value that YAML reads as a boolean: `Off` without quotes is false."""
     words = _YAML_BOOLEAN_WORDS[value] if isinstance(value, bool) else ()
     meant = next((word for word in words if f"'{word}'" in rule), None)
     return f'; without quotes YAML reads {meant} as {str(value).lower()}: write "{meant}"' if meant else ""
-
-
-def _shorten(value: object) -> str:
-    """Format a value as YAML on one line, in at most 80 characters."""
-    if isinstance(value, str):
-        text = " ".join(value.split())
-    else:
-        plain = json.loads(json.dumps(value, default=str))
-        text = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6)
-        text = text.removesuffix("\n...\n").strip()
-    return text if len(text) <= 80 else text[:77] + "..."

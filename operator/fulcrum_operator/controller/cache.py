@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_core.api.manifest import first_broken_rule
 from fulcrum_operator.controller.field_ownership import owned_fields
 from fulcrum_operator.controller.reconcile import ServiceKey
 
@@ -232,7 +233,6 @@ def _parse_body(kind: ObjectKind, body: Object) -> CachedObject | UnreadableObje
     try:
         return ours.model_validate(body, extra="ignore")
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         meta = body["metadata"]
         return UnreadableObject(
             namespace=meta.get("namespace", ""),
@@ -241,7 +241,7 @@ def _parse_body(kind: ObjectKind, body: Object) -> CachedObject | UnreadableObje
             uid=meta.get("uid", ""),
             version=_version_number(meta.get("resourceVersion", "")),
             service=_service_of(ours, body),
-            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            error=str(first_broken_rule(error, ours)),
         )
 
 

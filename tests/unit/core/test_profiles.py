@@ -72,9 +72,9 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
             "weight_bytes/(tensor_parallel*hbm_bytes_per_s)",
             id="a step faster than reading the weights",
         ),
-        pytest.param({"b": float("nan")}, "mine.yaml.b (nan) must be a finite number", id="NaN"),
-        pytest.param({"t0": 0}, "mine.yaml.t0 (0) must be greater than 0", id="no fixed duration"),
-        pytest.param({"block_size": -16}, "mine.yaml.block_size (-16) must be greater than 0", id="negative"),
+        pytest.param({"b": float("nan")}, "mine.yaml.b (nan) is not a finite number", id="NaN"),
+        pytest.param({"t0": 0}, "mine.yaml.t0 (0) is not greater than 0", id="no fixed duration"),
+        pytest.param({"block_size": -16}, "mine.yaml.block_size (-16) is not greater than 0", id="negative"),
         pytest.param(
             {"max_seqs": 1024},
             "mine.yaml.max_seqs (1024) is greater than token_budget (512): a decode step would not fit",

@@ -168,9 +168,7 @@ def test_an_unreadable_object_is_described_by_name_and_field_and_notifies_once(
 ) -> None:
     recording.cache.put_object(*unreadable(11))
     recording.cache.put_object(*unreadable(12))
-    assert descriptions(recording) == [
-        "PDService chat cannot be read: spec.model: Input should be a valid string"
-    ]
+    assert descriptions(recording) == ["PDService chat cannot be read: spec.model (7) is not text"]
     assert (recording.notified, recording.cache.list_services(), recording.model()) == ([CHAT], (CHAT,), None)
 
 

@@ -11,8 +11,8 @@ from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 
 CHAT = ServiceKey("default", "chat")
-BAD_SERVICE = "PDService chat cannot be read: spec.model: Input should be a valid string"
-BAD_INSTANCE = "PDInstance chat-0 cannot be read: spec.model: Input should be a valid string"
+BAD_SERVICE = "PDService chat cannot be read: spec.model (7) is not text"
+BAD_INSTANCE = "PDInstance chat-0 cannot be read: spec.model (7) is not text"
 
 
 class World:
