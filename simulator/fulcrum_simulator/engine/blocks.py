@@ -1,7 +1,7 @@
 """The KV cache: reference-counted blocks, and a prefix cache over the blocks without references.
 
-A block keeps its contents until it is written again. A peer that reads a block after its lease expired gets
-the right KV until the block is reused, and another prompt's KV from then on.
+A block keeps its contents until it is written again. A decode instance that pulls a block after its lease
+expired gets the right KV until the block is reused, and another prompt's KV from then on.
 """
 
 from collections import OrderedDict, deque

@@ -96,7 +96,7 @@ class Engine:
         A token of the step under way is lost.
 
         Raises:
-            EngineDead: if the request hangs in an import without the peer's request id.
+            EngineDead: if the request hangs in an import without the prefill instance's request id.
         """
         self.expire_leases(now_s)
         run = self._runs.get(request_id)
@@ -203,7 +203,7 @@ class Engine:
         return self._leases.extend(request_id, now_s)
 
     def release_lease(self, request_id: str, now_s: float) -> bool:
-        """Free the blocks of a lease, read by the peer or not. False if there is none, which is counted."""
+        """Free the blocks of a lease, pulled or not. False if there is none, which is counted."""
         self.expire_leases(now_s)
         blocks = self._leases.end(request_id)
         if blocks is None:
@@ -223,8 +223,9 @@ class Engine:
         return self._leases.next_lease_expiry_s()
 
     def read_blocks(self, block_ids: tuple[int, ...]) -> tuple[bytes, ...]:
-        """Return for each block the digest of the prompt whose KV it holds now, as a peer reads it; leases
-        are not checked.
+        """Return for each block the digest of the prompt whose KV the block has now.
+
+        A decode instance that pulls the blocks gets this KV. Leases are not checked.
 
         Raises:
             InvalidInput: if a block does not exist.

@@ -7,7 +7,7 @@ engine server holds one end and reserves that alone.
 from dataclasses import dataclass
 
 HANDSHAKE_TIMEOUT_S = 5.0
-"""Time after which a handshake with an unreachable peer fails."""
+"""Time after which a handshake with an unreachable prefill instance fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ class HandshakeResult:
 
 
 class HandshakeQueue:
-    """The handshakes of one decode instance: one per peer engine id, one after another.
+    """The handshakes of one decode instance: one per engine id of a prefill instance, one after another.
 
-    An unreachable peer delays all later handshakes by `HANDSHAKE_TIMEOUT_S`; pulls from known peers are not
-    delayed.
+    An unreachable prefill instance delays all later handshakes by `HANDSHAKE_TIMEOUT_S`. Pulls from known
+    instances are not delayed.
     """
 
     def __init__(self, handshake_s: float) -> None:
@@ -75,7 +75,7 @@ class HandshakeQueue:
         return engine_id in self._known
 
     def reserve_handshake(self, engine_id: str, *, reachable: bool, now_s: float) -> HandshakeResult:
-        """Return when the peer's blocks can be read: now if it is known, else after the handshakes queued
+        """Return when the engine's blocks can be pulled: now if it is known, else after the handshakes queued
         before it.
         """
         if engine_id in self._known:
@@ -86,5 +86,5 @@ class HandshakeQueue:
         return HandshakeResult(end_s=slot.end_s, ok=reachable)
 
     def forget(self, engine_id: str) -> None:
-        """Forget a peer that died or was idle for too long: the next pull starts with a handshake."""
+        """Forget an engine that died or was idle for too long: the next pull starts with a handshake."""
         self._known.pop(engine_id, None)

@@ -91,20 +91,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--host",
         default="127.0.0.1",
-        help="address of both ports, also sent to peers (%(default)s)",
+        help="address of both ports, also sent to decode instances (%(default)s)",
     )
     add("--port", type=int, default=0, help="HTTP port; 0: any free port (%(default)s)")
     add(
         "--side-channel-port",
         type=int,
         default=0,
-        help="port on which peers pull KV cache; 0: any free port (%(default)s)",
+        help="port on which decode instances pull KV cache; 0: any free port (%(default)s)",
     )
     add(
         "--lease-s",
         type=float,
         default=30.0,
-        help="seconds for which exported KV cache is kept for a peer (%(default)s)",
+        help="seconds for which exported KV cache is kept for a decode instance (%(default)s)",
     )
     add(
         "--shutdown-timeout",

@@ -50,14 +50,18 @@ class TokenSink(Protocol):
 
 
 class KvPuller(Protocol):
-    """Pulls the blocks of imports from prefill instances."""
+    """Pulls the blocks of imports from prefill instances; reports to `complete_fetch` and `fail_fetch`."""
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
-        """Start pulling blocks for the prompt with digest `own_digest`; report to the runner."""
+        """Start pulling the blocks of a KV transfer.
+
+        `own_digest` is the digest of the request's whole prompt. A block with another digest holds the KV of
+        another prompt.
+        """
         ...
 
     def cancel(self, request_id: str, source: KvImportRequest) -> None:
-        """Stop pulling for a request that ended, and release the blocks of the prefill instance."""
+        """Stop pulling for a request that ended, and have the prefill instance free its blocks."""
         ...
 
 
@@ -156,15 +160,13 @@ class EngineRunner:
             self.engine.complete_kv_fetch(request_id, digest, now_s)
 
     def release_lease(self, request_id: str) -> bool:
-        """Free the blocks pinned for a peer that has read them or gave up; False if they are not pinned any
-        more.
-        """
+        """Free the blocks of a lease, pulled or not; False if the lease has ended already."""
         freed = self.engine.release_lease(request_id, self.now_s())
         self._wake_if_idle()
         return freed
 
     def expire_all_leases(self) -> None:
-        """Free all blocks pinned for peers, whatever time their leases have left."""
+        """Free all blocks pinned for decode instances, whatever time their leases have left."""
         self.engine.expire_leases(math.inf)
         self._wake_if_idle()
 

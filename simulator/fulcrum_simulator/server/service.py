@@ -103,14 +103,14 @@ class EngineService:
             case FaultKind.EXPIRE_LEASES:
                 self.runner.expire_all_leases()
             case FaultKind.FAIL_TRANSFERS:
-                self.puller.pulls_to_fail = fault.count
+                self.puller.fail_next_pulls(fault.count)
             case FaultKind.NONE:
                 self._clear_faults()
 
     def _clear_faults(self) -> None:
         self.refusing = self._aborting = False
         self.runner.slow_factor = 1.0
-        self.puller.pulls_to_fail = 0
+        self.puller.fail_next_pulls(0)
         if not self._not_hung.is_set():
             self._not_hung.set()
             self.runner.resume()

@@ -20,7 +20,7 @@ MESSAGE_BYTES_MAX = 4 * 1024 * 1024
 
 
 class SideChannelError(Exception):
-    """The peer closed the connection or sent a line that is not in the format above."""
+    """The other end closed the connection or sent a line that is not in the format above."""
 
 
 def encode_message(message: dict[str, Any]) -> bytes:

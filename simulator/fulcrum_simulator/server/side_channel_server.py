@@ -1,8 +1,8 @@
-"""The prefill instance's end of the side channel: peers pull KV cache from here.
+"""The prefill instance's end of the side channel: decode instances pull KV blocks from here.
 
-A peer gets what the blocks hold when the transfer ends; no lease is checked, because a real engine's memory
-is read remotely without its involvement. Stale or wrong parameters therefore yield the text of another
-prompt, with status 200.
+A decode instance gets the contents that the blocks have when the transfer ends. No lease is checked, because
+a real engine's memory is read remotely without its involvement. Stale or wrong parameters therefore yield the
+text of another prompt, with status 200.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from fulcrum_simulator.server.side_channel_protocol import (
 
 
 class SideChannelServer:
-    """Serves peers on the side channel; transfers leave one after another."""
+    """Serves decode instances on the side channel; transfers are sent one after another."""
 
     def __init__(self, runner: EngineRunner, *, model: str, wait_while_hung: Callable[[], Any]) -> None:
         """`wait_while_hung()` returns an awaitable that completes once the engine is not hung."""
@@ -31,7 +31,7 @@ class SideChannelServer:
         self._egress = LinkEnd()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection of a peer until either side closes it."""
+        """Serve one connection of a decode instance until either side closes it."""
         with contextlib.suppress(SideChannelError, ConnectionError):
             while (message := await read_message(reader)) is not None:
                 await self._wait_while_hung()
@@ -79,5 +79,5 @@ class SideChannelServer:
 
 
 async def start_side_channel_server(server: SideChannelServer, bound: socket.socket) -> asyncio.Server:
-    """Listen for peers on a bound socket."""
+    """Listen for decode instances on a bound socket."""
     return await asyncio.start_server(server.serve, sock=bound, limit=MESSAGE_BYTES_MAX)

@@ -154,7 +154,7 @@ class TestKvTransfer:
         assert await client.text(d, cold, 6, kv_transfer_params=kv_transfer_params) == expected_text(cold, 6)
         assert await client.metric(d, "vllm:nixl_num_failed_transfers_total") == 1
 
-    async def test_an_unreachable_new_peer_costs_five_seconds_and_delays_only_other_first_contacts(
+    async def test_an_unreachable_new_source_costs_five_seconds_and_delays_only_other_first_contacts(
         self, client: Client, start: Start
     ) -> None:
         dead, warm, new, d = start(), start(), start(), start()

@@ -53,7 +53,7 @@ def test_transfers_queue_at_either_end() -> None:
                 HandshakeResult(end_s=5.25, ok=True),
                 HandshakeResult(end_s=10.25, ok=False),
             ],
-            id="an unreachable peer delays the next handshake for its timeout",
+            id="an unreachable prefill instance delays the next handshake for its timeout",
         ),
         pytest.param(
             [("p", True, 0.0), ("dead", False, 1.0), ("p", True, 2.0)],
@@ -62,7 +62,7 @@ def test_transfers_queue_at_either_end() -> None:
                 HandshakeResult(end_s=6.0, ok=False),
                 HandshakeResult(end_s=2.0, ok=True),
             ],
-            id="a pull from a known peer is not delayed",
+            id="a pull from a known prefill instance is not delayed",
         ),
     ],
 )
@@ -71,11 +71,12 @@ def test_handshakes_run_one_after_another(
 ) -> None:
     handshakes = HandshakeQueue(0.25)
     assert [
-        handshakes.reserve_handshake(peer, reachable=up, now_s=now_s) for peer, up, now_s in contacts
+        handshakes.reserve_handshake(engine_id, reachable=up, now_s=now_s)
+        for engine_id, up, now_s in contacts
     ] == expected
 
 
-def test_a_forgotten_peer_needs_a_new_handshake() -> None:
+def test_a_forgotten_engine_needs_a_new_handshake() -> None:
     handshakes = HandshakeQueue(0.25)
     handshakes.reserve_handshake("p", reachable=True, now_s=0.0)
     known = handshakes.is_known("p")
