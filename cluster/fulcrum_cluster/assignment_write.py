@@ -1,7 +1,7 @@
 """The one guarded write of a PDAssignment, used by the autoscaler and the CLI.
 
-It writes a change only if `fulcrum_core.assignment.may_apply` allows it and nobody else wrote meanwhile. What
-to change, and what to do about a refusal, is the caller's.
+A change is written only if `fulcrum_core.assignment.may_apply` allows it and no other writer wrote meanwhile.
+The caller decides what to change, and what to do about a refusal.
 """
 
 from collections.abc import Awaitable, Callable, Iterable

@@ -235,8 +235,8 @@ def _too_many_requests_wait_s(response: httpx.Response) -> float | None:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    said = response.headers.get("retry-after", "")
-    return float(said) if said.isdecimal() else None
+    seconds = response.headers.get("retry-after", "")
+    return float(seconds) if seconds.isdecimal() else None
 
 
 async def _split_lines(response: httpx.Response) -> AsyncIterator[bytes]:

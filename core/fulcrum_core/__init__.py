@@ -1,1 +1,1 @@
-"""What every room of Fulcrum shares and nothing else: kinds, domain values, latency models, ports."""
+"""Code that all rooms share: API kinds, domain values, latency models and ports. No I/O, no clock."""

@@ -79,7 +79,7 @@ class HardwareFacts:
 
     @property
     def memory_known(self) -> bool:
-        """Whether its memory is known, without which nothing can be said to fit."""
+        """Whether the size of its memory is known; without it no fit can be computed."""
         return self.memory_bytes > 0
 
     @property

@@ -69,7 +69,7 @@ class Store(Protocol):
     def watch(self, kind: type[R], *, namespace: str, since: str) -> AsyncIterator[WatchEvent[R]]:
         """Every change after `since`, in order, until caller or store end it; `Gone` if that is too old.
 
-        The namespace "" stands for all.
+        The namespace "" means all namespaces.
         """
         ...
 
@@ -153,7 +153,7 @@ def instance_key(instance: PDInstance) -> InstanceKey:
 
 @dataclass(frozen=True, slots=True)
 class EngineObservation:
-    """One engine as the runtime sees it. `endpoint` is `host:port`, known once it answers."""
+    """State of one engine, observed by the runtime. `endpoint` is `host:port`, None until it responds."""
 
     name: str
     state: EngineState
@@ -168,11 +168,11 @@ class EngineObservation:
     """Why the engine is in this state, for people: the image cannot be pulled, no node fits, the pod was
     evicted. Empty if not known."""
     out_of_memory: bool = False
-    """Whether its last run was killed because it used more memory than its limit."""
+    """Whether the last run of the engine was killed because it exceeded its memory limit."""
     image: str | None = None
-    """The image it runs, by digest, where there is one."""
+    """Image of the engine, by digest; None for an engine without an image."""
     since_s: float | None = None
-    """Since when it is in this state, where that is known; unix seconds."""
+    """Time at which the engine entered this state, in unix seconds; None if not known."""
     terminating: bool = False
     """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
     node_lost: bool = False
@@ -183,20 +183,20 @@ class EngineRuntime(Protocol):
     """Runs engines: as processes in a local run, as pods in a cluster. All calls are idempotent."""
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
-        """Have the instance's engine run; one that exits is started again with back-off.
+        """Start the engine of the instance; restart the engine with back-off whenever it exits.
 
-        It is expected to serve `startup_s` after a start; one that takes much longer is started again, too.
-        An engine of that key that is there already, even one that is terminating, is left as it is.
+        The engine is expected to be ready `startup_s` seconds after a start; if it takes much longer, it is
+        restarted. An engine of the same key that already exists, even a terminating one, is left unchanged.
         """
         ...
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
-        """Ask the engine to end, and do not wait for it: `observe` shows it, `terminating`, until it is gone.
+        """Request the end of the engine without waiting; `observe` returns it as `terminating` until it ends.
 
-        One that is drained gets a few seconds for it: KV that it still holds is nobody's, such as a probe's.
+        A drained engine gets only a few seconds: no request waits for KV that the engine still keeps.
         """
         ...
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
-        """Every engine of the namespace that was started and is not gone, by name."""
+        """Return every engine of the namespace that was started and still exists, ordered by name."""
         ...

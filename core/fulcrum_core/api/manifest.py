@@ -1,4 +1,4 @@
-"""Parses manifests into kinds; every broken rule becomes an `InvalidInput` with path, value and rule.
+"""Parse manifests into kinds; every broken rule becomes an `InvalidInput` with path, value and rule.
 
 Used by the CLI and the stores. YAML is read as kubectl reads it: times stay text, a duplicate key is an
 error, and `Off` without quotes is false.
@@ -81,12 +81,12 @@ def parse_object(raw: object) -> Resource:
 
 
 def read_yaml(text: str) -> Any:
-    """What one YAML document says, or `yaml.YAMLError`."""
+    """Return the content of one YAML document; raise `yaml.YAMLError` if the text is not YAML."""
     return yaml.load(text, _Loader)
 
 
 def load_manifest(text: str, *, source: str) -> tuple[Resource, ...]:
-    """All objects of a YAML text. Errors name `source` and the number of the document."""
+    """Return all objects of a YAML text. Errors name `source` and the number of the document."""
     try:
         documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
     except yaml.YAMLError as error:

@@ -190,7 +190,7 @@ Time = Annotated[
             "type": "string",
             "format": "date-time",
             "pattern": TIME_PATTERN,
-            # Where a format is asked for, API servers let lists pass; a rule can only be computed of a time.
+            # API servers accept a list where a format is required; a CEL rule fails on it.
             "x-kubernetes-validations": [
                 {"rule": "self < timestamp('3000-01-01T00:00:00Z')", "message": "is not an RFC 3339 time"}
             ],

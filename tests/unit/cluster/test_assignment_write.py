@@ -66,7 +66,7 @@ async def propose_nothing(_current: PDAssignment) -> None:
     return None
 
 
-async def test_a_refused_change_is_not_written_and_names_the_reason(store: ContestedStore) -> None:
+async def test_refused_change_is_not_written_and_has_the_reason(store: ContestedStore) -> None:
     await store.patch_status(PDInstance, "chat-2", {"phase": "Starting"}, namespace="default")
     update = await update_assignment(
         store, "chat", flip_to_prefill, namespace="default", clock=CLOCK, attempts_max=1
@@ -83,7 +83,7 @@ async def test_nothing_is_written_if_nothing_is_proposed(store: ContestedStore) 
     assert (update.changed, update.refusal, update.checked) == (False, None, None)
 
 
-async def test_a_change_is_proposed_again_from_what_the_other_writer_wrote(store: ContestedStore) -> None:
+async def test_change_is_proposed_again_on_the_other_writers_assignment(store: ContestedStore) -> None:
     store.conflicts_left = 2
     conflicts: list[None] = []
     update = await update_assignment(

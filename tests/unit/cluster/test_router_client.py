@@ -25,7 +25,7 @@ def client_with(handler: Handler) -> HttpRouterClient:
     return HttpRouterClient(httpx.AsyncClient(transport=transport, base_url="http://router"))
 
 
-async def test_a_router_state_survives_the_round_trip() -> None:
+async def test_router_state_is_requested_and_parsed() -> None:
     state = make_router_state(prefill("p-0", 0.5))
     requested: list[httpx.URL] = []
 
@@ -46,7 +46,7 @@ async def test_a_router_state_survives_the_round_trip() -> None:
         pytest.param(httpx.Response(204), None, id="no flip request in time"),
     ],
 )
-async def test_a_flip_request_is_read_from_the_response(
+async def test_flip_request_is_parsed_from_the_response(
     response: httpx.Response, expected: FlipRequest | None
 ) -> None:
     assert await client_with(lambda _: response).wait_for_flip_request(after=6, timeout_s=10) == expected
@@ -108,7 +108,7 @@ async def test_the_token_file_is_read_for_each_request(tmp_path: Path) -> None:
     assert sent_headers == ["Bearer one", "Bearer two"]
 
 
-async def test_a_caller_can_shorten_the_time_that_a_response_may_take() -> None:
+async def test_caller_can_shorten_the_response_timeout() -> None:
     timeouts: list[float] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
