@@ -26,7 +26,7 @@ import aiohttp
 
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api.pdassignment import PDAssignment
-from fulcrum_core.assignment import AssignmentRules, apply_flip, may_apply
+from fulcrum_core.assignment import AssignmentRules, build_flip, may_apply
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Store
 from fulcrum_core.router_state import RouterState
@@ -95,7 +95,7 @@ async def _measure_flip(
     polling = asyncio.create_task(_poll(session, f"{router.state_url}/state", query))
     await asyncio.sleep(0.005)  # the long poll starts before the flip, as the autoscaler's may
     decided_s = time.time()
-    desired = apply_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
+    desired = build_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
     verdict = may_apply(current.spec, desired, stack.engines.keys(), RULES, now_s=decided_s)
     if not verdict.allowed:
         raise RuntimeError(verdict.reason)

@@ -1,8 +1,9 @@
-"""Checks every voluntary change of a PDAssignment (`may_apply`), and builds flips (`apply_flip`).
+"""Checks every voluntary change of a PDAssignment (`may_apply`), and builds flips (`build_flip`).
 
 Writers check before they write. Routers check what they receive, because a person may have patched the
-object. Both come to the same result, because times are taken from the objects. Only two rules use the
-reader's clock: no change is dated in the future, and a pin ends at its time.
+object. Both use the times in the object and not their clocks, so that they agree when they observe the same
+serving instances. The reader's clock is used in two places: to refuse a date in the future, and to find out
+whether a pin may be removed.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +29,10 @@ class AssignmentRules:
 
     prefill_to_decode_cooldown_s: float
     fixed_roles: Mapping[str, Role] = field(default_factory=dict)
-    """Instances of pools that never flip."""
+    """Role of each instance whose pool has one role only; these instances never flip.
+
+    An instance with `role_fixed_at_start` may flip: its engine restarts for it (`restarted_by_flip`).
+    """
     floors: Floors = field(default_factory=lambda: Floors(prefill=0, decode=0))
     """The service's own floors: an assignment that was patched by hand cannot lower them."""
     compatibility_groups: Mapping[str, int] = field(default_factory=dict)
@@ -83,31 +87,34 @@ def awaits_restart(instance: PDInstance, entry: RoleAssignment) -> bool:
 def may_apply(
     current: PDAssignmentSpec,
     proposed: PDAssignmentSpec,
-    ready: Collection[str],
+    serving: Collection[str],
     rules: AssignmentRules,
     *,
     now_s: float,
 ) -> Verdict:
-    """Whether `proposed` may follow `current`, given the instances that are ready to serve.
+    """Whether `proposed` may follow `current`, given the names of the serving instances.
+
+    The caller decides which instances count as serving: writers by the phase, the operator also by the state of
+    the engines, a router also by their endpoints and pods.
 
     No voluntary change takes a role below its floor of serving instances. If a crash has done so already,
     changes that do not make it worse are allowed, but enough instances must stay assigned to the role to
     reach the floor when crashed instances recover. New instances may always be added.
     """
     for name in sorted(proposed.roles):
-        refusal = _refuse_entry(name, current, proposed, rules, now_s=now_s)
-        if refusal:
-            return Verdict(False, refusal)
-    refusal = _refuse_times(current, proposed, now_s=now_s)
-    if refusal:
-        return Verdict(False, refusal)
+        reason = _refuse_entry(name, current, proposed, rules, now_s=now_s)
+        if reason:
+            return Verdict(False, reason)
+    reason = _refuse_times(current, proposed, now_s=now_s)
+    if reason:
+        return Verdict(False, reason)
     for role in (Role.PREFILL, Role.DECODE):
         floor = max(rules.floors.for_role(role), proposed.floors.for_role(role))
-        refusal = _refuse_floor(role, floor, current, proposed, ready, rules)
-        refusal = refusal or _refuse_last_assigned(role, floor, current, proposed)
-        refusal = refusal or _refuse_group_without_role(role, current, proposed, ready, rules)
-        if refusal:
-            return Verdict(False, refusal)
+        reason = _refuse_floor(role, floor, current, proposed, serving, rules)
+        reason = reason or _refuse_last_assigned(role, floor, current, proposed)
+        reason = reason or _refuse_group_without_role(role, current, proposed, serving, rules)
+        if reason:
+            return Verdict(False, reason)
     return Verdict(True, "within floors, cooldown and pins")
 
 
@@ -116,42 +123,44 @@ def list_serving_instances(instances: Iterable[PDInstance]) -> frozenset[str]:
     return frozenset(instance.metadata.name for instance in instances if instance.is_serving)
 
 
-def list_serving(roles: Mapping[str, RoleAssignment], ready: Collection[str], role: Role) -> tuple[str, ...]:
-    """Names of the ready, not cordoned instances assigned to `role`, sorted."""
-    chosen = (n for n, entry in roles.items() if n in ready and entry.role is role and not entry.cordoned)
+def list_assigned(roles: Mapping[str, RoleAssignment], among: Collection[str], role: Role) -> tuple[str, ...]:
+    """Names of those instances of `among` that are assigned to `role` and not cordoned, sorted."""
+    chosen = (n for n, entry in roles.items() if n in among and entry.role is role and not entry.cordoned)
     return tuple(sorted(chosen))
 
 
 def resolve_effective_roles(
     roles: Mapping[str, RoleAssignment],
-    ready: Iterable[str],
+    serving: Iterable[str],
     groups: Mapping[str, int] | None = None,
     *,
     restarted_by_flip: Collection[str] = (),
 ) -> dict[str, Role]:
-    """The effective role of each ready instance: as assigned, or Both if no other can take the other role.
+    """The effective role of each serving instance: as assigned, or Both if no other can take the other role.
 
-    Both is for the only instance that takes work and, while several compatibility groups serve, for every
-    instance of a group in which all have the same role, because no KV is transferred between groups. Of
-    `restarted_by_flip` only decode instances can play Both: a decode engine can compute a prompt itself,
-    while an engine that was started for prefill refuses to decode.
+    Both is for the only instance that is not cordoned (or the only instance) and, while several compatibility
+    groups serve, for every instance of a group in which all have the same role, because no KV is transferred
+    between groups. Of `restarted_by_flip` only decode instances can play Both: a decode engine can compute a
+    prompt itself, while an engine that was started for prefill refuses to decode.
     """
-    names = sorted(name for name in ready if name in roles)
-    working = [name for name in names if not roles[name].cordoned] or names
+    names = sorted(name for name in serving if name in roles)
+    available = [name for name in names if not roles[name].cordoned] or names
     effective = {name: Role(roles[name].role) for name in names}
-    alone = {name for name in names if name not in restarted_by_flip or effective[name] is Role.DECODE}
+    can_play_both = {
+        name for name in names if name not in restarted_by_flip or effective[name] is Role.DECODE
+    }
     group = dict.fromkeys(names, 0) | {name: groups[name] for name in names if groups and name in groups}
-    if len(working) == 1:
-        return effective | dict.fromkeys(alone.intersection(working), Role.BOTH)
-    if len({group[name] for name in working}) > 1:
-        for number in {group[name] for name in working}:
-            members = [name for name in working if group[name] == number]
+    if len(available) == 1:
+        return effective | dict.fromkeys(can_play_both.intersection(available), Role.BOTH)
+    if len({group[name] for name in available}) > 1:
+        for number in {group[name] for name in available}:
+            members = [name for name in available if group[name] == number]
             if len({roles[name].role for name in members}) == 1:
-                effective |= dict.fromkeys(alone.intersection(members), Role.BOTH)
+                effective |= dict.fromkeys(can_play_both.intersection(members), Role.BOTH)
     return effective
 
 
-def apply_flip(
+def build_flip(
     current: PDAssignmentSpec,
     instance: str,
     to: Role,
@@ -207,7 +216,7 @@ def _refuse_entry(
     fixed = rules.fixed_roles.get(name)
     if fixed is not None and after.role is not fixed:
         return f"instance {name!r} belongs to a pool that only serves {fixed}"
-    if before is None or _is_operator_rollback(before, after):
+    if before is None or _is_rollback(before, after):
         return None
     if before.role is after.role:
         return _refuse_unpinning(name, before, after, now_s=now_s)
@@ -224,10 +233,13 @@ def _refuse_entry(
     return _refuse_cooldown(name, current, proposed, rules)
 
 
-def _is_operator_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
-    """Whether the operator takes back the flip to `before.role`, which it has refused.
+def _is_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
+    """Whether the entry goes back to its old role, with the current one marked as refused.
 
-    A router may already have applied that flip. It must follow the rollback whatever the cooldown and pins.
+    The operator writes such an entry. A router may already have applied the refused flip, and must follow the
+    rollback whatever the cooldown and pins. The author is not checked: `by` is the actor of the restored entry,
+    and a writer could name any actor there. Somebody else's rollback can do no more than a flip by a person:
+    fixed roles and floors are checked for both.
     """
     return after.refused is not None and after.refused.role is before.role and before.role is not after.role
 
@@ -283,12 +295,12 @@ def _refuse_floor(
     floor: int,
     current: PDAssignmentSpec,
     proposed: PDAssignmentSpec,
-    ready: Collection[str],
+    serving: Collection[str],
     rules: AssignmentRules,
 ) -> str | None:
-    away = {name for name in rules.restarted_by_flip if _is_flipped(name, current, proposed)}
-    before = list_serving(current.roles, ready, role)
-    after = list_serving(proposed.roles, frozenset(ready) - away, role)
+    restarting = {name for name in rules.restarted_by_flip if _is_flipped(name, current, proposed)}
+    before = list_assigned(current.roles, serving, role)
+    after = list_assigned(proposed.roles, frozenset(serving) - restarting, role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))
@@ -305,22 +317,22 @@ def _refuse_group_without_role(
     role: Role,
     current: PDAssignmentSpec,
     proposed: PDAssignmentSpec,
-    ready: Collection[str],
+    serving: Collection[str],
     rules: AssignmentRules,
 ) -> str | None:
     """While several compatibility groups serve, no flip takes a role's last instance from one of them."""
-    if len({rules.compatibility_groups.get(name, 0) for name in ready}) < 2:
+    if len({rules.compatibility_groups.get(name, 0) for name in serving}) < 2:
         return None
-    stays = {name for name in list_serving(proposed.roles, ready, role.other) if name in current.roles}
-    for name in sorted(stays & set(list_serving(current.roles, ready, role))):
+    stays = {name for name in list_assigned(proposed.roles, serving, role.other) if name in current.roles}
+    for name in sorted(stays & set(list_assigned(current.roles, serving, role))):
         group = rules.compatibility_groups.get(name, 0)
         members = [
             member
-            for member in ready
+            for member in serving
             if rules.compatibility_groups.get(member, 0) == group and member != name
         ]
-        had = list_serving(current.roles, members, role.other)
-        if had and not list_serving(proposed.roles, members, role):
+        had = list_assigned(current.roles, members, role.other)
+        if had and not list_assigned(proposed.roles, members, role):
             return f"instance {name!r} is the last to serve {role} among those that can exchange KV with it"
     return None
 
@@ -333,8 +345,8 @@ def _refuse_last_assigned(
     Instances that are removed from the assignment do not count: removing a lost instance is always allowed.
     """
     staying = [name for name in current.roles if name in proposed.roles]
-    before = list_serving(current.roles, staying, role)
-    after = list_serving(proposed.roles, proposed.roles, role)
+    before = list_assigned(current.roles, staying, role)
+    after = list_assigned(proposed.roles, proposed.roles, role)
     if len(after) >= floor or len(after) >= len(before):
         return None
     lost = ", ".join(sorted(set(before) - set(after)))

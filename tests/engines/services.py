@@ -20,7 +20,7 @@ from fulcrum_cli.local.engine_environment import find_engine_environment
 from fulcrum_cli.local.run_folder import RunInfo, find_runs
 from fulcrum_cluster.client import open_store
 from fulcrum_core.api import PDAssignment, PDInstance
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Store
@@ -155,7 +155,7 @@ class VllmService:
         spec = now.spec
         for name, entry in now.spec.roles.items():
             to = P if entry.role is D else D
-            spec = apply_flip(spec, name, to, by=Actor.PERSON, reason="asked", now_s=time.time())
+            spec = build_flip(spec, name, to, by=Actor.PERSON, reason="asked", now_s=time.time())
         patch = {"spec": create_merge_patch(now.spec.dump(), spec.dump())}
         version = now.metadata.resource_version
         made = await self.store.patch(

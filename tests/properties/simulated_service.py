@@ -15,7 +15,7 @@ from fulcrum_core.api import (
     PDService,
     Resource,
 )
-from fulcrum_core.assignment import group_by_compatibility, list_serving
+from fulcrum_core.assignment import group_by_compatibility, list_assigned
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
@@ -133,7 +133,7 @@ class SimulatedService:
             and name in self.engines
             and instance.spec.role in (None, role)
         }
-        return set(list_serving(spec.roles, ready, role))
+        return set(list_assigned(spec.roles, ready, role))
 
     def groups_missing_a_role(self) -> list[list[str]]:
         """Return the compatible groups of serving instances that lack a role, if there are several groups.

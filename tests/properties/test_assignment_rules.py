@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.assignment import (
     AssignmentRules,
-    apply_flip,
-    list_serving,
+    build_flip,
+    list_assigned,
     may_apply,
     resolve_effective_roles,
 )
@@ -97,7 +97,7 @@ class ManyWriters(RuleBasedStateMachine):
     def flip(self, name: str, to: Role, by: Actor, lag_s: float) -> None:
         """Flip by a writer whose clock may be late."""
         if name in self.spec.roles:
-            self._write(apply_flip(self.spec, name, to, by=by, reason="because", now_s=self.now_s - lag_s))
+            self._write(build_flip(self.spec, name, to, by=by, reason="because", now_s=self.now_s - lag_s))
 
     @rule(name=st.sampled_from(NAMES), to=ROLES, by=st.sampled_from(Actor))
     def patch_the_role_alone(self, name: str, to: Role, by: Actor) -> None:
@@ -115,7 +115,7 @@ class ManyWriters(RuleBasedStateMachine):
             role = Role(self.spec.roles[name].role)
             until_s = self.now_s + lasts_s
             self._write(
-                apply_flip(
+                build_flip(
                     self.spec,
                     name,
                     role,
@@ -137,7 +137,7 @@ class ManyWriters(RuleBasedStateMachine):
         proposed = self.spec
         for name in names:
             if name in proposed.roles:
-                proposed = apply_flip(
+                proposed = build_flip(
                     proposed, name, to, by=Actor.OPERATOR, reason="together", now_s=self.now_s
                 )
         self._write(proposed)
@@ -165,7 +165,7 @@ class ManyWriters(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "spec"))
     def with_all_recovered_both_floors_are_served(self) -> None:
         for role, assigned_min in self.assigned_min.items():
-            assert len(list_serving(self.spec.roles, self.spec.roles, role)) >= assigned_min
+            assert len(list_assigned(self.spec.roles, self.spec.roles, role)) >= assigned_min
 
 
 TestManyWriters = ManyWriters.TestCase
@@ -242,7 +242,7 @@ def test_a_person_may_make_every_flip_that_any_actor_may(
     rules = AssignmentRules(COOLDOWN_S)
 
     def allowed(by: Actor) -> bool:
-        proposed = apply_flip(spec, name, to, by=by, reason="-", now_s=now_s)
+        proposed = build_flip(spec, name, to, by=by, reason="-", now_s=now_s)
         return may_apply(spec, proposed, ready, rules, now_s=now_s).allowed
 
     assert allowed(Actor.PERSON) >= max(allowed(Actor.AUTOSCALER), allowed(Actor.OPERATOR))
@@ -274,8 +274,8 @@ def test_a_flip_and_its_reverse_restore_the_roles(
     if name not in spec.roles:
         return
     home = Role(spec.roles[name].role)
-    away = apply_flip(spec, name, to, by=Actor.PERSON, reason="-", now_s=now_s)
-    back = apply_flip(away, name, home, by=Actor.PERSON, reason="-", now_s=now_s)
+    away = build_flip(spec, name, to, by=Actor.PERSON, reason="-", now_s=now_s)
+    back = build_flip(away, name, home, by=Actor.PERSON, reason="-", now_s=now_s)
     assert {n: e.role for n, e in back.roles.items()} == {n: e.role for n, e in spec.roles.items()}
     assert back.flips - spec.flips == (2 if to is not home else 0)
 

@@ -18,7 +18,7 @@ from fulcrum_autoscaler.policy import (
     propose_assignment,
 )
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
-from fulcrum_core.assignment import AssignmentRules, list_serving, may_apply
+from fulcrum_core.assignment import AssignmentRules, list_assigned, may_apply
 from fulcrum_core.router_state import FlipRequest, InstanceState
 from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
 from tests.unit.core.router_states import router_state
@@ -152,7 +152,7 @@ def test_every_flip_passes_may_apply(
         assert decision.to is not None
         assert decision.instance is not None
         source = decision.to.other
-        kept = list_serving(after.roles, observation.confirmed_serving, source)
+        kept = list_assigned(after.roles, observation.confirmed_serving, source)
         assert len(kept) >= max(1, observation.assignment.floors.for_role(source))
         assert not observation.assignment.roles[decision.instance].cordoned
 

@@ -15,7 +15,7 @@ from fulcrum_core.api import (
     PDService,
     RoleAssignment,
 )
-from fulcrum_core.assignment import build_assignment_rules, list_serving, may_apply
+from fulcrum_core.assignment import build_assignment_rules, list_assigned, may_apply
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
@@ -275,6 +275,6 @@ def test_no_edit_of_the_assignment_takes_a_role_below_its_floor(observed: Observ
     )
     floors = observed.service.spec.roles.to_floors()
     for phase in (Role.PREFILL, Role.DECODE):
-        before = list_serving(observed.accepted_assignment.roles, ready_instances(observed), phase)
-        now = list_serving(planned_assignment(plan).roles, ready_instances(observed), phase)
+        before = list_assigned(observed.accepted_assignment.roles, ready_instances(observed), phase)
+        now = list_assigned(planned_assignment(plan).roles, ready_instances(observed), phase)
         assert len(now) >= min(len(before), floors.for_role(phase))

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import plan_service
 from fulcrum_operator.plan.assignment import rebuild_accepted_assignment
@@ -63,7 +63,7 @@ class ServiceMachine(RuleBasedStateMachine):
         spec = self.simulated.assignment.spec
         name = data.draw(st.sampled_from(sorted(spec.roles)))
         self.simulated.write_assignment(
-            apply_flip(spec, name, to, by=by, reason="test", now_s=self.simulated.now_s)
+            build_flip(spec, name, to, by=by, reason="test", now_s=self.simulated.now_s)
         )
 
     @rule(data=st.data(), cordoned=st.booleans())

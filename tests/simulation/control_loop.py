@@ -25,7 +25,7 @@ from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.assignment import AssignmentRules, apply_flip, may_apply
+from fulcrum_core.assignment import AssignmentRules, build_flip, may_apply
 from fulcrum_core.errors import Conflict, StoreError, StoreUnavailable
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Listing, R, WatchEvent
@@ -345,7 +345,7 @@ class _Simulation:
         if name not in current.spec.roles:
             return
         to = Role(current.spec.roles[name].role).other
-        after = apply_flip(
+        after = build_flip(
             current.spec, name, to, by=Actor.PERSON, reason="by hand", now_s=now_s, pinned_until_s=now_s + 3
         )
         listing = await self._store.list(PDInstance, namespace="default")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.api.pdservice import PDServiceSpec
-from fulcrum_core.assignment import AssignmentRules, list_serving
+from fulcrum_core.assignment import AssignmentRules, list_assigned
 from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 
@@ -73,7 +73,7 @@ class Observation:
         name.
         """
         return tuple(
-            self._by_name[name] for name in list_serving(self.assignment.roles, self.confirmed_serving, role)
+            self._by_name[name] for name in list_assigned(self.assignment.roles, self.confirmed_serving, role)
         )
 
     def format_split(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fulcrum_autoscaler.policy.decisions import RejectedInstance
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
-from fulcrum_core.assignment import apply_flip, may_apply
+from fulcrum_core.assignment import build_flip, may_apply
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
 
@@ -72,7 +72,7 @@ def with_autoscaler_flip(
     current: PDAssignmentSpec, instance: str, to: Role, *, reason: str, now_s: float
 ) -> PDAssignmentSpec:
     """Return `current` with one instance flipped by the autoscaler."""
-    return apply_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
+    return build_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
 
 
 def _cost(state: InstanceState, source: Role) -> tuple[bool, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fulcrum_cluster.assignment_write import CheckedChange, update_assignment
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, RoleAssignment
-from fulcrum_core.assignment import apply_flip, list_serving, may_apply
+from fulcrum_core.assignment import build_flip, list_assigned, may_apply
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import Store
 from fulcrum_core.values import Actor, Role
@@ -66,7 +66,7 @@ async def flip_instance(
         if entry.role is to and pin_s is None and not pinned:
             return current
         until_s = None if pin_s is None else now_s + pin_s
-        return apply_flip(
+        return build_flip(
             current, instance, to, by=Actor.PERSON, reason=reason, now_s=now_s, pinned_until_s=until_s
         )
 
@@ -142,6 +142,6 @@ def _suggest_alternative(checked: CheckedChange, role: Role) -> str:
     if not verdict.allowed:
         return ""
     floor = max(checked.rules.floors.for_role(role.other), checked.current.floors.for_role(role.other))
-    if len(list_serving(checked.current.roles, checked.serving, role.other)) > floor:
+    if len(list_assigned(checked.current.roles, checked.serving, role.other)) > floor:
         return f"; flip another instance to {role} first"
     return "; no instance is left to flip: raise spec.instances, or the instances of a pool"

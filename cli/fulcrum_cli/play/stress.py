@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.observer import Observer
 from fulcrum_core.api.pdassignment import PDAssignment
-from fulcrum_core.assignment import list_serving
+from fulcrum_core.assignment import list_assigned
 from fulcrum_core.errors import Conflict, FulcrumError, InvalidInput
 from fulcrum_core.ports import Store
 from fulcrum_core.values import Role
@@ -85,7 +85,7 @@ class ForcedFlips:
     def _candidates(self, assignment: PDAssignment, from_role: Role) -> Sequence[str]:
         instances = self.observer.instances
         ready = [name for name, i in instances.items() if i.is_serving]
-        return list_serving(assignment.spec.roles, ready, from_role)
+        return list_assigned(assignment.spec.roles, ready, from_role)
 
 
 async def kill_engines_in_turn(observer: Observer, kill: Callable[[str], None], *, every_s: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from fulcrum_core.api import Floors, PDAssignmentSpec, PDService, Refusal, RoleAssignment
-from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, apply_flip, list_serving, may_apply
+from fulcrum_core.assignment import CLOCK_SKEW_S, AssignmentRules, build_flip, list_assigned, may_apply
 from fulcrum_core.values import Actor, FlipStrategy, Role
 from fulcrum_operator.plan.instance_state import current_role, flip_strategy, instance_order, ready_instances
 from fulcrum_operator.plan.instances import Removal
@@ -262,9 +262,9 @@ def _flip_to_make_room(
     ]
     for name in unremovable[:1]:
         role = Role(spec.roles[name].role)
-        others = list_serving(spec.roles, ready_instances(observed) - set(removal.candidates), role.other)
+        others = list_assigned(spec.roles, ready_instances(observed) - set(removal.candidates), role.other)
         for other in others:
-            proposed = apply_flip(
+            proposed = build_flip(
                 spec,
                 other,
                 role,

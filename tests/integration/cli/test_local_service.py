@@ -9,7 +9,7 @@ import pytest
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, parse_object
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
@@ -73,7 +73,7 @@ async def test_a_flip_changes_the_role_in_the_router_and_in_the_instances_status
     await scale(run, 3)
     await wait_until(run, lambda: is_ready(run, "3/3"))
     now = await run.store.get(PDAssignment, "chat", namespace="default")
-    spec = apply_flip(now.spec, "chat-2", Role.PREFILL, by=Actor.PERSON, reason="requested", now_s=0.0)
+    spec = build_flip(now.spec, "chat-2", Role.PREFILL, by=Actor.PERSON, reason="requested", now_s=0.0)
     written = await run.store.patch(
         PDAssignment, "chat", {"spec": create_merge_patch(now.spec.dump(), spec.dump())}, namespace="default"
     )

@@ -11,7 +11,7 @@ from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.errors import Conflict
 from fulcrum_core.ports import R
 from fulcrum_core.values import Actor, Role
@@ -57,7 +57,7 @@ async def store() -> ContestedStore:
 
 
 async def flip_to_prefill(current: PDAssignment) -> PDAssignmentSpec:
-    return apply_flip(
+    return build_flip(
         current.spec, "chat-1", Role.PREFILL, by=Actor.PERSON, reason="test", now_s=CLOCK.now_s()
     )
 

@@ -10,9 +10,9 @@ from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, Rol
 from fulcrum_core.assignment import (
     CLOCK_SKEW_S,
     AssignmentRules,
-    apply_flip,
     build_assignment_rules,
-    list_serving,
+    build_flip,
+    list_assigned,
     list_serving_instances,
     may_apply,
     resolve_effective_roles,
@@ -40,7 +40,7 @@ def desired(roles: str, **fields: Any) -> PDAssignmentSpec:
 
 
 def flip(name: str, to: Role, by: Actor = Actor.AUTOSCALER, *, now_s: float = NOW_S) -> Change:
-    return lambda spec: apply_flip(spec, name, to, by=by, reason="because", now_s=now_s)
+    return lambda spec: build_flip(spec, name, to, by=by, reason="because", now_s=now_s)
 
 
 def edit(name: str, **fields: Any) -> Change:
@@ -303,7 +303,7 @@ def test_no_actor_can_flip_an_instance_of_a_fixed_pool() -> None:
 
 
 def test_flip_records_actor_time_count_and_cooldown() -> None:
-    after = apply_flip(desired("PPD", flips=3), "a", D, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
+    after = build_flip(desired("PPD", flips=3), "a", D, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
     expected = desired("PPD", flips=4, last_prefill_to_decode=NOW_S)
     signed = entry(D, since=NOW_S, by=Actor.AUTOSCALER, reason="busy")
     assert after == expected.model_copy(update={"roles": {**expected.roles, "a": signed}})
@@ -316,7 +316,7 @@ def test_flip_to_prefill_does_not_start_the_cooldown() -> None:
 
 def test_pin_to_the_current_role_counts_as_no_flip() -> None:
     before = desired("PPD", last_prefill_to_decode=NOW_S - 3)
-    after = apply_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
+    after = build_flip(before, "c", D, by=Actor.PERSON, reason="stay", now_s=NOW_S, pinned_until_s=NOW_S + 60)
     assert (after.flips, after.last_prefill_to_decode) == (0, NOW_S - 3)
     assert after.roles["c"].pinned_until == NOW_S + 60
 
@@ -349,7 +349,7 @@ def test_reader_that_accepted_a_flip_accepts_its_rollback_by_the_operator(
 ) -> None:
     """Whichever actor had set the former role, and even if the flip had a pin."""
     before = edit(name, by=by)(desired(roles, last_prefill_to_decode=NOW_S - since_flip_s))
-    flipped = apply_flip(
+    flipped = build_flip(
         before, name, to, by=Actor.PERSON, reason="-", now_s=NOW_S, pinned_until_s=NOW_S + 60
     )
     refusal = Refusal(role=to, reason="did not verify", until=NOW_S + 30)
@@ -411,8 +411,8 @@ def test_engine_started_with_the_prefill_role_never_serves_both(
 
 def test_serving_instances_are_ready_not_cordoned_and_sorted() -> None:
     roles = edit("b", cordoned=True)(desired("PPPD")).roles
-    assert list_serving(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
-    assert list_serving(roles, frozenset("bcd"), P) == ("c",)
+    assert list_assigned(dict(reversed(roles.items())), frozenset("abcd"), P) == ("a", "c")
+    assert list_assigned(roles, frozenset("bcd"), P) == ("c",)
 
 
 def test_patch_cannot_lower_the_floors_of_the_service() -> None:

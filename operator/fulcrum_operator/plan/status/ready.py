@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from fulcrum_core.api import Condition, Floors, PDAssignmentSpec, PDInstance, RoleStatus, conditions
-from fulcrum_core.assignment import list_serving
+from fulcrum_core.assignment import list_assigned
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role
 from fulcrum_operator.plan.observed import Observed
@@ -18,7 +18,7 @@ def count_ready(
     """Serving instances of each role. A single instance that plays Both counts for its assigned role only."""
     ready = [i.metadata.name for i in desired if i.is_serving]
     if len(ready) == 1:
-        return {role: len(list_serving(assignment.roles, ready, role)) for role in _ROLES}
+        return {role: len(list_assigned(assignment.roles, ready, role)) for role in _ROLES}
     return {Role.PREFILL: prefill.ready, Role.DECODE: decode.ready}
 
 

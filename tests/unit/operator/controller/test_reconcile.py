@@ -9,7 +9,7 @@ import pytest
 
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService, Refusal
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.errors import Conflict
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import EngineObservation, InstanceKey
@@ -134,7 +134,7 @@ class World:
 
     async def flip(self, name: str, to: Role, by: Actor = Actor.PERSON) -> None:
         now = await self.assignment()
-        spec = apply_flip(now.spec, name, to, by=by, reason="requested", now_s=self.clock.at_s)
+        spec = build_flip(now.spec, name, to, by=by, reason="requested", now_s=self.clock.at_s)
         patch = {"spec": create_merge_patch(now.spec.dump(), spec.dump())}
         await self.store.patch(PDAssignment, "chat", patch, namespace="default")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api import Floors, PDAssignment, PDAssignmentSpec, Refusal
-from fulcrum_core.assignment import AssignmentRules, apply_flip, may_apply
+from fulcrum_core.assignment import AssignmentRules, build_flip, may_apply
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
 from fulcrum_operator.plan.assignment import (
@@ -121,7 +121,7 @@ def flipped(by: Actor, to: Role, *names: str) -> PDAssignmentSpec:
     """FOUR with these instances flipped just now."""
     spec = assignment_spec({name: entry(role) for name, role in FOUR.items()})
     for name in names:
-        spec = apply_flip(spec, name, to, by=by, reason="because", now_s=NOW_S)
+        spec = build_flip(spec, name, to, by=by, reason="because", now_s=NOW_S)
     return spec
 
 
@@ -152,7 +152,7 @@ def test_reader_that_applied_a_refused_assignment_may_apply_the_refusal(name: st
     """A router that has not yet observed a crash accepts a change that the operator refuses."""
     last = flipped(Actor.AUTOSCALER, to.other, name)  # so that the role that comes back has a cooldown, too
     current = last.model_copy(update={"last_prefill_to_decode": NOW_S - 60})
-    proposed = apply_flip(current, name, to, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
+    proposed = build_flip(current, name, to, by=Actor.AUTOSCALER, reason="busy", now_s=NOW_S)
     rules = AssignmentRules(10.0, floors=current.floors)
     same_role = tuple(n for n, e in current.roles.items() if e.role is to.other and n != name)
     fewer = frozenset(FOUR) - frozenset(same_role)

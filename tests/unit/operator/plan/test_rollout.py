@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api.pdinstance import PDInstance
-from fulcrum_core.assignment import apply_flip
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
@@ -240,7 +240,7 @@ def test_a_flip_by_restart_starts_the_engine_for_the_new_role() -> None:
     assert {n: i.spec.role for n, i in chat_fleet.instances.items()} == FOUR
     assert chat_fleet.assignment
     chat_fleet.write_assignment(
-        apply_flip(
+        build_flip(
             chat_fleet.assignment.spec, "chat-1", D, by=Actor.PERSON, reason="", now_s=chat_fleet.now_s
         )
     )
