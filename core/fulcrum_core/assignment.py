@@ -94,8 +94,8 @@ def may_apply(
 ) -> Verdict:
     """Whether `proposed` may follow `current`, given the names of the serving instances.
 
-    The caller decides which instances count as serving: writers by the phase, the operator also by the state of
-    the engines, a router also by their endpoints and pods.
+    The caller decides which instances count as serving: writers by the phase, the operator also by the state
+    of the engines, a router also by their endpoints and pods.
 
     No voluntary change takes a role below its floor of serving instances. If a crash has done so already,
     changes that do not make it worse are allowed, but enough instances must stay assigned to the role to
@@ -237,9 +237,9 @@ def _is_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
     """Whether the entry goes back to its old role, with the current one marked as refused.
 
     The operator writes such an entry. A router may already have applied the refused flip, and must follow the
-    rollback whatever the cooldown and pins. The author is not checked: `by` is the actor of the restored entry,
-    and a writer could name any actor there. Somebody else's rollback can do no more than a flip by a person:
-    fixed roles and floors are checked for both.
+    rollback whatever the cooldown and pins. The author is not checked: `by` is the actor of the restored
+    entry, and a writer could name any actor there. Somebody else's rollback can do no more than a flip by a
+    person: fixed roles and floors are checked for both.
     """
     return after.refused is not None and after.refused.role is before.role and before.role is not after.role
 
