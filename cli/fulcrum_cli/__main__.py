@@ -78,7 +78,7 @@ def play(
     seed: Annotated[int, typer.Option(help="Random seed of the load and its prompts.")] = 1,
     port: Annotated[int, typer.Option(help="Port for clients; 0 means any free port.")] = 0,
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="Manifest to run instead of the built-in one.")
+        Path | None, typer.Option("-f", "--file", help="Manifest to run instead of the shipped one.")
     ] = None,
     headless: Annotated[bool, typer.Option("--headless", help="Do not show the live view.")] = False,
     json: Annotated[

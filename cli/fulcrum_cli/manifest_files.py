@@ -9,7 +9,7 @@ from fulcrum_core.api.meta import Resource
 from fulcrum_core.errors import InvalidInput
 
 _PACKAGE = Path(__file__).parent
-_EXAMPLE_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
+_SHIPPED_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
 
 
 def read_manifest(path: Path) -> tuple[Resource, ...]:
@@ -29,9 +29,12 @@ def read_manifest(path: Path) -> tuple[Resource, ...]:
     return load_manifest(text, source=str(path))
 
 
-def find_built_in(name: str) -> Path:
-    """Return the path of a shipped manifest: package data when installed, `examples/` in a checkout."""
-    files = [folder / f"{name}.yaml" for folder in _EXAMPLE_FOLDERS]
+def find_shipped_manifest(name: str) -> Path:
+    """Return the path of a shipped manifest: package data when installed, `examples/` in a checkout.
+
+    A path that does not exist if there is no such manifest; `read_manifest` reports it.
+    """
+    files = [folder / f"{name}.yaml" for folder in _SHIPPED_FOLDERS]
     return next((file for file in files if file.exists()), files[-1])
 
 

@@ -129,7 +129,7 @@ class Clock(Protocol):
 
 
 class EngineState(StrEnum):
-    """Observed state of an engine's process or pod."""
+    """Observed state of an engine's process or pod; in a local run also of the router and the autoscaler."""
 
     STARTING = "Starting"
     RUNNING = "Running"

@@ -84,7 +84,7 @@ class Slo:
 
 
 FAILED_STARTS_MAX = 3
-"""Failed starts after which an engine counts as unable to start."""
+"""Failed starts in a row after which the start of an engine or a local program counts as failed."""
 
 KV_LEASE_S = 30.0
 """vLLM's default time, in seconds, for which an engine keeps KV that no decode instance fetches."""

@@ -7,7 +7,7 @@ import uvloop
 
 from fulcrum_cli.local.run import LocalRunOptions, run_local
 from fulcrum_cli.local.vllm_cpu import LocalEngine, replace_engine_with_vllm_cpu
-from fulcrum_cli.manifest_files import find_built_in, read_manifest
+from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
 from fulcrum_cli.option_values import check_port, parse_choice
 from fulcrum_cli.terminal.interrupts import on_interrupt
 from fulcrum_cli.terminal.logs import log_warnings_to_stderr
@@ -32,7 +32,7 @@ def run(file: Path | None, *, engine: str | None, port: int) -> None:
 def _read_objects(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...]:
     if file is None and engine is None:
         raise InvalidInput("--file", "not given", "is required without --engine")
-    objects = read_manifest(file or find_built_in(str(engine)))
+    objects = read_manifest(file or find_shipped_manifest(str(engine)))
     return objects if engine is None else tuple(replace_engine_with_vllm_cpu(obj) for obj in objects)
 
 

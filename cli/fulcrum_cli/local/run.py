@@ -165,10 +165,10 @@ class LocalRun:
         """Return all instances once every instance serves.
 
         Raises:
-            StartFailed: if an engine failed permanently.
+            StartFailed: if the start of an engine counts as failed.
         """
         while True:
-            for name, reason in self.runtime.permanent_failures().items():
+            for name, reason in self.runtime.start_failures().items():
                 raise StartFailed(f"engine {name}", reason)
             found = (await self.store.list(PDInstance, namespace=self.key.namespace)).items
             if found and all(instance.is_serving for instance in found):

@@ -36,7 +36,11 @@ class LocalRuntime:
         self._stopping: dict[InstanceKey, asyncio.Task[None]] = {}
 
     async def start(self, instance: PDInstance, *, startup_s: float) -> None:
-        """See `EngineRuntime`. The ready timeout is `startup_s` plus that of the other programs."""
+        """See `EngineRuntime`.
+
+        The ready timeout is `startup_s` plus that of the other programs, or that of the `ProcessSpec` if that
+        is longer.
+        """
         key = instance_key(instance)
         if key in self._programs:
             return
@@ -83,12 +87,12 @@ class LocalRuntime:
         keys = sorted(key for key in self._programs if key.namespace == namespace)
         return tuple(self._observation(key, self._programs[key]) for key in keys)
 
-    def permanent_failures(self) -> dict[str, str]:
-        """Reason of each engine that never served and is not waited for any longer, by name."""
+    def start_failures(self) -> dict[str, str]:
+        """Reason of each engine whose start counts as failed (`Program.start_failure`), by name."""
         return {
-            name: program.permanent_failure
+            name: program.start_failure
             for name, program in self._programs_by_name().items()
-            if program.permanent_failure
+            if program.start_failure
         }
 
     def pids(self) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 Fulcrum's programs print one line with their ports on standard output (`ready {json}`) and log to standard
 error. Other programs get their ports as arguments and are polled for their health. Stopping is SIGTERM, then
-SIGKILL after a grace period; child processes and temporary files of the program are removed with it.
+SIGKILL after a grace period. When a process has ended, its child processes are killed and its temporary
+files are deleted.
 """
 
 import asyncio
@@ -41,16 +42,17 @@ Ports = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What one run of a program is started with.
+    """What one process of a program is started with.
 
     Args:
         command: Program and arguments.
         env: Variables added to the environment of the calling process.
         ports: Ports that are among the arguments; None if the program chooses them and prints a ready line.
         health_url: URL that returns 200 once the program serves; used only where `ports` are given.
-        ready_timeout_s: Minimum ready timeout, in seconds.
-        stop_grace_s: Time from SIGTERM to SIGKILL, in seconds; None: the supervisor's default.
-        leftover_files: Files to remove after the program has ended.
+        ready_timeout_s: Shortest ready timeout, in seconds. The longer of this one and that of the program's
+            `ProgramTimeouts` is used.
+        stop_grace_s: Time from SIGTERM to SIGKILL, in seconds; None: that of the program's `ProgramTimeouts`.
+        leftover_files: Files to delete after the process has ended.
     """
 
     command: tuple[str, ...]
@@ -64,16 +66,19 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTimeouts:
-    """Default timeouts of the programs of a run."""
+    """Timeouts of the programs of a local run; a `ProcessSpec` can lengthen the one and replace the other."""
 
     ready_timeout_s: float = 30.0
-    """Time from a start to the ready line, in seconds; for an engine its start-up time is added."""
+    """Longest time from a start until the program is ready, in seconds.
+
+    `LocalRuntime` adds an engine's expected start-up time.
+    """
     stop_grace_s: float = 1.2
     """Time from SIGTERM to SIGKILL, in seconds."""
 
 
 class StartFailed(FulcrumError):
-    """A program refused its arguments or never became ready. The text is one line: program and reason."""
+    """The start of a program failed (`Program.start_failure`). The text is one line: program and reason."""
 
     def __init__(self, program: str, reason: str) -> None:
         super().__init__(f"{program} does not start: {reason}")
@@ -84,7 +89,7 @@ class Program:
 
     Args:
         name: Name of the program in logs and errors.
-        next_spec: Returns what to start next, given the ports of the last run (None before the
+        next_spec: Returns what to start next, given the ports of the last process (None before the
             first): a program whose clients know its port keeps it.
         log: File to which standard error is appended.
         on_change: Called after every change of a public attribute.
@@ -110,12 +115,12 @@ class Program:
         self._grace_s = self._timeouts.stop_grace_s
         self._task: asyncio.Task[None] | None = None
         self._stopping, self._ready_or_failed = asyncio.Event(), asyncio.Event()
-        self._short_runs, self._refused_arguments = 0, False
+        self._backoff_step, self._refused_arguments = 0, False
         self._ready_since_s: float | None = None
 
     @property
     def pid(self) -> int | None:
-        """Id of the running process; None between two runs."""
+        """Id of the running process; None between two processes."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
@@ -123,21 +128,27 @@ class Program:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
-    def permanent_failure(self) -> str | None:
-        """Why the program will never be ready: it refused its arguments or failed too often; else None."""
+    def start_failure(self) -> str | None:
+        """Why the start counts as failed; None if it does not.
+
+        The last process refused its arguments, or several ended one after the other, and none was ever ready.
+        The program is still restarted, and a later process may become ready.
+        """
         if self.ports is not None or self.exit_reason is None:
             return None
-        return self.exit_reason if self._refused_arguments or self._short_runs >= FAILED_STARTS_MAX else None
+        return (
+            self.exit_reason if self._refused_arguments or self._backoff_step >= FAILED_STARTS_MAX else None
+        )
 
     async def wait_ready(self) -> Ports:
         """Return the program's ports once it has been ready.
 
         Raises:
-            StartFailed: if it failed permanently.
+            StartFailed: if the start counts as failed.
         """
         await self._ready_or_failed.wait()
-        if self.permanent_failure:
-            raise StartFailed(self.name, self.permanent_failure)
+        if self.start_failure:
+            raise StartFailed(self.name, self.start_failure)
         assert self.ports is not None
         return self.ports
 
@@ -164,8 +175,8 @@ class Program:
                 reason = str(error)
             if self._stopping.is_set():
                 return
-            self._short_runs = count_short_runs(self._short_runs, ready_for_s=self._ready_for_s())
-            delay_s = restart_delay_s(self._short_runs)
+            self._backoff_step = next_backoff_step(self._backoff_step, ready_for_s=self._ready_for_s())
+            delay_s = restart_delay_s(self._backoff_step)
             _log.warning("program ended", program=self.name, reason=reason, restart_delay_s=delay_s)
             self._set_state(EngineState.EXITED, exit_reason=reason)
             if await self._stopped_within(delay_s):
@@ -178,7 +189,7 @@ class Program:
         return 0.0 if since_s is None else asyncio.get_running_loop().time() - since_s
 
     async def _run_once(self) -> str:
-        """Run the program once; returns why it ended."""
+        """Start a process and wait for its end; returns why it ended."""
         with scratch_folder() as scratch:
             return await self._run_once_in(scratch)
 
@@ -243,19 +254,22 @@ class Program:
     def _set_state(self, state: EngineState, *, exit_reason: str | None = None) -> None:
         self.state = state
         self.exit_reason = exit_reason or self.exit_reason
-        if state is EngineState.RUNNING or self.permanent_failure:
+        if state is EngineState.RUNNING or self.start_failure:
             self._ready_or_failed.set()
         self._on_change()
 
 
-def count_short_runs(before: int, *, ready_for_s: float) -> int:
-    """Number of consecutive short runs after another run, which was ready for `ready_for_s` (0: never)."""
+def next_backoff_step(before: int, *, ready_for_s: float) -> int:
+    """Back-off step after the end of a process that was ready for `ready_for_s` (0: never).
+
+    A process that was ready long enough resets the back-off to its first step, 1.
+    """
     return 1 if ready_for_s >= STABLE_AFTER_S else before + 1
 
 
-def restart_delay_s(short_runs: int) -> float:
-    """Seconds before the next start after so many consecutive short runs: doubles from 0.1 s to 5 s."""
-    return float(min(_RESTART_DELAY_MAX_S, _RESTART_DELAY_MIN_S * 2 ** min(short_runs - 1, 20)))
+def restart_delay_s(backoff_step: int) -> float:
+    """Seconds before the next start at a back-off step, from 1: doubles from 0.1 s to 5 s."""
+    return float(min(_RESTART_DELAY_MAX_S, _RESTART_DELAY_MIN_S * 2 ** min(backoff_step - 1, 20)))
 
 
 def last_log_line(log: Path) -> str:
@@ -296,7 +310,7 @@ def _send_signal(process: Process, number: signal.Signals) -> None:
 
 
 def _clean_up(leader: int, spec: ProcessSpec) -> None:
-    """Kill the remaining processes of an ended program's process group and remove its leftover files."""
+    """Kill the remaining processes of an ended process' group and delete its leftover files."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for path in spec.leftover_files:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from fulcrum_cli.local.preflight import check_manifest
-from fulcrum_cli.manifest_files import find_built_in, read_manifest
+from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
 from fulcrum_cli.option_values import check_port, parse_choice, parse_duration_s
 from fulcrum_cli.play.loads import LOAD_SHAPES
 from fulcrum_core.api.meta import Resource
@@ -72,7 +72,9 @@ def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
         InvalidInput: for the first option that breaks a rule.
     """
     _check_numbers(arguments)
-    objects = read_manifest(arguments["file"] or find_built_in("replay" if arguments["trace"] else "play"))
+    objects = read_manifest(
+        arguments["file"] or find_shipped_manifest("replay" if arguments["trace"] else "play")
+    )
     service = _with_mode(check_manifest(objects), arguments["mode"])
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),

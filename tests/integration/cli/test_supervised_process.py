@@ -17,8 +17,8 @@ from fulcrum_cli.local.supervised_process import (
     Program,
     ProgramTimeouts,
     StartFailed,
-    count_short_runs,
     last_log_line,
+    next_backoff_step,
     restart_delay_s,
 )
 from fulcrum_core.api import PDInstance
@@ -195,8 +195,8 @@ async def test_the_start_up_time_of_an_engine_extends_the_ready_timeout(tmp_path
 
 async def test_an_engine_that_refuses_its_arguments_reports_why(recorded: RecordedRuntime) -> None:
     await recorded.start(*TINY, "--refuse", "profile (x.yaml) cannot be read")
-    await recorded.wait_until(lambda: bool(recorded.runtime.permanent_failures()))
-    assert recorded.runtime.permanent_failures() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
+    await recorded.wait_until(lambda: bool(recorded.runtime.start_failures()))
+    assert recorded.runtime.start_failures() == {"e-0": "exit code 2: profile (x.yaml) cannot be read"}
 
 
 async def test_a_missing_program_reports_why(recorded: RecordedRuntime) -> None:
@@ -244,15 +244,17 @@ async def test_a_restarted_program_can_keep_its_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ready_for_s", "runs"),
+    ("ready_for_s", "step"),
     [
-        pytest.param(STABLE_AFTER_S, 1, id="a long run resets the count"),
-        pytest.param(STABLE_AFTER_S - 0.1, 3, id="a short run is counted"),
-        pytest.param(0.0, 3, id="a run that never became ready is counted"),
+        pytest.param(STABLE_AFTER_S, 1, id="ready for ten seconds"),
+        pytest.param(STABLE_AFTER_S - 0.1, 3, id="ready for less than ten seconds"),
+        pytest.param(0.0, 3, id="never ready"),
     ],
 )
-def test_only_runs_shorter_than_ten_seconds_count_as_short(ready_for_s: float, runs: int) -> None:
-    assert count_short_runs(2, ready_for_s=ready_for_s) == runs
+def test_only_a_process_that_was_ready_for_ten_seconds_resets_the_backoff(
+    ready_for_s: float, step: int
+) -> None:
+    assert next_backoff_step(2, ready_for_s=ready_for_s) == step
 
 
 async def test_an_unreadable_ready_line_restarts_the_program(tmp_path: Path) -> None:
