@@ -4,9 +4,10 @@
 usage event that the router added is removed.
 
 The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
-stream is buffered up to the first chunk with a token, and a JSON response up to its end or 1 MiB. After it
-whole chunks are forwarded, so that an error event can follow when the stream breaks. A chunk larger than
-64 KiB is forwarded in pieces, also when it is the first one, and is not searched for a token.
+stream is buffered up to the first chunk with a token: every event but `[DONE]` and the usage counts as one.
+A JSON response is buffered up to its end or 1 MiB. After the first byte whole chunks are forwarded, so that
+an error event can follow when the stream breaks. A chunk larger than 64 KiB is forwarded in pieces, also when
+it is the first one, and is not searched for a token.
 
 A response that may use KV fetched after its lease expired is withheld until its lease check ends.
 """
