@@ -25,7 +25,7 @@ from fulcrum_router.policy.pair_record import TransferPair
 from fulcrum_router.router import Router
 from fulcrum_router.server import RouterServer
 from fulcrum_router.settings import ServiceSettings, Tier, Timeouts
-from tests.engines.requests import (
+from tests.engines.completions import (
     CompletionRequest,
     CompletionResponse,
     request_prefill,

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from fulcrum_router.policy import TransferOutcome
+from tests.engines.completions import compute_reference_tokens, send
 from tests.engines.in_process_router import (
     CANARY_TOKENS,
     RecordingRandom,
@@ -14,7 +15,6 @@ from tests.engines.in_process_router import (
     list_engine_entries,
     run_in_process_router,
 )
-from tests.engines.requests import compute_reference_tokens, send
 from tests.engines.services import VllmService
 
 pytestmark = pytest.mark.timeout(600)

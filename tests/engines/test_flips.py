@@ -10,7 +10,7 @@ import pytest
 
 from fulcrum_core.router_state import RouterState
 from tests.conftest import RecordMeasurement
-from tests.engines.requests import (
+from tests.engines.completions import (
     CompletionRequest,
     compute_reference_tokens,
     generate_mixed_requests,

@@ -24,8 +24,7 @@ from fulcrum_core.api import PDService
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Phase
 from tests.conftest import RecordMeasurement
-from tests.engines.in_process_router import build_token_request, generate_token_ids
-from tests.engines.requests import (
+from tests.engines.completions import (
     BrokenStreamError,
     CompletionRequest,
     compute_reference_tokens,
@@ -33,6 +32,7 @@ from tests.engines.requests import (
     iterate_events,
     send,
 )
+from tests.engines.in_process_router import build_token_request, generate_token_ids
 from tests.engines.services import NAMESPACE, START_S, D, P, VllmService
 from tests.engines.test_flips import format_ms, measure_flip_to_token_s
 

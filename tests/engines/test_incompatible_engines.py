@@ -25,6 +25,7 @@ from fulcrum_operator.plan.status.kv_transfer_verified import kv_transfer_verifi
 from fulcrum_router.control.state_port import build_router_state
 from fulcrum_router.policy import TransferOutcome
 from tests.conftest import RecordMeasurement
+from tests.engines.completions import compute_reference_tokens, send
 from tests.engines.in_process_router import (
     EngineEntry,
     ExtraEngine,
@@ -36,7 +37,6 @@ from tests.engines.in_process_router import (
     transfer_kv_directly,
 )
 from tests.engines.older_vllm import OLDER_VLLM_VERSION
-from tests.engines.requests import compute_reference_tokens, send
 from tests.engines.services import NAMESPACE, D, P, VllmService
 from tests.engines.short_lease import BLOCK as SMALLER_BLOCK
 

@@ -17,6 +17,13 @@ import pytest
 
 from fulcrum_router.policy import TransferOutcome
 from tests.conftest import RecordMeasurement
+from tests.engines.completions import (
+    CompletionRequest,
+    CompletionResponse,
+    compute_reference_tokens,
+    request_prefill,
+    send,
+)
 from tests.engines.in_process_router import (
     CANARY_TOKENS,
     RecordingRandom,
@@ -24,13 +31,6 @@ from tests.engines.in_process_router import (
     generate_token_ids,
     list_engine_entries,
     run_in_process_router,
-)
-from tests.engines.requests import (
-    CompletionRequest,
-    CompletionResponse,
-    compute_reference_tokens,
-    request_prefill,
-    send,
 )
 from tests.engines.services import DEADLINE_S, D, P, VllmService
 from tests.engines.short_lease import BLOCK, KV_BYTES, KV_TRANSFER_CONFIG, LEASE_S, MAX_MODEL_LENGTH

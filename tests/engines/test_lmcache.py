@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RecordMeasurement
-from tests.engines.requests import CompletionRequest, compute_reference_tokens, generate_prompts, send
+from tests.engines.completions import CompletionRequest, compute_reference_tokens, generate_prompts, send
 from tests.engines.services import LocalServices, RunningService, VllmService, build_manifest
 
 pytestmark = pytest.mark.timeout(900)

@@ -12,6 +12,7 @@ import pytest
 
 from fulcrum_router.policy import TransferOutcome
 from tests.conftest import RecordMeasurement
+from tests.engines.completions import compute_reference_tokens
 from tests.engines.in_process_router import (
     InProcessRouter,
     build_token_request,
@@ -19,7 +20,6 @@ from tests.engines.in_process_router import (
     list_engine_entries,
     run_in_process_router,
 )
-from tests.engines.requests import compute_reference_tokens
 from tests.engines.services import MODEL, VllmService
 
 pytestmark = pytest.mark.timeout(600)

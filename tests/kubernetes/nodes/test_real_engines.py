@@ -17,7 +17,7 @@ import pytest
 from fulcrum_cli.local.engine_environment import find_engine_environment
 from fulcrum_core.api import conditions
 from tests.conftest import RecordMeasurement
-from tests.engines.requests import (
+from tests.engines.completions import (
     CompletionRequest,
     CompletionResponse,
     Route,
