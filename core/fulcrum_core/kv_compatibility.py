@@ -32,8 +32,8 @@ def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
             return Verdict(
                 False, f"{words} differs: prefill has {_display(ours)}, decode has {_display(theirs)}"
             )
-    if (refusal := _refuse_split(prefill, decode)) is not None:
-        return Verdict(False, refusal)
+    if (reason := _refuse_tensor_parallel(prefill, decode)) is not None:
+        return Verdict(False, reason)
     if decode.pipeline_parallel > 1:
         return Verdict(
             False, f"decode has {decode.pipeline_parallel} pipeline stages and reads KV into one only"
@@ -41,8 +41,8 @@ def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
     return Verdict(True, "same model, engine, KV data type and block size")
 
 
-def _refuse_split(prefill: EngineIdentity, decode: EngineIdentity) -> str | None:
-    """Why KV that is split over prefill's tensor-parallel ranks cannot be split over decode's; None: it can.
+def _refuse_tensor_parallel(prefill: EngineIdentity, decode: EngineIdentity) -> str | None:
+    """Why decode's tensor-parallel ranks cannot read the KV of prefill's ranks; None if they can.
 
     A decode rank reads its heads from one or several prefill ranks. It cannot if prefill has more ranks than
     KV heads, because some ranks then hold copies. Under latent attention every rank holds a copy, and decode

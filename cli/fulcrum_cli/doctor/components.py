@@ -1,4 +1,7 @@
-"""Checks of operator, autoscaler and router as Deployments: replicas, pods and Leases."""
+"""Checks of the Deployments, pods and Leases that operator, autoscaler and routers run with.
+
+The pods of routers are not checked here but in `examine`, together with those of the engines.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,8 +34,8 @@ def check_deployment(
             cause=Cause.NOT_INSTALLED,
         )
     readiness = [_describe_readiness(body) for body in found]
-    bad = [text for ready, text in readiness if not ready]
-    if any(ready is None for ready, _ in readiness):
+    bad = [text for severity, text in readiness if severity is not Severity.OK]
+    if any(severity is Severity.PROBLEM for severity, _ in readiness):
         return problem(check, "; ".join(bad), _advise_describe(found[0]), service=service)
     if bad:
         return warning(check, "; ".join(bad), _advise_describe(found[0]), service=service)
@@ -40,7 +43,10 @@ def check_deployment(
 
 
 def check_pods(component: Component, pods: Sequence[Body], nodes: Sequence[Body] | None) -> Finding:
-    """Check images, nodes and restarts of a component's pods; return the first finding that is not OK."""
+    """Check images, nodes and restarts of the operator's or the autoscaler's pods.
+
+    Returns the first finding that is not OK.
+    """
     findings = (
         pod_checks.check_images(pods, image_setting="the chart's image"),
         pod_checks.check_nodes(pods, nodes),
@@ -48,25 +54,33 @@ def check_pods(component: Component, pods: Sequence[Body], nodes: Sequence[Body]
     )
     found = next((finding for finding in findings if finding.severity is not Severity.OK), None)
     if found is None:
-        return ok(component.pods_check, f"all {len(pods)} have their image and a node")
+        return ok(
+            component.pods_check, f"all {len(pods)} have their image and a node, and none restarts repeatedly"
+        )
     return replace(found, check=component.pods_check)
 
 
-def _describe_readiness(body: Body) -> tuple[bool | None, str]:
-    """Return whether all replicas are ready (None if none is), and a description."""
+def _describe_readiness(body: Body) -> tuple[Severity, str]:
+    """Return OK if all replicas are ready, else WARNING, and PROBLEM if none is; with a description.
+
+    A Deployment that is scaled to 0 is a problem.
+    """
     meta, status = body["metadata"], body.get("status", {})
     desired, ready = body["spec"].get("replicas", 1), status.get("readyReplicas", 0)
     text = (
         f"Deployment {meta['namespace']}/{meta['name']}: {ready} of {format_count(desired, 'replica')} ready"
     )
     if ready >= desired > 0:
-        return True, text
+        return Severity.OK, text
     failing = [
         condition.get("message", condition["type"])
         for condition in status.get("conditions", ())
         if (condition["type"], condition["status"]) in _FAILING_CONDITIONS
     ]
-    return (False if ready else None), f"{text}{': ' if failing else ''}{'; '.join(failing)}"
+    return (
+        Severity.WARNING if ready else Severity.PROBLEM,
+        f"{text}{': ' if failing else ''}{'; '.join(failing)}",
+    )
 
 
 _FAILING_CONDITIONS = {("ReplicaFailure", "True"), ("Progressing", "False")}
@@ -80,7 +94,10 @@ def _advise_describe(body: Body) -> str:
 def check_lease(
     check: CheckId, lease: Body | None, *, now_s: float, advice: str, service: str = ""
 ) -> Finding:
-    """Check that a Lease has a holder and was renewed in time."""
+    """Check that a Lease has a holder and was renewed in time.
+
+    `check` is LEADER for the operator's Lease and ROUTER_LEASE for a router's; the autoscaler has none.
+    """
     if lease is None:
         return problem(check, "the Lease is missing", advice, service=service)
     spec, meta = lease.get("spec", {}), lease["metadata"]

@@ -1,14 +1,14 @@
-"""Which pairs of engines can transfer KV, and the reason if they cannot."""
+"""Which engines can transfer KV blocks to each other, the reason if they cannot, and compatibility groups."""
 
 from dataclasses import replace
 
 import pytest
 
 from fulcrum_core.decisions import Verdict
-from fulcrum_core.kv_compatibility import can_transfer
+from fulcrum_core.kv_compatibility import assign_compatibility_groups, can_transfer
 from fulcrum_core.values import EngineIdentity
 
-ONE = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, tensor_parallel=2)
+SIMULATED = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, tensor_parallel=2)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ ONE = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=
     ],
 )
 def test_engines_that_differ_cannot_transfer(changes: dict[str, object], reason: str) -> None:
-    assert can_transfer(ONE, replace(ONE, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+    assert can_transfer(SIMULATED, replace(SIMULATED, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_engines_that_differ_cannot_transfer(changes: dict[str, object], reason:
     ],
 )
 def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) -> None:
-    verdict = can_transfer(ONE, replace(ONE, tensor_parallel=tensor_parallel))
+    verdict = can_transfer(SIMULATED, replace(SIMULATED, tensor_parallel=tensor_parallel))
     assert verdict == Verdict(True, "same model, engine, KV data type and block size")
 
 
@@ -87,18 +87,21 @@ def test_tensor_parallel_sizes_that_divide_can_transfer(tensor_parallel: int) ->
         ),
     ],
 )
-def test_real_engines_that_differ_cannot_transfer(changes: dict[str, object], reason: str) -> None:
-    real = replace(ONE, connector="NIXL", dtype="bfloat16", attention="FLASH_ATTN")
-    assert can_transfer(real, replace(real, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
+def test_vllm_identities_that_differ_cannot_transfer(changes: dict[str, object], reason: str) -> None:
+    vllm = replace(SIMULATED, connector="NIXL", dtype="bfloat16", attention="FLASH_ATTN")
+    assert can_transfer(vllm, replace(vllm, **changes)) == Verdict(False, reason)  # type: ignore[arg-type]
 
 
 def test_prefill_may_have_pipeline_stages() -> None:
-    assert can_transfer(replace(ONE, pipeline_parallel=4), ONE).allowed
+    assert can_transfer(replace(SIMULATED, pipeline_parallel=4), SIMULATED).allowed
 
 
 def test_fewer_decode_ranks_cannot_read_copied_kv_heads() -> None:
-    """8 KV heads on 8 ranks can be read by 2 ranks, copies on 16 ranks cannot; a latent vector always can."""
-    eight = replace(ONE, tensor_parallel=8, kv_heads=8)
+    """Fewer decode ranks can read KV heads that are on one rank each, but not copies (8 heads on 16 ranks).
+
+    With latent attention they always can.
+    """
+    eight = replace(SIMULATED, tensor_parallel=8, kv_heads=8)
     assert can_transfer(eight, replace(eight, tensor_parallel=2)).allowed
     sixteen = replace(eight, tensor_parallel=16)
     assert can_transfer(sixteen, eight) == Verdict(
@@ -112,10 +115,25 @@ def test_fewer_decode_ranks_cannot_read_copied_kv_heads() -> None:
 
 
 def test_lmcache_needs_equal_tensor_parallel_sizes() -> None:
-    one = replace(ONE, connector="LMCache")
+    one = replace(SIMULATED, connector="LMCache")
     assert can_transfer(one, one).allowed
     assert can_transfer(one, replace(one, tensor_parallel=4)) == Verdict(
         False,
         "prefill has 2 tensor-parallel ranks, decode has 4: "
         "LMCache transfers KV only between ranks of the same number",
     )
+
+
+def test_instances_that_can_transfer_in_either_direction_are_in_one_group() -> None:
+    many_ranks = replace(SIMULATED, tensor_parallel=16, kv_heads=8)
+    fewer_ranks = replace(many_ranks, tensor_parallel=8)
+    other_version = replace(SIMULATED, engine="vllm 0.13")
+    assert not can_transfer(many_ranks, fewer_ranks).allowed
+    groups = assign_compatibility_groups({"a": many_ranks, "b": other_version, "c": fewer_ranks})
+    assert groups == {"a": 0, "b": 1, "c": 0}
+
+
+def test_an_instance_of_unknown_identity_is_in_the_first_group() -> None:
+    other_version = replace(SIMULATED, engine="vllm 0.13")
+    groups = assign_compatibility_groups({"a": SIMULATED, "b": other_version, "c": None})
+    assert groups == {"a": 0, "b": 1, "c": 0}
