@@ -40,11 +40,11 @@ from fulcrum_core.router_state import FlipRequest, RouterState
 log = structlog.get_logger()
 
 WRITE_ATTEMPTS_MAX = 4
-"""Times that a flip is decided and written, if other writers keep changing the assignment."""
+"""Most attempts to decide and write one flip while other writers keep changing the assignment."""
 ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
 """Longest wait for the router to apply the generation on which a decision is based."""
 FLIP_REQUEST_POLL_S = 5.0
-"""Longest poll for a flip request: a router on a lost node never responds."""
+"""Longest wait of one poll for a flip request: a router on a lost node never responds."""
 REFUSAL_PAUSE_S = 0.1
 """Pause after a refused flip request: an overloaded router sends one with every client request."""
 
@@ -75,7 +75,7 @@ class RouterClient(Protocol):
     """The state port of the service's router."""
 
     async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:
-        """Return the router's state as soon as it has applied the generation, or after `timeout_s` as it is.
+        """Return the router's state once it has applied the generation, else its state after `timeout_s`.
 
         Raises:
             RouterUnavailable: if there is no usable response.
@@ -83,7 +83,7 @@ class RouterClient(Protocol):
         ...
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
-        """Return the first flip request with a number above `after`; None if there is none in `timeout_s`.
+        """Return the first flip request with a sequence number above `after`; None after `timeout_s`.
 
         Raises:
             RouterUnavailable: if there is no usable response.
@@ -116,7 +116,7 @@ class ServiceAutoscaler:
             tasks.create_task(self._handle_flip_requests())
 
     async def tick(self) -> FlipDecision:
-        """Run the monitor (Algorithm 2) once and write the flip that it decides on."""
+        """Run the monitor (Arrow's Algorithm 2) once and write the flip that it decides on."""
         return await self._decide_and_record(
             Trigger.TICK,
             lambda observation, rules, now_s: decide_on_tick(
@@ -254,5 +254,5 @@ class ServiceAutoscaler:
 
 
 def _refuse_unwritten(decision: FlipDecision, reason: str) -> FlipDecision:
-    """Turn a decision to flip that was not written into a refusal. The next tick decides again."""
+    """Return the refusal that replaces a decision whose flip was not written. The next tick decides again."""
     return replace(decision, action=Action.REFUSE, reason=f"{decision.reason}; not written: {reason}")

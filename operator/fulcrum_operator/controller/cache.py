@@ -1,8 +1,9 @@
 """Last known state of every object that the operator watches; reconciles read it instead of the API server.
 
 Watches, lists and the results of the operator's own writes arrive here in any order. Of two versions of an
-object the newer one stays, and a late event does not restore a deleted object. Programs that only watch
-Fulcrum's kinds use `fulcrum_cluster.informer` instead.
+object the newer one stays, and a late event does not restore a deleted object. `kopf_feed` and `leader` fill
+the cache; the cache itself never calls the API server. Programs that only watch Fulcrum's kinds use
+`fulcrum_cluster.informer` instead.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +28,9 @@ _MODELS = {kind_of_resource(kind): kind for kind in KINDS}
 _SERVICE = kind_of_resource(PDService)
 _STATUS_FIELDS = ("status", "endpoints")
 OWNED_FIELDS = "owned"
-"""Key under which a cached object of another kind than Pod has the operator's own fields, as JSON."""
+"""Key under which a cached child, such as a Deployment, has the fields that the operator applied, as JSON."""
 _DELETED_MAX = 10_000
-"""Number of deleted objects that are remembered, the latest: events can arrive seconds late."""
+"""Number of deletions that are recorded, the latest ones: events can arrive seconds late."""
 
 _log = structlog.get_logger()
 
@@ -50,7 +51,7 @@ class UnreadableObject:
 
     @property
     def meta(self) -> ObjectMeta:
-        """The part of its metadata that an Event needs."""
+        """The metadata that an Event about this object needs."""
         return ObjectMeta.model_construct(namespace=self.namespace, name=self.name, uid=self.uid)
 
     @property
@@ -61,6 +62,8 @@ class UnreadableObject:
 
 class ObjectCache:
     """Objects by kind, namespace and name.
+
+    "Resource" means a kind of Fulcrum, parsed by its model; "object" means any kind, as the API's JSON.
 
     Args:
         on_change: Called with each service that a change may affect.
@@ -85,7 +88,7 @@ class ObjectCache:
         self._put(kind_of_resource(type(obj)), obj)
 
     def remove(self, kind: ObjectKind, namespace: str, name: str, *, version: str = "") -> None:
-        """Remove a deleted object; `version` is that of the deletion, if known."""
+        """Remove a deleted object unless a newer one is cached; `version`: that of the deletion, if known."""
         objects = self._objects.get((kind, namespace), {})
         before = objects.get(name)
         self._clear_unreadable(kind, namespace, name, version=_version_number(version))
@@ -102,7 +105,10 @@ class ObjectCache:
             self._notify(before)
 
     def replace_all(self, kind: ObjectKind, namespace: str, bodies: Iterable[Object], version: str) -> None:
-        """Replace the objects of one kind in a namespace ("": in all) by a complete list of `version`."""
+        """Apply a complete list of one kind in a namespace ("": in all), taken at `version`.
+
+        Cached objects that are not in the list are removed, except those newer than `version`.
+        """
         listed = set()
         for body in bodies:
             meta = body["metadata"]
@@ -121,30 +127,30 @@ class ObjectCache:
                 self._clear_unreadable(kind, object_namespace, name, version=at)
 
     def get_resource(self, kind: type[R], namespace: str, name: str) -> R | None:
-        """A Fulcrum object; None if it does not exist or was never readable."""
+        """Return a Fulcrum object; None if it does not exist or was never readable."""
         return cast(R | None, self._objects.get((kind_of_resource(kind), namespace), {}).get(name))
 
     def list_resources(self, kind: type[R], namespace: str) -> tuple[R, ...]:
-        """All objects of a Fulcrum kind in a namespace ("": in all), sorted by namespace and name."""
+        """List all objects of a Fulcrum kind in a namespace ("": in all), sorted by namespace and name."""
         found = sorted(self._all(kind_of_resource(kind), namespace), key=lambda item: item[:2])
         return tuple(cast(R, stored) for _, _, stored in found)
 
     def get_object(self, kind: ObjectKind, namespace: str, name: str) -> Object | None:
-        """The fields that the operator reads of an object of another kind; None if it does not exist."""
+        """Return the fields that the operator reads of a Kubernetes object; None if it does not exist."""
         return cast(Object | None, self._objects.get((kind, namespace), {}).get(name))
 
     def list_objects(self, kind: ObjectKind, namespace: str) -> tuple[Object, ...]:
-        """All objects of another kind in a namespace, sorted by name."""
+        """List all objects of a Kubernetes kind, such as Pod, in one namespace, sorted by name."""
         objects = self._objects.get((kind, namespace), {})
         return tuple(cast(Object, objects[name]) for name in sorted(objects))
 
     def unreadable_objects(self, key: ServiceKey) -> tuple[UnreadableObject, ...]:
-        """Unreadable objects of a service, and unreadable QoSTiers of its namespace."""
+        """List the unreadable objects of a service, and the unreadable QoSTiers of its namespace."""
         found = (each for each in self._unreadable.values() if each.namespace == key.namespace)
         return tuple(each for each in found if each.service in (None, key.name))
 
     def list_services(self) -> tuple[ServiceKey, ...]:
-        """Every service, readable or not."""
+        """List the keys of all PDServices, readable or not."""
         readable = {
             ServiceKey(object_namespace, name) for object_namespace, name, _ in self._all(_SERVICE, "")
         }
@@ -255,7 +261,7 @@ def _service_of(kind: type[Resource], body: Object) -> str | None:
 
 
 def _keep_read_fields(kind: ObjectKind, body: Object) -> Object:
-    """The fields that the operator reads of other kinds. It wrote their specs and need not read them."""
+    """Drop the fields of a Kubernetes object that the operator never reads, such as the spec it applied."""
     meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
     parts = {key: body[key] for key in _STATUS_FIELDS if key in body}
     if kind == POD:

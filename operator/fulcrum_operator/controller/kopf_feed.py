@@ -1,7 +1,8 @@
-"""Watches all kinds through kopf and puts every event into the object cache.
+"""Watches all kinds that the operator reads through kopf and puts every event into the object cache.
 
 Only `kopf.on.event` is used: other handlers would add finalizers and annotations to users' objects. kopf
-does not report objects that are missing from a relist; so the leader lists all kinds after a watch restarted.
+does not report objects that were deleted while a watch was interrupted; `leader`, which runs the feed, finds
+these by lists of its own.
 """
 
 import asyncio
@@ -22,12 +23,13 @@ from fulcrum_operator.controller.children import WATCHED_CHILDREN
 LABELLED_KINDS = (POD, *WATCHED_CHILDREN)
 """Kinds of which only objects with `SERVICE_LABEL` are watched."""
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
+"""All kinds of Fulcrum, pods, and the children that the operator creates for a service."""
 
 _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
 
 def label_selector(kind: ObjectKind) -> str:
-    """Label selector for lists and watches of a kind."""
+    """Label selector for lists and watches of a kind; "" selects all objects."""
     return SERVICE_LABEL if kind in LABELLED_KINDS else ""
 
 
@@ -44,21 +46,23 @@ class KopfFeed:
         self._access, self._cache, self._namespace = access, cache, namespace
 
     async def run(
-        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
+        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_object_listed: Callable[[], None]
     ) -> None:
         """Feed the cache until `stop` is set.
 
         Args:
             stop: Ends the watches.
-            on_started: Called after kopf has installed its signal handlers.
-            on_listed: Called when a watch begins with a list: at the start, and after a gap.
+            on_started: Called after kopf has installed its signal handlers, so that the caller can replace
+                them.
+            on_object_listed: Called for each object of the list with which a watch begins: at the start, and
+                after an interruption.
         """
         logging.getLogger("kopf").setLevel(logging.WARNING)
         others = asyncio.all_tasks()
         session = _make_session(self._access)
         try:
             tasks = await kopf.spawn_tasks(
-                registry=self._make_registry(session, on_listed),
+                registry=self._make_registry(session, on_object_listed),
                 settings=_kopf_settings(),
                 standalone=True,
                 clusterwide=not self._namespace,
@@ -71,7 +75,7 @@ class KopfFeed:
             await session.close()
 
     def _make_registry(
-        self, session: aiohttp.ClientSession, on_listed: Callable[[], None]
+        self, session: aiohttp.ClientSession, on_object_listed: Callable[[], None]
     ) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
 
@@ -82,23 +86,23 @@ class KopfFeed:
 
         kopf.on.login(registry=registry)(login)
         for kind in WATCHED_KINDS:
-            self._watch_kind(registry, kind, on_listed)
+            self._watch_kind(registry, kind, on_object_listed)
         return registry
 
     def _watch_kind(
-        self, registry: kopf.OperatorRegistry, kind: ObjectKind, on_listed: Callable[[], None]
+        self, registry: kopf.OperatorRegistry, kind: ObjectKind, on_object_listed: Callable[[], None]
     ) -> None:
         async def on_event(event: Any, **_: Any) -> None:
             apply_event(self._cache, kind, event)
-            if event["type"] is None:  # kopf's mark of an object from a list
-                on_listed()
+            if event["type"] is None:  # kopf sets no type for an object from a list
+                on_object_listed()
 
         group, _, version = kind.api_version.rpartition("/")
         kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(on_event)
 
 
 def apply_event(cache: ObjectCache, kind: ObjectKind, event: Any) -> None:
-    """Apply one event of a watch to the cache."""
+    """Apply one kopf event to the cache: remove the object for DELETED, else store it."""
     body = event["object"]
     if event["type"] == "DELETED":
         meta = body["metadata"]

@@ -128,7 +128,7 @@ class Leader:
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
         list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
         try:
-            await self._feed.run(stop, on_started=on_started, on_listed=self._watch_restarted.set)
+            await self._feed.run(stop, on_started=on_started, on_object_listed=self._watch_restarted.set)
         finally:
             list_task.cancel()
             await asyncio.wait([list_task])

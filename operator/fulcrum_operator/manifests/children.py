@@ -1,7 +1,7 @@
 """Manifests of a service's objects besides its pods: router, Service, policies, budgets and RBAC.
 
-All are owned by the PDService; `controller/children` applies them. The Lease and the EndpointSlice are
-created empty and never updated: the active router writes its identity and address into them.
+All are owned by the PDService; `controller/children` applies them. The operator creates the Lease and the
+EndpointSlice empty and never updates them: the active router writes its identity and address into them.
 """
 
 import math
@@ -32,8 +32,6 @@ from fulcrum_operator.manifests.names import (
 
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created if missing and never updated."""
-
-
 ROUTER_TEARDOWN_S = 10
 """Seconds from the end of the router's drain to the exit of its process."""
 
@@ -44,7 +42,7 @@ _WRITE_VERBS = ["get", "patch"]
 def service_children(
     service: PDService, settings: InstallationSettings, *, wanted: int
 ) -> tuple[dict[str, Any], ...]:
-    """All objects that the service needs besides its instances, in the order of creation.
+    """Return all objects that the service needs besides its instances, in the order of creation.
 
     Args:
         service: The owner of the objects.
@@ -196,7 +194,7 @@ def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
     """Allow one eviction at a time, and none that would break the floors.
 
     `minAvailable` is a number: percentages need an owner with /scale, which a PDInstance does not have. It
-    never exceeds the desired instances: the status of a service below its floors reports that, not this.
+    never exceeds the desired instances; floors above that number are reported in the service's status.
     """
     floors = service.spec.roles.to_floors()
     min_available = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
@@ -231,7 +229,7 @@ def _deployment(service: PDService, settings: InstallationSettings) -> dict[str,
 
 
 def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    """The router's pod, the only one with an API token: it watches objects."""
+    """The router's pod, the only one with an API token: it watches objects and writes its Lease."""
     anti_affinity_term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": router_selector(service)},

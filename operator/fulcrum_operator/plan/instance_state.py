@@ -88,7 +88,7 @@ def startup_s(observed: Observed, instance: PDInstance) -> float:
 
 
 def current_role(instance: PDInstance) -> Role | None:
-    """Role that the instance plays, or played until it switched; None before it first served."""
+    """Role that the instance plays, or during a switch its role before; None if it plays both or none yet."""
     switching = instance.status.phase in (Phase.SWITCHING, Phase.VERIFYING)
     known = None if switching else instance.spec.role
     role = known or instance.status.role

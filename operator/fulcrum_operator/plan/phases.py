@@ -1,16 +1,21 @@
 """The phases of one instance as a state machine: from facts to the next phase and an action on its engine.
 
     Pending → Starting → Serving ⇄ Draining → Switching → Verifying → Serving
-    Draining → Terminating
-    Starting, Serving, Draining → Failed (its engine exited) → Starting
+    any but Serving, Draining → Terminating (removed while it does not serve)
+    Draining → Terminating → deleted (removed once it is drained or the drain timed out)
+    Pending, Starting, Serving, Draining → Failed (its engine exited) → Starting
+    Starting, Serving → Pending (its engine no longer exists and is created again)
     any → Draining or Failed → deleted (its engine is lost; a new instance replaces it)
-    Switching, Verifying → Starting (back in the old role; the assignment entry is refused)
+    Switching, Verifying → Starting (back in the old role: the flip was withdrawn or rolled back)
 
 Under Relabel a flip never leaves Serving: the engine keeps running and only the effective role changes.
 Under Restart the engine is drained, stopped and started again, and the router has to reach it before the
 instance plays the new role. A flip that misses its deadline is rolled back. Each step can be repeated after
 a crash: the old engine is stopped before the phase becomes Switching, so an engine that runs in Switching is
 always the new one.
+
+`service` gathers the facts, calls `plan_transition` for each instance and puts the actions into the plan;
+nothing here starts or stops an engine.
 """
 
 from dataclasses import dataclass, replace
@@ -30,11 +35,14 @@ SWITCH_TIMEOUT_FACTOR = 3
 
 
 class EngineAction(StrEnum):
-    """Action on an instance's engine. Starting a running engine and stopping a stopped one do nothing."""
+    """Action on an instance's engine."""
 
     KEEP = "Keep"
+    """Neither create nor stop the engine."""
     START = "Start"
+    """Create the engine unless it exists; the runtime itself restarts an engine that exited."""
     STOP = "Stop"
+    """Stop the engine if it exists."""
     STOP_DRAINED = "StopDrained"
     """Stop an engine that has no open request and no pending KV transfer."""
 
@@ -51,23 +59,23 @@ class InstanceFacts:
     assigned_role: Role | None = None
     """Role in the assignment; None before there is an entry."""
     current_role: Role | None = None
-    """Role that the engine was started for or plays; None before it first served."""
+    """Role that the instance plays; during a switch, its role before. None if it plays both or none yet."""
     flip_strategy: FlipStrategy = FlipStrategy.RELABEL
     cordoned: bool = False
     leaving: bool = False
     """Whether the instance is to be removed."""
     drained: bool = False
-    """Whether the router acknowledged the cordon, and neither router nor engine counts an open request."""
+    """Whether the router acknowledged the cordon, and no request or KV transfer can be open."""
     reachable: bool = False
     """Whether the router's last probe of the engine succeeded."""
     open_requests: int | None = None
-    """Open requests as last counted by router and engine; None if not known."""
+    """Open requests: the larger of the last counts of router and engine; None if not known."""
     startup_s: float = 0.0
     """Seconds from the start of the engine until it serves; 0 if not known."""
     engine_lost: bool = False
     """Whether the engine is gone for good and the operator did not stop it."""
     show_failed_until_s: float = 0.0
-    """Time until which a lost instance is shown as Failed, in unix seconds."""
+    """Time until which a lost instance is shown as Failed, in unix seconds; then it is deleted."""
 
     @property
     def switch_timeout_s(self) -> float:
@@ -110,7 +118,7 @@ class PhaseTransition:
 
 
 def plan_transition(facts: InstanceFacts) -> PhaseTransition:
-    """The next phase of an instance, and what to do with its engine."""
+    """Decide the next phase of an instance and the action on its engine."""
     if facts.engine_lost:
         return _lost(facts)
     if facts.phase is Phase.TERMINATING or (facts.leaving and not _is_working(facts)):
@@ -187,9 +195,8 @@ def _draining(facts: InstanceFacts) -> PhaseTransition:
     deadline_s = phase_since_s + facts.drain_timeout_s
     if not facts.leaving and not facts.needs_restart_to_flip:
         return _cordoned(facts)
-    was_draining = (
-        facts.phase is Phase.DRAINING
-    )  # the router cannot have acknowledged a cordon that this pass sets
+    # In the pass that sets the cordon, no router can have acknowledged it.
+    was_draining = facts.phase is Phase.DRAINING
     if was_draining and facts.drained:
         return _drained(facts)
     if was_draining and facts.now_s >= deadline_s:
@@ -234,9 +241,8 @@ def _format_requests(facts: InstanceFacts) -> str:
 
 def _switching(facts: InstanceFacts) -> PhaseTransition:
     engine = facts.engine
-    if (
-        not facts.needs_restart_to_flip
-    ):  # withdrawn or rolled back: first stop the engine that was started for the other role
+    if not facts.needs_restart_to_flip:
+        # The flip was withdrawn or rolled back: first stop the engine that was started for the new role.
         if engine is not None:
             return PhaseTransition(
                 facts.phase, EngineAction.STOP, f"its engine stops to serve {facts.current_role} again"
@@ -255,9 +261,8 @@ def _switching(facts: InstanceFacts) -> PhaseTransition:
             f"its engine restarts to serve {facts.assigned_role}",
             deadline_s,
         )
-    if (
-        facts.phase is Phase.SWITCHING or not facts.reachable
-    ):  # a probe result from before the switch belongs to the old engine
+    # In phase Switching, the last probe result may be that of the old engine.
+    if facts.phase is Phase.SWITCHING or not facts.reachable:
         return PhaseTransition(
             Phase.VERIFYING, EngineAction.START, "waiting for the router to reach it", deadline_s
         )

@@ -1,11 +1,12 @@
-"""Target revision of each pool, and how many of its instances may be replaced now.
+"""Target revision of each pool, and the number of instances to create now.
 
 A revision is the hash of an instance's launch spec. All state is in the objects: the pool has the requested
 and the last good launch spec, each instance has its revision. A roll-out therefore continues after a crash,
 a scale or a pause.
 
-New instances are created first, up to maxSurge; outdated ones are removed while enough others serve. A
-revision that does not serve in time is rolled back to the last good one until the spec changes.
+New instances are created first, up to maxSurge; then `instances` removes outdated ones while enough others
+serve. A revision that exits repeatedly or does not serve in time is rolled back to the last good one until
+the spec changes. `service` calls `view_pool` in every pass; the rest of the plan reads the `PoolView`.
 """
 
 from collections.abc import Iterable
@@ -29,20 +30,18 @@ PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
 """A new instance must serve within two minutes plus ten times its start-up time."""
 
-LOST_SHOWN_S = 60.0
-"""Seconds for which a lost instance is shown as Failed, unless its pool is complete again before."""
-
 _NOT_YET_SERVING = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """One pool: desired and actual instances."""
+    """Desired and actual instances of one pool at the time of a pass."""
 
     pool: PDPool
     wanted: int
+    """Desired number of instances, from the PDPool."""
     target: LaunchSpec
-    """Launch spec for new instances."""
+    """Launch spec for new instances: the requested one, or the last good one after a roll-back."""
     revision: str
     """Hash of `target`."""
     members: tuple[PDInstance, ...]
@@ -50,11 +49,13 @@ class PoolView:
     updated: tuple[PDInstance, ...]
     """Members with the target revision."""
     outdated: tuple[PDInstance, ...]
-    """Members with another revision: they are to be replaced."""
+    """Members with another revision, which a roll-out replaces."""
     lost: int
-    """Number of lost instances that are still shown."""
+    """Number of instances whose engine is lost and whose PDInstance still exists."""
     paused: bool
+    """Whether `spec.rollout.paused` is set."""
     refused: RefusedRevision | None
+    """Requested revision that was rolled back, and why; None if it was not."""
 
     @property
     def name(self) -> str:
@@ -77,23 +78,24 @@ class PoolView:
 
     @property
     def enough_serving(self) -> bool:
-        """Whether as many members serve as are desired."""
+        """Whether at least the desired number of members serve."""
         return self.enough_serving_in(self.members)
 
     def enough_serving_in(self, members: tuple[PDInstance, ...]) -> bool:
-        """Whether as many of these members serve as are desired."""
+        """Whether at least the desired number of instances serve among `members`."""
         return sum(member.is_serving for member in members) >= self.wanted
 
     @property
     def last_good(self) -> LaunchSpec | None:
-        """Launch spec with which all instances of the pool last served; None if that never happened."""
+        """Launch spec with which all instances of the pool last served; None if they never all did."""
         all_updated = self.enough_serving and not self.outdated and self.members
         return self.target if all_updated else self.pool.status.last_good
 
     def count_to_create(self, *, surge: int) -> int:
         """Number of instances to create now.
 
-        Recently lost instances count against the limit, so that repeated losses are replaced more slowly.
+        During a roll-out, the pool may exceed its desired number by `surge`. Lost instances lower the limit
+        of twice the desired number, so that repeated losses are replaced more slowly.
         """
         room = self.wanted + surge if self.rolling_out else self.wanted
         missing = self.wanted - len(self.updated if self.rolling_out else self.members)
@@ -101,7 +103,7 @@ class PoolView:
 
 
 def view_pool(observed: Observed, pool: PDPool) -> PoolView:
-    """Desired and actual instances of a pool that the spec names."""
+    """Compare the desired and the actual instances of a pool that the spec names."""
     pool_members = members_of(observed.instances, pool.metadata.name)
     members = members_of(active_instances(observed), pool.metadata.name)
     target, refused = _choose_target(observed, pool, members)
@@ -121,7 +123,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
 
 
 def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
-    """Seconds that a new instance may take until it first serves."""
+    """Seconds from an instance's creation in which it must first serve, else its revision is rolled back."""
     requested = observed.service.spec.rollout.progress_deadline
     return (
         PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * startup_s(observed, instance)
@@ -131,7 +133,7 @@ def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
 
 
 def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
-    """Time at which the revision is rolled back unless it serves, in unix seconds; None if none."""
+    """Unix time at which the target revision is rolled back unless it serves; None if it cannot be."""
     if view.pool.status.last_good is None or not view.rolling_out:
         return None
     waiting = (i for i in view.updated if _never_served(i))
@@ -156,7 +158,7 @@ def _choose_target(
 
 
 def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> str | None:
-    """Why the revision cannot serve, from its first failed instance; None if it still may."""
+    """Why the requested revision is rolled back: its first failed instance; None if none has failed."""
     for instance in updated:
         name, engine = instance.metadata.name, observed.engines.get(instance.metadata.name)
         message = instance.status.message

@@ -50,7 +50,7 @@ from fulcrum_operator.plan.model import ModelPlan, ModelReadRequest, plan_model_
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTransition, plan_transition
 from fulcrum_operator.plan.pools import desired_pools
-from fulcrum_operator.plan.rollout import LOST_SHOWN_S, PoolView, next_rollout_deadline_s, view_pool
+from fulcrum_operator.plan.rollout import PoolView, next_rollout_deadline_s, view_pool
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -59,6 +59,9 @@ DRAIN_POLL_S = 0.2
 """Interval at which the router is queried during a drain."""
 CORDON_SETTLE_S = 1.0
 """Age of a drain from which the engine's own request count is trusted: all routers know the cordon."""
+
+LOST_SHOWN_S = 60.0
+"""Seconds for which a lost instance is shown as Failed, unless its pool is complete again earlier."""
 
 _PHASES_NEEDING_ROUTER = (Phase.DRAINING, Phase.SWITCHING, Phase.VERIFYING)
 _PHASES_WITH_ENDPOINT = (Phase.SERVING, Phase.DRAINING, Phase.VERIFYING)
@@ -205,7 +208,7 @@ def _instance_facts(
     assignment_plan: AssignmentPlan,
     instance: PDInstance,
     state: InstanceState | None,
-    enough_serving_at_s: float,
+    failed_shown_until_s: float,
 ) -> InstanceFacts:
     name, status = instance.metadata.name, instance.status
     entry = assignment_plan.spec.roles.get(name)
@@ -228,7 +231,7 @@ def _instance_facts(
         open_requests=max(state.legs, state.engine_requests or 0) if state else None,
         startup_s=startup_s(observed, instance),
         engine_lost=engine_lost(observed, instance),
-        show_failed_until_s=min(phase_since_s + LOST_SHOWN_S, enough_serving_at_s),
+        show_failed_until_s=min(phase_since_s + LOST_SHOWN_S, failed_shown_until_s),
     )
 
 

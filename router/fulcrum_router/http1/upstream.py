@@ -1,8 +1,9 @@
 """Connections to engines: one request at a time on each, kept alive in a connection pool per endpoint.
 
-A connection finds the end of the response and passes what it reads to its `ResponseHandler`; it decides
-nothing about retries. Time-outs are enforced by one periodic sweep over all busy connections instead of one
-timer per request.
+A connection finds the end of the response and passes what it reads to its `ResponseHandler`: `DecodeLeg`, or
+`BufferedResponse` for prefill legs, probes and canaries. Retries on another instance are the caller's; only
+`send_request` sends a request again, to the same engine, if the engine closed a reused connection. Time-outs
+are enforced by one periodic sweep over all busy connections instead of one timer per request.
 """
 
 import asyncio
@@ -44,16 +45,19 @@ class ResponseHandler(Protocol):
         """Receive the head of the response."""
 
     def on_body(self, data: bytes, boundary: int) -> None:
-        """Receive framed bytes of the body; whole chunks end at `boundary` (unchunked: at the end)."""
+        """Receive bytes of the body, with chunk sizes if the response is chunked.
+
+        `data[:boundary]` ends with a whole chunk; without chunks, `boundary` is the length of `data`.
+        """
 
     def on_end(self) -> None:
-        """The response is complete; the connection was already returned to its pool."""
+        """Handle the end of the response; the connection was already returned to its pool or closed."""
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         """Receive a whole unchunked response that came in one read, instead of the three calls above."""
 
     def on_failure(self, failure: Failure, detail: str) -> None:
-        """The response failed; the connection is closed."""
+        """Handle the failure of the response; the connection was already closed."""
 
 
 class EngineConnection(asyncio.Protocol):
@@ -234,14 +238,10 @@ class EngineConnection(asyncio.Protocol):
             handler.on_failure(Failure.CLOSED, f"the engine closed the connection ({exc or 'end of stream'})")
 
     @property
-    def received_nothing(self) -> bool:
-        """Whether nothing has been read since the request was sent."""
-        return not self._received_data and self._head is None
-
-    @property
     def lost_reuse_race(self) -> bool:
         """Whether a reused connection was closed before the engine can have read the request."""
-        return self.reused and self.received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
+        received_nothing = not self._received_data and self._head is None
+        return self.reused and received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
 
     def enforce_timeouts(self, now_s: float) -> None:
         """Fail the leg if its deadline has passed; data read since the last check extends the deadline."""
@@ -254,7 +254,7 @@ class EngineConnection(asyncio.Protocol):
             self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
     def shorten_deadlines(self, deadline_s: float) -> None:
-        """Fail a retryable leg now; let any other leg wait no longer than `deadline_s`."""
+        """Fail a retryable leg now; any other leg fails at `deadline_s` unless data arrives."""
         if self.handler is not None and self.handler.retryable:
             self._fail(Failure.EJECTED, "the instance was ejected or removed")
         else:
@@ -288,7 +288,7 @@ class ConnectionPool:
         """When the endpoint last sent data, in monotonic seconds."""
 
     def take_idle(self) -> EngineConnection | None:
-        """Take an idle connection that is younger than `MAX_IDLE_S`; None if there is none."""
+        """Take a connection that has been idle for less than `MAX_IDLE_S`; None if there is none."""
         idle = self._idle
         while idle:
             connection = idle.pop()
@@ -327,7 +327,7 @@ class ConnectionPool:
         return connection
 
     def put_idle(self, connection: EngineConnection) -> None:
-        """Keep the connection for the next request; close it if the pool is closed."""
+        """Keep an idle connection for the next request, or close it if the pool is closed."""
         if self._closed:
             connection.abort()
             return
@@ -347,18 +347,18 @@ class ConnectionPool:
             connection.abort()
 
     def shorten_deadlines(self, deadline_s: float) -> None:
-        """Fail the retryable legs now; let the others wait no longer than `deadline_s`."""
+        """Fail the retryable legs now; the others fail at `deadline_s` unless data arrives."""
         for connection in list(self.busy):
             connection.shorten_deadlines(deadline_s)
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the legs whose deadline has passed."""
+        """Fail the legs whose deadline has passed; called by the periodic sweep."""
         for connection in list(self.busy):
             connection.enforce_timeouts(now_s)
 
 
 class BufferedResponse(Completion[bytes]):
-    """Collects a response and completes with its content: for prefill legs, probes and canaries."""
+    """Collects a whole response and completes with its content."""
 
     __slots__ = ("_body_bytes", "_body_parts", "head", "retryable")
 
@@ -400,8 +400,9 @@ async def send_request(
     response_timeout_s: float,
     retryable: bool = True,
 ) -> tuple[int, bytes, ResponseHead]:
-    """Called in an inline task: send a request and return the status, content and head of the response.
+    """Send a request, wait for the whole response, and return its status, content and head.
 
+    Must be called in an inline task.
     If a reused connection was closed before the engine read the request, the request is sent once more on a
     fresh connection. Cancelling the call aborts the request.
 

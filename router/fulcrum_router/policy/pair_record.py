@@ -101,7 +101,7 @@ class TransferPair:
         self.slow_prompt_tokens = 0
         """Size of the last slow prompt: a prompt of this size shows whether the pair is still slow."""
         self.warm_until_s = -math.inf
-        """Time until which the engines remember their handshake; -inf: the next transfer needs one."""
+        """Time until which the engines keep their last handshake; -inf: the next transfer needs a new one."""
         self.has_transferred = False
         """Whether any transfer between these two engines has succeeded."""
         self._miss_reason = ""

@@ -2,8 +2,10 @@
 
 Dispatch reads the delays and the broken prefill instances; the canary scheduler reads the pairs that are due;
 metrics and state port report the records. `pair_record` holds what was measured of one pair.
-A pair is warm while its engines remember each other. The first transfer of a cold pair waits for a handshake,
-and an engine does one handshake at a time.
+A pair is warm while its engines keep their last handshake. The first transfer of a cold pair waits for a new
+handshake, and an engine does one handshake at a time.
+A pair is suspect if its last transfer failed or it has a problem, and broken if none of its transfers can
+succeed.
 """
 
 import math
@@ -19,18 +21,18 @@ from fulcrum_router.policy.pair_record import HANDSHAKE_TIMEOUT_S, PairKey, Tran
 DEFAULT_HANDSHAKE_S = 0.2
 """Expected duration of a handshake before one was measured, in seconds."""
 MAX_FULL_MESH_INSTANCES = 16
-"""Up to so many instances every pair gets canaries; above, only a sample of the pairs."""
+"""Largest service in which all pairs get canaries; in a larger one, only a sample of the pairs does."""
 MAX_PAIRS = 1_024
-"""Pairs with a record; the least recently used one is dropped for a new one."""
+"""Largest number of pairs with a record; the least recently used one is dropped for a new one."""
 MAX_REPORTED_PAIRS = 256
-"""Pairs in metrics and router state."""
-BAD_PAIR_RETRY_S = 10.0
-"""Seconds after which a bad pair gets another canary."""
+"""Largest number of pairs in metrics and router state."""
+PROBLEM_PAIR_RETRY_S = 10.0
+"""Seconds after which a pair with a known problem gets another canary."""
 _SIMILAR_FACTOR = 2.0
 """Pairs up to this many times slower than the fastest count as equally fast."""
 
 BROKEN_REASONS = frozenset({conditions.HANDSHAKE_FAILED, conditions.INCOMPATIBLE})
-"""Reasons for which no transfer of a pair can succeed, however often it is retried."""
+"""Reasons of a broken pair: no transfer can succeed, however often it is retried."""
 
 
 class TransferPairs:
@@ -45,7 +47,7 @@ class TransferPairs:
         """Least delay of each prefill instance to any decode instance, in seconds more than the best prefill
         instance's. Prefill instances without a delay are left out."""
         self.broken_prefill_instances: tuple[str, ...] = ()
-        """Prefill instances whose KV reaches no decode instance: the router skips their prefill."""
+        """Prefill instances whose pairs with all decode instances are broken: they get no prefill legs."""
 
     def __getitem__(self, key: PairKey) -> TransferPair:
         """Return the record of a pair; creates it at its first use."""
@@ -93,7 +95,7 @@ class TransferPairs:
         decode_instances: Sequence[InstanceView],
         now_s: float,
     ) -> dict[str, dict[str, TransferDelay]]:
-        """Find each pair's delay over a warm and fast pair in seconds, by prefill, then decode instance."""
+        """Find each delay in seconds compared with a warm and fast pair, by prefill and decode."""
         cold = TransferDelay(self.handshake_s)
         lags = [p.lag_s_per_1k_tokens for p in self.pairs.values() if p.lag_s_per_1k_tokens is not None]
         usual_s = _SIMILAR_FACTOR * min(lags, default=0.0)
@@ -117,8 +119,9 @@ class TransferPairs:
     ) -> list[PairKey]:
         """List the pairs of these instances that are due for a canary, the most urgent first.
 
-        Unused pairs come first, then suspect ones, then those without traffic for `interval_s`. Among equals,
-        the least recently used comes first, then the pairs that transfer by the current roles.
+        Pairs that were never used come first, then suspect ones, then those without traffic for
+        `interval_s`. Among equals, the least recently used pair comes first; if these are equal too, a pair
+        whose instances have the matching roles now.
         """
         ranked = [
             ((urgency, self._last_used_s(key), not _matches_roles(prefill, decode), key), key)
@@ -139,7 +142,7 @@ class TransferPairs:
         idle_s = now_s - pair.last_used_s
         suspect = pair.suspect and pair.reason != conditions.SLOW_TRANSPORT  # a slow pair works
         if suspect and idle_s >= (
-            BAD_PAIR_RETRY_S if pair.reason in conditions.KV_TRANSFER_PROBLEMS else 0.0
+            PROBLEM_PAIR_RETRY_S if pair.reason in conditions.KV_TRANSFER_PROBLEMS else 0.0
         ):
             return 2
         return 3 if idle_s >= interval_s else 0
@@ -199,7 +202,7 @@ def _subtract_least_delay(delays: Mapping[str, TransferDelay]) -> dict[str, Tran
 
 
 def _list_candidate_pairs(instances: Sequence[InstanceView]) -> Iterable[tuple[InstanceView, InstanceView]]:
-    """List the pairs that can transfer KV; of many instances, each with those 1, 2, 4, … positions on."""
+    """List compatible pairs; in a large service, each instance only with the 1st, 2nd, 4th … after it."""
     count = len(instances)
     if count <= MAX_FULL_MESH_INSTANCES:
         pairs: Iterable[tuple[InstanceView, InstanceView]] = permutations(instances, 2)

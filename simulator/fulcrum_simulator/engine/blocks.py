@@ -1,4 +1,7 @@
-"""The KV cache: reference-counted blocks, and a prefix cache over the blocks without references.
+"""The KV cache of a simulated engine: reference-counted blocks and a prefix cache. `engine` uses it.
+
+A running request or a lease of the engine holds references to its blocks. A block of the prefix cache is
+evicted only when it has no references.
 
 A block keeps its contents until it is written again. A decode instance that pulls a block after its lease
 expired gets the right KV until the block is reused, and another prompt's KV from then on.
@@ -28,9 +31,9 @@ _NO_PROMPT = PromptKey(bytes(16), ())
 
 
 class BlockPool:
-    """A pool of `size` blocks.
+    """A pool of `size` blocks. A block is free if it has no references.
 
-    Free blocks outside the prefix cache are allocated first, then the least recently used.
+    Free blocks outside the prefix cache are allocated first, then the least recently used cached ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,7 +48,7 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks without references, in the prefix cache or not."""
+        """Number of free blocks, in the prefix cache or not."""
         return len(self._free_uncached) + len(self._free_cached)
 
     def reference_count(self, block: int) -> int:
@@ -53,7 +56,7 @@ class BlockPool:
         return self._reference_counts[block]
 
     def find_prefix(self, hashes: Sequence[bytes], blocks_max: int) -> list[int]:
-        """Return the cached blocks of the longest known prefix, at most `blocks_max`; takes no references."""
+        """Return the blocks of the longest cached prefix, at most `blocks_max`, without adding references."""
         found = []
         for key in hashes[:blocks_max]:
             block = self._cached.get(key)
@@ -63,7 +66,7 @@ class BlockPool:
         return found
 
     def can_allocate(self, prefix: Sequence[int], count: int) -> bool:
-        """Whether `count` blocks can be allocated in addition to references on the blocks of `prefix`."""
+        """Whether `count` blocks would still be free after `add_reference(prefix)`."""
         return count <= self.available - sum(not self._reference_counts[block] for block in prefix)
 
     def add_reference(self, blocks: Sequence[int]) -> None:
@@ -113,17 +116,18 @@ class BlockPool:
             self._block_index[block] = index
 
     def find_foreign_digest(self, prompt: PromptKey, blocks: Sequence[int]) -> bytes | None:
-        """Return the digest of the first other prompt whose KV lies in `blocks`; None if all hold this
-        prompt.
+        """Return the digest of the first other prompt whose KV is in `blocks`; None if all are this prompt's.
+
+        A block of this prompt at the wrong index counts as another prompt's.
         """
         held = (self._digest_at(block, prompt, index) for index, block in enumerate(blocks))
         return next((digest for digest in held if digest != prompt.digest), None)
 
     def read(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
-        """Return for each block the digest of the prompt whose KV it holds; the last block determines the
-        prompt read.
+        """Return for each block the digest of the prompt whose KV it holds.
 
-        A block written by another prompt with the same prefix counts as the prompt's own.
+        The reader expects the prompt of the last block, and its blocks in sequence up to that one. A block
+        that another prompt with the same prefix wrote has the expected prompt's digest.
 
         Raises:
             InvalidInput: if a block does not exist.
@@ -140,8 +144,10 @@ class BlockPool:
         )
 
     def _digest_at(self, block: int, prompt: PromptKey, index: int) -> bytes:
-        """Return the prompt's digest if the block holds its `index`-th block, else the digest of what the
-        block holds.
+        """Return the prompt's digest if the block holds the prompt's `index`-th block, else another digest.
+
+        That is the digest of the prompt whose KV the block holds; for another block of the same prompt, the
+        reversed digest, which belongs to no prompt.
         """
         held = self._written_by[block]
         if self._block_index[block] == index:
@@ -151,14 +157,14 @@ class BlockPool:
             if key is not None and held.hash_at(index) == key:
                 return prompt.digest
         if held.digest == prompt.digest:
-            return prompt.digest[::-1]  # right prompt at the wrong index: a digest of no prompt
+            return prompt.digest[::-1]
         return held.digest
 
     def _evict(self) -> int:
         """Remove the least recently used block from the prefix cache and return it."""
         block, _ = self._free_cached.popitem(last=False)
         key = self._cache_key[block]
-        assert key is not None, "only cached blocks are idle"
+        assert key is not None, "a block in _free_cached has a cache key"
         del self._cached[key]
         self._cache_key[block] = None
         return block

@@ -1,4 +1,7 @@
-"""Builders of the planner's input, so that a test names only the fields it is about."""
+"""Builders of the operator's objects and observations, so that a test names only the fields it is about.
+
+All objects belong to the service `chat` in one namespace; `settled` combines them into an `Observed`.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,18 +41,18 @@ ENGINE_FACTS = EngineFacts(
 
 
 def service(**spec: Any) -> PDService:
-    """A service `chat` of the model `m`, of whose spec these fields differ from the defaults."""
+    """The service `chat` with the model `m` and these fields in its spec."""
     meta = {"name": "chat", "uid": "u-service", "generation": 1}
     return PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m", **spec}})
 
 
 def tier(name: str) -> QoSTier:
-    """A tier with only a name."""
+    """A QoSTier with only a name."""
     return QoSTier.model_validate({"metadata": {"name": name}})
 
 
 def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", bounds: Any = None) -> PDPool:
-    """A pool as the operator creates it; `bounds` are (min, max)."""
+    """A PDPool of `chat`; `bounds` are the (min, max) of its instances, by default (`replicas`, none)."""
     low, high = bounds or (replicas, replicas)
     meta = {"name": name, "uid": f"u-{name}", "labels": {"fulcrum.dev/service": "chat"}}
     owner = {"kind": "PDService", "name": "chat", "uid": "u-service"}
@@ -67,21 +70,21 @@ def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", boun
 def instance(
     name: str, phase: Phase = Phase.SERVING, *, pool: str = "chat-flex", **status: Any
 ) -> PDInstance:
-    """An instance in this phase since ten seconds ago."""
+    """A PDInstance of `chat` that entered this phase ten seconds ago, with these other status fields."""
     spec = {"service": "chat", "pool": pool, "model": "m", "engine": {}}
-    seen = {"phase": phase, "phase_since": NOW_S - 10, **status}
-    return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": seen})
+    observed = {"phase": phase, "phase_since": NOW_S - 10, **status}
+    return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": observed})
 
 
 def entry(role: Role, by: Actor = Actor.OPERATOR, **fields: Any) -> RoleAssignment:
-    """A role given a hundred seconds ago."""
+    """An entry of the assignment that is a hundred seconds old."""
     return RoleAssignment.model_validate({"role": role, "since": NOW_S - 100, "by": by, **fields})
 
 
 def assignment_spec(
     roles: Mapping[str, RoleAssignment], *, floors: Floors | None = None, **fields: Any
 ) -> PDAssignmentSpec:
-    """An assignment's spec."""
+    """The spec of the assignment, with these entries by instance."""
     return PDAssignmentSpec(service="chat", roles=dict(roles), floors=floors or Floors(), **fields)
 
 
@@ -93,7 +96,7 @@ def assignment(spec: PDAssignmentSpec, generation: int = 1) -> PDAssignment:
 
 
 def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObservation:
-    """An engine as the runtime observes it."""
+    """An engine as the runtime observes it; the number at the end of `name` gives its port."""
     endpoint = f"127.0.0.1:{9000 + int(name.rpartition('-')[2])}" if state is RUNNING else None
     return EngineObservation(**{"name": name, "state": state, "restarts": 0, "endpoint": endpoint, **fields})
 
@@ -101,7 +104,10 @@ def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObse
 def router(
     generation: int = 1, legs: Mapping[str, int] | None = None, **pending_transfers: int
 ) -> RouterState:
-    """A router that has acknowledged this generation and has these numbers of legs on instances."""
+    """The state of a router that has acknowledged this generation.
+
+    `legs` are by instance, `pending_transfers` too, with `_` for `-` in the name.
+    """
     states = tuple(
         instance_state(name, legs=count, pending_transfers=pending_transfers.get(name.replace("-", "_"), 0))
         for name, count in (legs or {}).items()
@@ -110,7 +116,7 @@ def router(
 
 
 def settled(roles: Mapping[str, Role], *, spec: Mapping[str, Any] | None = None, **fields: Any) -> Observed:
-    """A service whose instances all serve in the given roles, without any change pending."""
+    """The observation of a service whose instances all serve in the given roles, with no change pending."""
     names = tuple(roles)
     rolespec = assignment_spec({name: entry(role) for name, role in roles.items()})
     instances = tuple(

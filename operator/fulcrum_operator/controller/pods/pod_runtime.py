@@ -171,7 +171,7 @@ class PodRuntime:
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)
         if instance is not None and engine.endpoint is not None:
             service = ServiceKey(key.namespace, instance.spec.service)
-            self._probes.request(
+            self._probes.start(
                 _container_run(pod),
                 engine.endpoint,
                 instance.spec.model,

@@ -1,8 +1,9 @@
 """Role probe: finds which roles an engine accepts, once for each container run. Used by `pod_runtime`.
 
 The probe is one prefill request and one completion of one token. An engine that serves both takes its role
-from each request (Relabel); an engine that refuses one was started for the other role (Restart). The engine's
-version plays no part.
+from each request (Relabel); an engine that refuses one was started for the other role (Restart). The plan
+writes the result into the PDInstance's status; after a restart of the operator, `pod_runtime` passes it
+to `adopt`.
 """
 
 import asyncio
@@ -67,32 +68,27 @@ class RoleProbes:
 
     Args:
         probe: Probes the engine at an endpoint, with a model's name.
-        sleep: Waits a number of seconds.
     """
 
-    def __init__(
-        self,
-        probe: Callable[[str, str], Awaitable[FlipStrategy | None]],
-        *,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self._probe, self._sleep = probe, sleep
+    def __init__(self, probe: Callable[[str, str], Awaitable[FlipStrategy | None]]) -> None:
+        self._probe = probe
         self._results: dict[ContainerRun, FlipStrategy] = {}
         self._probing: dict[ContainerRun, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(_CONCURRENCY_MAX)
 
     def result(self, run: ContainerRun) -> FlipStrategy | None:
-        """The flip strategy found for this container run; None if there is no result yet."""
+        """Return the flip strategy found for this container run; None if there is no result yet."""
         return self._results.get(run)
 
     def adopt(self, run: ContainerRun, strategy: FlipStrategy) -> None:
-        """Use the result of an earlier operator process."""
+        """Use the result that an earlier operator process found, unless there is a result already."""
         self._results.setdefault(run, strategy)
 
-    def request(self, run: ContainerRun, endpoint: str, model: str, *, on_result: Callable[[], None]) -> None:
-        """Probe until there is a result, then call `on_result`; does nothing if a probe ran or is running.
+    def start(self, run: ContainerRun, endpoint: str, model: str, *, on_result: Callable[[], None]) -> None:
+        """Start to probe until there is a result, then call `on_result` once.
 
-        Probes of earlier runs of the pod are cancelled, so an engine that crashes at each probe has only one.
+        Does nothing if this run has a result or is being probed. Probes of earlier runs of the pod are
+        cancelled, so that at most one probe per pod is running.
         """
         if run in self._results or run in self._probing:
             return
@@ -129,4 +125,4 @@ class RoleProbes:
                 _log.info("engine probed", endpoint=endpoint, strategy=str(strategy))
                 on_result()
                 return
-            await self._sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))
+            await asyncio.sleep(min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** min(attempt, 10)))

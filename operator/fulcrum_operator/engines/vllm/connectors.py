@@ -1,5 +1,6 @@
-"""Build `--kv-transfer-config` for each connector, with lease, buffer and tiers of the KV transfer.
+"""KV transfer settings of a vLLM engine: connector, flip strategy, lease, buffer and cache tiers.
 
+`launch` puts them into `--kv-transfer-config` and the engine's identity; `choices` explains them to users.
 No engine id is set: if an id survived a restart, peers would use the memory map of the old process.
 A decode instance recomputes KV that it cannot load, because the prefill instance may be flipped or killed.
 """
@@ -20,11 +21,11 @@ GIB = 2**30
 _CHUNK_BLOCKS = 2
 """LMCache chunk in blocks: large enough to transfer well, small enough that prompts share chunks."""
 _CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
-"""Default size of an LMCache server's memory tier."""
+"""Default sizes in GiB of an LMCache server's memory tier, next to a GPU engine and next to a CPU engine."""
 _PORTS_PER_RANK = 2
 """Ports of an LMCache receiver for each rank: one for the handshake, one for memory allocation."""
 _PROXY_PORT = 7500
-"""Port of the router to which LMCache senders report."""
+"""Port of the router to which LMCache senders report the end of a prefill."""
 
 
 def flip_strategy(connector: Connector) -> FlipStrategy:
@@ -67,7 +68,7 @@ def _default_kv_lease_s(request: LaunchRequest) -> int:
 
 
 def longest_transfer_s(request: LaunchRequest) -> float:
-    """Seconds of a KV transfer of the longest prompt; 0 if not known."""
+    """Seconds of the KV transfer of the longest prompt; 0 if model or prompt length is not known."""
     if request.facts is None or request.longest_prompt_tokens is None:
         return 0.0
     size = kv_bytes(request.facts, request.longest_prompt_tokens, request.quantization.kv_cache)
@@ -75,7 +76,7 @@ def longest_transfer_s(request: LaunchRequest) -> float:
 
 
 def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
-    """Upper bound for the transfer of the KV of 1,000 tokens over the declared fabric, in seconds.
+    """Return the longest time that the KV of 1,000 tokens should need over the declared fabric, in seconds.
 
     0 if the model is not known, or if no fabric faster than TCP is declared. With latent attention every
     rank reads all KV.
@@ -88,7 +89,7 @@ def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
 
 
 def leftover_files(request: LaunchRequest, placement: EnginePlacement) -> tuple[str, ...]:
-    """Shared memory files that a killed LMCache server leaves behind."""
+    """Return the shared memory files that a killed LMCache server leaves behind."""
     if request.kv_transfer.connector is not Connector.NIXL_WITH_LMCACHE:
         return ()
     return (f"/dev/shm/lmcache_l1_pool_{_shared_memory_name(placement)}",)
@@ -99,7 +100,7 @@ def _shared_memory_name(placement: EnginePlacement) -> str:
 
 
 def peer_ports(tensor: int, placement: EnginePlacement) -> tuple[list[int], list[int]]:
-    """Handshake ports and allocation ports of an LMCache receiver's ranks."""
+    """Return the handshake ports and the allocation ports of an LMCache receiver, one of each per rank."""
     ports = [placement.cache_port + _PORTS_PER_RANK * rank for rank in range(tensor)]
     return ports, [port + 1 for port in ports]
 
@@ -115,7 +116,7 @@ def _nixl(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _lmcache_server(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> dict[str, Any]:
-    """Config of the LMCache server, which the engine starts so that the server can use its devices."""
+    """Config of the LMCache server. The engine starts the server, so that it can use the engine's devices."""
     return {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",  # kv_consumer would never store KV

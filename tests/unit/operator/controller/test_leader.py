@@ -40,9 +40,9 @@ class World:
         return self
 
     async def run(
-        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_listed: Callable[[], None]
+        self, stop: asyncio.Event, *, on_started: Callable[[], None], on_object_listed: Callable[[], None]
     ) -> None:
-        self.restart_watch = on_listed
+        self.restart_watch = on_object_listed
         on_started()
         await stop.wait()
 

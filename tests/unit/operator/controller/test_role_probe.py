@@ -57,7 +57,7 @@ class CountingProbes:
         return self.outcomes.pop(0) if self.outcomes else RELABEL
 
     def probe(self, run: ContainerRun) -> None:
-        self.probes.request(run, "192.0.2.1:8000", "m", on_result=self._on_result)
+        self.probes.start(run, "192.0.2.1:8000", "m", on_result=self._on_result)
 
     def _on_result(self) -> None:
         self.results += 1

@@ -18,10 +18,10 @@ from fulcrum_router.policy import (
 )
 from fulcrum_router.policy.pair_record import BAD_AFTER_MISSES, WARM_FOR_S, TransferPair
 from fulcrum_router.policy.pairs import (
-    BAD_PAIR_RETRY_S,
     MAX_FULL_MESH_INSTANCES,
     MAX_PAIRS,
     MAX_REPORTED_PAIRS,
+    PROBLEM_PAIR_RETRY_S,
 )
 from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
 
@@ -326,7 +326,7 @@ def test_due_pairs_are_the_unused_then_the_suspect_then_the_idle() -> None:
     record(pairs, reverse, RECOMPUTED, now_s=100.0)
     assert due(100.0) == [reverse], "a suspect pair is due at once"
     record(pairs, reverse, RECOMPUTED, now_s=100.0)
-    assert (due(100.0 + BAD_PAIR_RETRY_S - 1), due(100.0 + BAD_PAIR_RETRY_S)) == ([], [reverse])
+    assert (due(100.0 + PROBLEM_PAIR_RETRY_S - 1), due(100.0 + PROBLEM_PAIR_RETRY_S)) == ([], [reverse])
 
 
 def test_a_slow_pair_is_not_due_before_its_interval() -> None:
