@@ -238,8 +238,8 @@ def _is_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
 
     The operator writes such an entry. A router may already have applied the refused flip, and must follow the
     rollback whatever the cooldown and pins. The author is not checked: `by` is the actor of the restored
-    entry, and a writer could name any actor there. Somebody else's rollback can do no more than a flip by a
-    person: fixed roles and floors are checked for both.
+    entry, and any writer may name any actor there. Somebody else's rollback can do no more than a write by a
+    person that flips the instance and lifts its cordon: fixed roles and floors are checked for both.
     """
     return after.refused is not None and after.refused.role is before.role and before.role is not after.role
 

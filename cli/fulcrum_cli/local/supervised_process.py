@@ -66,7 +66,10 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTimeouts:
-    """Timeouts of the programs of a local run; a `ProcessSpec` can lengthen the one and replace the other."""
+    """Timeouts of the programs of a local run.
+
+    A `ProcessSpec` can make the ready timeout longer and set another grace period.
+    """
 
     ready_timeout_s: float = 30.0
     """Longest time from a start until the program is ready, in seconds.
