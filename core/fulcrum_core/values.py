@@ -71,7 +71,7 @@ class AutoscalingMode(StrEnum):
 class Slo:
     """Latency objectives of a service or a tier.
 
-    `ttft_s` counts from the router's arrival to the first content byte to the client, `tpot_s` is
+    `ttft_s` counts from the request's arrival at the router to the first byte to the client, `tpot_s` is
     (end − first) / (tokens − 1).
     """
 

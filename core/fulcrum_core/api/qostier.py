@@ -14,7 +14,8 @@ class SloSpec(ApiModel):
     ttft: Duration = Field(
         default=1.0,
         gt=0,
-        description="Time to first token, from the router's arrival to the first content byte (default 1s).",
+        description="Time to first token, from a request's arrival at the router to the first byte of its "
+        "response (default 1s).",
     )
     tpot: Duration = Field(
         default=0.05,

@@ -143,7 +143,7 @@ def _build_tier_families(counters: Counters) -> Iterator[Metric]:
     )
     ttft = HistogramMetricFamily(
         "fulcrum_router_ttft_seconds",
-        "Time from the arrival of a client request to the first content byte of its response, in seconds.",
+        "Time from the arrival of a client request to the first byte of its response, in seconds.",
         labels=["tier"],
     )
     tpot = HistogramMetricFamily(
