@@ -1,7 +1,7 @@
 """The decode leg: one attempt to send a request to a decode instance and to forward its response.
 
-`exchange` starts a leg and retries with another instance. The engine's bytes are forwarded unchanged; only a
-usage event that the router added is removed.
+`exchange` starts a leg and retries with another instance. The bytes of the body are forwarded unchanged; only
+a usage event that the router added is removed.
 
 The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
 stream is buffered up to the first chunk with a token: every event but `[DONE]` and the usage counts as one.

@@ -79,6 +79,7 @@ class SideChannelPuller:
         self._releases: set[asyncio.Task[None]] = set()
         """Tasks that free the blocks of cancelled requests on their sources."""
         self._pulls_to_fail = 0
+        """Number of the next pulls that fail because of an injected fault."""
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
         """See `runner.KvPuller`."""
