@@ -198,5 +198,5 @@ async def compute_transfer_condition(
         ),
         router=build_router_state(in_process.router, now_s=time.time()),
     )
-    found = kv_transfer_verified(seen, wanted=2)
+    found = kv_transfer_verified(seen, desired_replicas=2)
     return found.status, found.reason

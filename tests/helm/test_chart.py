@@ -181,7 +181,11 @@ def test_operator_has_every_permission_that_it_grants_to_routers(render: Rendere
         ServiceAccount("fulcrum-system", "fulcrum-autoscaler"),
     )
     settings = InstallationSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
-    (role,) = (child for child in service_children(service(), settings, wanted=2) if child["kind"] == "Role")
+    (role,) = (
+        child
+        for child in service_children(service(), settings, desired_replicas=2)
+        if child["kind"] == "Role"
+    )
     held = expand_rules(render().find("ClusterRole", "fulcrum-operator")["rules"])
     assert expand_rules(role["rules"]) - held == set()
 

@@ -66,15 +66,15 @@ class Children:
         self._found_unwatched: dict[tuple[ObjectKind, str, str], str] = {}
         """Uid of the service whose child of an unwatched kind was found."""
         self._current_versions: dict[tuple[ObjectKind, str, str], str] = {}
-        """Resource version in which a child was last found, or applied, as wanted."""
+        """Resource version in which a child was last found, or applied, as it should be."""
 
-    async def sync(self, service: PDService, *, wanted: int) -> None:
+    async def sync(self, service: PDService, *, desired_replicas: int) -> None:
         """Create and change the children that differ. Deletion is left to owner references.
 
-        `wanted` is the number of instances that the service wants.
+        `desired_replicas` is the desired number of instances of the service, over all pools.
         """
         # One after the other, in this order: a RoleBinding needs its Role.
-        for child in service_children(service, self._settings, wanted=wanted):
+        for child in service_children(service, self._settings, desired_replicas=desired_replicas):
             await self._sync_child(child, service)
 
     def recheck_all(self) -> None:

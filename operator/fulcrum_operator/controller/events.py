@@ -21,7 +21,7 @@ from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.controller.cached_store import check_is_leader
 from fulcrum_operator.controller.field_ownership import FIELD_MANAGER
 from fulcrum_operator.plan import Observed, Plan
-from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.pools import desired_replicas
 
 NORMAL, WARNING = "Normal", "Warning"
 
@@ -92,7 +92,7 @@ def pod_deleted_externally(instance: str) -> Event:
 
 
 def scaled(pool: str, before: int, after: int) -> Event:
-    """A pool's wanted number of instances changed."""
+    """A pool's desired number of instances changed."""
     reason = "ScaledUp" if after > before else "ScaledDown"
     message = f"pool {pool} scaled from {before} to {format_count(after, 'instance')}"
     return Event(reason, NORMAL, message, f"{pool}/{before}/{after}")
@@ -163,8 +163,8 @@ def _pool_events(before: Observed, plan: Plan) -> Iterator[Event]:
         was = known.get(pool.metadata.name) if isinstance(pool, PDPool) else None
         if was is None or was.status.observed_generation == was.metadata.generation:
             continue
-        if was.status.replicas != wanted_replicas(was):
-            yield scaled(was.metadata.name, was.status.replicas, wanted_replicas(was))
+        if was.status.replicas != desired_replicas(was):
+            yield scaled(was.metadata.name, was.status.replicas, desired_replicas(was))
 
 
 def _engine_events(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:

@@ -44,7 +44,7 @@ from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm
 from fulcrum_operator.manifests.names import InstallationSettings
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.observed import EngineFacts
-from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.pools import desired_replicas
 
 RESYNC_S = 60.0
 """Longest time between two reconciles of a service, in seconds."""
@@ -200,7 +200,7 @@ class Leader:
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or observed.pools
         try:
-            await self._sync_children(key, service, sum(wanted_replicas(pool) for pool in pools))
+            await self._sync_children(key, service, sum(desired_replicas(pool) for pool in pools))
         except (Forbidden, InvalidInput):
             # The first engines wait for the model's facts, but not for any of the children.
             await self._model_reader.sync(service, plan.model_read)
@@ -213,9 +213,9 @@ class Leader:
         )
         self._last_engines[key] = dict(observed.engines)
 
-    async def _sync_children(self, key: ServiceKey, service: PDService, wanted: int) -> None:
+    async def _sync_children(self, key: ServiceKey, service: PDService, replicas: int) -> None:
         try:
-            await self._children.sync(service, wanted=wanted)
+            await self._children.sync(service, desired_replicas=replicas)
         except (Forbidden, InvalidInput) as error:
             if self._reported_refusals.get(key) != str(error):
                 self._reported_refusals[key] = str(error)

@@ -40,14 +40,14 @@ _WRITE_VERBS = ["get", "patch"]
 
 
 def service_children(
-    service: PDService, settings: InstallationSettings, *, wanted: int
+    service: PDService, settings: InstallationSettings, *, desired_replicas: int
 ) -> tuple[dict[str, Any], ...]:
     """Return all objects that the service needs besides its instances, in the order of creation.
 
     Args:
         service: The owner of the objects.
         settings: Settings of the installation, the same for all services.
-        wanted: Desired instances of the service, over all pools.
+        desired_replicas: Desired instances of the service, over all pools.
     """
     return (
         _service_account(service, "engine"),
@@ -60,7 +60,7 @@ def service_children(
         _router_policy(service, settings),
         _engine_policy(service, settings),
         _router_budget(service),
-        _engine_budget(service, wanted),
+        _engine_budget(service, desired_replicas),
         _deployment(service, settings),
     )
 
@@ -190,14 +190,14 @@ def _router_budget(service: PDService) -> dict[str, Any]:
     return _disruption_budget(service, "router", router_selector(service), 1)
 
 
-def _engine_budget(service: PDService, wanted: int) -> dict[str, Any]:
+def _engine_budget(service: PDService, desired_replicas: int) -> dict[str, Any]:
     """Allow one eviction at a time, and none that would break the floors.
 
     `minAvailable` is a number: percentages need an owner with /scale, which a PDInstance does not have. It
     never exceeds the desired instances; floors above that number are reported in the service's status.
     """
     floors = service.spec.roles.to_floors()
-    min_available = min(wanted, max(floors.prefill + floors.decode, wanted - 1))
+    min_available = min(desired_replicas, max(floors.prefill + floors.decode, desired_replicas - 1))
     return _disruption_budget(service, "engines", engine_selector(service), min_available)
 
 

@@ -64,19 +64,19 @@ def _remove_whole_pool(observed: Observed, pool: str) -> Removal:
 
 def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
     if not view.rolling_out:
-        excess = len(view.members) - view.wanted
-        yield Removal(view.name, removal_order(observed, view.members), excess, "more instances than wanted")
+        excess = len(view.members) - view.desired_replicas
+        yield Removal(view.name, removal_order(observed, view.members), excess, "more instances than desired")
         return
     idle = [member for member in view.outdated if not member.is_serving]
     serving = sum(member.is_serving for member in view.members)
-    spare = serving - (view.wanted - observed.service.spec.rollout.max_unavailable)
+    spare = serving - (view.desired_replicas - observed.service.spec.rollout.max_unavailable)
     leaving = len(idle) + max(0, min(spare, len(view.outdated) - len(idle)))
     reason, replaced = f"revision {view.revision} replaces it", view.enough_serving_in(view.updated)
     yield Removal(
         view.name, removal_order(observed, view.outdated), leaving, reason, may_flip_another=replaced
     )
-    excess = len(view.updated) - view.wanted
-    yield Removal(view.name, removal_order(observed, view.updated), excess, "more instances than wanted")
+    excess = len(view.updated) - view.desired_replicas
+    yield Removal(view.name, removal_order(observed, view.updated), excess, "more instances than desired")
 
 
 def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tuple[str, ...]:

@@ -85,13 +85,12 @@ class InstanceFacts:
     @property
     def needs_restart_to_flip(self) -> bool:
         """Whether the engine must be restarted before the instance can play its assigned role."""
-        wanted, current_role = self.assigned_role, self.current_role
-        restart = self.flip_strategy is FlipStrategy.RESTART and not self.leaving
         return (
-            restart
-            and wanted is not None
-            and current_role in (Role.PREFILL, Role.DECODE)
-            and wanted is not current_role
+            self.flip_strategy is FlipStrategy.RESTART
+            and not self.leaving
+            and self.assigned_role is not None
+            and self.current_role in (Role.PREFILL, Role.DECODE)
+            and self.assigned_role is not self.current_role
         )
 
     @property
@@ -122,7 +121,7 @@ def plan_transition(facts: InstanceFacts) -> PhaseTransition:
     if facts.engine_lost:
         return _lost(facts)
     if facts.phase is Phase.TERMINATING or (facts.leaving and not _is_working(facts)):
-        return _terminating(facts, "no longer wanted")
+        return _terminating(facts, "no longer needed")
     if facts.phase in (Phase.SWITCHING, Phase.VERIFYING):
         return _switching(facts)
     if facts.engine is None:

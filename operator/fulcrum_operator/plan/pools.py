@@ -82,6 +82,6 @@ def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:
     return before.spec.replicas
 
 
-def wanted_replicas(pool: PDPool) -> int:
+def desired_replicas(pool: PDPool) -> int:
     """Desired number of instances: the pool's `replicas`, clamped to its bounds."""
     return pool.spec.instances.clamp(pool.spec.replicas)

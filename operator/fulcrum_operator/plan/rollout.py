@@ -24,7 +24,7 @@ from fulcrum_operator.plan.instance_state import (
     startup_s,
 )
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.pools import desired_replicas
 
 PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
@@ -38,7 +38,7 @@ class PoolView:
     """Desired and actual instances of one pool at the time of a pass."""
 
     pool: PDPool
-    wanted: int
+    desired_replicas: int
     """Desired number of instances, from the PDPool."""
     target: LaunchSpec
     """Launch spec for new instances: the requested one, or the last good one after a roll-back."""
@@ -83,7 +83,7 @@ class PoolView:
 
     def enough_serving_in(self, members: tuple[PDInstance, ...]) -> bool:
         """Whether at least the desired number of instances serve among `members`."""
-        return sum(member.is_serving for member in members) >= self.wanted
+        return sum(member.is_serving for member in members) >= self.desired_replicas
 
     @property
     def last_good(self) -> LaunchSpec | None:
@@ -97,9 +97,9 @@ class PoolView:
         During a roll-out, the pool may exceed its desired number by `surge`. Lost instances lower the limit
         of twice the desired number, so that repeated losses are replaced more slowly.
         """
-        room = self.wanted + surge if self.rolling_out else self.wanted
-        missing = self.wanted - len(self.updated if self.rolling_out else self.members)
-        return max(0, min(missing, room - len(self.members), 2 * self.wanted - self.lost))
+        room = self.desired_replicas + surge if self.rolling_out else self.desired_replicas
+        missing = self.desired_replicas - len(self.updated if self.rolling_out else self.members)
+        return max(0, min(missing, room - len(self.members), 2 * self.desired_replicas - self.lost))
 
 
 def view_pool(observed: Observed, pool: PDPool) -> PoolView:
@@ -110,7 +110,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     revision = target.launch_revision
     return PoolView(
         pool=pool,
-        wanted=wanted_replicas(pool),
+        desired_replicas=desired_replicas(pool),
         target=target,
         revision=revision,
         members=members,

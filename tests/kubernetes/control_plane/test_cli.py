@@ -212,10 +212,10 @@ def test_drain_wait_returns_when_drained_and_undo_lifts_it(fulcrum: CommandLine,
 
 def test_a_person_cannot_lift_the_operators_cordon(fulcrum: CommandLine, chat: Service) -> None:
     chat.patch_entry(
-        "chat-2", cordoned=True, cordonedBy="Operator", cordonReason="more instances than wanted"
+        "chat-2", cordoned=True, cordonedBy="Operator", cordonReason="more instances than desired"
     )
     assert refusal_of(fulcrum("drain", "chat-2", "--undo")) == (
-        "instance (chat-2) was cordoned by the operator to remove it: more instances than wanted"
+        "instance (chat-2) was cordoned by the operator to remove it: more instances than desired"
     )
 
 

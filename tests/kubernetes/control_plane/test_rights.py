@@ -142,7 +142,9 @@ def router_role(release: Release) -> str:
     )
     meta = {"name": "chat", "namespace": release.namespace, "uid": "u"}
     chat = PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m"}})
-    (role,) = (child for child in service_children(chat, settings, wanted=2) if child["kind"] == "Role")
+    (role,) = (
+        child for child in service_children(chat, settings, desired_replicas=2) if child["kind"] == "Role"
+    )
     del role["metadata"]["ownerReferences"]
     return json.dumps(role)
 

@@ -187,10 +187,10 @@ def check_change(
             id="a person's pin shortened",
         ),
         pytest.param(
-            edit("a", cordoned=True, reason="more instances than wanted")(desired("PPD")),
+            edit("a", cordoned=True, reason="more instances than desired")(desired("PPD")),
             flip("a", D, Actor.PERSON),
             "abc",
-            "instance 'a' is about to stop: more instances than wanted",
+            "instance 'a' is about to stop: more instances than desired",
             id="an instance that is to be removed",
         ),
     ],

@@ -36,10 +36,10 @@ def router_poll_interval_s(observed: Observed) -> float:
     return ROUTER_POLL_S
 
 
-def kv_transfer_verified(observed: Observed, wanted: int) -> Condition:
-    """The condition KVTransferVerified of a service with `wanted` desired instances."""
+def kv_transfer_verified(observed: Observed, desired_replicas: int) -> Condition:
+    """The condition KVTransferVerified of a service with this desired number of instances."""
     serving = tuple(i for i in active_instances(observed) if i.is_serving)
-    if wanted <= 1:
+    if desired_replicas <= 1:
         return _condition(observed, "Unknown", conditions.NOT_APPLICABLE, "one instance transfers no KV")
     if len(serving) > 1 and (incompatibility := _incompatibility(serving)):
         return _condition(observed, "False", conditions.INCOMPATIBLE, incompatibility)

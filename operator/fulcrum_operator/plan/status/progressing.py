@@ -13,7 +13,7 @@ _CHANGING_PHASES = (
 
 
 def progressing(
-    service: PDService, desired: tuple[PDInstance, ...], pools: tuple[PoolReport, ...], wanted: int
+    service: PDService, desired: tuple[PDInstance, ...], pools: tuple[PoolReport, ...], desired_replicas: int
 ) -> Condition:
     """The condition Progressing. The message names a roll-out's revision, else the changing instances."""
     changing = [f"{i.metadata.name} {i.status.phase}" for i in desired if i.status.phase in _CHANGING_PHASES]
@@ -24,10 +24,10 @@ def progressing(
             conditions.ROLLOUT_PROGRESSING,
             "; ".join(_describe_rollout(pool) for pool in rolling),
         )
-    elif changing or len(desired) != wanted:
+    elif changing or len(desired) != desired_replicas:
         reason, message = (
             conditions.INSTANCES_CHANGING,
-            f"{len(desired)} of {format_count(wanted, 'instance')}",
+            f"{len(desired)} of {format_count(desired_replicas, 'instance')}",
         )
     elif paused_pools:
         message = f"paused: a new revision is waiting for {', '.join(paused_pools)}"
@@ -35,7 +35,7 @@ def progressing(
             service, conditions.PROGRESSING, holds=False, reason=conditions.ROLLOUT_PAUSED, message=message
         )
     else:
-        message = f"{format_count(wanted, 'instance')}, none changing"
+        message = f"{format_count(desired_replicas, 'instance')}, none changing"
         return true_or_false(
             service, conditions.PROGRESSING, holds=False, reason=conditions.SETTLED, message=message
         )

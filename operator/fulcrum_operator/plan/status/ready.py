@@ -23,14 +23,14 @@ def count_ready(
 
 
 def ready_condition(
-    observed: Observed, members: int, wanted: int, ready: int, counts: Mapping[Role, int]
+    observed: Observed, members: int, desired_replicas: int, ready: int, counts: Mapping[Role, int]
 ) -> Condition:
-    """The condition Ready of a service with `wanted` desired instances, given those that serve each role."""
+    """The condition Ready of a service, given those that serve each role."""
     service, endpoint = observed.service, observed.endpoint
     floors = service.spec.roles.to_floors()
     missing = [role for role in _ROLES if counts[role] < floors.for_role(role)]
-    if missing and not (wanted == 1 and ready):
-        reason, message = _too_few(floors, missing, wanted, counts)
+    if missing and not (desired_replicas == 1 and ready):
+        reason, message = _too_few(floors, missing, desired_replicas, counts)
     elif endpoint is None:
         reason, message = conditions.ROUTER_STARTING, "waiting for the router"
     else:
@@ -45,9 +45,14 @@ def ready_condition(
     )
 
 
-def _too_few(floors: Floors, missing: list[Role], wanted: int, counts: Mapping[Role, int]) -> tuple[str, str]:
-    if 1 < wanted < floors.prefill + floors.decode:
+def _too_few(
+    floors: Floors, missing: list[Role], desired_replicas: int, counts: Mapping[Role, int]
+) -> tuple[str, str]:
+    if 1 < desired_replicas < floors.prefill + floors.decode:
         floor_text = f"{floors.prefill} Prefill and {floors.decode} Decode"
-        return conditions.FLOORS_TOO_HIGH, f"{wanted} instances cannot satisfy the floors of {floor_text}"
+        return (
+            conditions.FLOORS_TOO_HIGH,
+            f"{desired_replicas} instances cannot satisfy the floors of {floor_text}",
+        )
     shortfalls = [f"{counts[role]} of at least {floors.for_role(role)} {role}" for role in missing]
     return conditions.TOO_FEW_INSTANCES, f"{' and '.join(shortfalls)} serve; waiting for more"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from fulcrum_core.api import Condition, PDPool, PDService, conditions
 from fulcrum_core.formatting import format_count
-from fulcrum_operator.plan.pools import wanted_replicas
+from fulcrum_operator.plan.pools import desired_replicas
 from fulcrum_operator.plan.status.condition import make_condition, true_or_false
 
 
@@ -30,7 +30,7 @@ def scaling_limited(pool: PDPool, blocked_by: str | None) -> Condition:
 
     `blocked_by` is the floor that blocks a removal, or None.
     """
-    requested, allowed = pool.spec.replicas, wanted_replicas(pool)
+    requested, allowed = pool.spec.replicas, desired_replicas(pool)
     request_text = f"{format_count(requested, 'instance')} requested"
     if requested != allowed:
         reason = conditions.TOO_MANY_REPLICAS if requested > allowed else conditions.TOO_FEW_REPLICAS

@@ -36,25 +36,25 @@ def service_status(
     """The new status of the service, given its assignment, desired instances and pools."""
     service, roles = observed.service, assignment.roles
     members = tuple(member for report in pools for member in report.members)
-    wanted = sum(report.view.wanted for report in pools)
+    desired_replicas = sum(report.view.desired_replicas for report in pools)
     ready = sum(i.is_serving for i in desired)
     prefill, decode = (_role_status(role, roles, desired, members) for role in _ROLES)
     service_conditions = (
         ready_condition(
-            observed, len(members), wanted, ready, count_ready(assignment, desired, prefill, decode)
+            observed, len(members), desired_replicas, ready, count_ready(assignment, desired, prefill, decode)
         ),
-        progressing(service, desired, pools, wanted),
+        progressing(service, desired, pools, desired_replicas),
         degraded(observed, tuple(report.view for report in pools), desired),
         tiers_accepted(service, observed.tiers),
         service_scaling_limited(service, {report.view.name: report.scaling_limited for report in pools}),
         model_fits(observed, tuple((report.view, report.members) for report in pools)),
-        kv_transfer_verified(observed, wanted),
+        kv_transfer_verified(observed, desired_replicas),
         slo_met_condition(service, observed.slo_report),
     )
     attainment_source = service.status if observed.slo_report is None else observed.slo_report
     return PDServiceStatus(
         conditions=with_transition_times(service.status.conditions, service_conditions, now_s=observed.now_s),
-        ready=f"{ready}/{wanted}",
+        ready=f"{ready}/{desired_replicas}",
         prefill=prefill,
         decode=decode,
         ratio=f"{prefill.ready}:{decode.ready}",

@@ -225,7 +225,7 @@ def world() -> World:
     return World()
 
 
-async def test_the_reader_pod_is_created_once_and_deleted_when_no_longer_wanted(world: World) -> None:
+async def test_the_reader_pod_is_created_once_and_deleted_when_no_longer_needed(world: World) -> None:
     await world.sync(1)
     await world.sync(1)
     assert world.models.reading(KEY) is not None

@@ -60,9 +60,11 @@ def pod(
     return engine_pod(instance(**(spec or PLAIN)), service(**service_fields), SETTINGS, startup_s=startup_s)
 
 
-def children(chat: PDService | None = None, *, wanted: int = 4) -> dict[tuple[str, str], dict[str, Any]]:
+def children(
+    chat: PDService | None = None, *, desired_replicas: int = 4
+) -> dict[tuple[str, str], dict[str, Any]]:
     """Child objects of the service by kind and name."""
-    made = service_children(chat or service(), SETTINGS, wanted=wanted)
+    made = service_children(chat or service(), SETTINGS, desired_replicas=desired_replicas)
     return {(child["kind"], child["metadata"]["name"]): child for child in made}
 
 
@@ -92,7 +94,7 @@ def test_engine_pod_matches_its_golden_manifest(
 
 
 def test_service_children_match_their_golden_manifests(golden: Callable[[str, str], None]) -> None:
-    made = service_children(service(), SETTINGS, wanted=4)
+    made = service_children(service(), SETTINGS, desired_replicas=4)
     golden("manifests/children.yaml", to_yaml(*made))
 
 
@@ -221,7 +223,7 @@ def test_engine_and_router_selectors_match_only_their_own_pods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "floors", "least"),
+    ("desired_replicas", "floors", "least"),
     [
         pytest.param(8, (1, 1), 7, id="one of many may be evicted"),
         pytest.param(3, (1, 1), 2, id="one of three may be evicted"),
@@ -231,11 +233,14 @@ def test_engine_and_router_selectors_match_only_their_own_pods() -> None:
         pytest.param(0, (1, 1), 0, id="no minimum without desired instances"),
     ],
 )
-def test_disruption_budget_keeps_the_role_floors(wanted: int, floors: tuple[int, int], least: int) -> None:
+def test_disruption_budget_keeps_the_role_floors(
+    desired_replicas: int, floors: tuple[int, int], least: int
+) -> None:
     chat = service(
-        instances=max(8, wanted), roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}}
+        instances=max(8, desired_replicas),
+        roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}},
     )
-    budget = children(chat, wanted=wanted)["PodDisruptionBudget", "chat-engines"]["spec"]
+    budget = children(chat, desired_replicas=desired_replicas)["PodDisruptionBudget", "chat-engines"]["spec"]
     assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (least, "AlwaysAllow")
 
 

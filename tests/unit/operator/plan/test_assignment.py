@@ -241,7 +241,7 @@ def test_choice_of_the_removed_instance_does_not_change() -> None:
         pytest.param(Actor.PERSON, True, id="a person's cordon stays"),
     ],
 )
-def test_operators_cordon_is_lifted_when_the_instance_is_wanted_again(by: Actor, stays: bool) -> None:
+def test_operators_cordon_is_lifted_when_the_instance_is_needed_again(by: Actor, stays: bool) -> None:
     roles = {**{name: entry(role) for name, role in FOUR.items()}, "chat-2": entry(D, by, cordoned=True)}
     observed = settled(
         FOUR, assignment=assignment(assignment_spec(roles)), accepted_assignment=assignment_spec(roles)

@@ -124,22 +124,22 @@ def test_phase_follows_the_state_of_the_engine(before: InstanceFacts, transition
         ),
         pytest.param(
             facts(Phase.STARTING, leaving=True, engine=STARTING_ENGINE),
-            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer needed"),
             id="an instance without requests terminates at once",
         ),
         pytest.param(
             facts(Phase.DRAINING, leaving=True, engine=EXITED_ENGINE),
-            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer needed"),
             id="an engine that exits during its drain is not restarted",
         ),
         pytest.param(
             facts(Phase.TERMINATING),
-            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted"),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer needed"),
             id="a terminating instance stays terminating",
         ),
         pytest.param(
             facts(Phase.TERMINATING, engine=None),
-            PhaseTransition(Phase.TERMINATING, STOP, "no longer wanted", deletable=True),
+            PhaseTransition(Phase.TERMINATING, STOP, "no longer needed", deletable=True),
             id="a terminating instance without an engine is deletable",
         ),
     ],
