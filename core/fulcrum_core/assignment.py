@@ -170,7 +170,7 @@ def build_flip(
     now_s: float,
     pinned_until_s: float | None = None,
 ) -> PDAssignmentSpec:
-    """Return `current` with one instance assigned to a role; an expired pin or refusal is removed.
+    """Return `current` with one instance assigned to a role. Its earlier pin and refusal are removed.
 
     Only a change from Prefill to Decode starts the cooldown. A writer whose clock is behind does not move
     the cooldown's start back.
@@ -247,7 +247,7 @@ def _is_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
 def _refuse_unpinning(
     name: str, before: RoleAssignment, after: RoleAssignment, *, now_s: float
 ) -> str | None:
-    """Why a person's pin may not be shortened by another writer; None if it is not."""
+    """Why this writer may not shorten the instance's pin; None if it is a person or does not shorten it."""
     until_s = before.pinned_until
     if after.by is Actor.PERSON or until_s is None or until_s <= now_s:
         return None
