@@ -41,7 +41,7 @@ class PoolView:
     desired_replicas: int
     """Desired number of instances, from the PDPool."""
     target: LaunchSpec
-    """Launch spec for new instances: the requested one, or the last good one after a roll-back."""
+    """Launch spec for new instances: the requested one; the last good one while paused or rolled back."""
     revision: str
     """Hash of `target`."""
     members: tuple[PDInstance, ...]

@@ -151,11 +151,13 @@ class Instance:
         pool, unresponsive_since_s = self.connection_pool, self.health.unresponsive_since_s
         if pool is not None:
             if unresponsive_since_s is not None:
-                pool.shorten_deadlines(unresponsive_since_s + UNRESPONSIVE_STREAM_TIMEOUT_S)
+                pool.fail_retryable_legs(
+                    others_deadline_s=unresponsive_since_s + UNRESPONSIVE_STREAM_TIMEOUT_S
+                )
             pool.enforce_timeouts(now_s)
         if self.former_pools:
             for pool in self.former_pools:
-                pool.shorten_deadlines(math.inf)
+                pool.fail_retryable_legs(others_deadline_s=math.inf)
                 pool.enforce_timeouts(now_s)
             self.former_pools = [pool for pool in self.former_pools if pool.busy]
 

@@ -253,12 +253,12 @@ class EngineConnection(asyncio.Protocol):
             phase = "the first byte" if self._head is None else "the next bytes"
             self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
-    def shorten_deadlines(self, deadline_s: float) -> None:
-        """Fail a retryable leg now; any other leg fails at `deadline_s` unless data arrives."""
+    def fail_if_retryable(self, *, else_deadline_s: float) -> None:
+        """Fail a retryable leg now; any other leg fails at `else_deadline_s` unless data arrives."""
         if self.handler is not None and self.handler.retryable:
             self._fail(Failure.EJECTED, "the instance was ejected or removed")
         else:
-            self.deadline_s = min(self.deadline_s, deadline_s)
+            self.deadline_s = min(self.deadline_s, else_deadline_s)
 
     def pause(self) -> None:
         """Stop reading: the client is slower than the engine."""
@@ -346,10 +346,10 @@ class ConnectionPool:
         for connection in list(self._idle):
             connection.abort()
 
-    def shorten_deadlines(self, deadline_s: float) -> None:
-        """Fail the retryable legs now; the others fail at `deadline_s` unless data arrives."""
+    def fail_retryable_legs(self, *, others_deadline_s: float) -> None:
+        """Fail the retryable legs now; the others fail at `others_deadline_s` unless data arrives."""
         for connection in list(self.busy):
-            connection.shorten_deadlines(deadline_s)
+            connection.fail_if_retryable(else_deadline_s=others_deadline_s)
 
     def enforce_timeouts(self, now_s: float) -> None:
         """Fail the legs whose deadline has passed; called by the periodic sweep."""

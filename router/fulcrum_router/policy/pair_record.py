@@ -19,8 +19,8 @@ DEFAULT_BLOCK_TOKENS = 128
 """Tokens of a KV block where the engine's block size is unknown."""
 MIN_TIMED_TOKENS = 256
 """Shorter prompts are not timed: the engine's step dominates."""
-BAD_AFTER_MISSES = 2
-"""Misses in a row after which a pair is bad. A single one may only mean that an instance has just died."""
+PROBLEM_AFTER_MISSES = 2
+"""Misses in a row after which a pair has a problem. A single one may mean that an instance just died."""
 _SLOW_FACTOR = 3.0
 """Without a declared fabric, a transfer is slow above this multiple of the time to compute the prompt."""
 _SLOW_AFTER_TRANSFERS = 3
@@ -146,7 +146,7 @@ class TransferPair:
         self._misses += 1
         self._miss_reason = reason or self._miss_reason
         self.warm_until_s = -math.inf
-        if self._misses >= BAD_AFTER_MISSES:
+        if self._misses >= PROBLEM_AFTER_MISSES:
             self.reason = self._miss_reason or conditions.RECOMPUTED
 
     def record_duration(

@@ -16,7 +16,7 @@ from fulcrum_router.policy import (
     choose_prefill,
     classify_transfer,
 )
-from fulcrum_router.policy.pair_record import BAD_AFTER_MISSES, WARM_FOR_S, TransferPair
+from fulcrum_router.policy.pair_record import PROBLEM_AFTER_MISSES, WARM_FOR_S, TransferPair
 from fulcrum_router.policy.pairs import (
     MAX_FULL_MESH_INSTANCES,
     MAX_PAIRS,
@@ -292,9 +292,9 @@ def test_a_pair_turns_cold_after_the_ttl_an_engine_restart_or_a_miss() -> None:
 def test_a_prefill_instance_that_no_decode_instance_reaches_is_broken() -> None:
     pairs, views = TransferPairs(), fleet(prefills=2)
     for decode in ("d1", "d2"):
-        for _ in range(BAD_AFTER_MISSES):
+        for _ in range(PROBLEM_AFTER_MISSES):
             pairs[PairKey("p1", decode)].record(RECOMPUTED, now_s=0.0, reason="HandshakeFailed")
-    record(pairs, PairKey("p2", "d1"), RECOMPUTED, times=BAD_AFTER_MISSES)
+    record(pairs, PairKey("p2", "d1"), RECOMPUTED, times=PROBLEM_AFTER_MISSES)
     pairs.refresh(views, now_s=0.0)
     found = [pairs.broken_prefill_instances]
     record(pairs, PairKey("p1", "d2"))
@@ -363,7 +363,7 @@ def test_the_pairs_are_bounded_and_bad_ones_are_reported_first() -> None:
     pairs = TransferPairs()
     for i in range(MAX_PAIRS + 10):
         record(pairs, PairKey("p1", f"d{i:05}"), now_s=float(i))
-    record(pairs, PairKey("p1", "d00500"), RECOMPUTED, times=BAD_AFTER_MISSES, now_s=500.0)
+    record(pairs, PairKey("p1", "d00500"), RECOMPUTED, times=PROBLEM_AFTER_MISSES, now_s=500.0)
     reported = dict(pairs.list_reported())
     assert (len(pairs.pairs), len(reported)) == (MAX_PAIRS, MAX_REPORTED_PAIRS)
     assert PairKey("p1", "d00500") in reported
