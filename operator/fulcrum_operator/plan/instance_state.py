@@ -46,7 +46,7 @@ def active_names(observed: Observed) -> frozenset[str]:
 def engine_lost(observed: Observed, instance: PDInstance) -> bool:
     """Whether the instance's engine is gone for good and the operator did not stop it.
 
-    The phase tells who stopped an engine: the operator writes the phase before it stops the engine.
+    The phase shows who stopped the engine, because the operator writes the phase before it stops an engine.
     """
     engine, phase = observed.engines.get(instance.metadata.name), instance.status.phase
     if phase is Phase.TERMINATING:

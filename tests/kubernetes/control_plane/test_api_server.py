@@ -16,6 +16,7 @@ from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import CONFIG_MAP, CRD, SERVICE_ACCOUNT, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDInstance, PDPool, QoSTier, QoSTierSpec, Resource
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound
+from tests.waiting import wait_until
 from tools.kubernetes.cluster import Cluster as RealCluster
 
 DEADLINE_S = 30.0
@@ -39,17 +40,11 @@ def config_map(namespace: str, name: str, value: str) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"a": value}}
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 @contextlib.asynccontextmanager
 async def following(informer: Informer[QoSTier]) -> AsyncIterator[None]:
     task = asyncio.ensure_future(informer.run())
     try:
-        await until(informer.synced.is_set)
+        await wait_until(informer.synced.is_set, timeout_s=DEADLINE_S)
         yield
     finally:
         task.cancel()
@@ -197,9 +192,12 @@ class TestMirror:
             for where, priority in ((namespace, 1), ("default", 2)):
                 metadata = ObjectMeta(name=name, namespace=where)
                 await cluster.store.create(QoSTier(metadata=metadata, spec=QoSTierSpec(priority=priority)))
-            await until(lambda: {f"{namespace}/{name}", f"default/{name}"} <= informer.objects.keys())
+            await wait_until(
+                lambda: {f"{namespace}/{name}", f"default/{name}"} <= informer.objects.keys(),
+                timeout_s=DEADLINE_S,
+            )
             await cluster.store.delete(QoSTier, name, namespace="default")
-            await until(lambda: f"default/{name}" not in informer.objects)
+            await wait_until(lambda: f"default/{name}" not in informer.objects, timeout_s=DEADLINE_S)
             kept = informer.find(namespace, name)
         assert kept is not None
         assert kept.spec.priority == 1
@@ -210,13 +208,13 @@ class TestMirror:
         informer = Informer(cluster.store, QoSTier, namespace=namespace)
         async with following(informer):
             await cluster.store.create(QoSTier(metadata=ObjectMeta(name="before", namespace=namespace)))
-            await until(lambda: "before" in informer.objects)
+            await wait_until(lambda: "before" in informer.objects, timeout_s=DEADLINE_S)
             # A change of the CRD ends its watches, and makes the server forget what was before it.
             names = {"spec": {"names": {"categories": ["fulcrum", f"c-{secrets.token_hex(4)}"]}}}
             await cluster.objects.patch(CRD, "qostiers.fulcrum.dev", names, namespace="")
             await cluster.store.create(QoSTier(metadata=ObjectMeta(name="after", namespace=namespace)))
             await cluster.store.delete(QoSTier, "before", namespace=namespace)
-            await until(lambda: informer.objects.keys() == {"after"})
+            await wait_until(lambda: informer.objects.keys() == {"after"}, timeout_s=DEADLINE_S)
 
 
 class TestAccount:

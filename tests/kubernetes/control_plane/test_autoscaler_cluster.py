@@ -58,7 +58,7 @@ def test_the_autoscaler_decides_from_the_state_of_a_router_that_accepts_its_toke
             "a decision from the router's state",
             timeout_s=20,
         )
-        router.process.kill()  # and its standby is not there: nothing is told, and nothing flips
+        router.process.kill()  # no standby runs, so there is no state to decide from
         before = len(decisions(autoscaler))
         wait_for(lambda: len(decisions(autoscaler)) > before + 2, "further decisions", timeout_s=20)
         assert {decision["action"] for decision in decisions(autoscaler)[before + 1 :]} == {"hold"}

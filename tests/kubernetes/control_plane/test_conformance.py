@@ -25,6 +25,7 @@ from tests.integration.cluster.test_store_contract import (  # noqa: F401 - coll
     TestValidation,
     TestWatching,
 )
+from tests.waiting import wait_until
 from tools.kubernetes.cluster import Cluster as RealCluster
 from tools.kubernetes.waiting import wait_for
 
@@ -71,7 +72,7 @@ async def store(address: str) -> AsyncIterator[Store]:
 
 @pytest.fixture
 async def namespace(cluster: ClusterClient) -> AsyncIterator[str]:
-    """A namespace, and another one beside it."""
+    """Name of a new namespace; a second one named `<name>-other` exists as well."""
     name = f"conformance-{secrets.token_hex(4)}"
     for each in (name, f"{name}-other"):
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": each}}
@@ -91,9 +92,12 @@ def forget_history(cluster: ClusterClient) -> Callable[[], Awaitable[None]]:
         name = f"{QoSTier.plural}.fulcrum.dev"
         categories = ["fulcrum", f"forget-{secrets.token_hex(4)}"]
         await cluster.objects.patch(CRD, name, {"spec": {"names": {"categories": categories}}}, namespace="")
-        async with asyncio.timeout(DEADLINE_S):
-            while not await _gone(cluster, before):
-                await asyncio.sleep(0.05)
+        await wait_until(
+            lambda: _gone(cluster, before),
+            "the old version to be gone",
+            timeout_s=DEADLINE_S,
+            interval_s=0.05,
+        )
 
     return forget
 

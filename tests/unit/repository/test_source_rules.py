@@ -191,11 +191,6 @@ def distributions(requirements: list[str]) -> set[str]:
 SLEEP_FUNCTIONS = frozenset({"asyncio.sleep", "time.sleep", "anyio.sleep", "trio.sleep"})
 SLEEP_EXCEPTION = "tests/waiting.py"
 """The shared helpers that poll, and move virtual clocks."""
-SLEEPS_LEFT = {
-    "tests/kubernetes/control_plane/test_api_server.py": 1,
-    "tests/kubernetes/control_plane/test_conformance.py": 1,
-}
-"""Number of sleeps left to replace, by file; a number may only decrease."""
 
 
 def find_sleeps(source: str) -> list[int]:
@@ -235,7 +230,7 @@ def test_no_test_sleeps_except_the_shared_polling_helpers() -> None:
         if (name := str(path.relative_to(ROOT))) != SLEEP_EXCEPTION and path != Path(__file__)
         if (lines := find_sleeps(path.read_text(encoding="utf-8")))
     }
-    assert {name: count for name, count in found.items() if count > SLEEPS_LEFT.get(name, 0)} == {}
+    assert found == {}
 
 
 def test_no_committed_file_names_a_home_folder_or_private_address() -> None:
