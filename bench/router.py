@@ -2,17 +2,19 @@
 
     ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16] [--against CHECKOUT]
 
-DIR contains the harness: bench.py, mockvllm.c and loadgen.c. The two C programs, and vllm-router in an
-environment of its own, are built once in a cache folder. Scenarios are the harness's: `ns` sends short
-prompts for one token on 32 connections; `s16` streams 16 tokens on 64 connections. A run counts only if the
-mock engines got as many decode requests with KV transfer parameters as prefill requests, none recomputed and
-none invalid.
+DIR is a folder outside of this repository with the harness: bench.py, mockvllm.c and loadgen.c. The two C
+programs are compiled, and vllm-router is installed with pip, once, in a cache folder.
+
+Scenarios are the harness's: `ns` sends short prompts for one token on 32 connections; `s16` streams 16 tokens
+on 64 connections. A run counts only if the mock engines got as many decode requests with KV transfer
+parameters as prefill requests (up to 128 are in flight at the end), none recomputed and none invalid, and no
+client got an error.
 
 With `--against` the other system is the router of another checkout that has a `.venv`: before and after a
 change, in one run.
 
-Exit code 1 if CPU per request in `ns` is not below half of vllm-router's, or above 1.03 times that of the
-other checkout.
+Exit code 2 without DIR; 1 without a valid run, or if CPU per request in `ns` is not below half of
+vllm-router's, or above 1.03 times that of the other checkout.
 """
 
 import argparse
@@ -43,12 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
     harness = Path(folder)
     _build_programs(harness, cache)
-    ours, other = _fulcrum(Path(sys.executable), port=7901), {}
+    ours, other = _describe_fulcrum(Path(sys.executable), port=7901), {}
     if options.against is None:
-        _install_peer(cache)
-        other["vllm-router"] = _vllm_router(cache)
+        _install_vllm_router(cache)
+        other["vllm-router"] = _describe_vllm_router(cache)
     else:
-        other["other checkout"] = _fulcrum(options.against.absolute() / ".venv" / "bin" / "python", port=7801)
+        other["other checkout"] = _describe_fulcrum(
+            options.against.absolute() / ".venv" / "bin" / "python", port=7801
+        )
     results = _run(harness, cache, options, {FULCRUM: ours, **other})
     return _report(results, *other, bar=CPU_RATIO_MAX if options.against is None else BAR_AGAINST)
 
@@ -75,7 +79,7 @@ def _build_programs(harness: Path, cache: Path) -> None:
             subprocess.run(["cc", "-O2", "-w", "-o", program, source, "-lm"], check=True)
 
 
-def _install_peer(cache: Path) -> None:
+def _install_vllm_router(cache: Path) -> None:
     peer = cache / "venv"
     if not (peer / "bin" / "vllm-router").exists():
         venv.create(peer, with_pip=True)
@@ -106,8 +110,8 @@ def _run(
     return results
 
 
-def _fulcrum(python: Path, *, port: int) -> dict[str, Any]:
-    """Return the router of the checkout to which this interpreter's environment belongs."""
+def _describe_fulcrum(python: Path, *, port: int) -> dict[str, Any]:
+    """Describe to the harness the router of the checkout to which this interpreter's environment belongs."""
 
     def endpoints(ports: Sequence[int]) -> str:
         return ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -117,7 +121,7 @@ def _fulcrum(python: Path, *, port: int) -> dict[str, Any]:
     return {"port": port, "cmd": [command]}
 
 
-def _vllm_router(cache: Path) -> dict[str, Any]:
+def _describe_vllm_router(cache: Path) -> dict[str, Any]:
     def urls(flag: str, ports: Sequence[int]) -> list[str]:
         return [part for port in ports for part in (flag, f"http://127.0.0.1:{port}")]
 
@@ -132,7 +136,7 @@ def _vllm_router(cache: Path) -> dict[str, Any]:
 
 
 def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int:
-    """Return one line per system and scenario, from the least disturbed half of its runs."""
+    """Print the least disturbed half of the runs, a line per system and scenario; return the exit code."""
     meets_limit = True
     for scenario in dict.fromkeys(run["scen"] for run in results):
         cpu: dict[str, float] = {}

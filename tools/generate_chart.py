@@ -25,7 +25,11 @@ _VALUES_TABLE_PATTERN = re.compile(r"(?<=<!-- values -->\n).*?(?=<!-- /values --
 
 
 def render_crd_template(crd: str) -> str:
-    """Return a CRD's YAML as a template of the chart."""
+    """Return a CRD's YAML as a template of the chart, without its first line, a comment.
+
+    Raises:
+        SystemExit: if the CRD would have to be escaped in a template.
+    """
     if "{{" in crd:
         raise SystemExit("error: a CRD contains {{, which a template would have to escape")
     body = crd.partition("\n")[2].replace("metadata:\n", "metadata:\n" + _KEEP_ANNOTATION, 1)
@@ -52,7 +56,7 @@ def _list_value_rows(
 
 
 def main(crds: Path, chart: Path) -> None:
-    """Write the CRD templates and the table of values."""
+    """Replace the CRD templates and the table of values."""
     folder = chart / "templates" / "crds"
     for stale in folder.glob("*.yaml"):
         stale.unlink()

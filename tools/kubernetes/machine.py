@@ -1,7 +1,7 @@
 """A machine of a test cluster: a set of Linux namespaces, identified by its first process.
 
-When that process ends, the kernel ends every process, mount and interface in the set, so there is no list of
-things to clean up and nothing stays after a crash of the tests.
+When that process ends, the kernel ends every process, mount and interface in the set. With
+`die_with_parent` this happens also when the tests crash. Control groups and log files belong to the cluster.
 """
 
 import contextlib
@@ -45,7 +45,13 @@ class Machine:
         listener: socket.socket | None = None,
         die_with_parent: bool = False,
     ) -> Self:
-        """Start a set of namespaces; with `die_with_parent` they end when the calling thread ends."""
+        """Start a set of namespaces.
+
+        Args:
+            inside: the hub, for a node: the node is created on it and ends with it.
+            listener: a socket outside of the set; its connections are relayed to the API server.
+            die_with_parent: end the set when the calling thread ends.
+        """
         fd = [] if listener is None else [str(listener.fileno())]
         command = [
             *(["setpriv", "--pdeathsig", "KILL"] if die_with_parent else []),

@@ -1,4 +1,8 @@
-"""Reads the facts for doctor's checks; what may not be read is None."""
+"""Reads the facts for doctor's checks; judges nothing.
+
+Cluster objects that the user may not read are None. Objects of our own kinds that the user may not read count
+as none, because the check of permissions reports them.
+"""
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -57,7 +61,7 @@ async def gather_facts(connection: TargetConnection) -> DoctorFacts:
 
 
 async def _list_readable(connection: TargetConnection, kind: type[R]) -> tuple[R, ...]:
-    """List all objects of a kind; nothing without permission or CRD, which other checks report."""
+    """List all objects of a kind; empty without permission or CRD, which other checks report."""
     try:
         return (await connection.store.list(kind, namespace=connection.namespace)).items
     except (NotFound, Forbidden):
@@ -116,7 +120,7 @@ class _ClusterReader:
         self, kind: "ObjectKind", *, namespace: str | None = None, labels: str = ""
     ) -> Bodies | None:
         scope = self._namespace if namespace is None else namespace
-        return await _none_if_forbidden(self._list_bodies(kind, scope, labels))
+        return await _none_if_refused(self._list_bodies(kind, scope, labels))
 
     async def _list_bodies(self, kind: "ObjectKind", namespace: str, labels: str) -> Bodies:
         return (await self._objects.list(kind, namespace=namespace, labels=labels))[0]
@@ -136,7 +140,10 @@ class _ClusterReader:
         return found
 
     async def _list_deployments(self, component: Component) -> Bodies | None:
-        """List the Deployments of a component that manage this namespace, in all namespaces if permitted."""
+        """List the Deployments of a component that manage this namespace, in all namespaces if permitted.
+
+        None if there may be one in a namespace that cannot be read.
+        """
         from fulcrum_cluster.objects import DEPLOYMENT
 
         labels = f"{_PART_OF},{_COMPONENT}={component}"
@@ -147,7 +154,7 @@ class _ClusterReader:
         return here or None  # the component may run in another namespace
 
     async def _list_pods(self, deployments: Bodies | None) -> Bodies | None:
-        """List the pods that the Deployments select; None without permission."""
+        """List the pods that the Deployments select; None without permission, none without Deployments."""
         from fulcrum_cluster.objects import POD
 
         found: list[Body] = []
@@ -161,7 +168,7 @@ class _ClusterReader:
         return found
 
     async def _read_operator_lease(self, operator: Bodies | None) -> tuple[Body | None, bool]:
-        """Return the operator's Lease and whether it may be read; it is called like the ServiceAccount."""
+        """Return the operator's Lease, named like its ServiceAccount, and whether it may be read."""
         from fulcrum_cluster.objects import LEASE
 
         if not operator:
@@ -175,7 +182,7 @@ class _ClusterReader:
             return None, False
 
 
-async def _none_if_forbidden(read: Awaitable[T]) -> T | None:
+async def _none_if_refused(read: Awaitable[T]) -> T | None:
     try:
         return await read
     except (Forbidden, InvalidInput):

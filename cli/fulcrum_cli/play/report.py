@@ -13,9 +13,9 @@ from fulcrum_simulator.client import LoadReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """Figures of a finished run. `started_at_s` is the start of the load in unix time.
+    """Figures of a finished run.
 
-    In the JSON, times count from there.
+    `started_at_s` is the start of the load in unix time; `at_s` in the JSON is seconds since then.
     """
 
     load: str
@@ -29,7 +29,7 @@ class RunFigures:
     lateness_p99_ms: float | None
     notes: tuple[str, ...] = ()
     flips_failure: str = ""
-    """Why --flips stopped early; "" if it did not."""
+    """Why --flips stopped early; "" if it did not. Only the command prints it."""
 
     @property
     def too_slow(self) -> bool:
@@ -59,7 +59,7 @@ class RunFigures:
             "attainment": _round(requests.attainment),
             "latencies": {name: _round(value) for name, value in asdict(requests.latencies).items()},
             "sent_late_p99_ms": _round(_to_ms(requests.sent_late_p99_s)),
-            "flips": [self._flip(flip) for flip in self.recorder.flips],
+            "flips": [_flip_as_json(flip, since_s=self.started_at_s) for flip in self.recorder.flips],
             "flip_ack_p99_ms": self.recorder.ack_p99_ms(),
             "roles_over_time": {
                 name: "".join(role_history)
@@ -68,17 +68,6 @@ class RunFigures:
             "engine_lateness_p99_ms": _round(self.lateness_p99_ms),
             "machine_too_slow": self.too_slow,
             "notes": list(self.notes),
-        }
-
-    def _flip(self, flip: Flip) -> dict[str, Any]:
-        return {
-            "instance": flip.instance,
-            "from": flip.from_role.value,
-            "to": flip.to.value,
-            "at_s": round(flip.at_s - self.started_at_s, 3),
-            "reason": flip.reason,
-            "by": flip.by,
-            "ack_ms": flip.ack_ms,
         }
 
     def as_text(self) -> str:
@@ -96,19 +85,19 @@ class RunFigures:
             f"TPOT        {_format_seconds(latencies.tpot_p50_s)} p50, "
             f"{_format_seconds(latencies.tpot_p99_s)} p99",
             f"flips       {to_prefill} to Prefill, {to_decode} to Decode{self._format_acknowledgement()}",
-            *(f"note        {note}" for note in self._all_notes()),
+            *(f"note        {note}" for note in self._list_notes()),
         ]
         return "\n".join(lines)
 
     def _format_in_flight(self) -> str:
         """Describe the requests that were still in flight when the user quit."""
-        return f" + {self.requests.in_flight} unfinished" if self.requests.in_flight else ""
+        return f" + {self.requests.in_flight} in flight" if self.requests.in_flight else ""
 
     def _format_acknowledgement(self) -> str:
         p99_ms = self.recorder.ack_p99_ms()
         return "" if p99_ms is None else f", acknowledged by the router in {p99_ms:.1f} ms (p99)"
 
-    def _all_notes(self) -> list[str]:
+    def _list_notes(self) -> list[str]:
         notes = [f"{count} × {reason}" for reason, count in self.requests.reasons.items()]
         if self.requests.connection_waits:
             waiting = format_count(self.requests.connection_waits, "request")
@@ -121,6 +110,18 @@ class RunFigures:
                 "MACHINE TOO SLOW: the latencies are caused by this machine, not by the engine model"
             )
         return notes
+
+
+def _flip_as_json(flip: Flip, *, since_s: float) -> dict[str, Any]:
+    return {
+        "instance": flip.instance,
+        "from": flip.from_role.value,
+        "to": flip.to.value,
+        "at_s": round(flip.at_s - since_s, 3),
+        "reason": flip.reason,
+        "by": flip.by,
+        "ack_ms": flip.ack_ms,
+    }
 
 
 def _round(value: float | None) -> float | None:

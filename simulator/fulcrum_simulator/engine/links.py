@@ -1,7 +1,7 @@
-"""The network between two engines: a queue at each end, and the handshake at the first contact of a pair.
+"""When KV transfers and handshakes between two engines end; computes times only.
 
-Computes times only. The simulation of the whole control loop holds both ends and uses `reserve_transfer`; an
-engine server holds one end and reserves that alone.
+`reserve_transfer` and `HandshakeQueue` are for simulations that hold both engines of a transfer. An engine
+server holds one end of each link, reserves that end alone, and does real handshakes.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class LinkEnd:
     busy_until_s: float = 0.0
 
     def reserve(self, duration_s: float, *, now_s: float) -> LinkReservation:
-        """Reserve the first free span of `duration_s` from `now_s` on."""
+        """Reserve `duration_s` after all earlier reservations, from `now_s` on."""
         start_s = max(now_s, self.busy_until_s)
         self.busy_until_s = start_s + duration_s
         return LinkReservation(start_s=start_s, end_s=self.busy_until_s)
@@ -42,8 +42,8 @@ def estimate_transfer_s(kv_bytes: int, *, link_bytes_per_s: float, link_setup_s:
 def reserve_transfer(
     egress: LinkEnd, ingress: LinkEnd, duration_s: float, *, now_s: float
 ) -> LinkReservation:
-    """Reserve the first span in which the prefill instance's egress and the decode instance's ingress are
-    both free.
+    """Reserve `duration_s` after all earlier reservations of the prefill instance's egress and of the decode
+    instance's ingress.
     """
     slot = egress.reserve(duration_s, now_s=max(now_s, ingress.busy_until_s))
     ingress.busy_until_s = slot.end_s
@@ -61,7 +61,8 @@ class HandshakeResult:
 class HandshakeQueue:
     """The handshakes of one decode instance: one per engine id of a prefill instance, one after another.
 
-    An unreachable prefill instance delays all later handshakes by `HANDSHAKE_TIMEOUT_S`. Pulls from known
+    The handshake comes with the first pull, and with the first one after `forget`. An unreachable prefill
+    instance delays all later handshakes by `HANDSHAKE_TIMEOUT_S`. Pulls from known
     instances are not delayed.
     """
 

@@ -1,4 +1,7 @@
-"""Parses the bodies of completion and chat requests, with vLLM's checks and error messages.
+"""Parses the bodies of completion, chat and tokenize requests, and rejects them with vLLM's error objects.
+
+Most checks and messages are vLLM's. Rejected only here: more than one prompt or answer, and work that does
+not fit the role that the engine was started with.
 
 Parsed by hand: a validation library would cost more than the rest of the request. Fields that do not change
 what the engine does are ignored, as vLLM ignores unknown fields.
@@ -17,7 +20,7 @@ COMPLETION_DEFAULT_TOKENS = 16
 
 
 class RequestRejected(Exception):
-    """The request is invalid; the response is vLLM's error object with this status, type and parameter."""
+    """The request is not served: the response is vLLM's error object with this status, type and parameter."""
 
     def __init__(
         self, message: str, *, status: int = 400, kind: str = "BadRequestError", param: str | None = None

@@ -1,4 +1,4 @@
-"""Recorded workloads are accepted or rejected as a whole; a rejection names the row and the column."""
+"""A recorded workload is accepted or rejected as a whole; a rejection names place, value and rule."""
 
 import gzip
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_a_byte_order_mark_before_the_header_is_ignored(tmp_path: Path) -> None:
     assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
 
 
-def test_optional_columns_are_kept_in_any_order(tmp_path: Path) -> None:
+def test_columns_may_be_in_any_order_and_optional_ones_are_kept(tmp_path: Path) -> None:
     path = write_trace(
         tmp_path,
         "tenant,output_tokens,prefix_hash_ids,input_tokens,arrival_s",
@@ -138,7 +138,7 @@ def test_an_invalid_file_is_rejected_with_place_value_and_rule(
     assert str(caught.value) == f"{path}{' ' if place else ''}{place} ({value}) {rule}"
 
 
-def test_a_missing_file_is_rejected_by_name(tmp_path: Path) -> None:
+def test_the_error_of_a_missing_file_names_it(tmp_path: Path) -> None:
     path = tmp_path / "nowhere.csv"
     with pytest.raises(InvalidInput) as caught:
         load_trace(path)
@@ -146,7 +146,7 @@ def test_a_missing_file_is_rejected_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\x1f\x8bnot gzip at all", b"\xff\xfe\x00binary"], ids=["broken gzip", "no text"]
+    "content", [b"\x1f\x8bnot gzip at all", b"\xff\xfe\x00binary"], ids=["broken gzip", "not text"]
 )
 def test_a_file_that_is_not_csv_is_rejected_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.csv.gz"

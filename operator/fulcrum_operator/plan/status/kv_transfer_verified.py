@@ -1,8 +1,12 @@
 """The condition KVTransferVerified: decode instances continue from KV that prefill instances computed.
 
-The router verifies KV transfers pair by pair, from the prompt tokens that decode did not compute. Its results
-become one condition, and for each instance the time of its first verification. The message has no counts, so
-that the status is written only when a result changes.
+The router verifies KV transfers pair by pair, from the number of cached prompt tokens that the decode engine
+reports. The condition is True if a pair is verified and none fails. It is False if a pair fails, or if no two
+serving instances are compatible, also before any traffic. This module also keeps the time of each
+instance's first verification. The message has no counts, so that the status is written only when a result
+changes.
+
+The operator queries the router for these results; `router_poll_interval_s` says how often.
 """
 
 from collections.abc import Collection, Iterable
@@ -99,9 +103,10 @@ def _previous_condition(observed: Observed) -> Condition:
 
 
 def verified_at(observed: Observed, instance: PDInstance, *, same_engine: bool) -> float | None:
-    """Time of the first verified KV transfer to or from the instance in this run of its engine.
+    """When the operator first saw a verified KV transfer to or from the instance.
 
-    None if there was none, or if one of its pairs fails now.
+    Counts from the last start of the engine and from the last failure. None if there was none, or if one of
+    the instance's pairs fails and no other is verified.
     """
     before = instance.status.kv_verified_at if same_engine else None
     if observed.router is None or not same_engine:

@@ -214,7 +214,7 @@ ENGINE_MISMATCH = "engine differs: prefill has e:1, decode has e:2"
             (P, D.replace(status=D.status.model_copy(update={"identity": None}))),
             PAIR,
             (WARNING, "unknown for chat-1: no identity reported yet"),
-            id="not verified yet",
+            id="no identity yet",
         ),
     ],
 )
@@ -344,7 +344,7 @@ def cluster_without_permissions() -> ClusterFacts:
     )
 
 
-def test_without_permissions_only_those_are_reported() -> None:
+def test_without_permissions_they_are_the_only_problem() -> None:
     findings = examine(
         facts(services=(), instances=(), assignments={}, cluster=cluster_without_permissions())
     )
@@ -372,7 +372,7 @@ def test_every_problem_and_warning_says_what_to_do() -> None:
 
 
 def in_cluster(**changes: Any) -> ClusterFacts:
-    """Return an empty cluster as a user with all permissions reads it, with `changes`."""
+    """Return a cluster with readable, empty lists of the services' objects; nothing else can be read."""
     empty: dict[str, Any] = {
         "router_deployments": {},
         "router_leases": {},
@@ -520,7 +520,7 @@ def test_findings_with_a_cause_of_their_own_stay_separate() -> None:
     assert {"chat: conditions", "chat: tiers"} <= set(found)
 
 
-def test_an_unobserved_service_is_the_cause_where_the_operator_cannot_be_examined() -> None:
+def test_a_service_that_was_never_reconciled_is_the_cause_where_the_operator_cannot_be_examined() -> None:
     findings = examine(
         facts(services=(service(observed_generation=0),), instances=(), assignments={}, cluster=in_cluster())
     )

@@ -1,4 +1,4 @@
-"""Settings of an engine follow from the manifest, else from model, hardware and role."""
+"""Settings of an engine follow from the manifest, else from model, hardware, role and SLO."""
 
 import json
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_a_token_costs_half_where_the_device_multiplies_in_eight_bits(
     assert token_s == plain_s / (2 if twice else 1)
 
 
-def test_step_cost_uses_the_device_weight_bytes_of_the_fit() -> None:
+def test_step_cost_counts_the_same_weight_bytes_as_the_fit() -> None:
     spread = ParallelismSpec(tensor=1, data=8, expert=True)
     launch_request = make_launch_request("deepseek-v3", "H200-SXM", parallelism=spread, devices=8)
     fixed_s, _ = step_costs_s(fixture_facts("deepseek-v3"), launch_request.hardware, launch_request.layout)
@@ -147,10 +147,10 @@ def test_step_has_at_least_one_token_for_each_allowed_request() -> None:
 
 
 def test_a_cpu_has_room_for_one_request_of_the_longest_context() -> None:
-    short, long = make_launch_request("llama-3.1-8b", "CPU"), make_launch_request("tiny-llama", "CPU")
-    assert chosen_value(short, "kvMemory") == "16.0 GiB"  # 131,072 tokens of 128 KiB, plus the reserved block
-    assert chosen_value(long, "kvMemory") == "64 MiB"
-    limited = replace(short, model_source=ModelSourceSpec(max_length=8192))
+    llama, tiny = make_launch_request("llama-3.1-8b", "CPU"), make_launch_request("tiny-llama", "CPU")
+    assert chosen_value(llama, "kvMemory") == "16.0 GiB"  # 131,072 tokens of 128 KiB, plus the reserved block
+    assert chosen_value(tiny, "kvMemory") == "64 MiB"
+    limited = replace(llama, model_source=ModelSourceSpec(max_length=8192))
     assert chosen_value(limited, "kvMemory") == "4.0 GiB"
     assert chosen_value(make_launch_request(), "kvMemory") is None
 
@@ -216,7 +216,7 @@ def test_tensor_parallel_size_defaults_to_all_devices() -> None:
     assert make_launch_request(devices=None).tensor == 1
 
 
-def test_kv_lease_is_twice_ttft_plus_transfer_and_at_least_the_default() -> None:
+def test_kv_lease_is_twice_the_sum_of_ttft_and_transfer_and_at_least_the_default() -> None:
     short, long = make_launch_request("tiny-llama"), make_launch_request("llama-3.1-70b", slo=Slo(10.0, 0.05))
     assert kv_lease_s(short) == KV_LEASE_S
     assert kv_lease_s(long) == 55  # 2 × (10 s + 40 GiB at 2.5 GB/s)
