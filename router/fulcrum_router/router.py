@@ -5,6 +5,7 @@ The data path reads the state at every request. `observe` and `control` update i
 """
 
 import itertools
+import math
 import os
 import time
 
@@ -77,9 +78,11 @@ class Router:
         self.flip_rules = FlipProposalRules(
             enabled=settings.autoscaling_mode is not AutoscalingMode.OFF,
             max_decode_load=settings.max_decode_load,
-            to_decode_cooldown_until_s=0.0
+            to_decode_cooldown_until_s=-math.inf
             if last_prefill_to_decode_s is None
-            else last_prefill_to_decode_s + settings.prefill_to_decode_cooldown_s,
+            else last_prefill_to_decode_s
+            + settings.prefill_to_decode_cooldown_s
+            + (time.monotonic() - time.time()),
         )
 
     def tick(self, now_s: float) -> None:

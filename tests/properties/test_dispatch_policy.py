@@ -10,34 +10,42 @@ from hypothesis import strategies as st
 from fulcrum_core.latency import DecodeModel
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
+    Candidates,
     DecodeEntry,
     Dispatch,
     DispatchDecision,
     FlipProposal,
     FlipProposalRules,
     Ledger,
+    NoInstance,
     PendingTransferEntry,
     PrefillEntry,
+    SourcePairs,
     TransferDelay,
+    TransferPair,
+    Work,
     choose_decode,
     choose_prefill,
 )
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeInstance, instance
+from tests.properties import reference_dispatch
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, FakeInstance, instance, work
 
 RULES = FlipProposalRules(enabled=True, max_decode_load=0.5)
 Choose = Callable[[list[FakeInstance], int], DispatchDecision]
 
 
 def prefill(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
-    return choose_prefill(fleet, tokens, SLO, rules=RULES)
+    return choose_prefill(Candidates(fleet), work(tokens), now_s=0.0, rules=RULES)
 
 
 def decode(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
-    return choose_decode(fleet, tokens, SLO, rules=RULES, now_s=0.0)
+    return choose_decode(Candidates(fleet), work(tokens), rules=RULES, now_s=0.0)
 
 
 PHASES = st.sampled_from([prefill, decode])
 TOKENS = st.integers(1, 100_000)
+EIGHTHS = st.integers(0, 800).map(lambda eighths: eighths / 8)
+"""Seconds that are added without a rounding error."""
 
 
 @st.composite
@@ -48,7 +56,7 @@ def fleets(draw: st.DrawFn) -> list[FakeInstance]:
         instance(
             name,
             role=draw(st.sampled_from(Role)),
-            queued_s=draw(st.one_of(st.floats(0, 100), st.just(math.nan), st.just(math.inf))),
+            queued_s=draw(st.one_of(EIGHTHS, st.just(math.nan), st.just(math.inf))),
             prefilling=draw(st.integers(0, 10_000)),
             decoding=draw(st.integers(0, 10_000)),
             serving=draw(st.booleans()),
@@ -64,6 +72,52 @@ def chosen(decision: DispatchDecision) -> str | None:
     if isinstance(decision, FlipProposal):
         return decision.fallback.instance
     return decision.instance if isinstance(decision, Dispatch) else None
+
+
+DELAYS = st.builds(TransferDelay, st.floats(0, 2), st.floats(0, 1e-3))
+
+
+@st.composite
+def source_pairs(draw: st.DrawFn) -> SourcePairs:
+    """The pairs of one prefill instance: cold, warm, slow or unknown."""
+    by_decode = {}
+    for name in draw(st.lists(st.sampled_from("abcdefgh"), unique=True)):
+        pair = by_decode[name] = TransferPair()
+        pair.warm_until_s = draw(st.sampled_from([-math.inf, 0.0, math.inf]))
+        pair.lag_s_per_1k_tokens = draw(st.none() | st.floats(0, 1))
+    return SourcePairs(by_decode, 0.2, draw(st.floats(0, 0.2)))
+
+
+@given(
+    fleets(),
+    st.builds(work, st.integers(1, 5_000), cached_tokens=st.dictionaries(st.sampled_from("abc"), TOKENS)),
+    st.floats(0, 1.2),
+    st.frozensets(st.sampled_from("abcdefgh"), max_size=3),
+    st.dictionaries(st.sampled_from("abcdefgh"), DELAYS),
+    source_pairs(),
+    st.booleans(),
+)
+def test_dispatch_decides_as_the_reference_does(
+    fleet: list[FakeInstance],
+    request: Work,
+    now_s: float,
+    exclude: frozenset[str],
+    delays: dict[str, TransferDelay],
+    pairs: SourcePairs,
+    has_source: bool,
+) -> None:
+    candidates, source = Candidates(fleet), fleet[0] if fleet and has_source else None
+    decisions = (
+        choose_prefill(candidates, request, now_s=now_s, exclude=exclude, delays=delays),
+        choose_decode(candidates, request, now_s=now_s, prefilled_on=source, exclude=exclude, pairs=pairs),
+    )
+    expected = (
+        reference_dispatch.choose_prefill(fleet, request, now_s=now_s, exclude=exclude, delays=delays),
+        reference_dispatch.choose_decode(
+            fleet, request, now_s=now_s, source=source, exclude=exclude, pairs=pairs
+        ),
+    )
+    assert tuple(None if isinstance(d, NoInstance) else d for d in decisions) == expected
 
 
 @given(fleets(), TOKENS, PHASES, st.randoms(use_true_random=False))
@@ -97,7 +151,7 @@ def test_more_load_on_the_others_never_changes_the_choice(
     before = chosen(choose(fleet, tokens))
     for view in fleet:
         if view.name != before:
-            view.ledger.add_prefill(tokens=more_tokens, predicted_s=more_s)
+            view.ledger.add_prefill(tokens=more_tokens, predicted_s=more_s, now_s=0.0)
             view.ledger.add_decode(tokens=more_tokens)
     after = chosen(choose(fleet, tokens))
     assert after == before
@@ -116,7 +170,7 @@ def test_a_flip_is_proposed_only_from_a_role_with_two_or_more_instances(
 @given(fleets(), TOKENS)
 def test_kv_is_only_sent_where_it_can_be_read(fleet: list[FakeInstance], tokens: int) -> None:
     source = instance("source", serving=False)
-    decision = choose_decode([*fleet, source], tokens, SLO, prefilled_on=source)
+    decision = choose_decode(Candidates([*fleet, source]), work(tokens), now_s=0.0, prefilled_on=source)
     reader = {view.name: view.identity for view in fleet}.get(chosen(decision) or "")
     assert reader in (IDENTITY, None)
 
@@ -124,9 +178,9 @@ def test_kv_is_only_sent_where_it_can_be_read(fleet: list[FakeInstance], tokens:
 def add_entry(ledger: Ledger, kind: str, tokens: int) -> PrefillEntry | DecodeEntry | PendingTransferEntry:
     match kind:
         case "prefill":
-            return ledger.add_prefill(tokens=tokens, predicted_s=tokens / 1000)
+            return ledger.add_prefill(tokens=tokens, predicted_s=tokens / 1000, now_s=0.0)
         case "local":
-            return ledger.add_local_prefill(tokens=tokens, predicted_s=tokens / 1000)
+            return ledger.add_local_prefill(tokens=tokens, predicted_s=tokens / 1000, now_s=0.0)
         case "decode":
             return ledger.add_decode(tokens=tokens)
         case _:
@@ -144,10 +198,14 @@ def test_releasing_all_work_empties_the_ledger(work: list[tuple[str, int]], rng:
     ledger = Ledger()
     opened = [add_entry(ledger, kind, tokens) for kind, tokens in work]
     for entry in rng.sample(opened, len(opened)):
-        entry.release()
-        entry.release()
-    left = [getattr(ledger, name) for name in Ledger.__slots__]
-    assert left == [0] * len(left)
+        for _ in range(2):
+            if isinstance(entry, PrefillEntry):
+                entry.release(1.0)
+            else:
+                entry.release()
+    assert not ledger.remaining_s(2.0)
+    left = [getattr(ledger, name) for name in Ledger.__slots__ if name != "_oldest_since_s"]
+    assert not any(left)
 
 
 @given(st.floats(0.001, 1), st.floats(0, 1e-3), st.integers(0, 100_000), st.integers(0, 100_000))
@@ -155,33 +213,34 @@ def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens:
     def cost(decoding: int) -> float:
         view = instance("d1", decoding=decoding)
         view.decode_model = DecodeModel(intercept=intercept, slope=slope)
-        decision = choose_decode([view], 1, SLO)
+        decision = choose_decode(Candidates([view]), work(1), now_s=0.0)
         assert isinstance(decision, Dispatch)
         return decision.cost[1]
 
     assert cost(tokens) <= cost(tokens + more)
 
 
-DELAYS = st.builds(TransferDelay, st.floats(0, 1e4), st.floats(0, 10))
-
-
-@given(fleets(), TOKENS, DELAYS)
-def test_equal_delays_do_not_change_the_choice(
-    fleet: list[FakeInstance], tokens: int, delay: TransferDelay
+@given(fleets(), TOKENS, EIGHTHS)
+def test_equally_cold_pairs_do_not_change_the_choice(
+    fleet: list[FakeInstance], tokens: int, cold_s: float
 ) -> None:
-    delays = {view.name: delay for view in fleet}
-    delayed = choose_decode(fleet, tokens, SLO, delays=delays)
-    assert chosen(delayed) == chosen(choose_decode(fleet, tokens, SLO))
+    pairs = SourcePairs({}, cold_s, 0.0)
+    delayed = choose_decode(Candidates(fleet), work(tokens), now_s=0.0, pairs=pairs)
+    assert chosen(delayed) == chosen(choose_decode(Candidates(fleet), work(tokens), now_s=0.0))
 
 
-@given(st.integers(0, 10_000), st.integers(0, 10_000), TOKENS, DELAYS, st.booleans())
+@given(st.integers(0, 10_000), st.integers(0, 10_000), TOKENS, st.floats(1e-5, 10), st.booleans())
 def test_of_two_equal_instances_the_one_without_delay_is_chosen(
-    prefilling: int, decoding: int, tokens: int, delay: TransferDelay, decodes: bool
+    prefilling: int, decoding: int, tokens: int, delay_s: float, decodes: bool
 ) -> None:
     role = Role.DECODE if decodes else Role.PREFILL
     pair = [instance(n, role=role, prefilling=prefilling, decoding=decoding) for n in ("a", "b")]
     reader = instance("r", role=Role.DECODE if not decodes else Role.PREFILL)
-    choose = choose_decode if decodes else choose_prefill
-    decision = choose([*pair, reader], tokens, SLO, delays={"a": delay})
-    changes = delay.fixed + delay.per_token * tokens > 1e-6
-    assert chosen(decision) in (("b",) if changes else ("a", "b"))
+    candidates, warm = Candidates([*pair, reader]), TransferPair()
+    warm.warm_until_s = math.inf
+    decision = (
+        choose_decode(candidates, work(tokens), now_s=0.0, pairs=SourcePairs({"b": warm}, delay_s, 0.0))
+        if decodes
+        else choose_prefill(candidates, work(tokens), now_s=0.0, delays={"a": TransferDelay(delay_s)})
+    )
+    assert chosen(decision) == "b"

@@ -6,6 +6,7 @@ directly, in place of the engine's counter of expired requests.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,11 +26,13 @@ from fulcrum_router.fleet.health import Health
 from fulcrum_router.flip_requests import FLIP_WAIT_BACKOFF_S, FLIP_WAIT_S
 from fulcrum_router.observe.objects import TYPICAL_REQUEST_TOKENS
 from fulcrum_router.policy import (
+    Candidates,
     Dispatch,
     FlipProposal,
     FlipProposalRules,
     Ledger,
     NoInstance,
+    Work,
     choose_decode,
     choose_prefill,
 )
@@ -229,7 +232,7 @@ class SimulatedRouter:
             name=instance.name,
             role=instance.role,
             serving=instance.serving,
-            prefill_queued_s=ledger.prefill_queued_s,
+            prefill_queued_s=ledger.remaining_s(self._clock.monotonic_s()),
             prefill_tokens=ledger.prefill_tokens,
             decode_tokens=ledger.decode_tokens,
             decode_legs=ledger.decode_legs,
@@ -286,7 +289,9 @@ class SimulatedRouter:
         """Serve one request to its end; returns "ok", "failed" (before the first token) or "broken" (after
         it).
         """
-        source, kv_transfer = await self._prefill(request)
+        slo = self._slo()
+        work = Work(request.prompt_tokens, slo, deadline_s=self._clock.monotonic_s() + slo.ttft_s)
+        source, kv_transfer = await self._prefill(request, work)
         started = False
 
         def forward(token: OutputToken) -> None:
@@ -296,7 +301,7 @@ class SimulatedRouter:
 
         exclude: set[str] = set()
         for attempt in range(DECODE_ATTEMPTS_MAX):
-            instance = await self._choose_decode(request, source, exclude)
+            instance = await self._choose_decode(work, source, exclude)
             if instance is None:
                 break
             if await self._decode(f"{request.id}-d{attempt}", request, instance, kv_transfer, forward):
@@ -307,10 +312,12 @@ class SimulatedRouter:
             kv_transfer = NoKvTransfer()
         return "failed"
 
-    async def _prefill(self, request: SimulatedRequest) -> tuple[RoutedInstance | None, KvTransfer]:
+    async def _prefill(
+        self, request: SimulatedRequest, work: Work
+    ) -> tuple[RoutedInstance | None, KvTransfer]:
         exclude: set[str] = set()
         for attempt in range(PREFILL_ATTEMPTS_MAX):
-            instance = await self._choose_prefill(request, exclude)
+            instance = await self._choose_prefill(work, exclude)
             if instance is None:
                 break
             end = await self._prefill_leg(f"{request.id}-p{attempt}", request, instance)
@@ -333,7 +340,7 @@ class SimulatedRouter:
     ) -> Finished | None:
         seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
         unloaded, sent_s = not instance.ledger.legs, self._clock.monotonic_s()
-        entry = instance.ledger.add_prefill(tokens=request.prompt_tokens, predicted_s=seconds)
+        entry = instance.ledger.add_prefill(tokens=request.prompt_tokens, predicted_s=seconds, now_s=sent_s)
         try:
             end = await self._run_leg(
                 self._engine_request(leg_id, request, KvExportRequest(), max_tokens=1),
@@ -341,7 +348,7 @@ class SimulatedRouter:
                 lambda _: None,
             )
         finally:
-            entry.release()
+            entry.release(self._clock.monotonic_s())
         if unloaded and end is not None:
             took_s = self._clock.monotonic_s() - sent_s
             instance.prefill.learn(tokens=request.prompt_tokens, duration_s=took_s)
@@ -359,11 +366,13 @@ class SimulatedRouter:
         local = None
         if isinstance(kv_transfer, NoKvTransfer):
             seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
-            local = instance.ledger.add_local_prefill(tokens=request.prompt_tokens, predicted_s=seconds)
+            local = instance.ledger.add_local_prefill(
+                tokens=request.prompt_tokens, predicted_s=seconds, now_s=self._clock.monotonic_s()
+            )
 
         def count(token: OutputToken) -> None:
             if local is not None:
-                local.release()
+                local.release(self._clock.monotonic_s())
             entry.add_tokens(1)
             on_token(token)
 
@@ -376,7 +385,7 @@ class SimulatedRouter:
         finally:
             entry.release()
             if local is not None:
-                local.release()
+                local.release(self._clock.monotonic_s())
         return end is not None and end.reason is FinishReason.LENGTH
 
     async def _run_leg(
@@ -441,25 +450,28 @@ class SimulatedRouter:
 
     # Dispatch
 
-    async def _choose_prefill(self, request: SimulatedRequest, exclude: set[str]) -> RoutedInstance | None:
+    async def _choose_prefill(self, work: Work, exclude: set[str]) -> RoutedInstance | None:
         def choose(rules: FlipProposalRules) -> Dispatch | FlipProposal | NoInstance:
             return choose_prefill(
-                self._all_instances(), request.prompt_tokens, self._slo(), rules=rules, exclude=exclude
+                Candidates(self._all_instances()),
+                work,
+                now_s=self._clock.monotonic_s(),
+                rules=rules,
+                exclude=exclude,
             )
 
         return await self._choose(choose)
 
     async def _choose_decode(
-        self, request: SimulatedRequest, source: RoutedInstance | None, exclude: set[str]
+        self, work: Work, source: RoutedInstance | None, exclude: set[str]
     ) -> RoutedInstance | None:
         def choose(rules: FlipProposalRules) -> Dispatch | FlipProposal | NoInstance:
             return choose_decode(
-                self._all_instances(),
-                request.prompt_tokens,
-                self._slo(),
+                Candidates(self._all_instances()),
+                work,
+                now_s=self._clock.monotonic_s(),
                 prefilled_on=source,
                 rules=rules,
-                now_s=self._clock.now_s(),
                 exclude=exclude,
             )
 
@@ -494,9 +506,11 @@ class SimulatedRouter:
         return FlipProposalRules(
             enabled=scaling.mode is not AutoscalingMode.OFF,
             max_decode_load=scaling.arrow.shrink,
-            to_decode_cooldown_until_s=0.0
+            to_decode_cooldown_until_s=-math.inf
             if last_s is None
-            else last_s + scaling.flip.prefill_to_decode_cooldown,
+            else last_s
+            + scaling.flip.prefill_to_decode_cooldown
+            + (self._clock.monotonic_s() - self._clock.now_s()),
         )
 
     def _all_instances(self) -> tuple[RoutedInstance, ...]:

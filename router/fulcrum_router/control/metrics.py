@@ -31,8 +31,8 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
     ("serving", "1 if the router sends new work to the instance, else 0.", lambda i: i.serving),
     (
         "prefill_queued_seconds",
-        "Predicted duration of the prefill work in flight on the instance, in seconds.",
-        lambda i: i.ledger.prefill_queued_s,
+        "Predicted time until the prefill work in flight on the instance is done, in seconds.",
+        lambda i: i.ledger.remaining_s(time.monotonic()),
     ),
     (
         "prefill_tokens",
@@ -260,7 +260,7 @@ def _build_transfer_family(pairs: TransferPairs) -> Metric:
     )
     labels = ["prefill", "decode", "outcome"]
     family = CounterMetricFamily("fulcrum_router_kv_transfers", text, labels=labels)
-    for key, pair in sorted(pairs.pairs.items()):
+    for key, pair in pairs.list_reported():
         for outcome, count in pair.counts.items():
             family.add_metric([*key, outcome], count)
     return family

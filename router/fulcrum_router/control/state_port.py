@@ -47,7 +47,7 @@ def _build_instance_state(instance: Instance) -> InstanceState:
         name=instance.name,
         role=instance.role,
         serving=instance.serving,
-        prefill_queued_s=ledger.prefill_queued_s,
+        prefill_queued_s=ledger.remaining_s(time.monotonic()),
         prefill_tokens=ledger.prefill_tokens,
         decode_tokens=ledger.decode_tokens,
         decode_legs=ledger.decode_legs,

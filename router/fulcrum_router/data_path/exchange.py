@@ -135,7 +135,12 @@ class Exchange:
     async def _serve(self) -> tuple[RequestOutcome, float | None]:
         request = self._parse_body()
         self._prefill_leg = prefill_leg = PrefillLeg(
-            self._router, self._client_request, request, self._timeouts, self._tier.slo
+            self._router,
+            self._client_request,
+            request,
+            self._timeouts,
+            self._tier,
+            arrival_s=self.arrival_s,
         )
         failed: LegFailed | None = None
         try:
@@ -171,14 +176,13 @@ class Exchange:
     def _choose_decode(self, rules: FlipProposalRules) -> DispatchDecision:
         source = self._prefill_leg.source
         return choose_decode(
-            self._router.fleet.instances,
-            self._prefill_leg.tokens,
-            self._tier.slo,
+            self._router.fleet.candidates,
+            self._prefill_leg.work,
+            now_s=time.monotonic(),
             prefilled_on=source,
             rules=rules,
-            now_s=time.time(),
             exclude=self._excluded,
-            delays=self._router.pairs.decode_delay_tokens.get(source.name) if source is not None else None,
+            pairs=None if source is None else self._router.pairs.list_from(source.name),
         )
 
     def _dispatch(self, decision: DispatchDecision) -> Instance | None:
@@ -216,7 +220,7 @@ class Exchange:
         )
         head = self._client_request.build_leg_head(pool.address, len(body))
         fulcrum_headers = self._build_fulcrum_headers(instance)
-        entry = instance.ledger.add_decode(tokens=prefill_leg.tokens)
+        entry = instance.ledger.add_decode(tokens=prefill_leg.work.prompt_tokens)
         self._count_local_prefill(instance)
         try:
             connection = pool.take_idle()
@@ -249,7 +253,7 @@ class Exchange:
             # Also when cancelled: the engine may still fetch the KV of a transfer that no leg waits for.
             entry.release()
             if self._local_prefill_entry is not None:
-                self._local_prefill_entry.release()
+                self._local_prefill_entry.release(time.monotonic())
             if transfer is not None:
                 self._end_transfer(instance, transfer, cache_salt)
 
@@ -290,9 +294,11 @@ class Exchange:
         """Add a prompt that the decode instance computes to its ledger, until the first byte."""
         leg = self._prefill_leg
         if leg.source is None or leg.local_prefill_reason is not None:
-            predicted_s = instance.prefill_model.ttft_s(leg.tokens)
+            tokens = leg.work.prompt_tokens
             self._local_prefill_entry = instance.ledger.add_local_prefill(
-                tokens=leg.tokens, predicted_s=predicted_s
+                tokens=tokens,
+                predicted_s=instance.prefill_model.ttft_s(tokens),
+                now_s=time.monotonic(),
             )
 
     def _start_lease_check(self) -> None:
@@ -332,7 +338,7 @@ class Exchange:
         self._first_byte_at_s = now_s
         self._prefill_leg.release_transfer()
         if self._local_prefill_entry is not None:
-            self._local_prefill_entry.release()  # releasing again later has no effect
+            self._local_prefill_entry.release(now_s)  # releasing again later has no effect
 
     def _handle_decode_failure(self, instance: Instance, error: LegFailed) -> None:
         self._router.record_leg_failure(instance, DECODE, error)

@@ -7,7 +7,7 @@ blocks, and a second fetch would get another prompt's KV without an error.
 
 import time
 
-from fulcrum_core.values import Role, Slo
+from fulcrum_core.values import Role
 from fulcrum_router.counters import PREFILL, LocalPrefillReason, RequestOutcome
 from fulcrum_router.data_path.request import ClientRequest, EarlyResponse
 from fulcrum_router.fleet.instances import Instance
@@ -24,12 +24,19 @@ from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.inline_task import run_in_asyncio_task
 from fulcrum_router.http1.upstream import send_request
 from fulcrum_router.kv_transfer.verification import KvTransfer, record_miss
-from fulcrum_router.policy import Dispatch, DispatchDecision, FlipProposal, FlipProposalRules, choose_prefill
+from fulcrum_router.policy import (
+    Dispatch,
+    DispatchDecision,
+    FlipProposal,
+    FlipProposalRules,
+    Work,
+    choose_prefill,
+)
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.kv_lease import max_usable_age_s
 from fulcrum_router.policy.ledger import PendingTransferEntry
 from fulcrum_router.router import Router
-from fulcrum_router.settings import Timeouts
+from fulcrum_router.settings import Tier, Timeouts
 
 MAX_ATTEMPTS = 3
 """Instances tried for one leg."""
@@ -53,13 +60,12 @@ class PrefillLeg:
         "_expired_before",
         "_received_after_s",
         "_router",
-        "_slo",
         "_timeouts",
         "kv_transfer_params",
         "local_prefill_reason",
         "request_body",
         "source",
-        "tokens",
+        "work",
     )
 
     def __init__(
@@ -68,15 +74,21 @@ class PrefillLeg:
         client_request: ClientRequest,
         request_body: RequestBody,
         timeouts: Timeouts,
-        slo: Slo,
+        tier: Tier,
+        *,
+        arrival_s: float,
     ) -> None:
         self._router, self._client_request, self.request_body = router, client_request, request_body
-        self._timeouts, self._slo = timeouts, slo
+        self._timeouts = timeouts
         self._excluded: tuple[str, ...] = ()
-        self.tokens = request_body.prompt_id_count + router.tokens_per_byte.predict_tokens(
-            request_body.prompt_bytes
+        predicted_tokens = router.tokens_per_byte.predict_tokens(request_body.prompt_bytes)
+        self.work = Work(
+            request_body.prompt_id_count + predicted_tokens,
+            tier.slo,
+            deadline_s=arrival_s + tier.slo.ttft_s,
+            tier=tier.name,
         )
-        """Length of the prompt; an estimate until an engine has counted it."""
+        """The request; its prompt is an estimate until an engine has counted it."""
         self.source: Instance | None = None
         """Instance that computed the prompt last."""
         self.local_prefill_reason: LocalPrefillReason | None = None
@@ -116,9 +128,15 @@ class PrefillLeg:
             return
 
     def _choose(self, rules: FlipProposalRules) -> DispatchDecision:
-        fleet, pairs = self._router.fleet.instances, self._router.pairs
-        exclude, delays = self._excluded + pairs.broken_prefill_instances, pairs.prefill_delays_s
-        return choose_prefill(fleet, self.tokens, self._slo, rules=rules, exclude=exclude, delays=delays)
+        pairs = self._router.pairs
+        return choose_prefill(
+            self._router.fleet.candidates,
+            self.work,
+            now_s=time.monotonic(),
+            rules=rules,
+            exclude=self._excluded + pairs.broken_prefill_instances,
+            delays=pairs.prefill_delays,
+        )
 
     def _dispatch(self, decision: DispatchDecision) -> Instance | None:
         if type(decision) is Dispatch:
@@ -133,12 +151,12 @@ class PrefillLeg:
     async def _compute_on(self, instance: Instance) -> None:
         pool, ledger, timeouts = instance.require_connection_pool(), instance.ledger, self._timeouts
         was_idle = not ledger.prefill_legs and not ledger.decode_legs
-        tokens = self.tokens
-        entry = ledger.add_prefill(tokens=tokens, predicted_s=instance.prefill_model.ttft_s(tokens))
-        predicted_s = ledger.prefill_queued_s
+        tokens = self.work.prompt_tokens
+        sent_s, compute_s = time.monotonic(), instance.prefill_model.ttft_s(tokens)
+        predicted_s = ledger.remaining_s(sent_s) + compute_s
+        entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=sent_s)
         body = build_prefill_body(self.request_body, cache_salt=instance.cache_salt)
         self._expired_before = instance.expired_transfers  # before the lease begins, for a lease check
-        sent_s = time.monotonic()
         try:
             status, content, head = await send_request(
                 pool,
@@ -148,7 +166,7 @@ class PrefillLeg:
                 response_timeout_s=timeouts.prefill_s,
             )
         finally:
-            entry.release()
+            entry.release(time.monotonic())
         if status != 200:
             raise self._build_failure(instance, status, content, head)
         self._received_after_s, now_s = self._router.received_after_s, time.monotonic()
@@ -156,7 +174,7 @@ class PrefillLeg:
         self._router.record_leg_success(instance, PREFILL)
         self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
         if was_idle:  # with other legs the duration would include their work
-            instance.learn_prefill(tokens=self.tokens, duration_s=now_s - sent_s)
+            instance.learn_prefill(tokens=self.work.prompt_tokens, duration_s=now_s - sent_s)
 
     def _build_failure(
         self, instance: Instance, status: int, content: bytes, head: ResponseHead
@@ -176,7 +194,7 @@ class PrefillLeg:
         if response.prompt_tokens is not None:
             counted = response.prompt_tokens - self.request_body.prompt_id_count
             self._router.tokens_per_byte.learn(prompt_bytes=self.request_body.prompt_bytes, tokens=counted)
-            self.tokens = response.prompt_tokens
+            self.work = self.work.with_prompt_tokens(response.prompt_tokens)
         problem = response.problem
         if problem is not None:
             if problem is PrefillProblem.ABORTED:
@@ -208,7 +226,7 @@ class PrefillLeg:
             self._router.pairs,
             source,
             decode,
-            tokens=self.tokens,
+            tokens=self.work.prompt_tokens,
             received_after_s=self._received_after_s,
             strips_usage=self._client_request.http_version != b"1.0"
             and is_stream_without_usage(self.request_body),

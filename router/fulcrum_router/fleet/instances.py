@@ -15,6 +15,7 @@ from fulcrum_router.fleet.health import Health
 from fulcrum_router.fleet.pending_transfers import PendingTransfer, PendingTransfers
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
+from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
 
@@ -34,12 +35,25 @@ class IncomingTransfer(PendingTransfer, Protocol):
         """`source.expired_transfers` when the prefill leg was sent."""
 
 
+class _Changes:
+    """Counts the changes of instances that decide which of them can take work."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Instance:
     """One engine instance: assignment, endpoint, health, load and reported values."""
 
     __slots__ = (
+        "_changes",
         "_decode_predictor",
+        "_identity",
         "_prefill_predictor",
+        "_role",
+        "_serving",
         "assigned",
         "cache_salt",
         "connection_pool",
@@ -50,7 +64,6 @@ class Instance:
         "expired_transfers",
         "former_pools",
         "health",
-        "identity",
         "incoming_transfers",
         "itl_s",
         "kv_lease_s",
@@ -62,8 +75,6 @@ class Instance:
         "prefill_model",
         "reported_block_size",
         "reports_cached_tokens",
-        "role",
-        "serving",
         "starting",
     )
 
@@ -77,14 +88,13 @@ class Instance:
         self.name = name
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
         self.decode_header = b"x-fulcrum-decode: %b\r\n" % name.encode()
-        self.role = Role.DECODE
+        self._changes = _Changes()
+        self._role, self._serving = Role.DECODE, False
         self.assigned = False
         """Whether the PDAssignment gives the instance a role."""
-        self.serving = False
-        """Whether new requests may be sent; see `update_serving`."""
         self.starting = False
         """Whether the instance will serve soon: its engine runs and is being verified."""
-        self.identity: EngineIdentity | None = None
+        self._identity: EngineIdentity | None = None
         self.reported_block_size: int | None = None
         """Tokens per KV block as the engine reports it; None until it was read."""
         self.kv_lease_s = KV_LEASE_S
@@ -113,6 +123,40 @@ class Instance:
         self.missed_probes = 0
         self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
         self.prefill_model, self.decode_model = prefill, decode
+
+    @property
+    def role(self) -> Role:
+        """Current role."""
+        return self._role
+
+    @role.setter
+    def role(self, role: Role) -> None:
+        self._changes.count += role is not self._role
+        self._role = role
+
+    @property
+    def serving(self) -> bool:
+        """Whether new requests may be sent; see `update_serving`."""
+        return self._serving
+
+    @serving.setter
+    def serving(self, serving: bool) -> None:
+        self._changes.count += serving is not self._serving
+        self._serving = serving
+
+    @property
+    def identity(self) -> EngineIdentity | None:
+        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
+        return self._identity
+
+    @identity.setter
+    def identity(self, identity: EngineIdentity | None) -> None:
+        self._changes.count += identity is not self._identity
+        self._identity = identity
+
+    def report_changes_to(self, changes: _Changes) -> None:
+        """Count changes of role, `serving` and identity there from now on."""
+        self._changes = changes
 
     def set_endpoint(self, host: str, port: int) -> None:
         """Set the endpoint. A new address is a new engine process: reset connections and reported values."""
@@ -208,6 +252,17 @@ class Fleet:
         """Removed instances that still have legs in flight."""
         self.instances: tuple[Instance, ...] = ()
         """Sorted by name."""
+        self._changes = _Changes()
+        self._candidates: Candidates[Instance] = Candidates(())
+        self._candidates_as_of = 0
+
+    @property
+    def candidates(self) -> Candidates[Instance]:
+        """The instances that can take work now."""
+        if self._candidates_as_of != self._changes.count:
+            self._candidates_as_of = self._changes.count
+            self._candidates = Candidates(self.instances)
+        return self._candidates
 
     def get(self, name: str) -> Instance | None:
         """The instance with this name, or None."""
@@ -219,6 +274,7 @@ class Fleet:
     def add(self, instance: Instance) -> None:
         """Add an instance."""
         self._by_name[instance.name] = instance
+        instance.report_changes_to(self._changes)
         self._sort()
 
     def keep_only(self, names: Iterable[str]) -> None:
@@ -242,6 +298,7 @@ class Fleet:
 
     def _sort(self) -> None:
         self.instances = tuple(self._by_name[name] for name in sorted(self._by_name))
+        self._changes.count += 1
 
 
 def intern_identity(identities: Iterable[EngineIdentity], identity: EngineIdentity) -> EngineIdentity:

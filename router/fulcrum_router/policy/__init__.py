@@ -3,15 +3,14 @@
 Pure: no I/O and no clock, so that the simulator runs the code that production runs.
 """
 
+from fulcrum_router.policy.candidates import Candidates, InstanceView
 from fulcrum_router.policy.dispatch import (
     Dispatch,
     DispatchDecision,
     DispatchReason,
     FlipProposal,
     FlipProposalRules,
-    InstanceView,
     NoInstance,
-    TransferDelay,
     choose_decode,
     choose_prefill,
     compute_decode_load,
@@ -24,10 +23,19 @@ from fulcrum_router.policy.estimate import (
     measure_prompt,
 )
 from fulcrum_router.policy.ledger import DecodeEntry, Ledger, LedgerView, PendingTransferEntry, PrefillEntry
-from fulcrum_router.policy.pair_record import PairKey, TransferOutcome, TransferPair, classify_transfer
+from fulcrum_router.policy.pair_record import (
+    PairKey,
+    SourcePairs,
+    TransferDelay,
+    TransferOutcome,
+    TransferPair,
+    classify_transfer,
+)
 from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.work import Work
 
 __all__ = [
+    "Candidates",
     "DecodeEntry",
     "DecodePredictor",
     "Dispatch",
@@ -44,11 +52,13 @@ __all__ = [
     "PredictionErrorMean",
     "PrefillEntry",
     "PrefillPredictor",
+    "SourcePairs",
     "TokensPerByte",
     "TransferDelay",
     "TransferOutcome",
     "TransferPair",
     "TransferPairs",
+    "Work",
     "choose_decode",
     "choose_prefill",
     "classify_transfer",

@@ -1,18 +1,21 @@
 """Choose the instance for the prefill and the instance for the decode of a request: Arrow's Algorithm 1.
 
-    cost_prefill(r, i) = (Σ L(decoding on i), Σ T(queued on i) + T(r, i))            lexicographic
-    cost_decode (r, i) = (Σ L(prefilling on i), Σ L(decoding on i) + L(r) − MT(i, S_D))
+    cost_prefill(r, i) = (I(Σ L(decoding on i)), Σ T(queued on i) + T(r, i))                lexicographic
+    cost_decode (r, i) = (Σ T(queued on i), I(Σ L(decoding on i) + L(r)) − S_D)
 
-T is the predicted prefill time of a prompt, L the number of KV tokens of a request, MT(i, S_D) the largest
-batch, in tokens, that instance i decodes within the TPOT objective S_D. S_T is the TTFT objective.
+T is the predicted prefill time of a prompt, L the number of KV tokens of a request, I the predicted time
+between two tokens of a batch. S_T is the TTFT objective, S_D the TPOT objective. All costs are seconds, so
+that instances on different hardware compare. Arrow's paper counts tokens in three of the four parts; on equal
+instances the order is the same.
 
-An instance passes the SLO check if the second part is at most S_T (prefill) or 0 (decode). The first part,
-the work of the other phase, prefers an instance that serves one phase only to one that has just flipped. Of
-the instances that pass, the cheapest takes the request. If none passes, a flip is proposed and the cheapest
-of all is the fallback.
+An instance passes the SLO check if the second part is at most 0 (decode), or at most what is left of S_T
+(prefill) after the time since the request's arrival and the time of decode until its first token. The first
+part, the work of the other phase, prefers an instance that serves one phase only to one that has just
+flipped. Of the instances that pass, the cheapest takes the request. If none passes, a flip is proposed and
+the cheapest of all is the fallback.
 
-Slow KV transfers count, too: the extra transfer time of a prefill instance is added to its TTFT; for a decode
-instance, the tokens that it could compute in that time are added to the first part.
+KV transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the extra time of
+the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 """
 
@@ -20,64 +23,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from fulcrum_core.formatting import format_count
-from fulcrum_core.kv_compatibility import can_transfer
-from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import EngineIdentity, Role, Slo
-from fulcrum_router.policy.ledger import LedgerView
-
-
-class InstanceView(Protocol):
-    """The state of one instance that dispatch reads."""
-
-    @property
-    def name(self) -> str:
-        """Name of the PDInstance."""
-
-    @property
-    def role(self) -> Role:
-        """Current role."""
-
-    @property
-    def serving(self) -> bool:
-        """Whether new work may be sent to the instance."""
-
-    @property
-    def identity(self) -> EngineIdentity | None:
-        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
-
-    @property
-    def ledger(self) -> LedgerView:
-        """Work that this router has in flight on the instance."""
-
-    @property
-    def prefill_model(self) -> PrefillModel:
-        """T(n): predicted prefill time of n tokens."""
-
-    @property
-    def decode_model(self) -> DecodeModel:
-        """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
-
-    @property
-    def itl_s(self) -> float | None:
-        """Mean inter-token latency over the last completed second.
-
-        None: no tokens in that second, or /metrics was not read.
-        """
-
-
-V = TypeVar("V", bound=InstanceView)
-
-
-class TransferDelay(NamedTuple):
-    """Extra time of a pair's KV transfers over a fast pair's, in seconds or in tokens computed meanwhile."""
-
-    fixed: float = 0.0
-    """Delay of each transfer."""
-    per_token: float = 0.0
-    """Additional delay for each prompt token."""
+from fulcrum_core.values import Role, Slo
+from fulcrum_router.policy.candidates import Candidates, InstanceView, V
+from fulcrum_router.policy.pair_record import SourcePairs, TransferDelay
+from fulcrum_router.policy.work import Work
 
 
 class DispatchReason(StrEnum):
@@ -141,116 +93,110 @@ class FlipProposalRules:
     max_decode_load: float = 0.5
     """Decode load LD below which a decode instance may flip to prefill (Arrow's L_SHRINK)."""
     to_decode_cooldown_until_s: float = -math.inf
-    """End of the cooldown of flips from prefill to decode, in Unix seconds."""
+    """End of the cooldown of flips from prefill to decode, on the monotonic clock."""
 
 
 NO_FLIP_PROPOSALS = FlipProposalRules()
 
 
 def choose_prefill(
-    instances: Sequence[V],
-    tokens: int,
-    slo: Slo,
+    candidates: Candidates[V],
+    work: Work,
     *,
+    now_s: float,
     rules: FlipProposalRules = NO_FLIP_PROPOSALS,
     exclude: Collection[str] = (),
     delays: Mapping[str, TransferDelay] | None = None,
 ) -> DispatchDecision:
-    """Choose the prefill instance for a prompt of `tokens` uncached tokens.
+    """Choose the prefill instance for the prompt of a request.
 
-    Candidates are serving instances that are not in `exclude` and whose KV some serving decode instance can
-    read. Without a candidate the result is `NoInstance`: the decode instance then computes the prompt itself.
+    Without an instance whose KV some serving decode instance can read, the result is `NoInstance`: the decode
+    instance then computes the prompt itself.
 
     Args:
-        instances: All instances of the service.
-        tokens: Predicted tokens of the prompt.
-        slo: Objectives of the request's tier.
+        candidates: Instances that can take work.
+        work: The request.
+        now_s: Time on the monotonic clock.
         rules: When a flip may be proposed.
         exclude: Names of instances that have failed this request.
-        delays: Extra transfer time by prefill instance, in seconds.
+        delays: Least time of a KV transfer by prefill instance; instances without any are left out.
     """
-    decode_instances = [i for i in instances if i.serving and i.role is not _PREFILL]
-    costs = [
-        _compute_prefill_cost(candidate, tokens)
-        for candidate in instances
-        if candidate.serving
-        and candidate.role is not _DECODE
-        and candidate.name not in exclude
-        and (
-            not decode_instances
-            or decode_instances[0].identity is candidate.identity  # the usual case, without a call
-            or any(can_read(candidate.identity, reader.identity) for reader in decode_instances)
-        )
-    ]
+    costs = _list_prefill_costs(candidates.prefill, work, now_s, exclude)
     if not costs:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
+    tokens = work.prompt_tokens
     if delays:
-        costs = [(batch, ttft_s + _compute_delay(delays, n, tokens), r, n) for batch, ttft_s, r, n in costs]
-    chosen = _choose_within(costs, slo.ttft_s)
-    if chosen:
-        return chosen
-    least = _choose_cheapest(costs)
-    reason = _explain_flip_to_prefill(decode_instances, tokens, slo, rules)
+        costs = [
+            (batch_s, ttft_s + _compute_delay(delays, n, tokens), r, n) for batch_s, ttft_s, r, n in costs
+        ]
+    decode, bound_s = candidates.decode, work.deadline_s - now_s
+    best = min(costs)
+    if best[1] <= bound_s and _starts_within(decode, tokens, now_s, best[1], bound_s):
+        return _dispatch(best, _WITHIN_SLO)  # the usual case: one decode instance is looked at
+    start_s = min((_predict_decode_start_s(i, tokens, now_s) for i in decode), default=0.0)
+    within = min((cost for cost in costs if cost[1] + start_s <= bound_s), default=None)
+    if within is not None:
+        return _dispatch(within, _WITHIN_SLO)
+    least = _dispatch(best, DispatchReason.LEAST_COST)
+    reason = _explain_flip_to_prefill(decode, tokens, work.slo, rules)
     if reason is None:
         return least
     considered = format_count(len(costs), "prefill instance")
-    return FlipProposal(Role.PREFILL, least, f"{considered}, best TTFT {least.cost[1]:.3f} s; {reason}")
+    ttft_s = now_s - work.arrival_s + best[1] + start_s
+    return FlipProposal(Role.PREFILL, least, f"{considered}, best TTFT {ttft_s:.3f} s; {reason}")
 
 
 def choose_decode(
-    instances: Sequence[V],
-    tokens: int,
-    slo: Slo,
+    candidates: Candidates[V],
+    work: Work,
     *,
+    now_s: float,
     prefilled_on: V | None = None,
     rules: FlipProposalRules = NO_FLIP_PROPOSALS,
-    now_s: float = 0.0,
     exclude: Collection[str] = (),
-    delays: Mapping[str, TransferDelay] | None = None,
+    pairs: SourcePairs | None = None,
 ) -> DispatchDecision:
-    """Choose the decode instance for a prompt of `tokens` tokens whose KV is on `prefilled_on`.
+    """Choose the decode instance for a request whose prompt's KV is on `prefilled_on`.
 
     If no decode instance serves, a prefill instance decodes (`OTHER_ROLE`): every engine can do both.
 
     Args:
-        instances: All instances of the service.
-        tokens: Tokens of the prompt.
-        slo: Objectives of the request's tier.
-        prefilled_on: Instance that computed the prompt; None: no KV was computed.
+        candidates: Instances that can take work.
+        work: The request.
+        now_s: Time on the monotonic clock.
+        prefilled_on: Instance that computes or computed the prompt; None: no KV was computed.
         rules: When a flip may be proposed.
-        now_s: Unix time, for the cooldown of `rules`.
         exclude: Names of instances that have failed this request.
-        delays: Extra transfer time by decode instance, in prompt tokens that it could compute meanwhile.
+        pairs: KV transfers from `prefilled_on`; None: all count as fast.
     """
-    if (
-        prefilled_on is not None
-        and prefilled_on.role is not _PREFILL
-        and _is_available(prefilled_on, exclude)
-    ):
-        cost = _compute_decode_cost(prefilled_on, tokens, slo)
-        return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
-    source = None if prefilled_on is None else prefilled_on.identity
-    costs = _list_decode_costs(instances, tokens, slo, _PREFILL, source, exclude)
+    source = None
+    if prefilled_on is not None:
+        source = prefilled_on.identity
+        if prefilled_on.role is not _PREFILL and prefilled_on.serving and prefilled_on.name not in exclude:
+            cost = _compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
+            return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
+    readers, other_role = candidates.list_readers(source)
+    costs = _list_decode_costs(readers, work, now_s, exclude)
     if not costs:
-        return _choose_other_role(instances, tokens, slo, source, exclude)
-    if delays:
-        costs = [
-            (queue + _compute_delay(delays, n, tokens), excess_tokens, r, n)
-            for queue, excess_tokens, r, n in costs
-        ]
-    chosen = _choose_within(costs, 0.0)
-    if chosen:
-        return chosen
-    least = _choose_cheapest(costs)
-    reason = _explain_flip_to_decode(instances, tokens, slo, rules, now_s)
+        costs = _list_decode_costs(other_role, work, now_s, exclude)
+        if not costs:
+            return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
+        return _dispatch(min(costs), DispatchReason.OTHER_ROLE)
+    if pairs is not None:
+        costs = _add_transfer_delays(costs, pairs, work.prompt_tokens, now_s)
+    best = min(costs)
+    if best[1] <= 0.0:
+        return _dispatch(best, _WITHIN_SLO)
+    within = min((cost for cost in costs if cost[1] <= 0.0), default=None)
+    if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
+        return _dispatch(within, _WITHIN_SLO)
+    least = _dispatch(best, DispatchReason.LEAST_COST)
+    reason = _explain_flip_to_decode(candidates.other_role, work, rules, now_s)
     if reason is None:
         return least
     considered = format_count(len(costs), "decode instance")
-    return FlipProposal(
-        Role.DECODE,
-        least,
-        f"{considered}, best exceeds the SLO batch by {least.cost[1]:.0f} tokens; {reason}",
-    )
+    itl_s = best[1] + work.slo.tpot_s
+    return FlipProposal(Role.DECODE, least, f"{considered}, best ITL {itl_s:.4f} s; {reason}")
 
 
 def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
@@ -279,7 +225,7 @@ def _explain_flip_to_prefill(
     A prompt that is too long for the SLO even without a queue causes no flip: it would miss the SLO on any
     instance, and each such prompt would flip another one.
     """
-    candidates = [d for d in decode_instances if not d.role.serves(Role.PREFILL)] if rules.enabled else []
+    candidates = [d for d in decode_instances if d.role is _DECODE] if rules.enabled else []
     if len(candidates) <= 1 or all(d.prefill_model.ttft_s(tokens) > slo.ttft_s for d in candidates):
         return None
     load = compute_decode_load(decode_instances, slo)
@@ -289,90 +235,94 @@ def _explain_flip_to_prefill(
 
 
 def _explain_flip_to_decode(
-    instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules, now_s: float
+    prefill_instances: Sequence[InstanceView], work: Work, rules: FlipProposalRules, now_s: float
 ) -> str | None:
     """Explain why a prefill instance should flip to decode; None: no flip, or no use to this request."""
-    if not rules.enabled or now_s < rules.to_decode_cooldown_until_s:
+    if not rules.enabled or now_s < rules.to_decode_cooldown_until_s or len(prefill_instances) <= 1:
         return None
-    candidates = [p for p in instances if p.serving and p.role is Role.PREFILL]
-    if len(candidates) <= 1 or all(tokens > p.decode_model.max_tokens(slo.tpot_s) for p in candidates):
+    tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
+    if all(p.decode_model.itl_s(tokens) > tpot_s for p in prefill_instances):
         return None
-    return f"{len(candidates)} prefill instances, cooldown has ended"
+    return f"{len(prefill_instances)} prefill instances, cooldown has ended"
 
 
-def _is_available(instance: InstanceView, exclude: Collection[str]) -> bool:
-    return instance.serving and instance.name not in exclude
-
-
-def _choose_other_role(
-    instances: Sequence[InstanceView],
-    tokens: int,
-    slo: Slo,
-    source: EngineIdentity | None,
-    exclude: Collection[str],
-) -> DispatchDecision:
-    costs = _list_decode_costs(instances, tokens, slo, _DECODE, source, exclude)
-    if not costs:
-        return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
-    return _choose_cheapest(costs)._replace(reason=DispatchReason.OTHER_ROLE)
+def _list_prefill_costs(
+    instances: Iterable[InstanceView], work: Work, now_s: float, exclude: Collection[str]
+) -> list[Cost]:
+    if exclude:
+        instances = [i for i in instances if i.name not in exclude]
+    tokens, cached = work.prompt_tokens, work.cached_tokens
+    if not cached:
+        return [_compute_prefill_cost(i, tokens, now_s) for i in instances]
+    return [_compute_prefill_cost(i, max(0, tokens - cached.get(i.name, 0)), now_s) for i in instances]
 
 
 def _list_decode_costs(
-    instances: Sequence[InstanceView],
-    tokens: int,
-    slo: Slo,
-    excluded_role: Role,
-    source: EngineIdentity | None,
-    exclude: Collection[str],
+    instances: Iterable[InstanceView], work: Work, now_s: float, exclude: Collection[str]
 ) -> list[Cost]:
-    """List the costs of the serving instances without `excluded_role` that can read the KV of `source`."""
-    return [
-        _compute_decode_cost(instance, tokens, slo)
-        for instance in instances
-        if instance.serving
-        and instance.role is not excluded_role
-        and instance.name not in exclude
-        and (source is None or source is instance.identity or can_read(source, instance.identity))
-    ]
+    if exclude:
+        instances = [i for i in instances if i.name not in exclude]
+    tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
+    return [_compute_decode_cost(i, tokens, tpot_s, now_s) for i in instances]
 
 
-def _compute_prefill_cost(instance: InstanceView, tokens: int) -> Cost:
+def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> Cost:
     ledger = instance.ledger
-    seconds = ledger.prefill_queued_s + instance.prefill_model.ttft_s(tokens)
+    batch, model = ledger.decode_tokens, instance.prefill_model
+    seconds = model.c0 + (model.c1 + model.c2 * tokens) * tokens  # T(n); a call would cost a fifth of all
+    if ledger.prefill_queued_s:
+        seconds += ledger.remaining_s(now_s)
     if seconds != seconds:
         seconds = _UNKNOWN_COST
-    return (ledger.decode_tokens, seconds, ledger.decode_legs, instance.name)
+    return (instance.decode_model.itl_s(batch) if batch else 0.0, seconds, ledger.decode_legs, instance.name)
 
 
-def _compute_decode_cost(instance: InstanceView, tokens: int, slo: Slo) -> Cost:
+def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
+    ledger, model = instance.ledger, instance.decode_model
+    excess_s = model.intercept + model.slope * (ledger.decode_tokens + tokens) - tpot_s
+    prefill_s = ledger.remaining_s(now_s) if ledger.prefill_queued_s else 0.0
+    if prefill_s != prefill_s:
+        prefill_s = _UNKNOWN_COST
+    return (prefill_s, excess_s, ledger.decode_legs, instance.name)
+
+
+def _predict_decode_start_s(instance: InstanceView, tokens: int, now_s: float) -> float:
+    """Predict the time from the end of a KV transfer to this instance until the first token."""
     ledger = instance.ledger
-    excess_tokens = ledger.decode_tokens + tokens - instance.decode_model.max_tokens(slo.tpot_s)
-    if excess_tokens != excess_tokens:
-        excess_tokens = _UNKNOWN_COST
-    return (ledger.prefill_tokens, excess_tokens, ledger.decode_legs, instance.name)
+    seconds = instance.decode_model.itl_s(ledger.decode_tokens + tokens) + ledger.remaining_s(now_s)
+    return seconds if seconds == seconds else _UNKNOWN_COST
+
+
+def _starts_within(
+    instances: Iterable[InstanceView], tokens: int, now_s: float, prefill_s: float, bound_s: float
+) -> bool:
+    """Whether some instance delivers the first token in time if the prefill takes `prefill_s`."""
+    none = True
+    for instance in instances:
+        if prefill_s + _predict_decode_start_s(instance, tokens, now_s) <= bound_s:
+            return True
+        none = False
+    return none
+
+
+def _add_transfer_delays(costs: Iterable[Cost], pairs: SourcePairs, tokens: int, now_s: float) -> list[Cost]:
+    by_decode, cold_s = pairs.by_decode, pairs.cold_s
+    delayed = []
+    for cost in costs:
+        pair = by_decode.get(cost[3])
+        if pair is None:  # a pair without a record has never transferred, so it is cold
+            cost = (cost[0] + cold_s, *cost[1:])
+        elif pair.lag_s_per_1k_tokens or pair.warm_until_s <= now_s:  # else it is warm and fast
+            cost = (cost[0] + pairs.compute_delay_s(pair, tokens, now_s), *cost[1:])
+        delayed.append(cost)
+    return delayed
 
 
 def _compute_delay(delays: Mapping[str, TransferDelay], name: str, tokens: int) -> float:
-    """Compute the extra transfer time of this instance for a prompt of `tokens`, in the unit of `delays`."""
     delay = delays.get(name)
     return 0.0 if delay is None else delay[0] + delay[1] * tokens
 
 
-def _choose_within(costs: Sequence[Cost], bound: float) -> Dispatch | None:
-    best = min(costs)
-    if best[1] > bound:  # the first part ranks first, so a dearer instance may still be within the bound
-        best = min((cost for cost in costs if cost[1] <= bound), default=best)
-    first, second, _, name = best
-    return Dispatch(name, _WITHIN_SLO, (first, second)) if second <= bound else None
-
-
-def _choose_cheapest(costs: Sequence[Cost]) -> Dispatch:
-    first, second, _, name = min(costs)
-    return Dispatch(name, DispatchReason.LEAST_COST, (first, second))
-
-
-def can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
-    """Whether an engine `reader` can use the KV of an engine `source`; unknown identities are compatible."""
-    if source is None or reader is None or source is reader:
-        return True
-    return can_transfer(source, reader).allowed
+def _dispatch(cost: Cost, reason: DispatchReason) -> Dispatch:
+    first, second, _, name = cost
+    return Dispatch(name, reason, (first, second))

@@ -1,9 +1,15 @@
 """Ledger of the work that this router has in flight on one instance; dispatch reads its sums.
 
 Every `add_…` returns an entry. Its `release()` takes the work out again, once; a second call changes nothing,
-so that the sums are right whatever way a request ends.
+so that the sums are right whatever way a request ends. The end of prefill work is announced to
+`on_prefill_end`, so that work which waits for it can be sent.
+
+Prefill work shrinks while it is computed. An engine computes prompts in the order of arrival, so only the
+oldest one shrinks. Times are seconds of the caller's monotonic clock.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -12,7 +18,11 @@ class LedgerView(Protocol):
 
     @property
     def prefill_queued_s(self) -> float:
-        """Predicted duration of the prefill work in flight in seconds, local prefills included."""
+        """Predicted duration of the prefill work in flight in seconds, from the start of each prompt, local
+        prefills included."""
+
+    def remaining_s(self, now_s: float) -> float:
+        """Predict the time in seconds until the prefill work in flight is done."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -31,9 +41,12 @@ class Ledger:
     """Work in flight on one instance: see `LedgerView`."""
 
     __slots__ = (
+        "_oldest_since_s",
+        "_prefills",
         "decode_legs",
         "decode_tokens",
         "local_prefills",
+        "on_prefill_end",
         "pending_transfers",
         "prefill_legs",
         "prefill_queued_s",
@@ -48,21 +61,62 @@ class Ledger:
         self.decode_tokens = 0
         self.decode_legs = 0
         self.pending_transfers = 0
+        self.on_prefill_end: Callable[[], None] | None = None
+        """Called after each release of prefill work."""
+        self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
+        """In the order of arrival."""
+        self._oldest_since_s = 0.0
+        """Time since which the oldest prefill is computed."""
+
+    def remaining_s(self, now_s: float) -> float:
+        """Predict the time in seconds until the prefill work in flight is done.
+
+        An overdue prompt is expected to take as long again as it is overdue, at most its whole time: an
+        engine that hangs does not look idle.
+        """
+        if not self._prefills:
+            return 0.0
+        predicted_s = next(iter(self._prefills)).predicted_s
+        left_s = predicted_s - (now_s - self._oldest_since_s)
+        if left_s < 0.0:
+            left_s = min(-left_s, predicted_s)
+        elif left_s > predicted_s:
+            left_s = predicted_s
+        return max(0.0, self.prefill_queued_s - predicted_s) + left_s
 
     @property
     def legs(self) -> int:
         """All legs in flight. A local prefill is part of its decode leg and not counted again."""
         return self.prefill_legs + self.decode_legs
 
-    def add_prefill(self, *, tokens: int, predicted_s: float) -> "PrefillEntry":
-        """Add a prefill leg that is predicted to take `predicted_s`."""
+    def add_prefill(self, *, tokens: int, predicted_s: float, now_s: float) -> "PrefillEntry":
+        """Add a prefill leg whose computation is predicted to take `predicted_s`."""
         self.prefill_legs += 1
-        return PrefillEntry(self, tokens, predicted_s, local=False)
+        return self._add(PrefillEntry(self, tokens, predicted_s, local=False), now_s)
 
-    def add_local_prefill(self, *, tokens: int, predicted_s: float) -> "PrefillEntry":
+    def add_local_prefill(self, *, tokens: int, predicted_s: float, now_s: float) -> "PrefillEntry":
         """Add the prefill that the engine of a decode leg does itself, without a KV transfer."""
         self.local_prefills += 1
-        return PrefillEntry(self, tokens, predicted_s, local=True)
+        return self._add(PrefillEntry(self, tokens, predicted_s, local=True), now_s)
+
+    def _add(self, entry: "PrefillEntry", now_s: float) -> "PrefillEntry":
+        if not self._prefills:
+            self._oldest_since_s = now_s
+        self._prefills[entry] = None
+        self.prefill_queued_s += entry.predicted_s
+        self.prefill_tokens += entry.tokens
+        return entry
+
+    def _remove(self, entry: "PrefillEntry", now_s: float) -> None:
+        prefills = self._prefills
+        if next(iter(prefills)) is entry:
+            self._oldest_since_s = now_s  # the next one starts now
+        del prefills[entry]
+        self.prefill_tokens -= entry.tokens
+        # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
+        self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
+        if self.on_prefill_end is not None:
+            self.on_prefill_end()
 
     def add_decode(self, *, tokens: int) -> "DecodeEntry":
         """Add a decode leg for a prompt of `tokens`."""
@@ -76,17 +130,16 @@ class Ledger:
 class PrefillEntry:
     """One prompt to be computed on the instance."""
 
-    __slots__ = ("_ledger", "_local", "_predicted_s", "_tokens")
+    __slots__ = ("_ledger", "_local", "predicted_s", "tokens")
 
     def __init__(self, ledger: Ledger, tokens: int, predicted_s: float, *, local: bool) -> None:
         self._ledger: Ledger | None = ledger
-        self._tokens = tokens
-        self._predicted_s = predicted_s
         self._local = local
-        ledger.prefill_queued_s += predicted_s
-        ledger.prefill_tokens += tokens
+        self.tokens = tokens
+        self.predicted_s = predicted_s
+        """Predicted time to compute the prompt alone."""
 
-    def release(self) -> None:
+    def release(self, now_s: float) -> None:
         """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
@@ -96,10 +149,7 @@ class PrefillEntry:
             ledger.local_prefills -= 1
         else:
             ledger.prefill_legs -= 1
-        ledger.prefill_tokens -= self._tokens
-        idle = not ledger.prefill_legs and not ledger.local_prefills
-        # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
-        ledger.prefill_queued_s = 0.0 if idle else max(0.0, ledger.prefill_queued_s - self._predicted_s)
+        ledger._remove(self, now_s)
 
 
 class DecodeEntry:

@@ -5,6 +5,7 @@ transfer is the decode engine's own count of prompt tokens that it did not compu
 """
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -64,6 +65,13 @@ class PairKey(NamedTuple):
     decode: str
 
 
+class TransferDelay(NamedTuple):
+    """Time of a KV transfer before decode can start: seconds of each transfer, and more for each token."""
+
+    fixed_s: float = 0.0
+    s_per_token: float = 0.0
+
+
 class TransferPair:
     """Record of the transfers of one directed pair. Times are seconds of the caller's monotonic clock."""
 
@@ -112,6 +120,12 @@ class TransferPair:
     def suspect(self) -> bool:
         """Whether the last transfer failed, or the pair has a problem."""
         return self._misses > 0 or self.reason in conditions.KV_TRANSFER_PROBLEMS
+
+    def estimate_wait_s(self, cold_s: float, now_s: float) -> float:
+        """Estimate the handshake that the next transfer waits for, in seconds; `cold_s` if none was timed."""
+        if self.reason == conditions.HANDSHAKE_FAILED:
+            return HANDSHAKE_TIMEOUT_S
+        return (self.handshake_s or cold_s) if self.warm_until_s <= now_s else 0.0
 
     def invalidate(self) -> None:
         """Reset what was measured: one of the engines was restarted, or may have been. The counts remain."""
@@ -187,6 +201,24 @@ class TransferPair:
             self.slow_prompt_tokens, self._slow_s_per_token = tokens, duration_s / tokens
         elif tokens * self._slow_s_per_token > limit_s:  # a shorter prompt is fast over any network
             self._slow_transfers = 0
+
+
+class SourcePairs(NamedTuple):
+    """The pairs of one prefill instance, with the durations of the whole service that theirs compare with."""
+
+    by_decode: Mapping[str, TransferPair]
+    """By decode instance. A pair without a record has never transferred: it is cold."""
+    cold_s: float
+    """Expected duration of a handshake in seconds."""
+    usual_lag_s_per_1k_tokens: float
+    """Pairs up to this lag count as equally fast."""
+
+    def compute_delay_s(self, pair: TransferPair | None, tokens: int, now_s: float) -> float:
+        """Compute the extra time of a transfer of `tokens` over that of a warm and fast pair, in seconds."""
+        if pair is None:
+            return self.cold_s
+        lag_s = max(0.0, (pair.lag_s_per_1k_tokens or 0.0) - self.usual_lag_s_per_1k_tokens)
+        return pair.estimate_wait_s(self.cold_s, now_s) + lag_s * tokens / 1_000
 
 
 def _smooth(previous: float | None, sample: float) -> float:

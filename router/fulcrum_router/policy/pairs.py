@@ -9,21 +9,22 @@ succeed.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 from statistics import fmean
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.dispatch import InstanceView, TransferDelay, can_read
-from fulcrum_router.policy.pair_record import HANDSHAKE_TIMEOUT_S, PairKey, TransferPair
+from fulcrum_router.policy.candidates import InstanceView, can_read
+from fulcrum_router.policy.pair_record import PairKey, SourcePairs, TransferDelay, TransferPair
 
 DEFAULT_HANDSHAKE_S = 0.2
 """Expected duration of a handshake before one was measured, in seconds."""
 MAX_FULL_MESH_INSTANCES = 16
 """Largest service in which all pairs get canaries; in a larger one, only a sample of the pairs does."""
-MAX_PAIRS = 1_024
-"""Largest number of pairs with a record; the least recently used one is dropped for a new one."""
+MAX_PAIRS_PER_SOURCE = 256
+"""Largest number of pairs of one prefill instance with a record: about 150 KiB. The least recently used one
+is dropped for a new one. Only services of more than 500 instances have this many decode instances."""
 MAX_REPORTED_PAIRS = 256
 """Largest number of pairs in metrics and router state."""
 PROBLEM_PAIR_RETRY_S = 10.0
@@ -39,46 +40,75 @@ class TransferPairs:
     """The pairs of one service. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self) -> None:
-        self.pairs: dict[PairKey, TransferPair] = {}
-        self.decode_delay_tokens: dict[str, Mapping[str, TransferDelay]] = {}
-        """Delays by prefill instance, then by decode instance, in prompt tokens that the decode instance
-        could compute meanwhile. Decode instances without a delay are left out."""
-        self.prefill_delays_s: Mapping[str, TransferDelay] = {}
-        """Least delay of each prefill instance to any decode instance, in seconds more than the best prefill
-        instance's. Prefill instances without a delay are left out."""
+        self._by_source: dict[str, dict[str, TransferPair]] = {}
+        """By prefill instance, then by decode instance; the least recently used pair of a source first."""
+        self._cold_s, self._least_lag_s_per_1k_tokens = DEFAULT_HANDSHAKE_S, 0.0
+        self.prefill_delays: Mapping[str, TransferDelay] = {}
+        """Least time of a KV transfer from each prefill instance to any decode instance. Prefill instances
+        with a warm and fast pair are left out."""
         self.broken_prefill_instances: tuple[str, ...] = ()
         """Prefill instances whose pairs with all decode instances are broken: they get no prefill legs."""
 
     def __getitem__(self, key: PairKey) -> TransferPair:
-        """Return the record of a pair; creates it at its first use."""
-        pair = self.pairs.get(key)
+        """Return the record of a pair that is used now; creates it at its first use."""
+        pairs = self._by_source.get(key.prefill)
+        if pairs is None:
+            pairs = self._by_source[key.prefill] = {}
+        pair = pairs.pop(key.decode, None)
         if pair is None:
-            if len(self.pairs) >= MAX_PAIRS:  # drop the least recently used pair
-                del self.pairs[min(self.pairs, key=lambda k: (self.pairs[k].last_used_s, k))]
-            pair = self.pairs[key] = TransferPair()
+            pair = TransferPair()
+            if len(pairs) >= MAX_PAIRS_PER_SOURCE:
+                del pairs[next(iter(pairs))]
+        pairs[key.decode] = pair  # a dict keeps the order of insertion
         return pair
+
+    def get(self, key: PairKey) -> TransferPair | None:
+        """Return the record of a pair; None: it was never used."""
+        pairs = self._by_source.get(key.prefill)
+        return None if pairs is None else pairs.get(key.decode)
+
+    def list_from(self, prefill: str) -> SourcePairs:
+        """List the pairs of one prefill instance, for dispatch."""
+        usual_lag = _SIMILAR_FACTOR * self._least_lag_s_per_1k_tokens
+        return SourcePairs(self._by_source.get(prefill, _NO_PAIRS), self._cold_s, usual_lag)
+
+    @property
+    def pairs(self) -> dict[PairKey, TransferPair]:
+        """A copy of all records."""
+        return dict(self._items())
+
+    def _items(self) -> Iterator[tuple[PairKey, TransferPair]]:
+        for prefill, pairs in self._by_source.items():
+            for decode, pair in pairs.items():
+                yield PairKey(prefill, decode), pair
+
+    def _values(self) -> Iterator[TransferPair]:
+        for pairs in self._by_source.values():
+            yield from pairs.values()
 
     def invalidate(self, name: str) -> None:
         """Reset the pairs of an instance whose engine was restarted, or may have been."""
-        for key, pair in self.pairs.items():
-            if name in key:
-                pair.invalidate()
+        for pair in self._by_source.get(name, _NO_PAIRS).values():
+            pair.invalidate()
+        for pairs in self._by_source.values():
+            if name in pairs:
+                pairs[name].invalidate()
 
     def refresh(self, instances: Sequence[InstanceView], *, now_s: float) -> None:
         """Drop the pairs of removed instances, and update delays and broken prefill instances."""
         known = {instance.name for instance in instances}
-        for key in [key for key in self.pairs if not known.issuperset(key)]:
-            del self.pairs[key]
+        self._by_source = {
+            prefill: pairs if known.issuperset(pairs) else {d: p for d, p in pairs.items() if d in known}
+            for prefill, pairs in self._by_source.items()
+            if prefill in known
+        }
+        self._cold_s = self.handshake_s
+        lags = (p.lag_s_per_1k_tokens for p in self._values() if p.lag_s_per_1k_tokens is not None)
+        self._least_lag_s_per_1k_tokens = min(lags, default=0.0)
         prefill_instances = [i for i in instances if i.serving and i.role is not Role.DECODE]
         decode_instances = [i for i in instances if i.serving and i.role is not Role.PREFILL]
-        delays = self._find_delays(prefill_instances, decode_instances, now_s)
-        speeds = {i.name: 1_000 / max(i.prefill_model.ttft_s(1_000), 1e-6) for i in decode_instances}
-        self.decode_delay_tokens = {
-            name: tokens for name, found in delays.items() if (tokens := _convert_to_tokens(found, speeds))
-        }
-        self.prefill_delays_s = _subtract_least_delay(
-            {name: _find_least_delay(found.values()) for name, found in delays.items()}
-        )
+        found = {p.name: self._find_least_delay(p.name, decode_instances, now_s) for p in prefill_instances}
+        self.prefill_delays = {name: delay for name, delay in found.items() if delay is not _NO_DELAY}
         self.broken_prefill_instances = tuple(
             prefill.name for prefill in prefill_instances if self._is_broken(prefill, decode_instances)
         )
@@ -86,33 +116,38 @@ class TransferPairs:
     @property
     def handshake_s(self) -> float:
         """Expected duration of a handshake in seconds: the mean of those measured."""
-        measured = [pair.handshake_s for pair in self.pairs.values() if pair.handshake_s is not None]
+        measured = [pair.handshake_s for pair in self._values() if pair.handshake_s is not None]
         return fmean(measured) if measured else DEFAULT_HANDSHAKE_S
 
-    def _find_delays(
-        self,
-        prefill_instances: Iterable[InstanceView],
-        decode_instances: Sequence[InstanceView],
-        now_s: float,
-    ) -> dict[str, dict[str, TransferDelay]]:
-        """Find each delay in seconds compared with a warm and fast pair, by prefill and decode."""
-        cold = TransferDelay(self.handshake_s)
-        lags = [p.lag_s_per_1k_tokens for p in self.pairs.values() if p.lag_s_per_1k_tokens is not None]
-        usual_s = _SIMILAR_FACTOR * min(lags, default=0.0)
-        # A pair without a record has never transferred, so it is cold.
-        delays = {
-            prefill.name: {i.name: cold for i in decode_instances if i is not prefill}
-            for prefill in prefill_instances
-        }
-        for key, pair in self.pairs.items():
-            found = delays.get(key.prefill)
-            if found is not None and key.decode in found:
-                found[key.decode] = _estimate_delay(pair, cold, usual_s, now_s)
-        return delays
+    def _find_least_delay(
+        self, prefill: str, decode_instances: Iterable[InstanceView], now_s: float
+    ) -> TransferDelay:
+        """Find the least delay of a prefill instance to any decode instance; similar lags count as equal."""
+        pairs, least_lag_s = self.list_from(prefill), self._least_lag_s_per_1k_tokens
+        wait_s = lag_s = math.inf
+        for decode in decode_instances:
+            if decode.name == prefill:
+                continue
+            pair = pairs.by_decode.get(decode.name)
+            if pair is None:
+                own_wait_s, own_lag_s = self._cold_s, 0.0
+            else:
+                own_wait_s, own_lag_s = (
+                    pair.estimate_wait_s(self._cold_s, now_s),
+                    pair.lag_s_per_1k_tokens or 0.0,
+                )
+            wait_s = min(wait_s, own_wait_s)
+            lag_s = min(lag_s, least_lag_s + max(0.0, own_lag_s - _SIMILAR_FACTOR * least_lag_s))
+            if not wait_s and not lag_s:
+                return _NO_DELAY
+        return _NO_DELAY if wait_s == math.inf else TransferDelay(wait_s, lag_s / 1_000)
 
     def _is_broken(self, prefill: InstanceView, decode_instances: Sequence[InstanceView]) -> bool:
-        found = (self.pairs.get(PairKey(prefill.name, decode.name)) for decode in decode_instances)
-        return bool(decode_instances) and all(pair and pair.reason in BROKEN_REASONS for pair in found)
+        pairs = self._by_source.get(prefill.name, _NO_PAIRS)
+        if not pairs or not decode_instances:
+            return False
+        found = (pairs.get(decode.name) for decode in decode_instances)
+        return all(pair is not None and pair.reason in BROKEN_REASONS for pair in found)
 
     def list_due(
         self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float
@@ -131,12 +166,12 @@ class TransferPairs:
         return [key for _, key in sorted(ranked)]
 
     def _last_used_s(self, key: PairKey) -> float:
-        pair = self.pairs.get(key)
+        pair = self.get(key)
         return -math.inf if pair is None else pair.last_used_s
 
     def _rank_urgency(self, key: PairKey, now_s: float, interval_s: float) -> int:
         """Rank how soon a pair needs a canary: 1 is the most urgent, 0 is not due."""
-        pair = self.pairs.get(key)
+        pair = self.get(key)
         if pair is None or pair.last_used_s == -math.inf:
             return 1
         idle_s = now_s - pair.last_used_s
@@ -149,56 +184,15 @@ class TransferPairs:
 
     def list_reported(self) -> list[tuple[PairKey, TransferPair]]:
         """List the pairs to report, by key. Above `MAX_REPORTED_PAIRS`: suspect ones, then the last used."""
-        if len(self.pairs) <= MAX_REPORTED_PAIRS:
-            return sorted(self.pairs.items())
-        ranked = sorted(self.pairs.items(), key=lambda kv: (not kv[1].suspect, -kv[1].last_used_s, kv[0]))
-        return sorted(ranked[:MAX_REPORTED_PAIRS])
+        found = list(self._items())
+        if len(found) > MAX_REPORTED_PAIRS:
+            found.sort(key=lambda kv: (not kv[1].suspect, -kv[1].last_used_s, kv[0]))
+        return sorted(found[:MAX_REPORTED_PAIRS], key=lambda kv: kv[0])
 
 
 _NO_DELAY = TransferDelay()
-
-
-def _estimate_delay(pair: TransferPair, cold: TransferDelay, usual_s: float, now_s: float) -> TransferDelay:
-    lag_s = max(0.0, (pair.lag_s_per_1k_tokens or 0.0) - usual_s)
-    if pair.reason == conditions.HANDSHAKE_FAILED:
-        wait_s = HANDSHAKE_TIMEOUT_S
-    elif pair.warm_until_s <= now_s:
-        wait_s = pair.handshake_s or cold.fixed
-    elif lag_s:
-        wait_s = 0.0
-    else:
-        return _NO_DELAY
-    return TransferDelay(wait_s, lag_s / 1_000)
-
-
-def _convert_to_tokens(
-    delays: Mapping[str, TransferDelay], speeds: Mapping[str, float]
-) -> dict[str, TransferDelay]:
-    """Convert delays in seconds to the tokens that each decode instance could compute meanwhile.
-
-    `speeds` are prefill tokens per second. Instances without a delay are left out.
-    """
-    return {
-        name: TransferDelay(delay.fixed * speeds[name], delay.per_token * speeds[name])
-        for name, delay in delays.items()
-        if delay is not _NO_DELAY
-    }
-
-
-def _find_least_delay(delays: Iterable[TransferDelay]) -> TransferDelay:
-    return (
-        TransferDelay(*map(min, zip(*delays, strict=True))) if (delays := tuple(delays)) else TransferDelay()
-    )
-
-
-def _subtract_least_delay(delays: Mapping[str, TransferDelay]) -> dict[str, TransferDelay]:
-    """Subtract the least delay from all, and drop zeros: equal delays penalise no instance."""
-    least_delay = _find_least_delay(delays.values())
-    excess = {
-        name: TransferDelay(*(one - other for one, other in zip(delay, least_delay, strict=True)))
-        for name, delay in delays.items()
-    }
-    return {name: delay for name, delay in excess.items() if any(delay)}
+_NO_PAIRS: dict[str, TransferPair] = {}
+"""Never written to."""
 
 
 def _list_candidate_pairs(instances: Sequence[InstanceView]) -> Iterable[tuple[InstanceView, InstanceView]]:

@@ -86,7 +86,7 @@ async def test_both_directions_are_verified_before_the_first_request() -> None:
         await wait_until(
             lambda: reasons(world) == dict.fromkeys(BOTH_WAYS, "Verified"), "both pairs are verified"
         )
-        await wait_until(lambda: not world.router.pairs.decode_delay_tokens, "and warm")
+        await wait_until(lambda: not world.router.pairs.prefill_delays, "and warm")
         assert world.ledgers_are_empty()
         assert world.router.counters.tiers == {}
         sent = bodies(world)
@@ -117,7 +117,7 @@ async def _is_standby(world: RunningRouter) -> None:
 
 async def _is_busy(world: RunningRouter) -> None:
     for instance in world.router.fleet.instances:
-        instance.ledger.add_prefill(tokens=1, predicted_s=0.1)
+        instance.ledger.add_prefill(tokens=1, predicted_s=0.1, now_s=0.0)
 
 
 async def _has_one_instance(world: RunningRouter) -> None:
@@ -237,7 +237,7 @@ async def test_pairs_of_a_starting_instance_are_warmed_while_the_others_are_busy
         instance = world.router.fleet["d2"]
         instance.assign(None)
         for other in ("p1", "d1"):
-            world.router.fleet[other].ledger.add_prefill(tokens=1, predicted_s=0.1)
+            world.router.fleet[other].ledger.add_prefill(tokens=1, predicted_s=0.1, now_s=0.0)
         async with canaries_running(world):
             instance.starting = True
             await wait_until(
@@ -245,9 +245,7 @@ async def test_pairs_of_a_starting_instance_are_warmed_while_the_others_are_busy
             )
         world.router.pairs.refresh(world.router.fleet.instances, now_s=time.monotonic())
         assert world.router.pairs.broken_prefill_instances == ()
-        assert set(world.router.pairs.decode_delay_tokens) == {"p1"}, (
-            "the only pair of serving instances is cold"
-        )
+        assert set(world.router.pairs.prefill_delays) == {"p1"}, "the only pair of serving instances is cold"
 
 
 def test_an_instance_warms_up_only_until_it_serves() -> None:

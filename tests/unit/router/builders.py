@@ -1,10 +1,11 @@
 """Builder for the instances that dispatch chooses from."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import EngineIdentity, Role, Slo
-from fulcrum_router.policy import Ledger
+from fulcrum_router.policy import Ledger, Work
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PREFILL = PrefillModel(c0=0.0, c1=1e-3, c2=0.0)
@@ -46,7 +47,12 @@ def instance(
     )
     view.itl_s = itl_s
     if queued_s or prefilling:
-        view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s)
+        view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s, now_s=0.0)
     if decoding:
         view.ledger.add_decode(tokens=decoding)
     return view
+
+
+def work(tokens: int, **fields: Any) -> Work:
+    """Make a request for a prompt of `tokens` that arrived at 0 s."""
+    return Work(tokens, SLO, deadline_s=SLO.ttft_s, **fields)

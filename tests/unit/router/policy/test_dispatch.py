@@ -8,6 +8,7 @@ import pytest
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
+    Candidates,
     Dispatch,
     DispatchDecision,
     DispatchReason,
@@ -18,7 +19,7 @@ from fulcrum_router.policy import (
     choose_prefill,
     compute_decode_load,
 )
-from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
+from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance, work
 
 FLIPS = FlipProposalRules(enabled=True, max_decode_load=0.5, to_decode_cooldown_until_s=100.0)
 LATE = 3.0
@@ -58,7 +59,7 @@ PREFILL_CASES = [
     ),
     pytest.param(
         [instance("p1", decoding=10), instance("p2", queued_s=0.95), instance("d1")],
-        within("p1", (10, 0.1)),
+        within("p1", (0.0101, 0.1)),
         id="an instance with decode work if the others miss the SLO",
     ),
     pytest.param(
@@ -101,7 +102,7 @@ PREFILL_CASES = [
         FlipProposal(
             Role.PREFILL,
             least("p1", (0, LATE + 0.1)),
-            "2 prefill instances, best TTFT 3.100 s; decode load 0.00 is below 0.5",
+            "2 prefill instances, best TTFT 3.111 s; decode load 0.00 is below 0.5",
         ),
         id="a flip is proposed if no instance meets the SLO and decode is idle",
     ),
@@ -127,17 +128,37 @@ PREFILL_CASES = [
 def test_prefill_goes_to_the_cheapest_instance_within_the_slo(
     instances: list[FakeInstance], expected: DispatchDecision
 ) -> None:
-    assert rounded(choose_prefill(instances, 100, SLO, rules=FLIPS)) == expected
+    assert rounded(choose_prefill(Candidates(instances), work(100), now_s=0.0, rules=FLIPS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("now_s", "reason"),
+    [
+        pytest.param(0.8, DispatchReason.WITHIN_SLO, id="0.2 s are left, and 0.1 s are needed"),
+        pytest.param(0.95, DispatchReason.LEAST_COST, id="0.05 s are left"),
+    ],
+)
+def test_time_since_arrival_counts_against_the_ttft_objective(now_s: float, reason: DispatchReason) -> None:
+    decision = choose_prefill(Candidates([instance("p1"), instance("d1")]), work(100), now_s=now_s)
+    assert rounded(decision) == Dispatch("p1", reason, (0, 0.1))
+
+
+def test_cached_prompt_tokens_cost_no_prefill_time() -> None:
+    fleet = [instance("p1"), instance("p2", queued_s=0.02), instance("d1")]
+    decision = choose_prefill(Candidates(fleet), work(100, cached_tokens={"p2": 64}), now_s=0.0)
+    assert rounded(decision) == within("p2", (0, 0.056))
 
 
 def test_no_flip_is_proposed_when_flips_are_disabled() -> None:
     late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
-    assert rounded(choose_prefill(late, 100, SLO)) == least("p1", (0, LATE + 0.1))
+    assert rounded(choose_prefill(Candidates(late), work(100), now_s=0.0)) == least("p1", (0, LATE + 0.1))
 
 
 def test_a_prompt_too_long_for_the_slo_on_any_instance_proposes_no_flip() -> None:
     late = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
-    assert rounded(choose_prefill(late, 1500, SLO, rules=FLIPS)) == least("p1", (0, LATE + 1.5))
+    assert rounded(choose_prefill(Candidates(late), work(1500), now_s=0.0, rules=FLIPS)) == least(
+        "p1", (0, LATE + 1.5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,39 +170,41 @@ def test_a_prompt_too_long_for_the_slo_on_any_instance_proposes_no_flip() -> Non
 )
 def test_prefill_proposes_a_flip_only_if_an_idle_instance_meets_the_slo(tokens: int, kind: type) -> None:
     fleet = [instance("p1", queued_s=LATE), instance("d1"), instance("d2")]
-    assert isinstance(choose_prefill(fleet, tokens, SLO, rules=FLIPS), kind)
+    assert isinstance(choose_prefill(Candidates(fleet), work(tokens), now_s=0.0, rules=FLIPS), kind)
 
 
 def test_one_instance_that_is_fast_enough_suffices_to_propose_a_flip() -> None:
     fast = replace(instance("d2"), prefill_model=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
     fleet = [instance("p1", queued_s=LATE), instance("d1"), fast]
-    assert isinstance(choose_prefill(fleet, 5000, SLO, rules=FLIPS), FlipProposal)
+    assert isinstance(choose_prefill(Candidates(fleet), work(5000), now_s=0.0, rules=FLIPS), FlipProposal)
 
 
 def test_an_excluded_prefill_instance_is_not_chosen() -> None:
     fleet = [instance("p1"), instance("p2", queued_s=0.5), instance("d1")]
-    assert rounded(choose_prefill(fleet, 100, SLO, exclude=("p1",))) == within("p2", (0, 0.6))
+    assert rounded(choose_prefill(Candidates(fleet), work(100), now_s=0.0, exclude=("p1",))) == within(
+        "p2", (0, 0.6)
+    )
 
 
 DECODE_CASES = [
     pytest.param(
         [instance("p1"), instance("d1", decoding=500), instance("d2", decoding=200)],
-        within("d2", (0, -3700)),
+        within("d2", (0, -0.037)),
         id="of the instances within the SLO, the one with the smallest batch",
     ),
     pytest.param(
         [instance("d1", prefilling=50, queued_s=0.1), instance("d2", decoding=3000)],
-        within("d2", (0, -900)),
+        within("d2", (0, -0.009)),
         id="an instance without prefill work before one with a smaller batch",
     ),
     pytest.param(
         [instance("d1", prefilling=50, queued_s=0.1), instance("d2", decoding=3950)],
-        within("d1", (50, -3900)),
+        within("d1", (0.1, -0.039)),
         id="an instance with prefill work if the others miss the SLO",
     ),
     pytest.param(
         [instance("p1"), instance("p2", decoding=5)],
-        Dispatch("p1", DispatchReason.OTHER_ROLE, (0, -3900)),
+        Dispatch("p1", DispatchReason.OTHER_ROLE, (0, -0.039)),
         id="the prefill instance with the smallest batch if no decode instance serves",
     ),
     pytest.param([], NoInstance("no serving instance"), id="no instance if none serves"),
@@ -189,15 +212,14 @@ DECODE_CASES = [
         [instance("p1"), instance("p2"), instance("d1", decoding=9000), instance("d2", decoding=8000)],
         FlipProposal(
             Role.DECODE,
-            least("d2", (0, 4100)),
-            "2 decode instances, best exceeds the SLO batch by 4100 tokens; "
-            "2 prefill instances, cooldown has ended",
+            least("d2", (0, 0.041)),
+            "2 decode instances, best ITL 0.0910 s; 2 prefill instances, cooldown has ended",
         ),
         id="a flip is proposed if every batch is too large",
     ),
     pytest.param(
         [instance("p1"), instance("d1", decoding=9000)],
-        least("d1", (0, 5100)),
+        least("d1", (0, 0.051)),
         id="no flip of the last prefill instance",
     ),
 ]
@@ -207,7 +229,7 @@ DECODE_CASES = [
 def test_decode_goes_to_the_cheapest_instance_within_the_slo(
     instances: list[FakeInstance], expected: DispatchDecision
 ) -> None:
-    assert rounded(choose_decode(instances, 100, SLO, rules=FLIPS, now_s=100.0)) == expected
+    assert rounded(choose_decode(Candidates(instances), work(100), rules=FLIPS, now_s=100.0)) == expected
 
 
 @pytest.mark.parametrize(
@@ -219,18 +241,20 @@ def test_decode_goes_to_the_cheapest_instance_within_the_slo(
 )
 def test_decode_proposes_a_flip_only_if_an_idle_instance_fits_the_context(tokens: int, kind: type) -> None:
     fleet = [instance("p1"), instance("p2"), instance("d1", decoding=3999)]
-    assert isinstance(choose_decode(fleet, tokens, SLO, rules=FLIPS, now_s=100.0), kind)
+    assert isinstance(choose_decode(Candidates(fleet), work(tokens), rules=FLIPS, now_s=100.0), kind)
 
 
 def test_no_flip_to_decode_is_proposed_during_the_cooldown() -> None:
     fleet = [instance("p1"), instance("p2"), instance("d1", decoding=9000)]
-    assert rounded(choose_decode(fleet, 100, SLO, rules=FLIPS, now_s=99.9)) == least("d1", (0, 5100))
+    assert rounded(choose_decode(Candidates(fleet), work(100), rules=FLIPS, now_s=99.9)) == least(
+        "d1", (0, 0.051)
+    )
 
 
 def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() -> None:
     flipped = instance("p1", role=Role.DECODE, decoding=9000)
-    chosen = choose_decode([flipped, instance("d1")], 100, SLO, prefilled_on=flipped)
-    assert rounded(chosen) == Dispatch("p1", DispatchReason.PREFILLED_HERE, (0, 5100))
+    chosen = choose_decode(Candidates([flipped, instance("d1")]), work(100), now_s=0.0, prefilled_on=flipped)
+    assert rounded(chosen) == Dispatch("p1", DispatchReason.PREFILLED_HERE, (0, 0.051))
 
 
 @pytest.mark.parametrize(
@@ -244,19 +268,25 @@ def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() 
 def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
     flipped: FakeInstance, exclude: tuple[str, ...]
 ) -> None:
-    chosen = choose_decode([flipped, instance("d1")], 100, SLO, prefilled_on=flipped, exclude=exclude)
-    assert rounded(chosen) == within("d1", (0, -3900))
+    chosen = choose_decode(
+        Candidates([flipped, instance("d1")]), work(100), now_s=0.0, prefilled_on=flipped, exclude=exclude
+    )
+    assert rounded(chosen) == within("d1", (0, -0.039))
 
 
 def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
     source, incompatible = instance("p1"), instance("d1", identity=OTHER_MODEL)
     fleet = [source, incompatible, instance("d2", decoding=3000)]
-    assert rounded(choose_decode(fleet, 100, SLO, prefilled_on=source)) == within("d2", (0, -900))
+    assert rounded(choose_decode(Candidates(fleet), work(100), now_s=0.0, prefilled_on=source)) == within(
+        "d2", (0, -0.009)
+    )
 
 
 def test_no_instance_that_can_read_the_kv_has_its_own_reason() -> None:
     source = instance("p1", serving=False)
-    chosen = choose_decode([instance("d1", identity=OTHER_MODEL)], 100, SLO, prefilled_on=source)
+    chosen = choose_decode(
+        Candidates([instance("d1", identity=OTHER_MODEL)]), work(100), now_s=0.0, prefilled_on=source
+    )
     assert rounded(chosen) == NoInstance("no serving instance that can read the prefill's KV")
 
 
@@ -264,8 +294,8 @@ def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     free = DecodeModel(intercept=0.01, slope=0.0)
     busy, idle = instance("d1", decoding=10), instance("d2")
     busy.decode_model = idle.decode_model = free
-    assert rounded(choose_decode([busy, idle], 100, SLO)) == Dispatch(
-        "d2", DispatchReason.WITHIN_SLO, (0, -math.inf)
+    assert rounded(choose_decode(Candidates([busy, idle]), work(100), now_s=0.0)) == Dispatch(
+        "d2", DispatchReason.WITHIN_SLO, (0, -0.04)
     )
 
 

@@ -1,4 +1,6 @@
-"""The ledger's sums are right whatever way a request ends."""
+"""The ledger's sums are right whatever way a request ends, and prefill work shrinks with time."""
+
+import pytest
 
 from fulcrum_router.policy import Ledger
 
@@ -20,25 +22,27 @@ EMPTY = totals(Ledger())
 
 def test_every_kind_of_work_is_counted_until_it_is_released() -> None:
     ledger = Ledger()
-    prefill = ledger.add_prefill(tokens=100, predicted_s=0.5)
-    local = ledger.add_local_prefill(tokens=10, predicted_s=0.1)
+    prefill = ledger.add_prefill(tokens=100, predicted_s=0.5, now_s=0.0)
+    local = ledger.add_local_prefill(tokens=10, predicted_s=0.1, now_s=0.0)
     decode = ledger.add_decode(tokens=100)
     transfer = ledger.add_pending_transfer()
     decode.add_tokens(7)
     assert totals(ledger) == (0.6, 110, 1, 107, 1, 1, 2)
-    for entry in (prefill, local, decode, transfer):
-        entry.release()
+    prefill.release(1.0)
+    local.release(1.0)
+    decode.release()
+    transfer.release()
     assert totals(ledger) == EMPTY
 
 
 def test_a_second_release_changes_nothing() -> None:
     ledger = Ledger()
-    for entry in (ledger.add_prefill(tokens=5, predicted_s=1.0), ledger.add_pending_transfer()):
+    prefill = ledger.add_prefill(tokens=5, predicted_s=1.0, now_s=0.0)
+    prefill.release(1.0)
+    prefill.release(1.0)
+    for entry in (ledger.add_decode(tokens=5), ledger.add_pending_transfer()):
         entry.release()
         entry.release()
-    decode = ledger.add_decode(tokens=5)
-    decode.release()
-    decode.release()
     assert totals(ledger) == EMPTY
 
 
@@ -52,7 +56,46 @@ def test_output_after_the_release_is_not_counted() -> None:
 
 def test_an_idle_ledger_has_no_rounding_error() -> None:
     ledger = Ledger()
-    entries = [ledger.add_prefill(tokens=1, predicted_s=0.1) for _ in range(10)]
+    entries = [ledger.add_prefill(tokens=1, predicted_s=0.1, now_s=0.0) for _ in range(10)]
     for entry in entries:
-        entry.release()
+        entry.release(1.0)
     assert ledger.prefill_queued_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("now_s", "remaining_s"),
+    [
+        pytest.param(10.0, 5.0, id="all of it at first"),
+        pytest.param(11.5, 3.5, id="the oldest prompt shrinks while it is computed"),
+        pytest.param(12.0, 3.0, id="nothing is left of the oldest prompt when it is due"),
+        pytest.param(13.0, 4.0, id="an overdue prompt takes as long again as it is overdue"),
+        pytest.param(99.0, 5.0, id="an engine that hangs counts whole"),
+        pytest.param(9.0, 5.0, id="a clock that went back adds nothing"),
+    ],
+)
+def test_prefill_work_shrinks_with_time(now_s: float, remaining_s: float) -> None:
+    ledger = Ledger()
+    ledger.add_prefill(tokens=20, predicted_s=2.0, now_s=10.0)
+    ledger.add_prefill(tokens=30, predicted_s=3.0, now_s=11.0)
+    assert ledger.remaining_s(now_s) == remaining_s
+
+
+def test_the_next_prompt_starts_when_the_oldest_one_ends() -> None:
+    ledger = Ledger()
+    first = ledger.add_prefill(tokens=20, predicted_s=2.0, now_s=10.0)
+    cancelled = ledger.add_prefill(tokens=10, predicted_s=1.0, now_s=10.0)
+    ledger.add_prefill(tokens=30, predicted_s=3.0, now_s=10.0)
+    cancelled.release(11.0)
+    assert ledger.remaining_s(11.0) == 4.0
+    first.release(14.0)
+    assert ledger.remaining_s(15.0) == 2.0
+
+
+def test_the_end_of_prefill_work_is_announced_once() -> None:
+    ledger, left = Ledger(), list[float]()
+    ledger.on_prefill_end = lambda: left.append(ledger.remaining_s(5.0))
+    entries = [ledger.add_prefill(tokens=1, predicted_s=1.0, now_s=5.0) for _ in range(2)]
+    for entry in (*entries, *entries):
+        entry.release(5.0)
+    ledger.add_decode(tokens=1).release()
+    assert left == [1.0, 0.0]

@@ -6,6 +6,7 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy import (
+    Candidates,
     Dispatch,
     DispatchReason,
     PairKey,
@@ -19,11 +20,11 @@ from fulcrum_router.policy import (
 from fulcrum_router.policy.pair_record import PROBLEM_AFTER_MISSES, WARM_FOR_S, TransferPair
 from fulcrum_router.policy.pairs import (
     MAX_FULL_MESH_INSTANCES,
-    MAX_PAIRS,
+    MAX_PAIRS_PER_SOURCE,
     MAX_REPORTED_PAIRS,
     PROBLEM_PAIR_RETRY_S,
 )
-from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance
+from tests.unit.router.builders import OTHER_MODEL, FakeInstance, instance, work
 
 KEY = PairKey("p1", "d1")
 
@@ -172,24 +173,25 @@ def record(
         pairs[key].record(outcome, now_s=now_s)
 
 
+def choose(pairs: TransferPairs, views: list[FakeInstance], tokens: int) -> tuple[str, float]:
+    """The decode instance for a prompt on p1, and the first part of its cost."""
+    source = next(view for view in views if view.name == "p1")
+    decision = choose_decode(
+        Candidates(views), work(tokens), now_s=1.0, prefilled_on=source, pairs=pairs.list_from("p1")
+    )
+    assert isinstance(decision, Dispatch)
+    assert decision.reason is DispatchReason.WITHIN_SLO
+    return decision.instance, round(decision.cost[0], 6)
+
+
 def test_a_cold_pair_costs_one_handshake_more_than_a_warm_one() -> None:
-    """The prefill model computes 200 tokens in the 200 ms of a handshake."""
     pairs, views = TransferPairs(), fleet()
     record(pairs, PairKey("p1", "d2"))
-    pairs.refresh(views, now_s=1.0)
-    assert pairs.decode_delay_tokens == {"p1": {"d1": TransferDelay(200.0, 0.0)}}
-    source = views[-1]
-
-    def chosen() -> Dispatch:
-        decision = choose_decode(views, 100, SLO, prefilled_on=source, delays=pairs.decode_delay_tokens["p1"])
-        assert isinstance(decision, Dispatch)
-        return decision
-
-    assert (chosen().instance, chosen().reason) == ("d2", DispatchReason.WITHIN_SLO)
-    views[1].ledger.add_local_prefill(tokens=199, predicted_s=0.1)
-    assert chosen().instance == "d2"
-    views[1].ledger.add_local_prefill(tokens=2, predicted_s=0.1)
-    assert chosen().instance == "d1"
+    assert choose(pairs, views, 100) == ("d2", 0.0)
+    views[1].ledger.add_local_prefill(tokens=199, predicted_s=0.199, now_s=1.0)
+    assert choose(pairs, views, 100) == ("d2", 0.199)
+    views[1].ledger.add_local_prefill(tokens=2, predicted_s=0.002, now_s=1.0)
+    assert choose(pairs, views, 100) == ("d1", 0.2)
 
 
 def rounded(delays: Mapping[str, TransferDelay]) -> dict[str, tuple[float, ...]]:
@@ -208,55 +210,47 @@ def test_the_delay_of_a_slow_pair_grows_with_the_prompt() -> None:
     record_duration(pairs, PairKey("p1", "d1"), 0.6)
     record_duration(pairs, PairKey("p1", "d2"), 0.2)
     pairs.refresh(views, now_s=1.0)
-    assert {name: rounded(delays) for name, delays in pairs.decode_delay_tokens.items()} == {
-        "p1": {"d1": (0.0, 0.3)}
-    }
-    source, delays = views[-1], pairs.decode_delay_tokens["p1"]
-    views[1].ledger.add_local_prefill(tokens=200, predicted_s=0.2)
-
-    def chosen(tokens: int) -> Dispatch:
-        decision = choose_decode(views, tokens, SLO, prefilled_on=source, delays=delays)
-        assert isinstance(decision, Dispatch)
-        return decision
-
-    assert (chosen(600).instance, round(chosen(600).cost[0], 6)) == ("d1", 180.0)
-    assert chosen(800).instance == "d2"
+    views[1].ledger.add_local_prefill(tokens=200, predicted_s=0.2, now_s=1.0)
+    assert choose(pairs, views, 600) == ("d1", 0.18)
+    assert choose(pairs, views, 800) == ("d2", 0.2)
 
 
 @pytest.mark.parametrize(
-    "durations_s",
+    ("durations_s", "expected"),
     [
-        pytest.param((0.02, 0.09), id="both within the engine overhead"),
-        pytest.param((0.2, 0.3), id="the lag is at most twice the fastest pair's"),
-        pytest.param((5.0, 5.0), id="both are slow"),
+        pytest.param((0.02, 0.09), {}, id="both within the engine overhead"),
+        pytest.param((0.3, 0.2), {"p1": (0.0, 0.0001)}, id="the lag is at most twice the fastest pair's"),
+        pytest.param((5.0, 5.0), {"p1": (0.0, 0.0049)}, id="both are slow"),
     ],
 )
-def test_pairs_of_similar_speed_get_no_delay(durations_s: tuple[float, float]) -> None:
+def test_pairs_of_similar_speed_count_as_equally_fast(
+    durations_s: tuple[float, float], expected: dict[str, tuple[float, float]]
+) -> None:
     pairs, views = TransferPairs(), fleet()
     for decode, duration_s in zip(("d1", "d2"), durations_s, strict=True):
         record_duration(pairs, PairKey("p1", decode), duration_s)
     pairs.refresh(views, now_s=1.0)
-    assert (pairs.decode_delay_tokens, pairs.prefill_delays_s) == ({}, {})
+    assert choose(pairs, views, 1000) == ("d1", 0.0)
+    assert rounded(pairs.prefill_delays) == expected
 
 
 def test_a_prefill_instance_slow_to_every_decode_instance_is_delayed_itself() -> None:
     pairs, views = TransferPairs(), fleet(prefills=3, decodes=2)
-    cold = dict(pairs.prefill_delays_s)
     pairs.refresh(views, now_s=1.0)
-    all_cold = dict(pairs.prefill_delays_s)
+    all_cold = rounded(pairs.prefill_delays)
     for decode in ("d1", "d2"):
-        record_duration(pairs, PairKey("p2", decode), 0.15)
-        record_duration(pairs, PairKey("p3", decode), 0.6)
+        record_duration(pairs, PairKey("p2", decode), 0.05)
+        record_duration(pairs, PairKey("p3", decode), 0.5)
     pairs.refresh(views, now_s=1.0)
-    assert (cold, all_cold) == ({}, {}), "equal delays penalise no instance"
-    assert rounded(pairs.prefill_delays_s) == {"p1": (0.2, 0.0), "p3": (0.0, 0.0004)}
+    assert all_cold == dict.fromkeys(("p1", "p2", "p3"), (0.2, 0.0))
+    assert rounded(pairs.prefill_delays) == {"p1": (0.2, 0.0), "p3": (0.0, 0.0004)}
 
     def chosen(tokens: int) -> str:
-        decision = choose_prefill(views, tokens, SLO, delays=pairs.prefill_delays_s)
+        decision = choose_prefill(Candidates(views), work(tokens), now_s=0.0, delays=pairs.prefill_delays)
         assert isinstance(decision, Dispatch)
         return decision.instance
 
-    views[3].ledger.add_prefill(tokens=150, predicted_s=0.15)
+    views[3].ledger.add_prefill(tokens=150, predicted_s=0.15, now_s=0.0)
     assert [chosen(100), chosen(400)] == ["p3", "p2"]
 
 
@@ -277,7 +271,7 @@ def test_a_pair_turns_cold_after_the_ttl_an_engine_restart_or_a_miss() -> None:
             pairs.invalidate(invalidate)
         record(pairs, key, RECOMPUTED, times=misses)
         pairs.refresh(views, now_s=wait_s)
-        return bool(pairs.decode_delay_tokens)
+        return bool(pairs.prefill_delays)
 
     assert [
         cold_after(),
@@ -359,12 +353,34 @@ def test_few_instances_are_fully_meshed_and_many_are_sampled() -> None:
     assert {len({k for k in many if k.decode == f"d{i:03}"}) for i in range(100)} == {7}
 
 
-def test_the_pairs_are_bounded_and_bad_ones_are_reported_first() -> None:
+def test_the_least_recently_used_pair_of_an_instance_is_dropped_first() -> None:
+    pairs, count = TransferPairs(), MAX_PAIRS_PER_SOURCE
+    for i in range(count):
+        record(pairs, PairKey("p1", f"d{i:05}"))
+    record(pairs, PairKey("p1", "d00000"))
+    record(pairs, PairKey("p1", "new"))
+    record(pairs, PairKey("p2", "d00001"))
+    dropped = PairKey("p1", "d00001")
+    assert (len(pairs.pairs), dropped in pairs.pairs) == (count + 1, False)
+    assert {PairKey("p1", "d00000"), PairKey("p1", "new"), PairKey("p2", "d00001")} <= set(pairs.pairs)
+
+
+def test_all_pairs_of_forty_prefill_and_forty_decode_instances_stay_warm() -> None:
+    pairs, views = TransferPairs(), fleet(prefills=40, decodes=40)
+    keys = [PairKey(f"p{p + 1}", f"d{d + 1}") for p in range(40) for d in range(40)]
+    for key in keys:
+        record(pairs, key)
+    pairs.refresh(views, now_s=1.0)
+    cold = [k for k in keys if (pair := pairs.get(k)) is None or pair.warm_until_s <= 1.0]
+    assert (cold, pairs.prefill_delays) == ([], {})
+
+
+def test_the_reported_pairs_are_bounded_and_bad_ones_come_first() -> None:
     pairs = TransferPairs()
-    for i in range(MAX_PAIRS + 10):
-        record(pairs, PairKey("p1", f"d{i:05}"), now_s=float(i))
-    record(pairs, PairKey("p1", "d00500"), RECOMPUTED, times=PROBLEM_AFTER_MISSES, now_s=500.0)
+    for i in range(2 * MAX_REPORTED_PAIRS):
+        record(pairs, PairKey(f"p{i % 5}", f"d{i:05}"), now_s=float(i))
+    record(pairs, PairKey("p0", "d00005"), RECOMPUTED, times=PROBLEM_AFTER_MISSES, now_s=5.0)
     reported = dict(pairs.list_reported())
-    assert (len(pairs.pairs), len(reported)) == (MAX_PAIRS, MAX_REPORTED_PAIRS)
-    assert PairKey("p1", "d00500") in reported
-    assert PairKey("p1", f"d{MAX_PAIRS + 9:05}") in reported
+    assert len(reported) == MAX_REPORTED_PAIRS
+    last = 2 * MAX_REPORTED_PAIRS - 1
+    assert {PairKey("p0", "d00005"), PairKey(f"p{last % 5}", f"d{last:05}")} <= set(reported)

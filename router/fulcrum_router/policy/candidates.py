@@ -1,0 +1,108 @@
+"""The instances that can take work now, by phase, prepared once for all requests until an instance changes.
+
+Dispatch runs for every request, while a role, a health or an identity changes rarely. What depends only on
+these is found here: who serves which phase, and which decode instances can read whose KV. Load and
+predictions change with every request: dispatch reads them itself.
+"""
+
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+from fulcrum_core.kv_compatibility import can_transfer
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.values import EngineIdentity, Role
+from fulcrum_router.policy.ledger import LedgerView
+
+
+class InstanceView(Protocol):
+    """The state of one instance that dispatch reads."""
+
+    @property
+    def name(self) -> str:
+        """Name of the PDInstance."""
+
+    @property
+    def role(self) -> Role:
+        """Current role."""
+
+    @property
+    def serving(self) -> bool:
+        """Whether new work may be sent to the instance."""
+
+    @property
+    def identity(self) -> EngineIdentity | None:
+        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
+
+    @property
+    def ledger(self) -> LedgerView:
+        """Work that this router has in flight on the instance."""
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """T(n): predicted prefill time of n tokens."""
+
+    @property
+    def decode_model(self) -> DecodeModel:
+        """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean inter-token latency over the last completed second.
+
+        None: no tokens in that second, or /metrics was not read.
+        """
+
+
+V = TypeVar("V", bound=InstanceView)
+
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
+
+
+class Candidates(Generic[V]):
+    """The serving instances of one service by phase, as of one time.
+
+    Valid until the role, `serving` or the identity of an instance changes; make a new one then.
+    """
+
+    __slots__ = ("_readers", "decode", "other_role", "prefill")
+
+    def __init__(self, instances: Iterable[V]) -> None:
+        serving = [instance for instance in instances if instance.serving]
+        self.decode: tuple[V, ...] = tuple(i for i in serving if i.role is not _PREFILL)
+        """Instances that take decode legs."""
+        self.other_role: tuple[V, ...] = tuple(i for i in serving if i.role is _PREFILL)
+        """Instances that decode only if no instance of `decode` can."""
+        self._readers: dict[int, tuple[EngineIdentity, tuple[V, ...], tuple[V, ...]]] = {}
+        self.prefill: tuple[V, ...] = tuple(
+            i
+            for i in serving
+            if i.role is not _DECODE and (not self.decode or self.list_readers(i.identity)[0])
+        )
+        """Instances that take prefill legs: some decode instance can read their KV, or none serves."""
+
+    def list_readers(self, source: EngineIdentity | None) -> tuple[tuple[V, ...], tuple[V, ...]]:
+        """The instances of `decode`, and those of `other_role`, that can read the KV of engine `source`."""
+        if source is None:
+            return self.decode, self.other_role
+        known = self._readers.get(id(source))
+        if known is None:  # the identity is kept, so that no other object gets its id
+            known = (source, _filter_readers(source, self.decode), _filter_readers(source, self.other_role))
+            self._readers[id(source)] = known
+        return known[1], known[2]
+
+
+def _filter_readers(source: EngineIdentity, instances: tuple[V, ...]) -> tuple[V, ...]:
+    """Filter the instances that can read the KV of `source`, comparing each distinct identity once."""
+    readable: dict[int, bool] = {}
+    for instance in instances:
+        reader = instance.identity
+        if id(reader) not in readable:
+            readable[id(reader)] = can_read(source, reader)
+    return tuple(instance for instance in instances if readable[id(instance.identity)])
+
+
+def can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
+    """Whether an engine `reader` can use the KV of an engine `source`; unknown identities are compatible."""
+    if source is None or reader is None or source is reader:
+        return True
+    return can_transfer(source, reader).allowed

@@ -1,0 +1,41 @@
+"""The work that one client request asks of the instances, as dispatch and the journey read it.
+
+Measuring a request is left to the data path, choosing instances for it to `dispatch`.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from fulcrum_core.values import Slo
+
+NOT_CACHED: Mapping[str, int] = MappingProxyType({})
+"""No instance is known to hold a part of the prompt in its prefix cache."""
+
+
+class Work(NamedTuple):
+    """One client request as work. A named tuple: frozen, and made in a third of a dataclass's time."""
+
+    prompt_tokens: int
+    """Tokens of the prompt; an estimate until an engine has counted them."""
+    slo: Slo
+    """Objectives of the request's tier."""
+    deadline_s: float
+    """Time on the monotonic clock by which the first byte must reach the client: arrival + S_T."""
+    expected_output_tokens: int = 0
+    """Output tokens that the request is expected to get; 0: unknown."""
+    cached_tokens: Mapping[str, int] = NOT_CACHED
+    """Prompt tokens in the prefix cache of an instance, by its name; instances without any are left out."""
+    tier: str = ""
+    """Name of the QoS tier."""
+    tenant: str = ""
+    """Tenant that sent the request; empty: unknown."""
+
+    @property
+    def arrival_s(self) -> float:
+        """Arrival of the request on the monotonic clock."""
+        return self.deadline_s - self.slo.ttft_s
+
+    def with_prompt_tokens(self, prompt_tokens: int) -> "Work":
+        """The same work with a counted prompt."""
+        return Work(prompt_tokens, *self[1:])
