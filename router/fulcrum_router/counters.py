@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
+from fulcrum_router.policy.journey import LocalPrefillReason as LocalPrefillReason
 from fulcrum_router.settings import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -31,33 +32,6 @@ class RequestOutcome(StrEnum):
     """The client disconnected before the end of the response."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
-
-
-class LocalPrefillReason(StrEnum):
-    """Why a decode instance computes the prompt itself: metric label and `x-fulcrum-local-prefill` header."""
-
-    MULTIPLE_PROMPTS = "multiple_prompts"
-    MULTIPLE_CHOICES = "multiple_choices"
-    NO_PREFILL_INSTANCE = "no_prefill_instance"
-    PREFILL_FAILED = "prefill_failed"
-    KV_TRANSFER_BROKEN = "kv_transfer_broken"
-    """KV transfers from the remaining prefill instances fail."""
-    INCOMPLETE_KV_TRANSFER_PARAMS = "incomplete_kv_transfer_params"
-    WRONG_REMOTE_HOST = "wrong_remote_host"
-    """The KV transfer parameters name another host than that of the prefill instance."""
-    STALE_KV_TRANSFER = "stale_kv_transfer"
-    """Too much of the lease had passed before the decode leg was sent."""
-    LEASE_EXPIRED = "lease_expired"
-    """The KV may have been fetched after its lease had expired; the prompt was recomputed."""
-    UNREADABLE_KV = "unreadable_kv"
-    """No decode instance can read the KV of the prefill instance."""
-
-    __hash__ = str.__hash__  # see RequestOutcome
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether the reason lies in the request and not in a failure."""
-        return self in (LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES)
 
 
 _OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read

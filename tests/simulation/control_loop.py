@@ -35,11 +35,12 @@ from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, 
 from fulcrum_operator.engines import simulated
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_simulator.engine import OutputToken
+from fulcrum_simulator.routing import Outcome, SimulatedRequest
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.clocks import LoopClock
 from tests.simulation.engines import EngineProcess, Network, SimulatedRuntime
 from tests.simulation.history import History
-from tests.simulation.routing import SimulatedRequest, SimulatedRouter
+from tests.simulation.router import SimulatedRouter
 from tests.simulation.virtual_time import EPOCH_S, run_on_virtual_time
 from tests.waiting import advance, run_pending_tasks
 
@@ -291,15 +292,22 @@ class _Simulation:
             record.token_indices.append(token.index)
             record.wrong_tokens += token.digest != digest
 
-        record.outcome = await self._router.serve(request, record_token)
-        record.ends += 1
-        self._history.record(
-            "answered",
-            request=request.id,
-            outcome=record.outcome,
-            first_token_s=record.first_token_s,
-            tokens=len(record.token_indices),
-        )
+        ended = asyncio.Event()
+
+        def record_end(outcome: Outcome) -> None:
+            record.outcome = outcome.value
+            record.ends += 1
+            self._history.record(
+                "answered",
+                request=request.id,
+                outcome=record.outcome,
+                first_token_s=record.first_token_s,
+                tokens=len(record.token_indices),
+            )
+            ended.set()
+
+        self._router.serve(request, record_token, record_end)
+        await ended.wait()
 
     # Faults
 

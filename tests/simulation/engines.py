@@ -8,15 +8,14 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey
 from fulcrum_core.profiles import EngineProfile
+from fulcrum_router.policy.failures import Failure
 from fulcrum_simulator.engine import (
     Engine,
-    EngineRequest,
     Finished,
     HandshakeQueue,
     KvFetch,
@@ -26,6 +25,7 @@ from fulcrum_simulator.engine import (
     pulled_digest,
     reserve_transfer,
 )
+from fulcrum_simulator.routing import SimulatedLeg
 from tests.simulation.history import History
 from tests.waiting import advance
 
@@ -33,33 +33,6 @@ LEASE_S = 6.0
 """Lease on exported KV cache, in seconds."""
 RESTART_AFTER_S = 0.5
 """Time from an engine's death to its restart, in seconds."""
-
-
-class LegBroken(Exception):
-    """The engine of a leg died or is not reachable."""
-
-
-class ConnectionRefused(LegBroken):
-    """No engine listens: the leg was never accepted."""
-
-
-@dataclass(slots=True)
-class Leg:
-    """One request on one engine: tokens are passed to `on_token`, the end to `ended`."""
-
-    request: EngineRequest
-    on_token: Callable[[OutputToken], None]
-    ended: "asyncio.Future[Finished]" = field(init=False)
-    lease_expired: bool = False
-    """The prefill instance freed the leg's blocks before they were read."""
-    last_token_s: float = 0.0
-    """Time of the last token."""
-
-    def __post_init__(self) -> None:
-        self.ended = asyncio.get_running_loop().create_future()
-        self.ended.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # read it, so that asyncio does not warn
 
 
 class EngineProcess:
@@ -87,7 +60,7 @@ class EngineProcess:
         self.emitted_tokens = 0
         self._network = network
         self._handshakes = HandshakeQueue(profile.handshake_s)
-        self._legs: dict[str, Leg] = {}
+        self._legs: dict[str, SimulatedLeg] = {}
         self._work_arrived = asyncio.Event()
         self._not_hung = asyncio.Event()
         self._not_hung.set()
@@ -97,19 +70,16 @@ class EngineProcess:
     def hung(self) -> bool:
         return not self._not_hung.is_set()
 
-    def open(self, leg: Leg) -> None:
-        """Accept a request.
-
-        Raises:
-            ConnectionRefused: if the process is dead.
-        """
+    def open(self, leg: SimulatedLeg) -> bool:
+        """Accept a request; False if the process is dead."""
         if not self.alive:
-            raise ConnectionRefused
+            return False
         self._legs[leg.request.id] = leg
         self.engine.submit(leg.request)
         self._work_arrived.set()
+        return True
 
-    def close(self, leg: Leg) -> None:
+    def close(self, leg: SimulatedLeg) -> None:
         """Abort a leg whose client disconnected."""
         if self._legs.pop(leg.request.id, None) is not None and self.alive:
             self.engine.abort(leg.request.id, self._now_s())
@@ -131,10 +101,9 @@ class EngineProcess:
         self.alive = False
         for task in self._tasks:
             task.cancel()
-        for leg in self._legs.values():
-            if not leg.ended.done():
-                leg.ended.set_exception(LegBroken("the engine died"))
-        self._legs.clear()
+        legs, self._legs = self._legs, {}
+        for leg in legs.values():
+            leg.on_failure(Failure.CLOSED)
 
     async def _run(self) -> None:
         while True:
@@ -158,13 +127,12 @@ class EngineProcess:
         self.emitted_tokens += 1
         leg = self._legs.get(token.request_id)
         if leg is not None:
-            leg.last_token_s = self._now_s()
             leg.on_token(token)
 
     def _finish(self, end: Finished) -> None:
         leg = self._legs.pop(end.request_id, None)
-        if leg is not None and not leg.ended.done():
-            leg.ended.set_result(end)
+        if leg is not None:
+            leg.on_end(end)
 
     async def _wait_for_work(self) -> None:
         deadline_s = self.engine.next_lease_expiry_s()

@@ -1,26 +1,8 @@
-"""Why a leg failed: the label in metrics and logs, and the exception that legs raise."""
+"""The exception that legs raise; why they fail is `policy.failures`."""
 
-from enum import StrEnum
+from fulcrum_router.policy.failures import Failure
 
-
-class Failure(StrEnum):
-    """Cause of a failed leg."""
-
-    REFUSED = "refused"
-    UNREACHABLE = "unreachable"
-    """No connection within the time-out, or no route: a dead node refuses nothing."""
-    EJECTED = "ejected"
-    """The instance was ejected or removed while the leg waited for it."""
-    CLOSED = "closed"
-    TIMEOUT = "timeout"
-    STATUS = "status"
-    ABORTED = "aborted"
-    MALFORMED = "malformed"
-    NO_KV_TRANSFER_PARAMS = "no_kv_transfer_params"
-    LEASE_EXPIRED = "lease_expired"
-    """The response was so late that its KV may have been fetched after the lease had expired."""
-
-    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+__all__ = ["Failure", "LegFailed"]
 
 
 class LegFailed(Exception):

@@ -1,11 +1,12 @@
 """Builder for the instances that dispatch chooses from."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import EngineIdentity, Role, Slo
-from fulcrum_router.policy import Ledger, Work
+from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
+from fulcrum_router.policy import Candidates, Ledger, Work
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PREFILL = PrefillModel(c0=0.0, c1=1e-3, c2=0.0)
@@ -28,6 +29,22 @@ class FakeInstance:
     prefill_model: PrefillModel = PREFILL
     decode_model: DecodeModel = DECODE
     itl_s: float | None = None
+    kv_lease_s: float = KV_LEASE_S
+
+
+class FakeFleet:
+    """A fleet by `policy.journey.FleetView`."""
+
+    def __init__(self, instances: Iterable[FakeInstance]) -> None:
+        self.instances = tuple(sorted(instances, key=lambda i: i.name))
+
+    @property
+    def candidates(self) -> Candidates[FakeInstance]:
+        """Anew at each call: tests change the instances."""
+        return Candidates(self.instances)
+
+    def __getitem__(self, name: str) -> FakeInstance:
+        return next(i for i in self.instances if i.name == name)
 
 
 def instance(

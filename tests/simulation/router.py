@@ -1,8 +1,7 @@
-"""A router without sockets: the shipped dispatch policy, ledger and health, around in-memory legs.
+"""The router of the simulated control loop: watches, state port and probes around the shipped journeys.
 
-Roles come from watches of the store and are accepted by `may_apply`. Both legs, retries, ejection, local
-prefill and the wait for a requested flip follow the router's data path. An expired lease is detected
-directly, in place of the engine's counter of expired requests.
+Roles come from watches of the store and are accepted by `may_apply`. Requests are
+`fulcrum_simulator.routing`'s; legs go to engine processes in memory.
 """
 
 import asyncio
@@ -20,52 +19,23 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Clock
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
-from fulcrum_core.values import AutoscalingMode, EngineIdentity, Phase, Role, Slo
+from fulcrum_core.values import AutoscalingMode, EngineIdentity, Phase, Role
 from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_router.fleet.health import Health
-from fulcrum_router.flip_requests import FLIP_WAIT_BACKOFF_S, FLIP_WAIT_S
 from fulcrum_router.observe.objects import TYPICAL_REQUEST_TOKENS
-from fulcrum_router.policy import (
-    Candidates,
-    Dispatch,
-    FlipProposal,
-    FlipProposalRules,
-    Ledger,
-    NoInstance,
-    Work,
-    choose_decode,
-    choose_prefill,
-)
+from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, Ledger, TransferPairs
 from fulcrum_router.policy.estimate import DecodePredictor, PrefillPredictor
-from fulcrum_simulator.engine import (
-    EngineRequest,
-    Finished,
-    FinishReason,
-    KvExportRequest,
-    KvImportRequest,
-    KvTransfer,
-    NoKvTransfer,
-    OutputToken,
-)
-from tests.simulation.engines import ConnectionRefused, EngineProcess, Leg, LegBroken, Network
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_simulator.engine import ExportedKv, KvImportRequest, OutputToken
+from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
+from tests.simulation.engines import LEASE_S, EngineProcess, Network
 from tests.simulation.history import History
 from tests.waiting import advance
 
 LEG_TIMEOUT_S = 8.0
 """Time without a token after which a leg is given up, in seconds."""
-PREFILL_ATTEMPTS_MAX = 2
-DECODE_ATTEMPTS_MAX = 3
 PROBE_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedRequest:
-    """A client request."""
-
-    id: str
-    prompt_tokens: int
-    output_tokens: int
-    digest: bytes
 
 
 @dataclass(slots=True)
@@ -84,6 +54,7 @@ class RoutedInstance:
     itl_s: float | None = None
     batch_tokens: int = 0
     missed_probes: int = 0
+    kv_lease_s: float = LEASE_S
 
     @property
     def prefill_model(self) -> PrefillModel:
@@ -96,6 +67,20 @@ class RoutedInstance:
     @property
     def serving(self) -> bool:
         return self.assigned and self.process is not None and not self.health.ejected
+
+
+class RoutedFleet:
+    """The instances by name, as `policy.journey.FleetView`."""
+
+    def __init__(self, by_name: dict[str, RoutedInstance]) -> None:
+        self._by_name = by_name
+
+    def __getitem__(self, name: str) -> RoutedInstance:
+        return self._by_name[name]
+
+    @property
+    def candidates(self) -> Candidates[RoutedInstance]:
+        return Candidates(self._by_name[name] for name in sorted(self._by_name))
 
 
 class SimulatedRouter:
@@ -118,7 +103,7 @@ class SimulatedRouter:
             None
         )
         self._flip_request: FlipRequest | None = None
-        self._no_wait_until_s: dict[Role, float] = {}
+        self._journeys = SimulatedJourneys(JourneyContext(RoutedFleet(self.instances), TransferPairs()), self)
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # Watches
@@ -174,6 +159,7 @@ class SimulatedRouter:
             "acknowledged", generation=self.generation, roles=roles, ready=tuple(sorted(ready))
         )
         self._notify_change()
+        asyncio.get_running_loop().call_soon(self._journeys.assignment_applied)  # roles change meanwhile
 
     def _update_process(self, known: RoutedInstance, obj: PDInstance) -> None:
         endpoint = obj.status.endpoint
@@ -232,7 +218,7 @@ class SimulatedRouter:
             name=instance.name,
             role=instance.role,
             serving=instance.serving,
-            prefill_queued_s=ledger.remaining_s(self._clock.monotonic_s()),
+            prefill_queued_s=ledger.remaining_s(self.now_s()),
             prefill_tokens=ledger.prefill_tokens,
             decode_tokens=ledger.decode_tokens,
             decode_legs=ledger.decode_legs,
@@ -285,219 +271,81 @@ class SimulatedRouter:
 
     # Requests
 
-    async def serve(self, request: SimulatedRequest, on_token: Callable[[OutputToken], None]) -> str:
-        """Serve one request to its end; returns "ok", "failed" (before the first token) or "broken" (after
-        it).
-        """
-        slo = self._slo()
-        work = Work(request.prompt_tokens, slo, deadline_s=self._clock.monotonic_s() + slo.ttft_s)
-        source, kv_transfer = await self._prefill(request, work)
-        started = False
-
-        def forward(token: OutputToken) -> None:
-            nonlocal started
-            started = True
-            on_token(token)
-
-        exclude: set[str] = set()
-        for attempt in range(DECODE_ATTEMPTS_MAX):
-            instance = await self._choose_decode(work, source, exclude)
-            if instance is None:
-                break
-            if await self._decode(f"{request.id}-d{attempt}", request, instance, kv_transfer, forward):
-                return "ok"
-            if started:
-                return "broken"
-            exclude.add(instance.name)
-            kv_transfer = NoKvTransfer()
-        return "failed"
-
-    async def _prefill(
-        self, request: SimulatedRequest, work: Work
-    ) -> tuple[RoutedInstance | None, KvTransfer]:
-        exclude: set[str] = set()
-        for attempt in range(PREFILL_ATTEMPTS_MAX):
-            instance = await self._choose_prefill(work, exclude)
-            if instance is None:
-                break
-            end = await self._prefill_leg(f"{request.id}-p{attempt}", request, instance)
-            process = instance.process
-            if end is not None and end.export is not None and process is not None:
-                export = end.export
-                return instance, KvImportRequest(
-                    engine_id=process.engine.engine_id,
-                    request_id=export.request_id,
-                    block_ids=export.block_ids,
-                    host="sim",
-                    port=process.port,
-                )
-            exclude.add(instance.name)
-        self._history.record("local prefill", request=request.id)
-        return None, NoKvTransfer()
-
-    async def _prefill_leg(
-        self, leg_id: str, request: SimulatedRequest, instance: RoutedInstance
-    ) -> Finished | None:
-        seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
-        unloaded, sent_s = not instance.ledger.legs, self._clock.monotonic_s()
-        entry = instance.ledger.add_prefill(tokens=request.prompt_tokens, predicted_s=seconds, now_s=sent_s)
-        try:
-            end = await self._run_leg(
-                self._engine_request(leg_id, request, KvExportRequest(), max_tokens=1),
-                instance,
-                lambda _: None,
-            )
-        finally:
-            entry.release(self._clock.monotonic_s())
-        if unloaded and end is not None:
-            took_s = self._clock.monotonic_s() - sent_s
-            instance.prefill.learn(tokens=request.prompt_tokens, duration_s=took_s)
-        return end
-
-    async def _decode(
+    def serve(
         self,
-        leg_id: str,
         request: SimulatedRequest,
-        instance: RoutedInstance,
-        kv_transfer: KvTransfer,
         on_token: Callable[[OutputToken], None],
-    ) -> bool:
-        entry = instance.ledger.add_decode(tokens=request.prompt_tokens)
-        local = None
-        if isinstance(kv_transfer, NoKvTransfer):
-            seconds = instance.prefill_model.ttft_s(request.prompt_tokens)
-            local = instance.ledger.add_local_prefill(
-                tokens=request.prompt_tokens, predicted_s=seconds, now_s=self._clock.monotonic_s()
-            )
+        on_end: Callable[[Outcome], None],
+    ) -> None:
+        """Serve one request; `on_end` is called once."""
+        assert self._service is not None
+        scaling, context = self._service.spec.autoscaling, self._journeys.context
+        context.flip_rules = self._flip_rules()
+        context.flip_waits.enabled = scaling.mode is AutoscalingMode.AUTO
+        self._journeys.start(request, self._service.spec.slo.to_slo(), on_token=on_token, on_end=on_end)
 
-        def count(token: OutputToken) -> None:
-            if local is not None:
-                local.release(self._clock.monotonic_s())
-            entry.add_tokens(1)
-            on_token(token)
+    # RoutingPort
 
-        try:
-            end = await self._run_leg(
-                self._engine_request(leg_id, request, kv_transfer, max_tokens=request.output_tokens),
-                instance,
-                count,
-            )
-        finally:
-            entry.release()
-            if local is not None:
-                local.release(self._clock.monotonic_s())
-        return end is not None and end.reason is FinishReason.LENGTH
+    def now_s(self) -> float:
+        """See `RoutingPort`."""
+        return self._clock.monotonic_s()
 
-    async def _run_leg(
-        self, request: EngineRequest, instance: RoutedInstance, on_token: Callable[[OutputToken], None]
-    ) -> Finished | None:
-        """Run one leg; returns None if it broke, timed out, or read blocks whose lease had expired."""
+    def call_at(self, at_s: float, callback: Callable[[], None]) -> None:
+        """See `RoutingPort`."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(at_s - self.now_s(), callback)
+
+    def open(self, leg: SimulatedLeg, instance: RoutedInstance) -> bool:
+        """See `RoutingPort`."""
         process = instance.process
-        if process is None:
-            return None
-        leg = Leg(request, on_token=lambda token: self._forward_token(leg, token, on_token))
-        try:
-            process.open(leg)
-            end = await self._wait_for_end(leg)
-        except LegBroken as broken:
-            self._record_failure(instance, eject_now=isinstance(broken, ConnectionRefused))
-            return None
-        except TimeoutError:
-            self._record_failure(instance, eject_now=False)
-            return None
-        finally:
-            process.close(leg)
-        instance.health.record_success()
-        return end
+        if process is None or not process.open(leg):
+            return False
+        self._check_silence(leg, process)
+        return True
 
-    async def _wait_for_end(self, leg: Leg) -> Finished:
-        """Return the end of the leg.
+    def abort(self, leg: SimulatedLeg, instance: RoutedInstance) -> None:
+        """See `RoutingPort`."""
+        if instance.process is not None:
+            instance.process.close(leg)
 
-        Raises:
-            TimeoutError: if no token arrived for `LEG_TIMEOUT_S`.
-        """
-        last_token_s = self._clock.monotonic_s()
-        while not leg.ended.done():
-            last_token_s = max(last_token_s, leg.last_token_s)
-            left_s = last_token_s + LEG_TIMEOUT_S - self._clock.monotonic_s()
-            if left_s <= 0:
-                raise TimeoutError
-            await asyncio.wait({leg.ended}, timeout=left_s)
-        return leg.ended.result()
-
-    @staticmethod
-    def _forward_token(leg: Leg, token: OutputToken, on_token: Callable[[OutputToken], None]) -> None:
-        if leg.lease_expired:  # wrong KV may have been read: no token of it may reach the client
-            if not leg.ended.done():
-                leg.ended.set_exception(LegBroken("the lease expired"))
-            return
-        on_token(token)
-
-    def _record_failure(self, instance: RoutedInstance, *, eject_now: bool) -> None:
-        instance.health.record_failure(self._clock.monotonic_s(), eject_now=eject_now)
-
-    def _engine_request(
-        self, leg_id: str, request: SimulatedRequest, kv_transfer: KvTransfer, *, max_tokens: int
-    ) -> EngineRequest:
-        return EngineRequest(
-            id=leg_id,
-            arrival_s=asyncio.get_running_loop().time(),
-            prompt_tokens=request.prompt_tokens,
-            max_tokens=max_tokens,
-            digest=request.digest,
-            kv_transfer=kv_transfer,
+    def build_import(self, instance: RoutedInstance, export: ExportedKv) -> KvImportRequest:
+        """See `RoutingPort`."""
+        process = instance.process
+        return KvImportRequest(
+            engine_id=process.engine.engine_id if process else "",
+            request_id=export.request_id,
+            block_ids=export.block_ids,
+            host="sim",
+            port=process.port if process else 0,
         )
 
-    # Dispatch
-
-    async def _choose_prefill(self, work: Work, exclude: set[str]) -> RoutedInstance | None:
-        def choose(rules: FlipProposalRules) -> Dispatch | FlipProposal | NoInstance:
-            return choose_prefill(
-                Candidates(self._all_instances()),
-                work,
-                now_s=self._clock.monotonic_s(),
-                rules=rules,
-                exclude=exclude,
-            )
-
-        return await self._choose(choose)
-
-    async def _choose_decode(
-        self, work: Work, source: RoutedInstance | None, exclude: set[str]
-    ) -> RoutedInstance | None:
-        def choose(rules: FlipProposalRules) -> Dispatch | FlipProposal | NoInstance:
-            return choose_decode(
-                Candidates(self._all_instances()),
-                work,
-                now_s=self._clock.monotonic_s(),
-                prefilled_on=source,
-                rules=rules,
-                exclude=exclude,
-            )
-
-        return await self._choose(choose)
-
-    async def _choose(
-        self, choose: Callable[[FlipProposalRules], Dispatch | FlipProposal | NoInstance]
-    ) -> RoutedInstance | None:
-        decision = choose(self._flip_rules())
-        if isinstance(decision, FlipProposal):
-            await self._request_flip(decision)
-            decision = choose(FlipProposalRules())
-        return self.instances[decision.instance] if isinstance(decision, Dispatch) else None
-
-    async def _request_flip(self, proposal: FlipProposal) -> None:
-        """Publish a flip request and wait for a new generation, as the shipped `FlipRequests` does."""
+    def ask_for_flip(self, proposal: FlipProposal) -> None:
+        """See `RoutingPort`."""
         seq = self._flip_request.seq if self._flip_request else 0
         self._flip_request = FlipRequest(seq=seq + 1, role=proposal.role, reason=proposal.reason)
         self._notify_change()
-        generation, now_s = self.generation, self._clock.monotonic_s()
-        if now_s < self._no_wait_until_s.get(proposal.role, 0.0):
+
+    def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:
+        """See `RoutingPort`."""
+        now_s = self.now_s()
+        if failure is not None:
+            instance.health.record_failure(now_s, eject_now=failure is Failure.REFUSED)
             return
-        while self.generation == generation:
-            if not await self._wait_for_change(now_s + FLIP_WAIT_S):
-                self._no_wait_until_s[proposal.role] = now_s + FLIP_WAIT_BACKOFF_S
-                return
+        instance.health.record_success()
+        if leg.is_prefill and leg.was_idle:
+            took_s = now_s - leg.request.arrival_s
+            instance.prefill.learn(tokens=leg.request.prompt_tokens, duration_s=took_s)
+
+    def _check_silence(self, leg: SimulatedLeg, process: EngineProcess) -> None:
+        """Give the leg up if no token came for `LEG_TIMEOUT_S`, now or later."""
+        if leg.ended:
+            return
+        due_s = leg.last_token_s + LEG_TIMEOUT_S
+        if due_s > self.now_s():
+            self.call_at(due_s, lambda: self._check_silence(leg, process))
+            return
+        process.close(leg)
+        leg.on_failure(Failure.TIMEOUT)
 
     def _flip_rules(self) -> FlipProposalRules:
         assert self._service is not None
@@ -508,14 +356,5 @@ class SimulatedRouter:
             max_decode_load=scaling.arrow.shrink,
             to_decode_cooldown_until_s=-math.inf
             if last_s is None
-            else last_s
-            + scaling.flip.prefill_to_decode_cooldown
-            + (self._clock.monotonic_s() - self._clock.now_s()),
+            else last_s + scaling.flip.prefill_to_decode_cooldown - self._clock.now_s() + self.now_s(),
         )
-
-    def _all_instances(self) -> tuple[RoutedInstance, ...]:
-        return tuple(self.instances[name] for name in sorted(self.instances))
-
-    def _slo(self) -> Slo:
-        assert self._service is not None
-        return self._service.spec.slo.to_slo()

@@ -1,0 +1,23 @@
+"""Why a leg failed: the label in metrics and logs, and what the journey of its request decides from."""
+
+from enum import StrEnum
+
+
+class Failure(StrEnum):
+    """Cause of a failed leg."""
+
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    """No connection within the time-out, or no route: a dead node refuses nothing."""
+    EJECTED = "ejected"
+    """The instance was ejected or removed while the leg waited for it."""
+    CLOSED = "closed"
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    ABORTED = "aborted"
+    MALFORMED = "malformed"
+    NO_KV_TRANSFER_PARAMS = "no_kv_transfer_params"
+    LEASE_EXPIRED = "lease_expired"
+    """The response was so late that its KV may have been fetched after the lease had expired."""
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call

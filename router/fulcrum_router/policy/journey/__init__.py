@@ -1,0 +1,34 @@
+"""The journey: one request as a pure state machine, with the retry and flip rules of the router.
+
+`machine` is the state machine, `states` its vocabulary, `context` what all journeys share, `protocols` the
+table of KV transfer protocols.
+"""
+
+from fulcrum_router.policy.journey.context import (
+    FLIP_WAIT_BACKOFF_S,
+    FLIP_WAIT_S,
+    FleetView,
+    FlipWaits,
+    JourneyContext,
+    JourneyInstance,
+)
+from fulcrum_router.policy.journey.machine import MAX_ATTEMPTS, Journey
+from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol
+from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
+
+__all__ = [
+    "FLIP_WAIT_BACKOFF_S",
+    "FLIP_WAIT_S",
+    "MAX_ATTEMPTS",
+    "NIXL_PULL",
+    "Action",
+    "FleetView",
+    "FlipWaits",
+    "Journey",
+    "JourneyContext",
+    "JourneyInstance",
+    "LocalPrefillReason",
+    "State",
+    "StopReason",
+    "TransferProtocol",
+]

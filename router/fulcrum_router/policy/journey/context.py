@@ -1,0 +1,86 @@
+"""What all journeys of one router share: the fleet, the pairs, the flip rules and the retry budget.
+
+The shell keeps it up to date; a journey reads it at each decision.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar
+
+from fulcrum_core.values import Role
+from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
+from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.retry_budget import RetryBudget
+
+FLIP_WAIT_S = 0.05
+"""Seconds that a request waits for the flip that it asked for."""
+FLIP_WAIT_BACKOFF_S = 1.0
+"""Seconds after a wait without a flip in which no request waits for the same role."""
+
+
+class JourneyInstance(InstanceView, Protocol):
+    """One instance as a journey uses it: what dispatch reads, and the ledger that the journey writes."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Work that this router has in flight on the instance."""
+
+    @property
+    def kv_lease_s(self) -> float:
+        """Time for which the engine keeps KV that is not fetched, in seconds."""
+
+
+V = TypeVar("V", bound=JourneyInstance)
+
+
+class FleetView(Protocol[V]):
+    """The instances of the service."""
+
+    @property
+    def candidates(self) -> Candidates[V]:
+        """The instances that can take work now."""
+
+    def __getitem__(self, name: str) -> V:
+        """The instance with this name."""
+
+
+class FlipWaits:
+    """Whether a request may wait for the flip that it asked for; times are seconds of the caller's clock."""
+
+    __slots__ = ("_until_s", "enabled")
+
+    def __init__(self) -> None:
+        self.enabled = False
+        """Whether the autoscaler acts on flip requests (mode Auto)."""
+        self._until_s: dict[Role, float] = {}
+
+    def end_s(self, role: Role, now_s: float) -> float:
+        """The time until which a request that asks for a flip to `role` waits; `now_s`: it does not wait."""
+        if not self.enabled or now_s < self._until_s.get(role, -math.inf):
+            return now_s
+        return now_s + FLIP_WAIT_S
+
+    def record_timeout(self, role: Role, now_s: float) -> None:
+        """Record a wait that ended without a new assignment: others need not wait for a second."""
+        self._until_s[role] = now_s + FLIP_WAIT_BACKOFF_S
+
+
+class JourneyContext(Generic[V]):
+    """Shared state of the journeys of one router."""
+
+    __slots__ = ("fleet", "flip_rules", "flip_waits", "pairs", "protocols", "retry_budget")
+
+    def __init__(
+        self,
+        fleet: FleetView[V],
+        pairs: TransferPairs,
+        *,
+        protocols: Mapping[str, TransferProtocol] = PROTOCOLS,
+    ) -> None:
+        self.fleet, self.pairs, self.protocols = fleet, pairs, protocols
+        self.flip_rules = NO_FLIP_PROPOSALS
+        self.flip_waits = FlipWaits()
+        self.retry_budget = RetryBudget()

@@ -1,0 +1,512 @@
+"""The journey of one request, from its arrival to its end, as a state machine without I/O and clock.
+
+    arrived ─► (waiting, flip wanted) ─► prefill ─► transferring ─► decode ─► done
+                     ▲                      │            │
+                     └──────── retry ◄──────┴────────────┘      without KV transfer: arrived ─► transferring
+
+Each method is one event. It returns the `Action` that the interpreter carries out next; the details of the
+action are attributes. The journey holds the request's ledger entries, so that they are released whatever way
+it ends. Reading, connecting, time-outs of legs and counting are the interpreter's: the data path is one, the
+simulation another.
+
+Retries. A leg that fails before the first byte is sent to another instance, at most `MAX_ATTEMPTS` in each
+phase. Prefill legs that fail end in a local prefill. A request is a *query of death* if two engines closed
+the connection or died after they were sent it: it is not tried again. A failure of an engine that is still
+alive is charged to the retry budget of all requests; the end of an engine is not, because each of its legs
+can fail only once by it. A re-run after an expired lease uses no KV, so it happens once.
+"""
+
+from typing import Generic
+
+from fulcrum_core.api import conditions
+from fulcrum_core.values import Role
+from fulcrum_router.policy.dispatch import (
+    NO_FLIP_PROPOSALS,
+    Dispatch,
+    DispatchDecision,
+    DispatchReason,
+    FlipProposal,
+    FlipProposalRules,
+    NoInstance,
+    choose_decode,
+    choose_prefill,
+)
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey.context import JourneyContext, V
+from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol, find_protocol
+from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
+from fulcrum_router.policy.kv_lease import max_usable_age_s
+from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry
+from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
+from fulcrum_router.policy.work import Work
+
+MAX_ATTEMPTS = 3
+"""Instances tried for one phase of a request."""
+
+_CHARGED = frozenset(
+    {Failure.STATUS, Failure.TIMEOUT, Failure.ABORTED, Failure.MALFORMED, Failure.NO_KV_TRANSFER_PARAMS}
+)
+"""Failures after which the engine is still alive: their retries are charged to the retry budget."""
+
+# An attribute of an enum is slow to read.
+_ARRIVED, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
+    State.ARRIVED,
+    State.FLIP_WANTED,
+    State.PREFILL,
+    State.TRANSFERRING,
+    State.DECODE,
+    State.ABORTING,
+    State.DONE,
+)
+_SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
+_ROLE_BOTH, _PREFILLED_HERE, _CLOSED = Role.BOTH, DispatchReason.PREFILLED_HERE, Failure.CLOSED
+
+
+class Journey(Generic[V]):
+    """One request. Times are seconds of one clock, the caller's."""
+
+    __slots__ = (
+        "_asked_at_s",
+        "_context",
+        "_deaths",
+        "_decode_attempts",
+        "_failed_decode",
+        "_failed_prefill",
+        "_last_action",
+        "_lease_from_s",
+        "_local_entry",
+        "_own_reason",
+        "_prefill_entry",
+        "_transfer_entry",
+        "decode_entry",
+        "decode_instance",
+        "decode_open",
+        "decode_was_idle",
+        "dispatch_reason",
+        "failed_status",
+        "failure",
+        "has_kv",
+        "local_prefill_reason",
+        "must_recompute",
+        "predicted_prefill_s",
+        "prefill_instance",
+        "prefill_open",
+        "prefill_was_idle",
+        "proposal",
+        "protocol",
+        "source",
+        "state",
+        "stop_reason",
+        "wait_until_s",
+        "work",
+    )
+
+    def __init__(
+        self,
+        context: JourneyContext[V],
+        work: Work,
+        *,
+        local_prefill_reason: LocalPrefillReason | None = None,
+    ) -> None:
+        self._context = context
+        self.work = work
+        """The request; its prompt is an estimate until an engine has counted it."""
+        self._own_reason = local_prefill_reason
+        self.state = _ARRIVED
+        self.protocol: TransferProtocol = NIXL_PULL
+        self.prefill_instance: V | None = None
+        """Target of the prefill leg that was sent last."""
+        self.decode_instance: V | None = None
+        """Target of the decode leg that was sent last, or that is chosen for it."""
+        self.dispatch_reason = DispatchReason.LEAST_COST
+        """The rule that chose the last target."""
+        self.source: V | None = None
+        """Instance that computed the prompt last."""
+        self.has_kv = False
+        """Whether the decode leg is to use the KV that `source` computed."""
+        self.local_prefill_reason: LocalPrefillReason | None = None
+        """Why the decode instance computes the prompt itself."""
+        self.prefill_open = self.decode_open = False
+        """Whether the leg is in flight."""
+        self.prefill_was_idle = self.decode_was_idle = False
+        """Whether the instance had no other legs when this one was sent, so that its duration is its own."""
+        self.predicted_prefill_s = 0.0
+        """Predicted time until the prefill leg is answered: the work before it, and its own."""
+        self.proposal: FlipProposal | None = None
+        """The flip that the request asked for last."""
+        self.wait_until_s = 0.0
+        self.failure: Failure | None = None
+        """Failure of the last leg that failed."""
+        self.failed_status = 0
+        """HTTP status with which the engine failed it; 0: none."""
+        self.stop_reason: StopReason | None = None
+        self.decode_entry: DecodeEntry | None = None
+        self._prefill_entry: PrefillEntry | None = None
+        self._local_entry: PrefillEntry | None = None
+        self._transfer_entry: PendingTransferEntry | None = None
+        self._failed_prefill: tuple[str, ...] = ()
+        self._failed_decode: tuple[str, ...] = ()
+        self._decode_attempts = self._deaths = 0
+        self._lease_from_s = self._asked_at_s = 0.0
+        self._last_action: Action | None = None
+        self.must_recompute = False
+        """Whether the prompt must be computed again, without any KV that was computed before."""
+
+    # --- events ------------------------------------------------------------------------------------
+
+    def begin(self, now_s: float) -> Action:
+        """The request was admitted at `now_s`."""
+        self._context.retry_budget.record_request(now_s)
+        return self._seek_prefill(now_s, self._context.flip_rules)
+
+    def prefill_answered(
+        self,
+        now_s: float,
+        *,
+        lease_from_s: float,
+        has_params: bool,
+        tokens: int | None = None,
+        problem: LocalPrefillReason | None = None,
+    ) -> Action:
+        """The prefill leg was answered.
+
+        Args:
+            now_s: Time of the event.
+            lease_from_s: Earliest time at which the lease on the KV may have begun.
+            has_params: Whether the answer has usable KV transfer parameters.
+            tokens: Length of the prompt as the engine counted it; None: not reported.
+            problem: Why the KV of this answer cannot be used, if any prefill instance would answer so.
+        """
+        self._close_prefill(now_s)
+        if self.state is _DONE or self.state is _ABORTING:
+            return _END if self.state is _DONE else _WAIT
+        instance, protocol = self.prefill_instance, self.protocol
+        assert instance is not None
+        if tokens is not None:
+            self.work = self.work.with_prompt_tokens(tokens)
+        self.source, self.local_prefill_reason = instance, problem
+        if protocol.legs_at_once:
+            return _WAIT
+        if problem is None and (has_params or not protocol.params_in_response):
+            self.has_kv, self._lease_from_s = True, lease_from_s
+            self._transfer_entry = instance.ledger.add_pending_transfer()
+        if protocol.decode_chosen_first and self.decode_instance is not None:
+            if self.decode_instance.serving:
+                return self._open_decode(now_s, self.decode_instance)
+            self._drop_kv()
+            self._release_decode(now_s)
+            return self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        return self._seek_decode(now_s, self._context.flip_rules)
+
+    def prefill_rejected(self, now_s: float) -> Action:
+        """An engine rejected the request (4xx): the interpreter forwards its answer."""
+        self.prefill_open = False
+        return self._end(now_s, _END)
+
+    def prefill_failed(
+        self, now_s: float, failure: Failure, *, status: int = 0, started: bool = True
+    ) -> Action:
+        """The prefill leg failed; `started`: the engine may have begun it."""
+        instance = self.prefill_instance
+        self._close_prefill(now_s)
+        if self.state is _DECODE:
+            return _WAIT  # legs at once: the client has the first byte, so the KV arrived
+        if self.state is _DONE or self.state is _ABORTING or instance is None:
+            return _END if self.state is _DONE else _WAIT
+        self._failed_prefill += (instance.name,)
+        stop = self._record_failure(now_s, failure, status, started=started)
+        if stop is StopReason.RETRY_BUDGET:
+            self._own_reason, stop = LocalPrefillReason.PREFILL_FAILED, None
+        return self._retry_after_abort(now_s, stop)
+
+    def first_byte(self, now_s: float) -> None:
+        """The first byte was sent to the client: the KV was fetched, the prompt is computed."""
+        if self.state is _TRANSFERRING or self.state is _PREFILL:
+            self.state = _DECODE
+            self._drop_kv()
+            if self._local_entry is not None:
+                self._local_entry.release(now_s)
+
+    def decode_ended(self, now_s: float) -> Action:
+        """The response of the decode leg is complete."""
+        self.decode_open = False
+        return self._end(now_s, _END)
+
+    def decode_failed(
+        self,
+        now_s: float,
+        failure: Failure,
+        *,
+        status: int = 0,
+        started: bool = True,
+        kv_late: bool = False,
+    ) -> Action:
+        """The decode leg failed, or its response may not be used.
+
+        Args:
+            now_s: Time of the event.
+            failure: The cause; `LEASE_EXPIRED` has the prompt computed again, on any instance.
+            status: The engine's HTTP status; 0: none.
+            started: Whether the engine may have begun the leg, and so may have fetched the KV.
+            kv_late: Whether this leg's own KV may have been fetched too late.
+        """
+        instance, committed = self.decode_instance, self.state is _DECODE
+        self.decode_open = False
+        self._release_decode(now_s)
+        if self.state is _DONE or self.state is _ABORTING or instance is None:
+            return _END if self.state is _DONE else _WAIT
+        if committed:
+            self.failure, self.failed_status = failure, status
+            return self._end(now_s, Action.BREAK)
+        self._decode_attempts += 1
+        if failure is Failure.LEASE_EXPIRED:
+            self.failure, self.failed_status = failure, status
+            if kv_late:
+                self._record_miss(instance, now_s, conditions.LEASE_EXPIRED)
+            self._discard_prefill(LocalPrefillReason.LEASE_EXPIRED)
+            self.must_recompute = True
+            stop = StopReason.ATTEMPTS if self._decode_attempts >= MAX_ATTEMPTS else None
+            return self._retry_after_abort(now_s, stop)
+        self._failed_decode += (instance.name,)
+        if failure is Failure.STATUS and self.has_kv:  # an engine that cannot fetch the KV answers 5xx
+            self._record_miss(instance, now_s, conditions.RECOMPUTED)
+        if started:
+            self._drop_kv()  # transfer parameters are used once
+        stop = self._record_failure(now_s, failure, status, started=started)
+        if stop is None and self._decode_attempts >= MAX_ATTEMPTS:
+            stop = StopReason.ATTEMPTS
+        return self._retry_after_abort(now_s, stop)
+
+    def flip_done(self, now_s: float) -> Action:
+        """A new assignment was applied while the request waited for its flip."""
+        return self._leave_flip_wait(now_s) if self.state is _FLIP_WANTED else _WAIT
+
+    def tick(self, now_s: float) -> Action:
+        """The time `wait_until_s` has come."""
+        proposal = self.proposal
+        if self.state is not _FLIP_WANTED or proposal is None or now_s < self.wait_until_s:
+            return _WAIT
+        if self.wait_until_s > self._asked_at_s:
+            self._context.flip_waits.record_timeout(proposal.role, now_s)
+        return self._leave_flip_wait(now_s)
+
+    def proceed(self, now_s: float) -> Action:
+        """The legs in flight were aborted, as `ABORT_LEGS` asked."""
+        if self.state is not _ABORTING:
+            return _END if self.state is _DONE else _WAIT
+        if self._last_action is None:
+            return self._retry(now_s)
+        self.state = _DONE
+        return self._last_action
+
+    def client_left(self, now_s: float) -> Action:
+        """The client has disconnected: nothing is sent any more."""
+        return self._end(now_s, _END)
+
+    # --- choices -----------------------------------------------------------------------------------
+
+    def _seek_prefill(self, now_s: float, rules: FlipProposalRules) -> Action:
+        """Choose a prefill instance; without one, the decode instance computes the prompt."""
+        context = self._context
+        self.source = None
+        self.local_prefill_reason = reason = self._own_reason
+        if reason is None and len(self._failed_prefill) >= MAX_ATTEMPTS:
+            reason = LocalPrefillReason.PREFILL_FAILED
+        if reason is None:
+            broken = context.pairs.broken_prefill_instances
+            decision = choose_prefill(
+                context.fleet.candidates,
+                self.work,
+                now_s=now_s,
+                rules=rules,
+                exclude=self._failed_prefill + broken,
+                delays=context.pairs.prefill_delays,
+            )
+            if type(decision) is Dispatch:
+                return self._take_prefill(now_s, decision)
+            if type(decision) is FlipProposal:
+                return self._ask_for_flip(now_s, decision)
+            reason = self._explain_no_prefill(broken)
+        self.local_prefill_reason = reason
+        return self._seek_decode(now_s, context.flip_rules)
+
+    def _explain_no_prefill(self, broken: tuple[str, ...]) -> LocalPrefillReason:
+        if broken:
+            return LocalPrefillReason.KV_TRANSFER_BROKEN
+        failed = LocalPrefillReason.PREFILL_FAILED
+        return failed if self._failed_prefill else LocalPrefillReason.NO_PREFILL_INSTANCE
+
+    def _take_prefill(self, now_s: float, decision: Dispatch) -> Action:
+        context = self._context
+        instance = context.fleet[decision.instance]
+        if instance.role is _ROLE_BOTH:  # it prefills within its decode leg
+            return self._seek_decode(now_s, context.flip_rules)
+        self.protocol = protocol = find_protocol(context.protocols, instance.identity)
+        if protocol.decode_chosen_first or protocol.legs_at_once:
+            chosen = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=instance)
+            if type(chosen) is not Dispatch:
+                self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
+                return self._seek_decode(now_s, context.flip_rules)
+            self._reserve_decode(context.fleet[chosen.instance])
+        self.dispatch_reason = decision.reason
+        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        compute_s = instance.prefill_model.ttft_s(tokens)
+        self.prefill_was_idle = not ledger.prefill_legs and not ledger.decode_legs
+        self.predicted_prefill_s = ledger.remaining_s(now_s) + compute_s
+        self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
+        self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
+        if not protocol.legs_at_once:
+            return _SEND_PREFILL
+        self.decode_open, self.state = True, _TRANSFERRING
+        return Action.SEND_BOTH
+
+    def _seek_decode(self, now_s: float, rules: FlipProposalRules) -> Action:
+        """Choose a decode instance, and send the decode leg to it."""
+        decision = self._choose_decode(now_s, rules, source=self.source)
+        if type(decision) is FlipProposal:
+            return self._ask_for_flip(now_s, decision)
+        if type(decision) is NoInstance and self.source is not None:
+            self._discard_prefill(LocalPrefillReason.UNREADABLE_KV)
+            decision = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=None)
+        if type(decision) is not Dispatch:
+            self.stop_reason = StopReason.NO_INSTANCE
+            return self._end(now_s, Action.FAIL)
+        self.dispatch_reason = decision.reason
+        instance = self._context.fleet[decision.instance]
+        if decision.reason is _PREFILLED_HERE:
+            self._drop_kv()  # it is in the prefix cache of this instance
+        elif self.has_kv and self._is_stale(now_s):
+            self._record_miss(instance, now_s, conditions.LEASE_EXPIRED)
+            self._drop_kv()
+            self.local_prefill_reason = LocalPrefillReason.STALE_KV_TRANSFER
+        self._reserve_decode(instance)
+        return self._open_decode(now_s, instance)
+
+    def _choose_decode(self, now_s: float, rules: FlipProposalRules, *, source: V | None) -> DispatchDecision:
+        context = self._context
+        return choose_decode(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            prefilled_on=source,
+            rules=rules,
+            exclude=self._failed_decode,
+            pairs=None if source is None else context.pairs.list_from(source.name),
+        )
+
+    def _reserve_decode(self, instance: V) -> None:
+        ledger = instance.ledger
+        self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
+        self.decode_entry = ledger.add_decode(tokens=self.work.prompt_tokens)
+        self.decode_instance = instance
+
+    def _open_decode(self, now_s: float, instance: V) -> Action:
+        if self.source is None or self.local_prefill_reason is not None:
+            tokens = self.work.prompt_tokens
+            compute_s = instance.prefill_model.ttft_s(tokens)
+            self._local_entry = instance.ledger.add_local_prefill(
+                tokens=tokens, predicted_s=compute_s, now_s=now_s
+            )
+        self.decode_open, self.state = True, _TRANSFERRING
+        return _SEND_DECODE
+
+    def _is_stale(self, now_s: float) -> bool:
+        source = self.source
+        if source is None or not self.protocol.leased:
+            return False
+        return now_s - self._lease_from_s > max_usable_age_s(source.kv_lease_s)
+
+    # --- flips -------------------------------------------------------------------------------------
+
+    def _ask_for_flip(self, now_s: float, proposal: FlipProposal) -> Action:
+        self.proposal, self.state = proposal, _FLIP_WANTED
+        self._asked_at_s, self.wait_until_s = now_s, self._context.flip_waits.end_s(proposal.role, now_s)
+        return Action.ASK_FOR_FLIP
+
+    def _leave_flip_wait(self, now_s: float) -> Action:
+        """Choose again, with or without the flip."""
+        proposal = self.proposal
+        if proposal is not None and proposal.role is Role.PREFILL:
+            return self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        return self._seek_decode(now_s, NO_FLIP_PROPOSALS)
+
+    # --- failures and ends -------------------------------------------------------------------------
+
+    def _record_failure(
+        self, now_s: float, failure: Failure, status: int, *, started: bool
+    ) -> StopReason | None:
+        """Record why a leg failed; return why it may not be tried again, or None."""
+        self.failure, self.failed_status = failure, status
+        if not started:
+            return None
+        if failure is _CLOSED:
+            self._deaths += 1
+            return StopReason.QUERY_OF_DEATH if self._deaths > 1 else None
+        if failure in _CHARGED and not self._context.retry_budget.take_retry(now_s):
+            return StopReason.RETRY_BUDGET
+        return None
+
+    def _retry_after_abort(self, now_s: float, stop: StopReason | None) -> Action:
+        self.stop_reason = stop
+        if not self.prefill_open and not self.decode_open:
+            return self._retry(now_s)
+        self._close_prefill(now_s)
+        self.decode_open, self.state = False, _ABORTING
+        return Action.ABORT_LEGS
+
+    def _retry(self, now_s: float) -> Action:
+        self._release_decode(now_s)
+        if self.stop_reason is not None:
+            return self._end(now_s, Action.FAIL)
+        if self.has_kv or self.must_recompute:
+            return self._seek_decode(now_s, self._context.flip_rules)
+        return self._seek_prefill(now_s, self._context.flip_rules)
+
+    def _record_miss(self, decode: V, now_s: float, reason: str) -> None:
+        """Count a transfer that this decode instance did not use or did not respond to."""
+        if self.source is not None:
+            pair = self._context.pairs[PairKey(self.source.name, decode.name)]
+            pair.record(TransferOutcome.RECOMPUTED, now_s=now_s, reason=reason)
+
+    def _end(self, now_s: float, action: Action) -> Action:
+        """Release everything and end with `action`, after legs that are still in flight were aborted."""
+        if self.state is _DONE:
+            return _END
+        aborts = self.prefill_open or self.decode_open
+        self._close_prefill(now_s)
+        self._drop_kv()
+        self._release_decode(now_s)
+        self.decode_open = False
+        if not aborts:
+            self.state = _DONE
+            return action
+        self.state, self._last_action = _ABORTING, action
+        return Action.ABORT_LEGS
+
+    # --- ledger ------------------------------------------------------------------------------------
+
+    def _close_prefill(self, now_s: float) -> None:
+        self.prefill_open = False
+        if self._prefill_entry is not None:
+            self._prefill_entry.release(now_s)
+            self._prefill_entry = None
+
+    def _release_decode(self, now_s: float) -> None:
+        if self.decode_entry is not None:
+            self.decode_entry.release()
+            self.decode_entry = None
+        if self._local_entry is not None:
+            self._local_entry.release(now_s)
+            self._local_entry = None
+
+    def _drop_kv(self) -> None:
+        """End the pending transfer: the KV was fetched, or will not be."""
+        self.has_kv = False
+        if self._transfer_entry is not None:
+            self._transfer_entry.release()
+            self._transfer_entry = None
+
+    def _discard_prefill(self, reason: LocalPrefillReason) -> None:
+        """Also forget which instance computed the prompt, so that any instance may decode."""
+        self._drop_kv()
+        self.local_prefill_reason, self.source = reason, None

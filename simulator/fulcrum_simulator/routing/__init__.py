@@ -1,0 +1,15 @@
+"""The router of a simulation: the shipped journey, carried out over engine models.
+
+Callbacks only: no asyncio, no sockets and no clock of its own, so that a discrete-event simulation and a test
+on virtual time use the same lines.
+"""
+
+from fulcrum_simulator.routing.journeys import (
+    Outcome,
+    RoutingPort,
+    SimulatedJourneys,
+    SimulatedLeg,
+    SimulatedRequest,
+)
+
+__all__ = ["Outcome", "RoutingPort", "SimulatedJourneys", "SimulatedLeg", "SimulatedRequest"]

@@ -1,0 +1,328 @@
+"""Carry out the journeys of simulated requests: the second interpreter of `router.policy.journey`.
+
+Which leg goes where, what is retried and when a request fails is the journey's; sending legs, timers and
+probes are the caller's, behind `RoutingPort`. A lease that expired is detected by the caller directly
+(`SimulatedLeg.lease_expired`), in place of the engine's counter of expired transfers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from fulcrum_core.values import Slo
+from fulcrum_router.policy.dispatch import FlipProposal
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance, State
+from fulcrum_router.policy.work import Work
+from fulcrum_simulator.engine import (
+    EngineRequest,
+    ExportedKv,
+    Finished,
+    FinishReason,
+    KvExportRequest,
+    KvImportRequest,
+    KvTransfer,
+    NoKvTransfer,
+    OutputToken,
+)
+
+
+class Outcome(Enum):
+    """How a request ended for its client."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """Before the first token."""
+    BROKEN = "broken"
+    """After the first token."""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """A client request; `digest` identifies its prompt."""
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    digest: bytes
+    block_hashes: tuple[bytes, ...] = ()
+
+
+V = TypeVar("V", bound=JourneyInstance)
+V_contra = TypeVar("V_contra", bound=JourneyInstance, contravariant=True)
+
+
+class RoutingPort(Protocol[V_contra]):
+    """What the caller does for its journeys."""
+
+    def now_s(self) -> float:
+        """The time, in seconds of the simulation's clock."""
+
+    def call_at(self, at_s: float, callback: Callable[[], None]) -> None:
+        """Call `callback` at `at_s`."""
+
+    def open(self, leg: "SimulatedLeg", instance: V_contra) -> bool:
+        """Send a leg; False: no engine listens. The leg's events are its methods, never within this call."""
+
+    def abort(self, leg: "SimulatedLeg", instance: V_contra) -> None:
+        """End a leg whose result is not wanted any more."""
+
+    def build_import(self, instance: V_contra, export: ExportedKv) -> KvImportRequest:
+        """The KV transfer parameters that this prefill instance answers with."""
+
+    def ask_for_flip(self, proposal: FlipProposal) -> None:
+        """Publish a flip request."""
+
+    def record_leg(self, leg: "SimulatedLeg", instance: V_contra, failure: Failure | None) -> None:
+        """A leg ended with a response (None) or a failure: health and predictors learn from it."""
+
+
+class SimulatedLeg:
+    """One request to one engine. The engine's side calls `on_token`, then `on_end` or `on_failure`, once."""
+
+    __slots__ = ("_run", "ended", "is_prefill", "last_token_s", "lease_expired", "request", "was_idle")
+
+    def __init__(self, run: "_Run", request: EngineRequest, *, is_prefill: bool, was_idle: bool) -> None:
+        self._run, self.request, self.is_prefill = run, request, is_prefill
+        self.was_idle = was_idle
+        """Whether the instance had no other legs, so that the duration is this leg's own."""
+        self.last_token_s = request.arrival_s
+        """Time of the last token; before the first, when the leg was sent."""
+        self.ended = False
+        self.lease_expired = False
+        """Whether the prefill engine freed the KV before it was read: no token may reach the client."""
+
+    def on_token(self, token: OutputToken) -> None:
+        """The engine produced a token."""
+        if not self.ended:
+            self._run.on_token(self, token)
+
+    def on_end(self, end: Finished) -> None:
+        """The engine finished the request."""
+        if not self.ended:
+            self.ended = True
+            self._run.on_end(self, end)
+
+    def on_failure(self, failure: Failure) -> None:
+        """The leg broke, was never accepted or took too long."""
+        if not self.ended:
+            self.ended = True
+            self._run.on_failure(self, failure)
+
+
+class SimulatedJourneys(Generic[V]):
+    """Starts requests and holds those that wait for a flip."""
+
+    def __init__(self, context: JourneyContext[V], port: RoutingPort[V]) -> None:
+        self.context, self.port = context, port
+        self._waiting_for_flip: dict[_Run, None] = {}
+
+    def start(
+        self,
+        request: SimulatedRequest,
+        slo: Slo,
+        *,
+        on_token: Callable[[OutputToken], None],
+        on_end: Callable[[Outcome], None],
+    ) -> Callable[[], None]:
+        """Serve a request that arrives now; return what its client calls to leave.
+
+        `on_end` is called once, at once or later; after it no further token comes.
+        """
+        run = _Run(self, request, slo, on_token, on_end)
+        run.act(run.journey.begin(self.port.now_s()))
+        return run.leave
+
+    def assignment_applied(self) -> None:
+        """Have the requests that wait for a flip choose again."""
+        waiting, self._waiting_for_flip = self._waiting_for_flip, {}
+        for run in waiting:
+            run.act(run.journey.flip_done(self.port.now_s()))
+
+    def wait_for_flip(self, run: "_Run") -> None:
+        """Publish a run's flip request; the run goes on at the next assignment or at the end of its wait."""
+        journey = run.journey
+        if journey.proposal is not None:
+            self.port.ask_for_flip(journey.proposal)
+        if journey.wait_until_s > self.port.now_s():
+            self._waiting_for_flip[run] = None
+            self.port.call_at(journey.wait_until_s, lambda: self._end_flip_wait(run))
+        else:
+            run.act(journey.tick(self.port.now_s()))
+
+    def _end_flip_wait(self, run: "_Run") -> None:
+        if run in self._waiting_for_flip:
+            del self._waiting_for_flip[run]
+            run.act(run.journey.tick(self.port.now_s()))
+
+
+class _Run:
+    """One request in progress."""
+
+    __slots__ = (
+        "_decode_leg",
+        "_legs_sent",
+        "_on_end",
+        "_on_token",
+        "_prefill_leg",
+        "_request",
+        "_routing",
+        "_started",
+        "_transfer",
+        "journey",
+    )
+
+    def __init__(
+        self,
+        routing: SimulatedJourneys,  # type: ignore[type-arg]  # a generic run would only repeat V
+        request: SimulatedRequest,
+        slo: Slo,
+        on_token: Callable[[OutputToken], None],
+        on_end: Callable[[Outcome], None],
+    ) -> None:
+        self._routing, self._request = routing, request
+        self._on_token, self._on_end = on_token, on_end
+        deadline_s = routing.port.now_s() + slo.ttft_s
+        work = Work(request.prompt_tokens, slo, deadline_s=deadline_s)
+        self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
+        self._prefill_leg: SimulatedLeg | None = None
+        self._decode_leg: SimulatedLeg | None = None
+        self._transfer: KvTransfer = NoKvTransfer()
+        self._legs_sent = 0
+        self._started = False
+
+    def act(self, action: Action) -> None:
+        """Carry out the next action, and those that follow from it at once."""
+        while action is Action.ABORT_LEGS:
+            self._abort_legs()
+            action = self.journey.proceed(self._routing.port.now_s())
+        if action is Action.SEND_PREFILL:
+            self._send_prefill()
+        elif action is Action.SEND_DECODE:
+            self._send_decode()
+        elif action is Action.ASK_FOR_FLIP:
+            self._routing.wait_for_flip(self)
+        elif action is Action.FAIL:
+            self._on_end(Outcome.FAILED)
+        elif action is Action.BREAK:
+            self._on_end(Outcome.BROKEN)
+        elif action is Action.END:
+            self._on_end(Outcome.OK)
+        elif action is not Action.WAIT:
+            raise NotImplementedError(f"the engine model has no protocol with {action}")
+
+    def leave(self) -> None:
+        """The client disconnects."""
+        if self.journey.state is not State.DONE:
+            self.journey.client_left(self._routing.port.now_s())
+            self._abort_legs()
+            self._on_end(Outcome.CANCELLED)
+
+    # --- legs --------------------------------------------------------------------------------------
+
+    def _send_prefill(self) -> None:
+        self._prefill_leg = leg = self._build_leg(KvExportRequest(), max_tokens=1, is_prefill=True)
+        self._open(leg, self.journey.prefill_instance)
+
+    def _send_decode(self) -> None:
+        transfer = self._transfer if self.journey.has_kv else NoKvTransfer()
+        tokens = self._request.output_tokens
+        self._decode_leg = leg = self._build_leg(transfer, max_tokens=tokens, is_prefill=False)
+        self._open(leg, self.journey.decode_instance)
+
+    def _build_leg(self, transfer: KvTransfer, *, max_tokens: int, is_prefill: bool) -> SimulatedLeg:
+        request, self._legs_sent = self._request, self._legs_sent + 1
+        sent = EngineRequest(
+            id=f"{request.id}-{self._legs_sent}",
+            arrival_s=self._routing.port.now_s(),
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=max_tokens,
+            digest=request.digest,
+            block_hashes=() if self.journey.must_recompute else request.block_hashes,
+            kv_transfer=transfer,
+        )
+        journey = self.journey
+        was_idle = journey.prefill_was_idle if is_prefill else journey.decode_was_idle
+        return SimulatedLeg(self, sent, is_prefill=is_prefill, was_idle=was_idle)
+
+    def _open(self, leg: SimulatedLeg, instance: JourneyInstance | None) -> None:
+        assert instance is not None
+        if not self._routing.port.open(leg, instance):
+            leg.on_failure(Failure.REFUSED)
+
+    def _abort_legs(self) -> None:
+        journey, port = self.journey, self._routing.port
+        legs = (self._prefill_leg, journey.prefill_instance), (self._decode_leg, journey.decode_instance)
+        for leg, instance in legs:
+            if leg is not None and instance is not None and not leg.ended:
+                leg.ended = True
+                port.abort(leg, instance)
+        self._prefill_leg = self._decode_leg = None
+
+    # --- events of legs ------------------------------------------------------------------------------
+
+    def on_token(self, leg: SimulatedLeg, token: OutputToken) -> None:
+        """Forward a token of the decode leg to the client."""
+        leg.last_token_s = self._routing.port.now_s()
+        if leg.is_prefill:
+            return
+        if leg.lease_expired:
+            instance = self.journey.decode_instance
+            assert instance is not None
+            leg.ended = True
+            self._routing.port.abort(leg, instance)
+            self._fail_decode(Failure.LEASE_EXPIRED)
+            return
+        if not self._started:
+            self._started = True
+            self.journey.first_byte(leg.last_token_s)
+        entry = self.journey.decode_entry
+        if entry is not None:
+            entry.add_tokens(1)
+        self._on_token(token)
+
+    def on_end(self, leg: SimulatedLeg, end: Finished) -> None:
+        """Go on after a leg whose engine finished it."""
+        if leg.is_prefill:
+            self._take_prefill_response(leg, end)
+        elif end.reason is FinishReason.LENGTH:
+            self._record(leg, None)
+            self.act(self.journey.decode_ended(leg.last_token_s))
+        else:
+            self.on_failure(leg, Failure.ABORTED)
+
+    def _take_prefill_response(self, leg: SimulatedLeg, end: Finished) -> None:
+        instance, port = self.journey.prefill_instance, self._routing.port
+        assert instance is not None
+        if end.export is None:
+            self.on_failure(leg, Failure.NO_KV_TRANSFER_PARAMS)
+            return
+        self._record(leg, None)
+        self._transfer = port.build_import(instance, end.export)
+        now_s = port.now_s()
+        self.act(self.journey.prefill_answered(now_s, lease_from_s=now_s, has_params=True))
+
+    def on_failure(self, leg: SimulatedLeg, failure: Failure) -> None:
+        """Go on after a leg that failed."""
+        self._record(leg, failure)
+        if not leg.is_prefill:
+            self._fail_decode(failure)
+            return
+        started = failure is not Failure.REFUSED
+        self.act(self.journey.prefill_failed(self._routing.port.now_s(), failure, started=started))
+
+    def _fail_decode(self, failure: Failure) -> None:
+        action = self.journey.decode_failed(
+            self._routing.port.now_s(),
+            failure,
+            started=failure is not Failure.REFUSED,
+            kv_late=failure is Failure.LEASE_EXPIRED,
+        )
+        self.act(action)
+
+    def _record(self, leg: SimulatedLeg, failure: Failure | None) -> None:
+        instance = self.journey.prefill_instance if leg.is_prefill else self.journey.decode_instance
+        if instance is not None:
+            self._routing.port.record_leg(leg, instance, failure)

@@ -1,0 +1,297 @@
+"""Many journeys over a fleet in which anything may happen at any time, in any order.
+
+The machine is the interpreter: it carries out every action, keeps the legs in flight, and lets them end in
+any way. It holds what a client and an operator may rely on: no request is answered twice, no leg is left
+behind, retries stay within their limits, and nothing is sent to an instance that does not serve or has failed
+the request before.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fulcrum_core.values import Role
+from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.dispatch import FlipProposalRules
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import (
+    MAX_ATTEMPTS,
+    Action,
+    Journey,
+    JourneyContext,
+    State,
+    StopReason,
+    TransferProtocol,
+)
+from fulcrum_router.policy.retry_budget import FLOOR, SHARE
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
+
+PUSH = TransferProtocol(name="push", decode_chosen_first=True, params_in_response=False, leased=False)
+ROOM = TransferProtocol(
+    name="room", decode_chosen_first=True, legs_at_once=True, params_in_response=False, leased=False
+)
+IDENTITIES = {
+    "pull": IDENTITY,
+    "push": replace(IDENTITY, connector="Push"),
+    "room": replace(IDENTITY, connector="Room"),
+    "other": OTHER_MODEL,
+}
+ANSWERS = frozenset({Action.FAIL, Action.BREAK, Action.END})
+CHARGED = frozenset(
+    {Failure.STATUS, Failure.TIMEOUT, Failure.ABORTED, Failure.MALFORMED, Failure.NO_KV_TRANSFER_PARAMS}
+)
+
+
+@dataclass
+class Client:
+    """One request as its client and its engines see it."""
+
+    journey: Journey[FakeInstance]
+    prefill_leg: FakeInstance | None = None
+    decode_leg: FakeInstance | None = None
+    waits_for_flip: bool = False
+    answers: int = 0
+    left: bool = False
+    first_byte: bool = False
+    failed_prefill: set[str] = field(default_factory=set)
+    failed_decode: set[str] = field(default_factory=set)
+    prefill_legs: int = 0
+    decode_legs: int = 0
+    deaths: int = 0
+    charged_retries: int = 0
+    """Decode legs that were sent after a failure that the retry budget is charged with."""
+
+    @property
+    def live(self) -> bool:
+        return not self.answers and not self.left
+
+
+class Journeys(RuleBasedStateMachine):
+    """Requests, engines and time."""
+
+    @initialize(
+        roles=st.lists(st.sampled_from(Role), min_size=0, max_size=5),
+        kinds=st.lists(st.sampled_from(sorted(IDENTITIES)), min_size=5, max_size=5),
+        flips=st.booleans(),
+        waits=st.booleans(),
+    )
+    def start(self, roles: list[Role], kinds: list[str], *, flips: bool, waits: bool) -> None:
+        instances = [
+            instance(f"i{n}", role=role, identity=IDENTITIES[kind])
+            for n, (role, kind) in enumerate(zip(roles, kinds, strict=False))
+        ]
+        self.fleet = FakeFleet(instances)
+        self.context: JourneyContext[FakeInstance] = JourneyContext(
+            self.fleet, TransferPairs(), protocols={"Push": PUSH, "Room": ROOM}
+        )
+        self.context.flip_rules = FlipProposalRules(enabled=flips)
+        self.context.flip_waits.enabled = waits
+        self.clients: list[Client] = []
+        self.now_s = 1_000.0
+        self.begun = 0
+
+    # --- the interpreter -----------------------------------------------------------------------------
+
+    def act(self, client: Client, action: Action) -> None:
+        """Carry out an action, and those that follow from it at once."""
+        journey = client.journey
+        while True:
+            assert client.live or action is Action.END, f"{action} after the answer"
+            if action in (Action.SEND_PREFILL, Action.SEND_BOTH):
+                self.send_prefill(client)
+            if action in (Action.SEND_DECODE, Action.SEND_BOTH):
+                self.send_decode(client)
+            client.waits_for_flip = action is Action.ASK_FOR_FLIP
+            if action is Action.ABORT_LEGS:
+                client.prefill_leg = client.decode_leg = None
+                action = journey.proceed(self.now_s)
+                continue
+            if action is Action.ASK_FOR_FLIP and journey.wait_until_s <= self.now_s:
+                action = journey.tick(self.now_s)
+                continue
+            if action in ANSWERS and not client.left:
+                client.answers += 1
+                assert (action is Action.BREAK) <= client.first_byte
+                assert (action is Action.FAIL) <= (not client.first_byte)
+            return
+
+    def send_prefill(self, client: Client) -> None:
+        target = client.journey.prefill_instance
+        assert target is not None
+        assert client.prefill_leg is None, "two prefill legs at once"
+        assert target.serving, "sent to an instance that does not serve"
+        assert target.name not in client.failed_prefill, "sent to an instance that failed the request"
+        client.prefill_leg = target
+        client.prefill_legs += 1
+
+    def send_decode(self, client: Client) -> None:
+        target = client.journey.decode_instance
+        assert target is not None
+        assert client.decode_leg is None, "two decode legs at once"
+        assert target.serving, "sent to an instance that does not serve"
+        assert target.name not in client.failed_decode, "sent to an instance that failed the request"
+        client.decode_leg = target
+        client.decode_legs += 1
+
+    def pick(self, data: st.DataObject, of: list[Client]) -> Client:
+        return of[data.draw(st.integers(0, len(of) - 1), label="client")]
+
+    # --- events --------------------------------------------------------------------------------------
+
+    @rule(tokens=st.integers(1, 8_000))
+    def a_request_arrives(self, tokens: int) -> None:
+        client = Client(Journey(self.context, work(tokens)._replace(deadline_s=self.now_s + SLO.ttft_s)))
+        self.clients.append(client)
+        self.begun += 1
+        self.act(client, client.journey.begin(self.now_s))
+
+    @property
+    def prefilling(self) -> list[Client]:
+        return [c for c in self.clients if c.prefill_leg is not None]
+
+    @property
+    def decoding(self) -> list[Client]:
+        return [c for c in self.clients if c.decode_leg is not None]
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data(), has_params=st.booleans(), old_s=st.sampled_from([0.0, 0.0, 20.0]))
+    def a_prefill_leg_is_answered(self, data: st.DataObject, old_s: float, *, has_params: bool) -> None:
+        client = self.pick(data, self.prefilling)
+        client.prefill_leg = None
+        action = client.journey.prefill_answered(
+            self.now_s, lease_from_s=self.now_s - old_s, has_params=has_params, tokens=7
+        )
+        self.act(client, action)
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data(), failure=st.sampled_from([f for f in Failure if f is not Failure.LEASE_EXPIRED]))
+    def a_prefill_leg_fails(self, data: st.DataObject, failure: Failure) -> None:
+        client = self.pick(data, self.prefilling)
+        assert client.prefill_leg is not None
+        client.failed_prefill.add(client.prefill_leg.name)
+        client.deaths += failure is Failure.CLOSED
+        client.prefill_leg = None
+        self.act(client, client.journey.prefill_failed(self.now_s, failure))
+
+    @precondition(lambda self: self.prefilling)
+    @rule(data=st.data())
+    def an_engine_rejects_the_request(self, data: st.DataObject) -> None:
+        client = self.pick(data, [c for c in self.prefilling if c.decode_leg is None] or self.prefilling)
+        if client.decode_leg is None:
+            client.prefill_leg = None
+            self.act(client, client.journey.prefill_rejected(self.now_s))
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def the_first_byte_comes(self, data: st.DataObject) -> None:
+        client = self.pick(data, self.decoding)
+        client.first_byte = True
+        client.journey.first_byte(self.now_s)
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data())
+    def a_decode_leg_ends(self, data: st.DataObject) -> None:
+        client = self.pick(data, self.decoding)
+        client.first_byte = True
+        client.journey.first_byte(self.now_s)
+        client.decode_leg = None
+        self.act(client, client.journey.decode_ended(self.now_s))
+
+    @precondition(lambda self: self.decoding)
+    @rule(data=st.data(), failure=st.sampled_from(Failure), started=st.booleans())
+    def a_decode_leg_fails(self, data: st.DataObject, failure: Failure, *, started: bool) -> None:
+        client = self.pick(data, self.decoding)
+        assert client.decode_leg is not None
+        if failure is not Failure.LEASE_EXPIRED:
+            client.failed_decode.add(client.decode_leg.name)
+        client.deaths += failure is Failure.CLOSED and started
+        client.decode_leg = None
+        before = client.decode_legs
+        self.act(client, client.journey.decode_failed(self.now_s, failure, started=started))
+        if started and failure in CHARGED and client.live:
+            client.charged_retries += 1
+        assert client.decode_legs <= before + 1
+
+    @precondition(lambda self: any(c.live for c in self.clients))
+    @rule(data=st.data())
+    def a_client_leaves(self, data: st.DataObject) -> None:
+        client = self.pick(data, [c for c in self.clients if c.live])
+        client.left = True
+        action = client.journey.client_left(self.now_s)
+        assert (action is Action.ABORT_LEGS) == bool(client.prefill_leg or client.decode_leg)
+        client.prefill_leg = client.decode_leg = None
+        assert client.journey.proceed(self.now_s) is Action.END
+
+    @rule(data=st.data(), serving=st.booleans(), role=st.sampled_from(Role))
+    def the_fleet_changes(self, data: st.DataObject, role: Role, *, serving: bool) -> None:
+        if self.fleet.instances:
+            changed = data.draw(st.sampled_from(self.fleet.instances), label="instance")
+            changed.serving, changed.role = serving, role
+        for client in [c for c in self.clients if c.waits_for_flip and c.live]:
+            self.act(client, client.journey.flip_done(self.now_s))
+
+    @rule(passed_s=st.sampled_from([0.01, 0.1, 1.0, 12.0]))
+    def time_passes(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        for client in [c for c in self.clients if c.waits_for_flip and c.live]:
+            if self.now_s >= client.journey.wait_until_s:
+                self.act(client, client.journey.tick(self.now_s))
+
+    # --- what holds ----------------------------------------------------------------------------------
+
+    @invariant()
+    def no_request_is_answered_twice(self) -> None:
+        assert all(client.answers <= 1 for client in self.clients)
+
+    @invariant()
+    def a_request_that_ended_has_no_leg_and_a_live_one_has_something_to_wait_for(self) -> None:
+        for client in self.clients:
+            legs = (client.prefill_leg is not None, client.decode_leg is not None)
+            assert legs == (client.journey.prefill_open, client.journey.decode_open)
+            assert client.live == (client.journey.state is not State.DONE)
+            assert client.live == (any(legs) or client.waits_for_flip), (
+                "a request hangs, or left a leg behind"
+            )
+
+    @invariant()
+    def attempts_and_retries_stay_within_their_limits(self) -> None:
+        for client in self.clients:
+            assert client.deaths <= 2
+            assert client.decode_legs <= MAX_ATTEMPTS * MAX_ATTEMPTS
+            assert len(client.failed_prefill) <= MAX_ATTEMPTS
+            assert len(client.failed_decode) <= MAX_ATTEMPTS
+            if client.deaths == 2 and not client.first_byte and not client.left:
+                assert client.journey.stop_reason is StopReason.QUERY_OF_DEATH
+        budget = getattr(self, "context", None)
+        if budget is not None:
+            assert budget.retry_budget.retries <= FLOOR + SHARE * self.begun + 1
+
+    @invariant()
+    def the_ledger_counts_the_legs_in_flight(self) -> None:
+        for view in self.fleet.instances if hasattr(self, "fleet") else ():
+            prefills = sum(c.prefill_leg is view for c in self.clients)
+            assert view.ledger.prefill_legs == prefills
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        for client in self.clients:
+            client.journey.client_left(self.now_s)
+        for view in self.fleet.instances:
+            ledger = view.ledger
+            assert (
+                ledger.prefill_queued_s,
+                ledger.prefill_tokens,
+                ledger.legs,
+                ledger.decode_tokens,
+                ledger.local_prefills,
+                ledger.pending_transfers,
+            ) == (0.0, 0, 0, 0, 0, 0)
+
+
+TestJourneys = Journeys.TestCase
+TestJourneys.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
