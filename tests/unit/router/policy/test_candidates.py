@@ -1,0 +1,71 @@
+"""Candidates: what dispatch prepares once, so that a decision looks at each instance a few times only."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from fulcrum_core.values import Role
+from fulcrum_router.fleet.instances import Fleet, Instance
+from fulcrum_router.policy import Candidates, Dispatch, choose_decode, choose_prefill
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, FakeInstance, instance, work
+
+
+class CountedInstance(FakeInstance):
+    """Counts the reads of its attributes."""
+
+    reads: ClassVar[Counter[str]] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        CountedInstance.reads[name] += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 32], ids=lambda groups: f"{groups} identity groups")
+def test_a_decision_reads_each_instance_at_most_twice_whatever_the_groups(groups: int) -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    fleet: list[FakeInstance] = [
+        CountedInstance(f"i{i:02}", roles[i % 2], identity=replace(IDENTITY, model=f"m{i // 2 % groups}"))
+        for i in range(64)
+    ]
+    candidates, source = Candidates(fleet), fleet[0]
+    for _ in range(2):  # the first decision for a source finds its readers
+        CountedInstance.reads.clear()
+        prefill = choose_prefill(candidates, work(100), now_s=0.0)
+        decode = choose_decode(candidates, work(100), now_s=0.0, prefilled_on=source)
+    assert isinstance(prefill, Dispatch)
+    assert isinstance(decode, Dispatch)
+    reads = CountedInstance.reads
+    assert (reads["serving"], reads["role"], reads["identity"]) == (0, 1, 1), "these are prepared"
+    assert max(reads.values()) <= len(fleet) + 1, "each of 64 instances, and the first decode instance twice"
+
+
+def test_only_a_change_of_role_serving_identity_or_members_makes_new_candidates() -> None:
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.add(Instance(name))
+
+    def is_renewed_by(change: str, value: object) -> bool:
+        before = fleet.candidates
+        setattr(fleet["a"], change, value)
+        return fleet.candidates is not before
+
+    assert fleet.candidates is fleet.candidates
+    changes = [("serving", True), ("serving", True), ("role", Role.PREFILL), ("identity", IDENTITY)]
+    assert [is_renewed_by(*change) for change in changes] == [True, False, True, True]
+    assert not is_renewed_by("itl_s", 0.1)
+    assert [i.name for i in fleet.candidates.prefill] == ["a"]
+    fleet.keep_only(["b"])
+    assert fleet.candidates.prefill == ()
+
+
+def test_an_unknown_identity_reads_and_is_read_by_all() -> None:
+    readers = (instance("d1", identity=None), instance("d2"), instance("d3", identity=OTHER_MODEL))
+    candidates = Candidates([*readers, instance("p1", identity=None), instance("p2")])
+    names = (
+        {i.name for i in candidates.list_readers(None)[0]},
+        {i.name for i in candidates.list_readers(IDENTITY)[0]},
+    )
+    assert names == ({"d1", "d2", "d3"}, {"d1", "d2"})
+    assert [i.name for i in candidates.prefill] == ["p1", "p2"]
