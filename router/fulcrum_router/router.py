@@ -17,11 +17,17 @@ from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import (
+    Dispatch,
     FlipProposal,
     FlipProposalRules,
-    PredictionErrorMean,
+    PredictedTtft,
+    Reservation,
     TokensPerByte,
     TransferPairs,
+    TtftErrors,
+    Work,
+    choose_decode,
+    predict_ttft,
 )
 from fulcrum_router.settings import ServiceSettings
 
@@ -48,7 +54,7 @@ class Router:
         self.fleet = Fleet()
         self.counters = Counters()
         self.tokens_per_byte = TokensPerByte()
-        self.prediction_error = PredictionErrorMean()
+        self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()
         self.applied_assignment = AppliedAssignment()
         self.flip_requests = FlipRequests(self.applied_assignment)
@@ -114,6 +120,22 @@ class Router:
         """Publish a flip request, and wait a moment for the flip if the autoscaler acts on requests."""
         self.counters.flip_requests[proposal.role] += 1
         await self.flip_requests.submit(proposal.role, proposal.reason)
+
+    def reserve_decode(
+        self, source: Instance, work: Work, *, now_s: float
+    ) -> tuple[Reservation, PredictedTtft] | None:
+        """Reserve room on a decode instance before `source` computes the prompt, and predict the TTFT.
+
+        Release the reservation right before the decode instance is chosen: by then another may be better.
+        None: no other instance can decode.
+        """
+        pairs = self.pairs.list_from(source.name)
+        decision = choose_decode(self.fleet.candidates, work, now_s=now_s, prefilled_on=source, pairs=pairs)
+        if type(decision) is not Dispatch:
+            return None
+        decode = self.fleet[decision.instance]
+        predicted = predict_ttft(work, source, decode, now_s=now_s, pairs=pairs)
+        return decode.ledger.reserve(tokens=work.prompt_tokens), predicted
 
     def record_leg_success(self, instance: Instance, phase: str) -> None:
         """Count a leg that got its response; a success ends a series of failures."""

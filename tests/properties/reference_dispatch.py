@@ -84,7 +84,7 @@ def _prefill_cost(instance: FakeInstance, work: Work, now_s: float, delay: Trans
 
 def _decode_cost(instance: FakeInstance, work: Work, now_s: float, pairs: SourcePairs | None) -> Cost:
     ledger = instance.ledger
-    excess_s = instance.decode_model.itl_s(ledger.decode_tokens + work.prompt_tokens) - work.slo.tpot_s
+    excess_s = instance.decode_model.itl_s(_batch(instance, work)) - work.slo.tpot_s
     prefill_s = _known(ledger.remaining_s(now_s))
     if pairs is not None:
         prefill_s += pairs.compute_delay_s(pairs.by_decode.get(instance.name), work.prompt_tokens, now_s)
@@ -93,8 +93,12 @@ def _decode_cost(instance: FakeInstance, work: Work, now_s: float, pairs: Source
 
 def _start_s(instance: FakeInstance, work: Work, now_s: float) -> float:
     ledger = instance.ledger
-    itl_s = instance.decode_model.itl_s(ledger.decode_tokens + work.prompt_tokens)
+    itl_s = instance.decode_model.itl_s(_batch(instance, work))
     return _known(itl_s + ledger.remaining_s(now_s))
+
+
+def _batch(instance: FakeInstance, work: Work) -> int:
+    return instance.ledger.decode_tokens + instance.ledger.reserved_tokens + work.prompt_tokens
 
 
 def _known(seconds: float) -> float:

@@ -59,6 +59,7 @@ def fleets(draw: st.DrawFn) -> list[FakeInstance]:
             queued_s=draw(st.one_of(EIGHTHS, st.just(math.nan), st.just(math.inf))),
             prefilling=draw(st.integers(0, 10_000)),
             decoding=draw(st.integers(0, 10_000)),
+            reserved=draw(st.integers(0, 10_000)),
             serving=draw(st.booleans()),
             identity=draw(st.sampled_from([IDENTITY, OTHER_MODEL, None])),
             itl_s=draw(st.one_of(st.none(), st.floats(0, 1), st.just(math.nan))),

@@ -55,6 +55,11 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
         lambda i: i.ledger.decode_tokens,
     ),
     (
+        "reserved_tokens",
+        "Prompt tokens that other instances compute and that the instance is to decode.",
+        lambda i: i.ledger.reserved_tokens,
+    ),
+    (
         "decode_legs",
         "Decode legs in flight: requests to the instance to generate output.",
         lambda i: i.ledger.decode_legs,
@@ -288,6 +293,13 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     )
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
-    if router.prediction_error.value is not None:
-        text = "Mean of (predicted - measured)/measured duration of recent prefill legs; 0.1: 10 % too long."
-        yield gauge("prefill_prediction_error_ratio", text, router.prediction_error.value)
+    errors = GaugeMetricFamily(
+        "fulcrum_router_ttft_prediction_error_ratio",
+        "Mean of (predicted - measured)/measured time of recent requests, by part: prefill_leg (queue and "
+        "prefill), decode_leg (KV transfer, queue and first step), ttft (arrival to first token); 0.1: 10 % "
+        "too long.",
+        labels=["part"],
+    )
+    for part, error in router.ttft_errors.items():
+        errors.add_metric([part], error)
+    yield errors

@@ -30,7 +30,7 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         instances=tuple(_build_instance_state(instance) for instance in router.fleet.instances),
         flip_request_role=flip_request.role if flip_request else None,
         flip_request_seq=router.flip_requests.seq,
-        prediction_error=router.prediction_error.value,
+        prediction_error=router.ttft_errors.prefill_leg.value,
         local_prefills=router.counters.unexpected_local_prefills,
         tiers=tuple(
             _build_tier_state(name, counters) for name, counters in sorted(router.counters.tiers.items())

@@ -336,6 +336,11 @@ class Exchange:
     def _record_first_byte(self, now_s: float) -> None:
         """Record that the first byte is sent to the client: the KV was fetched and the prompt computed."""
         self._first_byte_at_s = now_s
+        predicted, leg = self._prefill_leg.predicted_ttft, self._decode_leg
+        if predicted is not None and leg is not None and leg.streaming:
+            self._router.ttft_errors.learn_first_token(
+                predicted, decode_leg_s=now_s - leg.sent_s, ttft_s=now_s - self.arrival_s
+            )
         self._prefill_leg.release_transfer()
         if self._local_prefill_entry is not None:
             self._local_prefill_entry.release(now_s)  # releasing again later has no effect

@@ -29,6 +29,7 @@ from fulcrum_router.policy import (
     DispatchDecision,
     FlipProposal,
     FlipProposalRules,
+    PredictedTtft,
     Work,
     choose_prefill,
 )
@@ -63,6 +64,7 @@ class PrefillLeg:
         "_timeouts",
         "kv_transfer_params",
         "local_prefill_reason",
+        "predicted_ttft",
         "request_body",
         "source",
         "work",
@@ -95,6 +97,8 @@ class PrefillLeg:
         """Why the decode instance computes the prompt itself."""
         self.kv_transfer_params: bytes | None = None
         """JSON object for the decode leg."""
+        self.predicted_ttft: PredictedTtft | None = None
+        """Predicted when the prefill leg was sent; None without one."""
         self._entry: PendingTransferEntry | None = None
         self._received_after_s = 0.0
         self._expired_before: float | None = None
@@ -153,7 +157,7 @@ class PrefillLeg:
         was_idle = not ledger.prefill_legs and not ledger.decode_legs
         tokens = self.work.prompt_tokens
         sent_s, compute_s = time.monotonic(), instance.prefill_model.ttft_s(tokens)
-        predicted_s = ledger.remaining_s(sent_s) + compute_s
+        reserved = self._router.reserve_decode(instance, self.work, now_s=sent_s)
         entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=sent_s)
         body = build_prefill_body(self.request_body, cache_salt=instance.cache_salt)
         self._expired_before = instance.expired_transfers  # before the lease begins, for a lease check
@@ -167,12 +171,16 @@ class PrefillLeg:
             )
         finally:
             entry.release(time.monotonic())
+            if reserved is not None:  # the decode instance is chosen in the same turn of the event loop
+                reserved[0].release()
         if status != 200:
             raise self._build_failure(instance, status, content, head)
         self._received_after_s, now_s = self._router.received_after_s, time.monotonic()
         self._take_response(instance, content, pool.host)
         self._router.record_leg_success(instance, PREFILL)
-        self._router.prediction_error.learn(predicted_s=predicted_s, measured_s=now_s - sent_s)
+        if reserved is not None:
+            self.predicted_ttft = reserved[1]
+            self._router.ttft_errors.learn_prefill_leg(reserved[1], measured_s=now_s - sent_s)
         if was_idle:  # with other legs the duration would include their work
             instance.learn_prefill(tokens=self.work.prompt_tokens, duration_s=now_s - sent_s)
 

@@ -22,7 +22,14 @@ from fulcrum_router.policy.estimate import (
     TokensPerByte,
     measure_prompt,
 )
-from fulcrum_router.policy.ledger import DecodeEntry, Ledger, LedgerView, PendingTransferEntry, PrefillEntry
+from fulcrum_router.policy.ledger import (
+    DecodeEntry,
+    Ledger,
+    LedgerView,
+    PendingTransferEntry,
+    PrefillEntry,
+    Reservation,
+)
 from fulcrum_router.policy.pair_record import (
     PairKey,
     SourcePairs,
@@ -32,6 +39,7 @@ from fulcrum_router.policy.pair_record import (
     classify_transfer,
 )
 from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.prediction import PredictedTtft, TtftErrors, predict_ttft
 from fulcrum_router.policy.work import Work
 
 __all__ = [
@@ -49,19 +57,23 @@ __all__ = [
     "NoInstance",
     "PairKey",
     "PendingTransferEntry",
+    "PredictedTtft",
     "PredictionErrorMean",
     "PrefillEntry",
     "PrefillPredictor",
+    "Reservation",
     "SourcePairs",
     "TokensPerByte",
     "TransferDelay",
     "TransferOutcome",
     "TransferPair",
     "TransferPairs",
+    "TtftErrors",
     "Work",
     "choose_decode",
     "choose_prefill",
     "classify_transfer",
     "compute_decode_load",
     "measure_prompt",
+    "predict_ttft",
 ]

@@ -14,8 +14,9 @@ part, the work of the other phase, prefers an instance that serves one phase onl
 flipped. Of the instances that pass, the cheapest takes the request. If none passes, a flip is proposed and
 the cheapest of all is the fallback.
 
-KV transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the extra time of
-the pair to the first part of a decode instance.
+Decode legs whose prompt is still computed have a reservation on their decode instance, which counts like
+their tokens. KV transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the
+extra time of the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 """
 
@@ -279,7 +280,8 @@ def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> 
 
 def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
     ledger, model = instance.ledger, instance.decode_model
-    excess_s = model.intercept + model.slope * (ledger.decode_tokens + tokens) - tpot_s
+    batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
+    excess_s = model.intercept + model.slope * batch - tpot_s  # I(n) − S_D
     prefill_s = ledger.remaining_s(now_s) if ledger.prefill_queued_s else 0.0
     if prefill_s != prefill_s:
         prefill_s = _UNKNOWN_COST
@@ -289,7 +291,8 @@ def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now
 def _predict_decode_start_s(instance: InstanceView, tokens: int, now_s: float) -> float:
     """Predict the time from the end of a KV transfer to this instance until the first token."""
     ledger = instance.ledger
-    seconds = instance.decode_model.itl_s(ledger.decode_tokens + tokens) + ledger.remaining_s(now_s)
+    batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
+    seconds = instance.decode_model.itl_s(batch) + ledger.remaining_s(now_s)
     return seconds if seconds == seconds else _UNKNOWN_COST
 
 

@@ -36,6 +36,10 @@ class LedgerView(Protocol):
     def decode_legs(self) -> int:
         """Decode legs in flight."""
 
+    @property
+    def reserved_tokens(self) -> int:
+        """KV tokens of prompts that are computed elsewhere and will be decoded here."""
+
 
 class Ledger:
     """Work in flight on one instance: see `LedgerView`."""
@@ -51,6 +55,7 @@ class Ledger:
         "prefill_legs",
         "prefill_queued_s",
         "prefill_tokens",
+        "reserved_tokens",
     )
 
     def __init__(self) -> None:
@@ -61,6 +66,7 @@ class Ledger:
         self.decode_tokens = 0
         self.decode_legs = 0
         self.pending_transfers = 0
+        self.reserved_tokens = 0
         self.on_prefill_end: Callable[[], None] | None = None
         """Called after each release of prefill work."""
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
@@ -122,6 +128,10 @@ class Ledger:
         """Add a decode leg for a prompt of `tokens`."""
         return DecodeEntry(self, tokens)
 
+    def reserve(self, *, tokens: int) -> "Reservation":
+        """Reserve room for the decode leg of a prompt of `tokens` that another instance computes first."""
+        return Reservation(self, tokens)
+
     def add_pending_transfer(self) -> "PendingTransferEntry":
         """Add a prompt whose KV no decode instance has fetched yet."""
         return PendingTransferEntry(self)
@@ -178,6 +188,24 @@ class DecodeEntry:
         self._ledger = None
         ledger.decode_legs -= 1
         ledger.decode_tokens -= self._tokens
+
+
+class Reservation:
+    """Room for one decode leg, until its prompt is computed. It is no leg: nothing was sent yet."""
+
+    __slots__ = ("_ledger", "_tokens")
+
+    def __init__(self, ledger: Ledger, tokens: int) -> None:
+        self._ledger: Ledger | None = ledger
+        self._tokens = tokens
+        ledger.reserved_tokens += tokens
+
+    def release(self) -> None:
+        """Take the reservation out of the ledger. A second call has no effect."""
+        ledger = self._ledger
+        if ledger is not None:
+            self._ledger = None
+            ledger.reserved_tokens -= self._tokens
 
 
 class PendingTransferEntry:

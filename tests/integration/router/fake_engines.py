@@ -297,6 +297,7 @@ class RunningRouter:
             "local_prefills",
             "decode_tokens",
             "pending_transfers",
+            "reserved_tokens",
         )
         return all(not getattr(i.ledger, name) for i in self.router.fleet.instances for name in names)
 

@@ -537,6 +537,39 @@ async def test_decode_runs_on_the_prefill_instance_if_that_was_flipped_meanwhile
         assert world["p1"].decodes == [PROMPT], "the prompt is in its prefix cache"
 
 
+@pytest.mark.parametrize("outcome", ["answered", "failed", "cancelled"])
+async def test_room_for_decode_is_reserved_while_the_prompt_is_computed(
+    client: aiohttp.ClientSession, outcome: str
+) -> None:
+    go_on = asyncio.Event()
+
+    async def wait(response: ResponseWriter) -> None:
+        await go_on.wait()
+        await (close_connection if outcome == "failed" else send_kv_transfer_params)(response)
+
+    async with run_router(FakeEngine("p1", prefill=wait), FakeEngine("d1")) as world:
+        request = asyncio.ensure_future(request_completion(client, world, stream=True))
+        ledger = world.router.fleet["d1"].ledger
+        await wait_until(lambda: ledger.reserved_tokens > 0, "room on d1 is reserved")
+        assert ledger.legs == 0
+        if outcome == "cancelled":
+            request.cancel()
+            await wait_until(world.ledgers_are_empty, "the room is free again")
+        go_on.set()
+        with suppress(asyncio.CancelledError):
+            await request
+        assert world.ledgers_are_empty()
+
+
+async def test_the_error_of_the_predicted_ttft_is_measured_for_streams(client: aiohttp.ClientSession) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        await request_completion(client, world)
+        whole = [part for part, _ in world.router.ttft_errors.items()]
+        await request_completion(client, world, stream=True)
+        stream = [part for part, _ in world.router.ttft_errors.items()]
+        assert (whole, stream) == (["prefill_leg"], ["prefill_leg", "decode_leg", "ttft"])
+
+
 async def test_streamed_tokens_are_added_to_the_ledger_as_they_arrive(client: aiohttp.ClientSession) -> None:
     go_on = asyncio.Event()
 

@@ -54,6 +54,7 @@ def instance(
     queued_s: float = 0.0,
     decoding: int = 0,
     prefilling: int = 0,
+    reserved: int = 0,
     serving: bool = True,
     identity: EngineIdentity | None = IDENTITY,
     itl_s: float | None = None,
@@ -67,6 +68,8 @@ def instance(
         view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s, now_s=0.0)
     if decoding:
         view.ledger.add_decode(tokens=decoding)
+    if reserved:
+        view.ledger.reserve(tokens=reserved)
     return view
 
 

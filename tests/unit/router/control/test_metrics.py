@@ -77,14 +77,14 @@ def test_failures_are_counted_by_reason() -> None:
     router.counters.local_prefills[LocalPrefillReason.NO_PREFILL_INSTANCE] += 2
     router.counters.flip_requests[Role.DECODE] += 3
     router.applied_assignment.advance(7, 1.0)
-    router.prediction_error.learn(predicted_s=2.0, measured_s=1.0)
+    router.ttft_errors.prefill_leg.learn(predicted_s=2.0, measured_s=1.0)
     got = samples(router)
     assert {
         "retry": got["fulcrum_router_retries_total", (("phase", "prefill"), ("reason", "closed"))],
         "local": got["fulcrum_router_local_prefills_total", (("reason", "no_prefill_instance"),)],
         "flips": got["fulcrum_router_flip_requests_total", (("role", "decode"),)],
         "generation": got["fulcrum_router_assignment_generation", ()],
-        "error": got["fulcrum_router_prefill_prediction_error_ratio", ()],
+        "error": got["fulcrum_router_ttft_prediction_error_ratio", (("part", "prefill_leg"),)],
     } == {"retry": 1, "local": 2, "flips": 3, "generation": 7, "error": 1.0}
 
 

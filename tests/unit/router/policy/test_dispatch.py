@@ -290,6 +290,13 @@ def test_no_instance_that_can_read_the_kv_has_its_own_reason() -> None:
     assert rounded(chosen) == NoInstance("no serving instance that can read the prefill's KV")
 
 
+def test_reserved_tokens_count_like_those_in_the_batch() -> None:
+    reserved = instance("d1")
+    reserved.ledger.reserve(tokens=300)
+    chosen = choose_decode(Candidates([reserved, instance("d2", decoding=200)]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d2", (0, -0.037))
+
+
 def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     free = DecodeModel(intercept=0.01, slope=0.0)
     busy, idle = instance("d1", decoding=10), instance("d2")
