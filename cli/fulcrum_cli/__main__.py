@@ -140,6 +140,25 @@ def plan(
 
 
 @app.command()
+def bounds(
+    trace: Annotated[Path, typer.Option(help="Recorded workload: the same files as of `fulcrum play`.")],
+    instances: Annotated[int, typer.Option(help="Number of instances.")],
+    profile: Annotated[str, typer.Option(help="Engine profile: the name of a shipped one or a .yaml file.")],
+    slo_ttft: Annotated[str, typer.Option(help="TTFT objective, e.g. 3s.")],
+    slo_tpot: Annotated[str, typer.Option(help="TPOT objective, e.g. 100ms.")],
+    attainment: Annotated[float, typer.Option(help="Percentage of requests that must meet both.")] = 90.0,
+    output: OutputOption = None,
+) -> None:
+    """Show the highest rates of a workload that any scheduler could serve within the SLO."""
+    from fulcrum_cli.commands.bounds import run
+
+    run(
+        trace, instances=instances, profile=profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
+        attainment=attainment, output=output,
+    )  # fmt: skip
+
+
+@app.command()
 def status(
     service: ServiceArgument = None,
     output: OutputOption = None,

@@ -1,7 +1,7 @@
 """Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option."""
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from fulcrum_core.api.meta import parse_duration
 from fulcrum_core.errors import InvalidInput
@@ -11,6 +11,10 @@ E = TypeVar("E", bound=StrEnum)
 PORT_MAX = 65535
 
 
+@overload
+def parse_duration_s(option: str, text: str) -> float: ...
+@overload
+def parse_duration_s(option: str, text: str | None) -> float | None: ...
 def parse_duration_s(option: str, text: str | None) -> float | None:
     """Return the seconds of a duration such as `60s`; None for None.
 

@@ -1,0 +1,142 @@
+"""`fulcrum bounds`: shows which rates of a recorded workload no scheduler can exceed. Nothing is started."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulcrum_cli.option_values import parse_choice, parse_duration_s
+from fulcrum_cli.terminal.output import OutputFormat, format_columns, format_seconds, render_document
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.bounds import (
+    Fleet,
+    compute_fluid_rate,
+    compute_metric_rate,
+    find_decode_burst_rate,
+    find_fcfs_rate,
+    find_prefill_burst_rate,
+    mean_rate,
+)
+from fulcrum_simulator.workload import WorkloadRequest, load_trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    name: str
+    rate_rps: float
+    meaning: str
+
+    def dump(self) -> dict[str, Any]:
+        """Return the row for programs; null where there is no highest rate."""
+        rate_rps = self.rate_rps if math.isfinite(self.rate_rps) else None
+        return {"name": self.name, "ratePerSecond": rate_rps, "meaning": self.meaning}
+
+
+def run(
+    trace: Path,
+    *,
+    instances: int,
+    profile: str,
+    slo_ttft: str,
+    slo_tpot: str,
+    attainment: float,
+    output: str | None,
+) -> None:
+    """Print the bounds and references of the workload as a table or a document.
+
+    Raises:
+        InvalidInput: for an option or a file that breaks a rule.
+    """
+    output_format = None if output is None else parse_choice("--output", output, OutputFormat)
+    fleet = _make_fleet(instances, profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
+    if not 0 < attainment <= 100:
+        raise InvalidInput("--attainment", attainment, "must be above 0 and at most 100")
+    requests = load_trace(trace)
+    rows = _compute_rows(requests, fleet, attainment=attainment / 100)
+    if output_format is None:
+        print("\n".join(_format_table(rows, requests, fleet, attainment=attainment)))
+    else:
+        print(render_document(_dump(rows, requests, fleet, attainment=attainment), output_format))
+
+
+def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> Fleet:
+    if instances < 1:
+        raise InvalidInput("--instances", instances, "must be at least 1")
+    slo = Slo(parse_duration_s("--slo-ttft", slo_ttft), parse_duration_s("--slo-tpot", slo_tpot))
+    return Fleet(instances, load_profile(profile), slo)
+
+
+def _compute_rows(
+    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
+) -> tuple[_Row, ...]:
+    return (
+        _Row("B1", compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
+        _Row(
+            "B2",
+            compute_metric_rate(requests, fleet, attainment=attainment),
+            "the heaviest requests dropped: the work of the others fits",
+        ),
+        _Row(
+            "B3",
+            find_prefill_burst_rate(requests, fleet, attainment=attainment),
+            "bursts of prompts, each within the TTFT objective",
+        ),
+        _Row(
+            "B4",
+            find_decode_burst_rate(requests, fleet, attainment=attainment),
+            "bursts of output, each within both objectives",
+        ),
+        _Row(
+            "B5",
+            find_fcfs_rate(requests, fleet, attainment=attainment),
+            "no bound: prompts first come, first served on all instances, decode ignored",
+        ),
+        _Row(
+            "B5 reject",
+            find_fcfs_rate(requests, fleet, attainment=attainment, reject_late=True),
+            "no bound: the same, prompts that would be late are refused",
+        ),
+    )
+
+
+def _format_table(
+    rows: Sequence[_Row], requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
+) -> list[str]:
+    slo = fleet.slo
+    return [
+        f"{len(requests):,} requests, {mean_rate(requests):.3g} a second as recorded; "
+        f"{fleet.instances} × {fleet.profile.name}",
+        f"{attainment:g} % within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)}",
+        "",
+        *format_columns(
+            ("BOUND", "REQUESTS/S", "WHAT LIMITS"),
+            *((row.name, _format_rate(row.rate_rps), row.meaning) for row in rows),
+        ),
+        "",
+        f"highest rate if all are served: {_format_rate(_lowest(rows, 'B1', 'B3', 'B4'))}; "
+        f"if some may be refused: {_format_rate(_lowest(rows, 'B2', 'B3', 'B4'))}",
+    ]
+
+
+def _lowest(rows: Sequence[_Row], *names: str) -> float:
+    return min(row.rate_rps for row in rows if row.name in names)
+
+
+def _format_rate(rate_rps: float) -> str:
+    return f"{rate_rps:.3g}" if math.isfinite(rate_rps) else "none"
+
+
+def _dump(
+    rows: Sequence[_Row], requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
+) -> dict[str, Any]:
+    return {
+        "workload": {"requests": len(requests), "ratePerSecond": mean_rate(requests)},
+        "instances": fleet.instances,
+        "profile": fleet.profile.name,
+        "slo": {"ttftSeconds": fleet.slo.ttft_s, "tpotSeconds": fleet.slo.tpot_s},
+        "attainmentPercent": attainment,
+        "bounds": [row.dump() for row in rows],
+    }

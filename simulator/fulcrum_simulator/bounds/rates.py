@@ -1,0 +1,79 @@
+"""Searches the highest rate at which a share of a workload is on time.
+
+The rate is changed as in the published measurements: all arrival times are divided by one factor. Doing so
+never makes a first-come-first-served queue shorter, so that the share falls as the factor grows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.workload.requests import WorkloadRequest
+
+TOLERANCE = 0.002
+"""Relative width of the interval at which a search ends."""
+_FACTOR_MAX = 2.0**30
+
+
+def count_required(offered: int, attainment: float) -> int:
+    """Return how many of `offered` requests must be on time for that attainment, 0 to 1.
+
+    Raises:
+        InvalidInput: if the attainment is not above 0 and at most 1.
+    """
+    if not 0 < attainment <= 1:
+        raise InvalidInput("attainment", attainment, "must be above 0 and at most 1")
+    return math.ceil(offered * attainment - 1e-9)
+
+
+def mean_rate(requests: Sequence[WorkloadRequest]) -> float:
+    """Return the requests per second of a workload, from its first to its last arrival.
+
+    Raises:
+        InvalidInput: if all requests arrive at one instant, or there is only one.
+    """
+    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
+    if span_s <= 0:
+        raise InvalidInput("workload", f"{len(requests)} requests", "must arrive over some time")
+    return len(requests) / span_s
+
+
+def find_highest_rate(
+    requests: Sequence[WorkloadRequest], is_met: Callable[[Sequence[float]], bool]
+) -> float:
+    """Return the highest rate, in requests/s, at which `is_met` holds for the scaled arrival times.
+
+    0 if it holds at no rate, infinity if it holds for a workload that arrives at once.
+    """
+    arrivals_s = [request.arrival_s for request in requests]
+
+    def holds(factor: float) -> bool:
+        return is_met([arrival_s / factor for arrival_s in arrivals_s])
+
+    return mean_rate(requests) * _find_highest_factor(holds)
+
+
+def _find_highest_factor(holds: Callable[[float], bool]) -> float:
+    low, high = _bracket(holds)
+    if low == 0 or math.isinf(high):
+        return high if low else 0.0
+    while high / low > 1 + TOLERANCE:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _bracket(holds: Callable[[float], bool]) -> tuple[float, float]:
+    """Return a factor that holds and one, four times as high, that does not; 0 and infinity if none does."""
+    factor = 1.0
+    if holds(factor):
+        while factor < _FACTOR_MAX:
+            if not holds(factor * 4):
+                return factor, factor * 4
+            factor *= 4
+        return factor, math.inf
+    while factor > 1 / _FACTOR_MAX:
+        factor /= 4
+        if holds(factor):
+            return factor, factor * 4
+    return 0.0, factor
