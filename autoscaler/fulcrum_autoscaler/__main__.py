@@ -6,13 +6,10 @@ Starts the supervisor and the HTTP server, and stops both on SIGTERM or SIGINT. 
 
 import asyncio
 import contextlib
-import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
-import structlog
 import uvloop
 from aiohttp import web
 
@@ -23,6 +20,7 @@ from fulcrum_autoscaler.server import make_app
 from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.logs import configure_logging
 from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client_for_all
 from fulcrum_core.errors import InvalidInput
@@ -31,10 +29,7 @@ from fulcrum_core.errors import InvalidInput
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT. Invalid arguments print one line on stderr and exit with code 2."""
     die_with_parent()
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-    )
+    configure_logging()
     try:
         uvloop.run(_serve(parse_options(argv)))
     except (InvalidInput, OSError) as error:

@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import logging
 import random
 import signal
 import sys
@@ -21,6 +20,7 @@ from aiohttp import web
 from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_config
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
+from fulcrum_cluster.logs import configure_logging
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
@@ -36,10 +36,7 @@ _log = structlog.get_logger()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT (exit code 0), or until the Lease is lost (exit code 1)."""
     args = _parser().parse_args(argv)
-    structlog.configure(
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-    )
+    configure_logging()
     try:
         sys.exit(asyncio.run(_run_operator(args)))
     except (InvalidInput, OSError) as error:
