@@ -94,6 +94,11 @@ class AutoscalerSupervisor:
             log.info("autoscaling stopped, service deleted", namespace=key[0], service=key[1])
             task.cancel()
             self._stopping[key] = task
+            task.add_done_callback(lambda ended: self._forget_stopped(key, ended))
+
+    def _forget_stopped(self, key: _ServiceKey, task: asyncio.Task[None]) -> None:
+        if self._stopping.get(key) is task:
+            del self._stopping[key]
 
     async def _run_loop(self, key: _ServiceKey, previous: asyncio.Task[None] | None) -> None:
         """Run the loop of one service until cancelled.

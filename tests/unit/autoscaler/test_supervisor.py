@@ -1,6 +1,7 @@
 """The supervisor runs one loop per service, each with its own router client, history and metrics."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -14,7 +15,7 @@ from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import FlipRequest, RouterState
-from tests.waiting import wait_until
+from tests.waiting import run_pending_tasks, wait_until
 
 Key = tuple[str, str]
 
@@ -108,6 +109,25 @@ async def test_a_service_deleted_and_created_again_at_once_has_a_loop(
     await wait_until(
         lambda: bool(setup.polled and setup.services_with_decisions() and setup.services_with_metrics())
     )
+
+
+def count_ended_loops() -> int:
+    """Tasks of loops that have ended and are still referred to."""
+    tasks = (known for known in gc.get_objects() if isinstance(known, asyncio.Task))
+    return sum(task.done() and "_run_loop" in repr(task.get_coro()) for task in tasks)
+
+
+async def test_the_loop_of_a_deleted_service_is_forgotten(start: Callable[[SupervisorSetup], None]) -> None:
+    setup = SupervisorSetup()
+    start(setup)
+    for number in range(5):
+        await setup.create("prod", f"chat-{number}")
+        await wait_until(lambda: bool(setup.services_with_metrics()))
+        await setup.store.delete(PDService, f"chat-{number}", namespace="prod")
+        await wait_until(lambda: not setup.services_with_metrics())
+    await run_pending_tasks()
+    gc.collect()
+    assert count_ended_loops() == 0
 
 
 async def test_with_a_namespace_other_namespaces_are_ignored(
