@@ -22,6 +22,8 @@ CLOCK_LEEWAY_S = 10.0
 """Difference between the clocks of two machines that is tolerated in a token's times, in seconds."""
 KEY_REFRESH_INTERVAL_S = 5.0
 """Seconds between two reads of the keys, at least, however many tokens name an unknown key."""
+KEY_MAX_AGE_S = 60.0
+"""Seconds after which the keys are read again: a key is accepted that long after it was withdrawn."""
 
 _JWKS = "/openid/v1/jwks"
 _DISCOVERY = "/.well-known/openid-configuration"
@@ -52,7 +54,7 @@ class SharedTokenAuthenticator:
 
     async def authenticate(self, token: str) -> None:
         """See `Authenticator`."""
-        if not hmac.compare_digest(token.encode(), self._token):
+        if not hmac.compare_digest(token.encode("utf-8", "surrogateescape"), self._token):
             raise Unauthorized("a bearer token is required")
 
 
@@ -85,6 +87,12 @@ class ServiceAccountAuthenticator:
         if claims.get("sub") not in self._subjects:
             raise Unauthorized(f"{claims.get('sub')} may not call the state port")
 
+    async def keep_keys_fresh(self) -> None:
+        """Read the keys again and again, until cancelled."""
+        while True:
+            await self.refresh_keys()
+            await asyncio.sleep(KEY_MAX_AGE_S)
+
     async def refresh_keys(self) -> None:
         """Read issuer and keys, unless they were read just now; if that fails, the known ones stay in use."""
         async with self._refresh_lock:
@@ -106,6 +114,8 @@ class ServiceAccountAuthenticator:
         """Return the claims of a token that the API server signed for the state port's audience."""
         import jwt  # 10 MB that a local run never needs
 
+        if not token.isascii():
+            raise Unauthorized("the bearer token is not a JSON Web Token")
         try:
             header = jwt.get_unverified_header(token)
             name = str(header.get("kid"))

@@ -13,12 +13,15 @@ from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.router_state import STATE_PORT_AUDIENCE
 from fulcrum_router.control.auth import (
     CLOCK_LEEWAY_S,
+    KEY_MAX_AGE_S,
     KEY_REFRESH_INTERVAL_S,
     ServiceAccountAuthenticator,
     SharedTokenAuthenticator,
     Unauthorized,
 )
-from tests.clocks import ManualClock
+from fulcrum_router.server import background_task
+from tests.clocks import LoopClock, ManualClock
+from tests.waiting import advance
 
 ISSUER = "https://kubernetes.default.svc"
 OPERATOR = "system:serviceaccount:fulcrum:operator"
@@ -129,6 +132,24 @@ async def test_an_invalid_token_is_refused_with_its_reason(given: str, reason: s
     )
 
 
+@pytest.mark.looptime
+async def test_a_key_that_the_api_server_withdrew_is_refused_after_a_minute() -> None:
+    server = FakeApiServer("one", "two")
+    authenticator = ServiceAccountAuthenticator(server.get_raw, [OPERATOR], clock=LoopClock(NOW_S))
+    async with background_task(authenticator.keep_keys_fresh()):
+        await advance(1.0)
+        server.names = ("two",)
+        assert await try_authenticate(authenticator, token()) == "accepted"
+        await advance(KEY_MAX_AGE_S)
+        assert "does not list" in await try_authenticate(authenticator, token())
+        assert await try_authenticate(authenticator, token("two")) == "accepted"
+
+
+async def test_a_token_that_is_not_ascii_is_refused() -> None:
+    refused = await try_authenticate(make_authenticator(FakeApiServer("one"), ManualClock(NOW_S)), "\udcff")
+    assert refused == "the bearer token is not a JSON Web Token"
+
+
 async def test_known_keys_stay_valid_during_an_api_server_outage() -> None:
     server, clock = FakeApiServer("one"), ManualClock(NOW_S)
     authenticator = make_authenticator(server, clock)
@@ -155,7 +176,8 @@ async def test_a_new_key_is_found_and_unknown_keys_cause_at_most_one_read_per_in
 
 
 @pytest.mark.parametrize(
-    ("given", "accepted"), [("secret", True), ("secre", False), ("", False), ("sécret", False)]
+    ("given", "accepted"),
+    [("secret", True), ("secre", False), ("", False), ("sécret", False), ("s\udcffcret", False)],
 )
 async def test_only_the_exact_shared_token_is_accepted(given: str, accepted: bool) -> None:
     try:
