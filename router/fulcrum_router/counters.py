@@ -74,6 +74,10 @@ class Counters:
         self.takeovers = 0
         """Times that this router became active."""
         self.output_tokens = 0
+        self.unknown_tiers = 0
+        """Requests that named a tier that the service does not have, and got the default tier."""
+        self.refused_connections = 0
+        """Connections of clients over the limit."""
 
     def get_tier(self, name: str) -> TierCounters:
         """The counters of a tier, created at its first request."""

@@ -22,6 +22,7 @@ from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
+from fulcrum_router.data_path.limits import raise_file_limit
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.observe.engines import EngineProber
@@ -105,6 +106,7 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     clients, state = bind_socket(options.host, options.port, option="--port"), None
     if options.has_state_port:
         state = bind_socket(options.host, options.state_port, option="--state-port")
+    raise_file_limit()
     router, ports = Router(), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
         cluster = watcher = None
@@ -166,7 +168,7 @@ async def _open_state_port(
 ) -> None:
     authenticator = _make_authenticator(options, cluster)
     if isinstance(authenticator, ServiceAccountAuthenticator):
-        await stack.enter_async_context(background_task(authenticator.refresh_keys()))
+        await stack.enter_async_context(background_task(authenticator.keep_keys_fresh()))
     await stack.enter_async_context(_serve_state_port(router, authenticator, bound))
 
 

@@ -70,6 +70,10 @@ class ServiceSettings:
     drain_timeout_s: float = 0.0
     """Seconds that requests in flight get to finish when the router shuts down."""
 
+    def has_tier(self, name: str) -> bool:
+        """Whether requests may name this tier."""
+        return name in self.tiers or name == self.default_tier.name
+
     def find_tier(self, name: str | None) -> Tier:
         """Return the tier of that name, or the default tier if the service has no such tier."""
         return self.tiers.get(name, self.default_tier) if name else self.default_tier

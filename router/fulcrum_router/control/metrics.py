@@ -108,6 +108,7 @@ class RouterCollector(Collector):
         """Build all families."""
         yield from _build_tier_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
+        yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
         yield _build_transfer_family(self._router.pairs)
         yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
@@ -225,6 +226,19 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "fulcrum_router_output_tokens", "Output tokens streamed to clients.", counters.output_tokens
+    )
+
+
+def _build_client_families(counters: Counters) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "fulcrum_router_unknown_tiers",
+        "Client requests that named a tier that the service does not list; they got the default tier.",
+        counters.unknown_tiers,
+    )
+    yield CounterMetricFamily(
+        "fulcrum_router_refused_connections",
+        "Connections of clients that got a 503, because as many were open as the router may have.",
+        counters.refused_connections,
     )
 
 

@@ -17,11 +17,12 @@ from fulcrum_router.data_path.prefill import MAX_ATTEMPTS, PrefillLeg
 from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.bodies import InvalidBody, RequestBody, build_decode_body, parse_request_body
+from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.inline_task import InlineTask, run_in_asyncio_task
+from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy import (
@@ -341,6 +342,8 @@ class Exchange:
             self._router.ttft_errors.learn_first_token(
                 predicted, decode_leg_s=now_s - leg.sent_s, ttft_s=now_s - self.arrival_s
             )
+        self._downstream.release_body()
+        self._prefill_leg.request_body.forget_prompt()
         self._prefill_leg.release_transfer()
         if self._local_prefill_entry is not None:
             self._local_prefill_entry.release(now_s)  # releasing again later has no effect

@@ -19,6 +19,9 @@ class Downstream(Protocol):
     def write(self, data: bytes) -> None:
         """Send bytes to the client."""
 
+    def release_body(self) -> None:
+        """Forget the body of the request: no leg can need it again."""
+
     def finish_response(self, *, keep_alive: bool) -> None:
         """End the exchange; the connection is closed unless `keep_alive` is set."""
 

@@ -2,6 +2,10 @@
 
 The client's JSON is parsed once. The decode body is the client's own bytes with the KV transfer parameters
 appended; it is serialised anew only if the client sent a reserved field or a field has to be replaced.
+
+Engines pass the fields of `vllm_xargs` on to their scheduler, beside `kv_transfer_params`: the reserved ones
+are removed there, too. A body that names either is serialised anew, so that an engine cannot find in a
+repeated name what the router did not see.
 """
 
 from dataclasses import dataclass, replace
@@ -11,12 +15,23 @@ from typing import Any
 import orjson
 
 from fulcrum_router.counters import LocalPrefillReason
+from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.policy.estimate import measure_prompt
 
 RESERVED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 """Fields that a client may not set: the first two make an engine connect to any address, or crash."""
+EXTRA_ARGS_FIELD = "vllm_xargs"
+"""Field whose members vLLM copies into the arguments of its scheduler and its KV connector."""
+RESERVED_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+"""Members of `vllm_xargs` that a client may not set: transfers, and the detail of KV cache events."""
+
+MAX_PROMPTS = 2_048
+"""Prompts in one request, as in OpenAI's API."""
+
+_RESPECIFIED_FIELDS = RESERVED_FIELDS | {EXTRA_ARGS_FIELD}
 
 _SINGLE = (1, None)
+_STREAM_FIELDS = frozenset({"stream", "stream_options"})
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 _REQUIRED_KV_TRANSFER_PARAMS = (
     "remote_block_ids",
@@ -25,10 +40,6 @@ _REQUIRED_KV_TRANSFER_PARAMS = (
     "remote_host",
     "remote_port",
 )
-
-
-class InvalidBody(ValueError):
-    """The client's body is not a JSON object."""
 
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
@@ -43,35 +54,50 @@ class RequestBody:
     local_prefill_reason: LocalPrefillReason | None
     """Why one KV transfer cannot serve the request; None if it can."""
 
+    def forget_prompt(self) -> None:
+        """Free the memory of all but the options of the stream: no leg needs the body again."""
+        self.raw = b""
+        self.fields = {name: self.fields[name] for name in _STREAM_FIELDS & self.fields.keys()}
+
 
 def parse_request_body(raw: bytes, priority: int) -> RequestBody:
     """Parse `raw`, drop its reserved fields and set `priority` (0: none).
 
     Raises:
-        InvalidBody: if `raw` is not a JSON object.
+        InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
     """
-    try:
-        fields = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidBody(f"the body is not JSON: {error}") from None
-    if type(fields) is not dict:
-        raise InvalidBody("the body is not a JSON object")
-    if not RESERVED_FIELDS.isdisjoint(fields):
-        for name in RESERVED_FIELDS:
-            fields.pop(name, None)
+    fields = parse_limited_object(raw)
+    if not _RESPECIFIED_FIELDS.isdisjoint(fields):
+        _drop_reserved_fields(fields)
         raw = orjson.dumps(fields)
     if priority:
         fields["priority"] = priority
         raw = _append_field(raw, b'"priority":%d' % priority, is_empty=len(fields) == 1)
+    prompt = fields.get("prompt")
+    if type(prompt) is list and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
+        raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
     size, ids = measure_prompt(fields)
     return RequestBody(raw, fields, size, ids, _find_local_prefill_reason(fields))
+
+
+def _drop_reserved_fields(fields: dict[str, Any]) -> None:
+    for name in RESERVED_FIELDS:
+        fields.pop(name, None)
+    extra_args = fields.get(EXTRA_ARGS_FIELD)
+    if type(extra_args) is dict:
+        for name in RESERVED_EXTRA_ARGS:
+            extra_args.pop(name, None)
 
 
 def _find_local_prefill_reason(fields: dict[str, Any]) -> LocalPrefillReason | None:
     prompt = fields.get("prompt")
     if type(prompt) is list and len(prompt) > 1 and not isinstance(prompt[0], int):
         return LocalPrefillReason.MULTIPLE_PROMPTS
+    if fields.get("prompt_embeds") is not None:
+        return LocalPrefillReason.PROMPT_EMBEDS
     if fields.get("n", 1) not in _SINGLE or fields.get("best_of", 1) not in _SINGLE:
+        return LocalPrefillReason.MULTIPLE_CHOICES
+    if fields.get("use_beam_search"):
         return LocalPrefillReason.MULTIPLE_CHOICES
     return None
 

@@ -47,13 +47,13 @@ def build_error_response(
     error_type: str | None = None,
     header_lines: bytes = b"",
     close: bool = False,
+    head_only: bool = False,
 ) -> bytes:
     """Build an error response; a 503 has `retry-after: 1`, in seconds."""
     if status == 503:
         header_lines += b"retry-after: 1\r\n"
-    return build_response(
-        status, build_error_body(status, message, error_type), header_lines=header_lines, close=close
-    )
+    body = build_error_body(status, message, error_type)
+    return build_response(status, body, header_lines=header_lines, close=close, head_only=head_only)
 
 
 def build_broken_stream_event(message: str) -> bytes:

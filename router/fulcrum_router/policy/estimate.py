@@ -35,8 +35,8 @@ def _measure_prompt_field(prompt: object) -> tuple[int, int]:
         return 0, 0
     if all(isinstance(item, int) for item in prompt[:1]):
         return 0, len(prompt)
-    sizes = [_measure_prompt_field(item) for item in prompt]
-    return sum(size for size, _ in sizes), sum(ids for _, ids in sizes)
+    size = sum(_count_utf8_bytes(item) for item in prompt if isinstance(item, str))
+    return size, sum(len(item) for item in prompt if isinstance(item, list))
 
 
 def _measure_messages(messages: object) -> int:

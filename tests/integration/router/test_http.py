@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import socket
 
 import pytest
 
 from fulcrum_router.data_path import downstream as client_module
+from fulcrum_router.http1 import requests as request_module
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     FakeEngine,
@@ -14,6 +16,7 @@ from tests.integration.router.fake_engines import (
     build_post,
     run_router,
     send_source_name,
+    stream_tokens_then,
 )
 from tests.waiting import run_pending_tasks, wait_until
 
@@ -178,7 +181,7 @@ async def test_endless_trailers_are_rejected() -> None:
 
 
 async def test_a_chunked_body_over_the_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(request_module, "MAX_BODY_BYTES", 100)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     async with run_router() as world:
         [(status, _)] = await send_pieces(
@@ -189,9 +192,138 @@ async def test_a_chunked_body_over_the_limit_is_rejected(monkeypatch: pytest.Mon
 
 async def test_the_response_to_a_head_request_has_no_body() -> None:
     async with run_router(FakeEngine("d1")) as world:
-        response = await read_until_closed(world, b"HEAD /v1/models HTTP/1.1\r\nconnection: close\r\n\r\n")
+        response = await read_until_closed(
+            world, b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        )
         assert response.startswith(b"HTTP/1.1 200 OK\r\n")
         assert response.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/completions"])
+async def test_an_error_response_to_a_head_request_has_no_body(path: str) -> None:
+    async with run_router(FakeEngine("d1")) as world:
+        got = await read_until_closed(
+            world, build_get(path, "HEAD") + build_get("/health")[:-2] + b"connection: close\r\n\r\n"
+        )
+        assert [part.split(b"\r\n")[0] for part in got.split(b"\r\n\r\n")[:2]][1].startswith(b"HTTP/1.1 200")
+
+
+async def test_a_thousand_pipelined_upgrades_are_served_one_after_another() -> None:
+    offer = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
+    async with run_router() as world:
+        got = await send_pieces(world, offer * 1_000, response_count=1_000)
+        assert statuses(got) == [200] * 1_000
+
+
+async def test_pipelined_requests_of_a_client_that_does_not_read_are_not_answered_into_memory() -> None:
+    """Each response is larger than its request: served without end they would fill the memory."""
+    async with run_router() as world:
+        _, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1_024)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        writer.write(build_get("/v1/models") * 50_000)
+        await wait_until(
+            lambda: any(connection.paused for connection in world.server.clients.connections),
+            "the router waits for the client to read",
+        )
+        [connection] = world.server.clients.connections
+        assert connection.count_buffered_bytes() < 2_000_000
+        writer.transport.abort()
+
+
+async def test_a_body_over_the_global_limit_is_rejected_until_others_have_ended() -> None:
+    go_on = asyncio.Event()
+
+    async def wait_and_respond(response: ResponseWriter) -> None:
+        await go_on.wait()
+        await send_source_name()(response)
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond)) as world:
+        memory = world.server.clients.memory
+        memory.max_bytes = len(build_post(BODY)) + len(BODY)
+        first = asyncio.ensure_future(send_pieces(world, build_post(BODY)))
+        await wait_until(lambda: bool(world["d1"].requests), "the first request holds its body")
+        assert memory.held_bytes == len(BODY)
+        large = build_post(json.dumps({"prompt": "x" * len(build_post(BODY))}).encode())
+        [(status, body)] = await send_pieces(world, large)
+        assert (status, json.loads(body)["error"]["message"]) == (
+            503,
+            "the router holds as many bytes of requests as it may; try again",
+        )
+        go_on.set()
+        assert statuses(await first) == [200]
+        await wait_until(lambda: memory.held_bytes == 0, "nothing is held")
+        assert statuses(await send_pieces(world, build_post(BODY))) == [200]
+        await wait_until(lambda: memory.held_bytes == 0, "nothing is held")
+
+
+async def test_the_body_of_a_stream_is_forgotten_at_its_first_byte() -> None:
+    go_on = asyncio.Event()
+
+    async def wait(_: ResponseWriter) -> None:
+        await go_on.wait()
+
+    body = b'{"prompt":"hello","stream":true}'
+    engine = FakeEngine("d1", decode=stream_tokens_then(1, wait))
+    async with run_router(FakeEngine("p1"), engine) as world:
+        _, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(build_post(body))
+        memory = world.server.clients.memory
+        await wait_until(lambda: bool(world["p1"].requests), "the request was read")
+        await wait_until(lambda: memory.held_bytes == 0, "the body is forgotten")
+        assert world["d1"].requests
+        writer.transport.abort()
+        go_on.set()
+
+
+async def test_a_connection_over_the_limit_gets_a_503_that_says_so() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        world.server.clients.max_connections = 1
+        _, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        await wait_until(lambda: len(world.server.clients.connections) == 1, "the first is connected")
+        response = await read_until_closed(world, build_post(BODY))
+        assert response.startswith(b"HTTP/1.1 503")
+        assert b"the router has 1 connections open, as many as it may" in response
+        writer.close()
+        await wait_until(lambda: not world.server.clients.connections, "both are closed")
+        assert statuses(await send_pieces(world, build_post(BODY))) == [200]
+        assert world.router.counters.refused_connections == 1
+
+
+async def test_a_rejected_client_that_still_sends_can_read_why() -> None:
+    """Closing at once would reset the connection, and the client would not see the response."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n"
+    async with run_router() as world:
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(head + b"x" * 1_000_000)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 413")
+            await writer.drain()
+            await reader.read()
+        writer.close()
+
+
+async def test_a_rejected_client_that_does_not_close_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LINGER_S", 0.05)
+    async with run_router() as world:
+        _, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(b"NONSENSE\r\n\r\n")
+        await wait_until(lambda: bool(world.server.clients.connections), "it is connected")
+        await wait_until(lambda: not world.server.clients.connections, "the router has closed")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "count"), [("gold-plated", 1), ("premium", 0), ("default", 0), ("", 0)], ids=repr
+)
+async def test_a_tier_that_the_service_does_not_have_is_the_default_tier_and_counted(
+    tier: str, count: int
+) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        lines = (f"x-customer-tier: {tier}",) if tier else ()
+        assert statuses(await send_pieces(world, build_post(BODY, *lines))) == [200]
+        assert world.router.counters.unknown_tiers == count
+        assert set(world.router.counters.tiers) == {"premium" if tier == "premium" else "default"}
 
 
 async def test_the_model_is_listed_and_ready_needs_a_serving_instance() -> None:

@@ -67,6 +67,9 @@ class LocalPrefillReason(StrEnum):
 
     MULTIPLE_PROMPTS = "multiple_prompts"
     MULTIPLE_CHOICES = "multiple_choices"
+    """Several answers (`n`, `best_of`) or a beam search."""
+    PROMPT_EMBEDS = "prompt_embeds"
+    """The prompt has no tokens that a KV transfer could be counted by."""
     NO_PREFILL_INSTANCE = "no_prefill_instance"
     PREFILL_FAILED = "prefill_failed"
     KV_TRANSFER_BROKEN = "kv_transfer_broken"
@@ -86,4 +89,13 @@ class LocalPrefillReason(StrEnum):
     @property
     def is_expected(self) -> bool:
         """Whether the reason lies in the request and not in a failure."""
-        return self in (LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES)
+        return self in _EXPECTED_REASONS
+
+
+_EXPECTED_REASONS = frozenset(
+    {
+        LocalPrefillReason.MULTIPLE_PROMPTS,
+        LocalPrefillReason.MULTIPLE_CHOICES,
+        LocalPrefillReason.PROMPT_EMBEDS,
+    }
+)

@@ -34,6 +34,9 @@ class FakeDownstream:
     def write(self, data: bytes) -> None:
         self.writes.append(data)
 
+    def release_body(self) -> None:
+        pass
+
     def finish_response(self, *, keep_alive: bool) -> None:
         self.finished_keep_alive = keep_alive
 

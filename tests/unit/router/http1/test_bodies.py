@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fulcrum_router.http1.bodies import (
-    InvalidBody,
+    MAX_PROMPTS,
     PrefillProblem,
     PrefillResponse,
     build_decode_body,
@@ -14,6 +14,7 @@ from fulcrum_router.http1.bodies import (
     parse_prefill_response,
     parse_request_body,
 )
+from fulcrum_router.http1.json_limits import InvalidBody
 
 KV_TRANSFER_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -55,6 +56,52 @@ def test_a_client_cannot_set_reserved_fields(field: str) -> None:
 def test_a_body_that_is_not_a_json_object_is_rejected(raw: bytes) -> None:
     with pytest.raises(InvalidBody):
         parse_request_body(raw, 0)
+
+
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        b'{"prompt":"a","vllm_xargs":{"mine":1,%b:"x"}}',
+        b'{"prompt":"a","vllm_xargs":{%b:1},"vllm_xargs":{"mine":1}}',
+        b'{"prompt":"a","vllm_xargs":{"mine":1},"vllm_\\u0078args":{%b:{"x":1},"mine":1}}',
+    ],
+    ids=["in vllm_xargs", "in the first of two vllm_xargs", "in an escaped vllm_xargs"],
+)
+def test_a_client_cannot_set_reserved_extra_args(template: bytes, name: str) -> None:
+    """vLLM copies them to where its KV connector reads: `"x"` there ends the engine."""
+    for spelling in (name, name.replace("_", "\\u005f")):
+        raw = parse_request_body(template % b'"%b"' % spelling.encode(), 0).raw
+        pairs = json.loads(raw, object_pairs_hook=lambda pairs: pairs)
+        assert pairs == [("prompt", "a"), ("vllm_xargs", [("mine", 1)])]
+
+
+def test_extra_args_of_another_type_are_the_engines_to_reject() -> None:
+    raw = b'{"prompt":"a","vllm_xargs":["kv_transfer_params"]}'
+    assert parse_request_body(raw, 0).raw == raw
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ('"n":2', "multiple_choices"),
+        ('"n":"2"', "multiple_choices"),
+        ('"best_of":3', "multiple_choices"),
+        ('"use_beam_search":true', "multiple_choices"),
+        ('"prompt_embeds":["AA","AA"]', "prompt_embeds"),
+        ('"prompt":["a","b"]', "multiple_prompts"),
+        ('"n":1', None),
+    ],
+)
+def test_a_request_that_one_kv_transfer_cannot_serve_gets_none(field: str, reason: str | None) -> None:
+    body = b'{"prompt":"a",%b}' % field.encode()
+    assert parse_request_body(body, 0).local_prefill_reason == reason
+
+
+def test_more_prompts_than_the_limit_are_rejected() -> None:
+    parse_request_body(json.dumps({"prompt": ["a"] * MAX_PROMPTS}).encode(), 0)
+    with pytest.raises(InvalidBody, match="more than 2048 prompts"):
+        parse_request_body(json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode(), 0)
 
 
 def test_the_prefill_body_requests_one_token_and_no_stream() -> None:

@@ -1,0 +1,261 @@
+"""Read client requests from the bytes of one connection: framing and limits, without a socket or a clock.
+
+httptools parses. This module refuses what a proxy in front of the router and the router could read in two
+ways: a repeated or missing Host, a transfer coding other than `chunked`, chunks of an HTTP/1.0 client.
+`downstream` decides when to read on, serves the requests in order, and ends the connection after a refusal.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httptools
+
+MAX_HEAD_BYTES = 32_768
+"""Also the limit of trailers, and of a chunk's extensions."""
+MAX_BODY_BYTES = 16 * 1024 * 1024
+"""Parsing more would keep all other clients waiting for more than 20 ms."""
+PIECE_BYTES = 8_192
+"""Bytes beyond the current body that are parsed at once, so that few pipelined requests are read at once."""
+
+_REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
+    {
+        b"content-length",
+        b"expect",
+        b"host",
+        b"traceparent",
+        b"tracestate",
+        b"transfer-encoding",
+        b"x-customer-tier",
+        b"x-request-id",
+    }
+)
+_SINGLE_HEADERS = (b"content-length", b"host", b"transfer-encoding")
+
+
+class Rejection(Exception):
+    """What was read is not served: the connection ends with this status and message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class BodyMemory(Protocol):
+    """Limits the bytes of all bodies that are held at once."""
+
+    def hold(self, size: int) -> bool:
+        """Count `size` bytes more; False if there is no room for them."""
+        ...
+
+
+@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
+class Request:
+    """A whole request."""
+
+    method: bytes
+    path: bytes
+    """Without the query."""
+    headers: dict[bytes, bytes]
+    """Header lines, names in lower case; of repeated ones the last."""
+    body: bytes
+    http_version: bytes
+    """`1.0` or `1.1`."""
+    keep_alive: bool
+    """Whether the client may send another request on the connection."""
+
+
+class RequestReader:
+    """Reads the requests of one connection.
+
+    Args:
+        memory: Limit on the bodies of all connections. What it holds for this connection, the owner of the
+            connection releases.
+    """
+
+    __slots__ = (
+        "_body_bytes",
+        "_body_parts",
+        "_expected_bytes",
+        "_head_complete",
+        "_header_lines",
+        "_headers",
+        "_keep_alive",
+        "_memory",
+        "_parser",
+        "_piece_had_body",
+        "_quiet_bytes",
+        "_target",
+        "begun",
+        "expects_continue",
+        "held_bytes",
+        "rejection",
+        "requests",
+    )
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._keep_alive = True
+        self.requests: deque[Request] = deque()
+        """Requests that were read; the caller removes them."""
+        self.rejection: Rejection | None = None
+        """Why nothing more is read; sent after the responses to `requests`."""
+        self.held_bytes = 0
+        """Bytes of bodies that were counted by `memory` and not yet released."""
+        self.begun = False
+        """Whether part of a request was read."""
+        self._clear()
+        self.begun = False
+
+    def _clear(self) -> None:
+        self.begun = True
+        self.expects_continue = False
+        self._target = b""
+        self._header_lines: list[tuple[bytes, bytes]] = []
+        self._headers: dict[bytes, bytes] = {}
+        self._body_parts: list[bytes] = []
+        self._body_bytes = self._expected_bytes = self._quiet_bytes = 0
+        self._head_complete = self._piece_had_body = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is read: after a rejection, or a request that closes the connection."""
+        return self.rejection is not None or not self._keep_alive
+
+    def feed(self, data: bytes) -> bytes:
+        """Read on until a request is complete or `data` is read; return the bytes that were not read."""
+        position, view = 0, memoryview(data)
+        try:
+            while position < len(data) and not self.requests and not self.ended:
+                missing = self._expected_bytes - self._body_bytes
+                piece = view[position : position + PIECE_BYTES + missing]
+                position += self._feed_piece(piece)
+        except Rejection as rejection:
+            self.rejection = rejection
+        return b"" if position >= len(data) or self.ended else data[position:]
+
+    def _feed_piece(self, piece: memoryview) -> int:
+        """Parse a piece; return how much of it was read."""
+        self._piece_had_body = False
+        size = len(piece)
+        try:
+            self._parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as offer:
+            size = offer.args[0]
+            self._read_again_without_upgrade()
+        except httptools.HttpParserError as error:
+            self._handle_parser_error(error)
+        self._quiet_bytes = 0 if self._piece_had_body else self._quiet_bytes + size
+        if self._quiet_bytes > MAX_HEAD_BYTES:
+            raise Rejection(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+        return size
+
+    def _handle_parser_error(self, error: Exception) -> None:
+        """Reject what cannot be parsed; httptools wraps what this class's callbacks raise."""
+        if not self._keep_alive:
+            return  # bytes after a request that closes the connection
+        cause = error.__context__
+        if isinstance(cause, Rejection):
+            raise cause from None
+        raise Rejection(400, f"the request is not HTTP/1.1: {error}") from None
+
+    def _read_again_without_upgrade(self) -> None:
+        """Parse the last request again without its Upgrade header: httptools skips the body otherwise.
+
+        Java's HTTP client offers an upgrade with each first request.
+        """
+        offered = self.requests.pop()
+        if offered.method == b"CONNECT":
+            raise Rejection(405, "CONNECT is not supported")
+        lines = [
+            b"%b: %b\r\n" % (name, offered.headers[name])
+            for name in _REPLAYED_HEADERS & offered.headers.keys()
+        ]
+        if b"close" in offered.headers.get(b"connection", b"").lower():
+            lines.append(b"connection: close\r\n")
+        self._keep_alive = True
+        self._parser = httptools.HttpRequestParser(self)
+        version, header_lines = offered.http_version, b"".join(lines)
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (offered.method, offered.path, version, header_lines)
+        try:
+            self._parser.feed_data(head)
+        except httptools.HttpParserError as error:
+            self._handle_parser_error(error)
+
+    # --- httptools -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._clear()
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_lines.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._head_complete = True
+        lines = self._header_lines
+        self._headers = headers = dict(lines)
+        if self._quiet_bytes > MAX_HEAD_BYTES - PIECE_BYTES:
+            self._limit_header_bytes()
+        self._check_framing(headers, is_repeated=len(headers) != len(lines))
+        if b"content-length" in headers:
+            self._expected_bytes = int(headers[b"content-length"])
+            if self._expected_bytes > MAX_BODY_BYTES:
+                raise Rejection(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        expected = headers.get(b"expect")
+        if expected is not None and self._parser.get_http_version() == "1.1":
+            if expected.lower() != b"100-continue":
+                raise Rejection(417, "the only supported expectation is 100-continue")
+            self.expects_continue = True
+
+    def _check_framing(self, headers: dict[bytes, bytes], *, is_repeated: bool) -> None:
+        version = self._parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise Rejection(505, "the router speaks HTTP/1.1")
+        if is_repeated:
+            names = [name for name, _ in self._header_lines]
+            for name in _SINGLE_HEADERS:
+                if names.count(name) > 1:
+                    raise Rejection(400, f"the header {name.decode()} is repeated")
+        if b"host" not in headers and version == "1.1":
+            raise Rejection(400, "the header host is missing")
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or version == "1.0"):
+            raise Rejection(501, "the only supported transfer coding is chunked, with HTTP/1.1")
+
+    def _limit_header_bytes(self) -> None:
+        size = len(self._target) + sum(len(name) + len(value) for name, value in self._header_lines)
+        if size > MAX_HEAD_BYTES:
+            raise Rejection(431, f"the request head is larger than {MAX_HEAD_BYTES} bytes")
+
+    def on_body(self, body: bytes) -> None:
+        self._piece_had_body, self.expects_continue = True, False
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_BODY_BYTES:
+            raise Rejection(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if not self._memory.hold(len(body)):
+            raise Rejection(503, "the router holds as many bytes of requests as it may; try again")
+        self.held_bytes += len(body)
+        self._body_parts.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.ended:
+            return
+        self.begun = self.expects_continue = False
+        parser, parts = self._parser, self._body_parts
+        self._keep_alive = keep_alive = parser.should_keep_alive()
+        self.requests.append(
+            Request(
+                parser.get_method(),
+                self._target.partition(b"?")[0],
+                self._headers,
+                parts[0] if len(parts) == 1 else b"".join(parts),
+                b"1.0" if parser.get_http_version() == "1.0" else b"1.1",
+                keep_alive,
+            )
+        )
+        self._body_parts = []
+        self._body_bytes = self._expected_bytes = 0
