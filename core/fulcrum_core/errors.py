@@ -2,6 +2,7 @@
 
 FulcrumError
 ├── InvalidInput            a user's value breaks a rule: path, value, rule
+├── NameTaken               an object of somebody else has a name that is needed
 └── StoreError              the store refused
     ├── NotFound
     ├── AlreadyExists
@@ -22,6 +23,10 @@ class InvalidInput(FulcrumError):
     def __init__(self, path: str, value: object, rule: str) -> None:
         super().__init__(f"{path} ({value}) {rule}")
         self.path, self.value, self.rule = path, value, rule
+
+
+class NameTaken(FulcrumError):
+    """An object of somebody else has a name that is needed. The text names the object and its owner."""
 
 
 class StoreError(FulcrumError):

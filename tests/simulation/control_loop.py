@@ -31,7 +31,8 @@ from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Listing, R, WatchEvent
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.context import ReconcileContext, ServiceKey
+from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.engines import simulated
 from fulcrum_operator.plan.observed import EngineFacts
 from fulcrum_simulator.engine import OutputToken

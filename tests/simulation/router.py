@@ -20,7 +20,7 @@ from fulcrum_core.ports import Clock
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, EngineIdentity, Phase, Role
-from fulcrum_operator.controller.reconcile import ServiceKey
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_router.fleet.health import Health
 from fulcrum_router.observe.objects import TYPICAL_REQUEST_TOKENS
 from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, Ledger, TransferPairs

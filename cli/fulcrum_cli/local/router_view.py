@@ -6,7 +6,7 @@ from fulcrum_cli.local.supervised_process import Program
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable
 from fulcrum_core.ports import EngineState
 from fulcrum_core.router_state import RouterState
-from fulcrum_operator.controller.reconcile import ServiceKey
+from fulcrum_operator.controller.context import ServiceKey
 
 _RESPONSE_TIMEOUT_S = 0.5
 

@@ -27,7 +27,8 @@ from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.store_server import serve_store
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.context import ReconcileContext, ServiceKey
+from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.controller.work_queue import WorkQueue
 
 STATUS_INTERVAL_S = 1.0

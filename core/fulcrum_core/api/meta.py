@@ -235,7 +235,7 @@ class OwnerReference(ApiModel):
     kind: str
     name: str
     uid: str
-    controller: bool = True
+    controller: bool = False
 
 
 class ObjectMeta(ApiModel):
@@ -253,6 +253,11 @@ class ObjectMeta(ApiModel):
     labels: dict[str, str] = Field(default_factory=dict)
     annotations: dict[str, str] = Field(default_factory=dict)
     owner_references: tuple[OwnerReference, ...] = ()
+
+    @property
+    def controller(self) -> OwnerReference | None:
+        """The owner that manages this object; None if nobody does."""
+        return next((owner for owner in self.owner_references if owner.controller), None)
 
     @field_validator("labels")
     @classmethod
@@ -337,4 +342,5 @@ class Resource(ApiModel):
 
     def owner_reference(self) -> OwnerReference:
         """The owner reference of an object that is to be deleted with this one."""
-        return OwnerReference(kind=self.kind, name=self.metadata.name, uid=self.metadata.uid)
+        meta = self.metadata
+        return OwnerReference(kind=self.kind, name=meta.name, uid=meta.uid, controller=True)

@@ -17,8 +17,8 @@ from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_core.api.manifest import first_broken_rule
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.field_ownership import owned_fields
-from fulcrum_operator.controller.reconcile import ServiceKey
 
 R = TypeVar("R", bound=Resource)
 CachedObject = Resource | Object

@@ -1,12 +1,16 @@
 """Applies a service's children: the router's Deployment, Services, RBAC objects, PDB and NetworkPolicies.
 
-A child is applied if it is missing, if its hash annotation differs from the manifest, or if somebody changed
-an applied field. Kinds in `CREATE_ONLY_KINDS` are created once and belong to the router afterwards.
+A child is created if it is missing, and applied if its hash annotation differs from the manifest or if
+somebody changed an applied field. Kinds in `CREATE_ONLY_KINDS` belong to the router after their creation. An
+object that is not the service's is never changed: a missing child is created and not applied, because apply
+would change an object of that name that appeared meanwhile, and apply names the uid of the child that was
+judged. A child that cannot be made does not stop the others.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -24,13 +28,29 @@ from fulcrum_cluster.objects import (
     ObjectKind,
     kind_of_body,
 )
-from fulcrum_core.api import PDService
-from fulcrum_core.errors import NotFound
+from fulcrum_core.api import PDService, conditions
+from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound
+from fulcrum_core.ports import Clock
 from fulcrum_operator.controller.cache import OWNED_FIELDS, ObjectCache
 from fulcrum_operator.controller.cached_store import check_is_leader
-from fulcrum_operator.controller.field_ownership import FIELD_MANAGER, owns_all_fields
+from fulcrum_operator.controller.context import Problems
+from fulcrum_operator.controller.field_ownership import (
+    FIELD_MANAGER,
+    NO_FIELDS,
+    as_applied_fields,
+    owns_all_fields,
+)
+from fulcrum_operator.controller.work_queue import backoff_s
 from fulcrum_operator.manifests.children import CREATE_ONLY_KINDS, service_children
 from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.plan.observed import FailureCause
+from fulcrum_operator.plan.ownership import (
+    Ownership,
+    describe_taken,
+    is_labelled_as_child,
+    judge_ownership,
+    parse_metadata,
+)
 
 APPLIED_HASH = "fulcrum.dev/applied-hash"
 """Annotation with the hash of the manifest that was applied last."""
@@ -41,7 +61,25 @@ WATCHED_CHILDREN = (
 )
 """Kinds of children that are watched. Leases are not: routers renew them every few seconds."""
 
+RETRY_DELAY_MIN_S, RETRY_DELAY_MAX_S = 0.5, 10.0
+"""Delays after the first and after many refusals of a child, in seconds."""
+_TRIES_MAX = 4
+"""Tries to take over the fields of a created object that its controller changes at the same time."""
+
+_ChildKey = tuple[ObjectKind, str, str]
+
 _log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """A child that could not be made: tried again at `retry_s`, or when child or manifest have changed."""
+
+    cause: FailureCause
+    failures: int
+    retry_s: float
+    manifest: str
+    held_version: str
 
 
 class Children:
@@ -51,6 +89,7 @@ class Children:
         objects: API to apply them with.
         cache: Last known state of the watched kinds.
         settings: Settings of the installation.
+        clock: Source of the time of retries.
         is_leader: Returns whether this process may write now.
     """
 
@@ -59,48 +98,190 @@ class Children:
         objects: ObjectApi,
         cache: ObjectCache,
         settings: InstallationSettings,
+        clock: Clock,
         *,
         is_leader: Callable[[], bool],
     ) -> None:
-        self._objects, self._cache, self._settings, self._is_leader = objects, cache, settings, is_leader
-        self._found_unwatched: dict[tuple[ObjectKind, str, str], str] = {}
+        self._objects, self._cache, self._settings, self._clock = objects, cache, settings, clock
+        self._is_leader = is_leader
+        self._found_unwatched: dict[_ChildKey, str] = {}
         """Uid of the service whose child of an unwatched kind was found."""
-        self._current_versions: dict[tuple[ObjectKind, str, str], str] = {}
+        self._current_versions: dict[_ChildKey, str] = {}
         """Resource version in which a child was last found, or applied, as it should be."""
+        self._refusals: dict[_ChildKey, _Refusal] = {}
 
-    async def sync(self, service: PDService, *, desired_replicas: int) -> None:
-        """Create and change the children that differ. Deletion is left to owner references.
+    async def sync(self, service: PDService, *, desired_replicas: int) -> Problems:
+        """Create and change the children that differ; returns what could not be made.
 
-        `desired_replicas` is the desired number of instances of the service, over all pools.
+        Deletion is left to owner references. `desired_replicas` is the desired number of instances of the
+        service, over all pools.
         """
         # One after the other, in this order: a RoleBinding needs its Role.
-        for child in service_children(service, self._settings, desired_replicas=desired_replicas):
+        found = [
             await self._sync_child(child, service)
+            for child in service_children(service, self._settings, desired_replicas=desired_replicas)
+        ]
+        refusals = [refusal for refusal in found if refusal is not None]
+        retry_s = min((refusal.retry_s for refusal in refusals), default=None)
+        return Problems(
+            tuple(refusal.cause for refusal in refusals),
+            None if retry_s is None else max(0.0, retry_s - self._clock.monotonic_s()),
+        )
 
     def recheck_all(self) -> None:
         """Check every child again in the next reconcile of its service, unwatched kinds too."""
         self._found_unwatched.clear()
         self._current_versions.clear()
 
-    async def _sync_child(self, child: Object, service: PDService) -> None:
-        kind, meta = kind_of_body(child), child["metadata"]
-        if child["kind"] in CREATE_ONLY_KINDS:
-            await self._create_once(kind, child, service)
-            return
-        annotations = {**meta.get("annotations", {}), APPLIED_HASH: hash_child(child)}
-        body = {**child, "metadata": {**meta, "annotations": annotations}}
+    async def _sync_child(self, child: Object, service: PDService) -> _Refusal | None:
+        """Make one child; returns its refusal if the API server or somebody else's object prevents that."""
+        kind, meta, manifest = kind_of_body(child), child["metadata"], hash_child(child)
         key = kind, meta["namespace"], meta["name"]
-        if self._is_current(key, body):
-            return
+        known = self._refusals.get(key)
+        if (
+            known is not None
+            and self._clock.monotonic_s() < known.retry_s
+            and (known.manifest, known.held_version) == (manifest, self._held_version(key))
+        ):
+            return known
+        try:
+            taken = await self._make(key, child, service)
+        except (Forbidden, InvalidInput) as error:
+            cause = FailureCause(conditions.CHILD_REFUSED, f"{kind.kind} {meta['name']}: {error}")
+        else:
+            if taken is None:
+                self._refusals.pop(key, None)
+                return None
+            cause = FailureCause(conditions.NAME_TAKEN, taken)
+        failures = known.failures + 1 if known is not None and known.cause == cause else 1
+        if failures == 1:
+            _log.warning("child refused", kind=kind.kind, name=meta["name"], error=cause.message)
+        delay_s = backoff_s(failures, min_s=RETRY_DELAY_MIN_S, max_s=RETRY_DELAY_MAX_S)
+        retry_s = self._clock.monotonic_s() + delay_s
+        self._refusals[key] = _Refusal(cause, failures, retry_s, manifest, self._held_version(key))
+        return self._refusals[key]
+
+    def _held_version(self, key: _ChildKey) -> str:
+        held = self._cache.get_object(*key)
+        return "" if held is None else str(held["metadata"].get("resourceVersion", ""))
+
+    async def _make(self, key: _ChildKey, child: Object, service: PDService) -> str | None:
+        """Create, adopt or change the child; returns whose object has its name, None if nobody else's."""
+        kind = key[0]
+        if child["kind"] in CREATE_ONLY_KINDS:
+            body = child
+        else:
+            annotations = {**child["metadata"].get("annotations", {}), APPLIED_HASH: hash_child(child)}
+            body = {**child, "metadata": {**child["metadata"], "annotations": annotations}}
+        stored = await self._find_or_create(key, body, service)
+        if stored is None:
+            return None
+        meta = parse_metadata(stored)
+        ownership = judge_ownership(meta, service, names_service=is_labelled_as_child(meta, service))
+        if ownership is Ownership.FOREIGN:
+            return describe_taken(kind.kind, meta, service)
+        if child["kind"] in CREATE_ONLY_KINDS:
+            if ownership is Ownership.ORPHANED:
+                await self._adopt(key, stored, child)
+            if kind not in WATCHED_CHILDREN:
+                self._found_unwatched[key] = service.metadata.uid
+        elif not self._is_current(key, body):
+            await self._change(key, body, stored)
+        return None
+
+    async def _find_or_create(self, key: _ChildKey, body: Object, service: PDService) -> Object | None:
+        """The object of this name that exists; None if it was created now, or is known to be ours."""
+        kind, namespace, name = key
+        held = self._cache.get_object(*key)
+        if held is not None:
+            return held
+        if self._found_unwatched.get(key) == service.metadata.uid:
+            return None
+        if kind not in WATCHED_CHILDREN:  # not in the cache: most likely it exists
+            try:
+                return await self._objects.get(kind, name, namespace=namespace)
+            except NotFound:
+                pass
         check_is_leader(self._is_leader)
-        applied = await self._objects.apply(body, manager=FIELD_MANAGER, force=True)
+        try:
+            created = await self._objects.create(kind, body, namespace=namespace)
+        except AlreadyExists:
+            return await self._objects.get(kind, name, namespace=namespace)
+        _log.info("child created", kind=kind.kind, name=name, namespace=namespace)
+        if body["kind"] not in CREATE_ONLY_KINDS:
+            created = await self._own_created_fields(key, created)
+        if kind in WATCHED_CHILDREN:
+            self._cache.put_object(kind, created)
+            self._current_versions[key] = created["metadata"].get("resourceVersion", "")
+        else:
+            self._found_unwatched[key] = service.metadata.uid
+        return None
+
+    async def _own_created_fields(self, key: _ChildKey, stored: Object) -> Object:
+        """Make the fields of a created object applied ones, so that a later apply can remove them.
+
+        The API server counts the fields of a creation as those of another manager than the same manager's
+        applied ones. If the object keeps changing meanwhile, the next `_change` tries again.
+        """
+        kind, namespace, name = key
+        for _ in range(_TRIES_MAX):
+            meta = stored["metadata"]
+            entries = as_applied_fields(meta.get("managedFields") or ())
+            if entries is None:
+                return stored
+            patch = {"metadata": {"managedFields": entries}}
+            try:
+                return await self._objects.patch(
+                    kind, name, patch, namespace=namespace, resource_version=meta["resourceVersion"]
+                )
+            except Conflict:
+                stored = await self._objects.get(kind, name, namespace=namespace)
+        return stored
+
+    async def _adopt(self, key: _ChildKey, stored: Object, child: Object) -> None:
+        """Become the controller of an orphaned object of which nothing else is applied."""
+        kind, namespace, name = key
+        meta = stored["metadata"]
+        owners = [*(meta.get("ownerReferences") or ()), *child["metadata"]["ownerReferences"]]
+        check_is_leader(self._is_leader)
+        adopted = await self._objects.patch(
+            kind,
+            name,
+            {"metadata": {"ownerReferences": owners}},
+            namespace=namespace,
+            resource_version=meta["resourceVersion"],
+        )
+        if kind in WATCHED_CHILDREN:
+            self._cache.put_object(kind, adopted)
+        _log.info("child adopted", kind=kind.kind, name=name, namespace=namespace)
+
+    async def _change(self, key: _ChildKey, body: Object, stored: Object) -> None:
+        """Apply the manifest to the stored child; `Conflict` if it is no longer this object."""
+        kind, namespace, name = key
+        check_is_leader(self._is_leader)
+        if stored.get(OWNED_FIELDS) == NO_FIELDS:  # created by an operator that ended right afterwards
+            await self._own_created_fields(key, await self._objects.get(kind, name, namespace=namespace))
+        # With the uid the API server refuses to create the object, or to change another one of this name.
+        meta = {**body["metadata"], "uid": stored["metadata"]["uid"]}
+        try:
+            applied = await self._objects.apply({**body, "metadata": meta}, manager=FIELD_MANAGER, force=True)
+        except Conflict:
+            await self._refresh(key)
+            raise
         self._cache.put_object(kind, applied)
         # Fields that are not ours now never will be: the server drops them or a webhook sets them.
         # So this version counts as current, otherwise every reconcile would apply the child again.
         self._current_versions[key] = applied["metadata"].get("resourceVersion", "")
-        _log.info("child applied", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
+        _log.info("child applied", kind=kind.kind, name=name, namespace=namespace)
 
-    def _is_current(self, key: tuple[ObjectKind, str, str], body: Object) -> bool:
+    async def _refresh(self, key: _ChildKey) -> None:
+        kind, namespace, name = key
+        try:
+            self._cache.put_object(kind, await self._objects.get(kind, name, namespace=namespace))
+        except NotFound:
+            self._cache.remove(kind, namespace, name)
+
+    def _is_current(self, key: _ChildKey, body: Object) -> bool:
         """Whether the child was applied from this manifest and nobody has changed an applied field since."""
         held = self._cache.get_object(*key)
         if held is None:
@@ -117,24 +298,6 @@ class Children:
             return False
         self._current_versions[key] = version
         return True
-
-    async def _create_once(self, kind: ObjectKind, child: Object, service: PDService) -> None:
-        meta = child["metadata"]
-        key = kind, meta["namespace"], meta["name"]
-        if self._cache.get_object(*key) is not None or self._found_unwatched.get(key) == service.metadata.uid:
-            return
-        try:
-            stored = await self._objects.get(kind, meta["name"], namespace=meta["namespace"])
-        except NotFound:
-            check_is_leader(self._is_leader)
-            stored = await self._objects.create(kind, child, namespace=meta["namespace"])
-            _log.info("child created", kind=kind.kind, name=meta["name"], namespace=meta["namespace"])
-        owners = stored["metadata"].get("ownerReferences", ())
-        if kind in WATCHED_CHILDREN:
-            self._cache.put_object(kind, stored)
-        elif any(owner["uid"] == service.metadata.uid for owner in owners):
-            # An object of a deleted service of this name does not count: garbage collection removes it soon.
-            self._found_unwatched[key] = service.metadata.uid
 
 
 def hash_child(child: Object) -> str:

@@ -21,7 +21,9 @@ from fulcrum_core.values import Actor, Phase
 from fulcrum_operator.controller.cached_store import check_is_leader
 from fulcrum_operator.controller.field_ownership import FIELD_MANAGER
 from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.observed import FailureCause
 from fulcrum_operator.plan.pools import desired_replicas
+from fulcrum_operator.plan.status.degraded import find_problems
 
 NORMAL, WARNING = "Normal", "Warning"
 
@@ -103,10 +105,15 @@ def engine_cannot_start(instance: str, reason: str, cause: str) -> Event:
     return Event(reason, WARNING, f"{instance}: {cause}", instance)
 
 
-def child_apply_failed(cause: str) -> Event:
-    """The API server refused a child of the service: a quota, a webhook or a missing permission."""
-    message = f"Cannot create the router's objects: {cause}; retrying."
-    return Event("ChildApplyFailed", WARNING, message, cause)
+def reconcile_failed(cause: FailureCause) -> Event:
+    """A reconcile of the service failed and is repeated; `cause` is that of the condition Degraded."""
+    return Event(cause.reason, WARNING, f"{cause.message}; retrying", cause.message)
+
+
+def problem_found(cause: FailureCause) -> Event:
+    """An object of the service cannot be made: its name is taken, or the API server refuses it."""
+    reason = "ChildApplyFailed" if cause.reason == conditions.CHILD_REFUSED else cause.reason
+    return Event(reason, WARNING, f"{cause.message}; retrying", cause.message)
 
 
 def object_unreadable(description: str) -> Event:
@@ -128,6 +135,7 @@ def derive_events(before: Observed, plan: Plan, last: dict[str, EngineObservatio
         *_pool_events(before, plan),
         *_engine_events(before, last),
         *_condition_events(before, plan),
+        *_problem_events(before, plan),
     )
 
 
@@ -187,6 +195,15 @@ def _start_failure(engine: EngineObservation) -> tuple[str, str]:
     image pulls are left out, because two of them alternate.
     """
     return engine.reason, "" if engine.reason == conditions.IMAGE_PULL_FAILED else engine.message
+
+
+def _problem_events(before: Observed, plan: Plan) -> Iterator[Event]:
+    """Events for the problems that the status names now and did not name before."""
+    if not any(isinstance(obj, PDService) for obj in plan.objects):
+        return
+    found = (c.message for c in before.service.status.conditions if c.type == conditions.DEGRADED)
+    reported = next(found, "")
+    yield from (problem_found(cause) for cause in find_problems(before) if cause.message not in reported)
 
 
 def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:

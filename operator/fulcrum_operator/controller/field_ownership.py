@@ -11,6 +11,9 @@ from typing import Any
 FIELD_MANAGER = "fulcrum-operator"
 """Name under which the operator applies fields."""
 
+NO_FIELDS = "{}"
+"""`owned_fields` of an object of which the operator has applied nothing."""
+
 _COMPARED_METADATA = ("labels", "annotations", "ownerReferences")
 _UNTRACKED_FIELDS = ("apiVersion", "kind", "metadata", "status")
 
@@ -23,7 +26,19 @@ def owned_fields(body: Mapping[str, Any]) -> str | None:
     for entry in entries:
         if entry.get("manager") == FIELD_MANAGER and entry.get("operation") == "Apply":
             return json.dumps(entry.get("fieldsV1") or {}, separators=(",", ":"))
-    return "{}"
+    return NO_FIELDS
+
+
+def as_applied_fields(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The managedFields with the fields that the operator created as fields that it applied.
+
+    None if there is nothing to change: the operator created no field, or has applied some already.
+    """
+    ours = [entry for entry in entries if entry.get("manager") == FIELD_MANAGER]
+    created = [e for e in ours if e.get("operation") == "Update" and not e.get("subresource")]
+    if len(created) != 1 or any(entry.get("operation") == "Apply" for entry in ours):
+        return None
+    return [{**entry, "operation": "Apply"} if entry is created[0] else dict(entry) for entry in entries]
 
 
 def owns_all_fields(owned: str, wanted: Mapping[str, Any]) -> bool:

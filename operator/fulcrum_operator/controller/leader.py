@@ -19,7 +19,7 @@ import structlog
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDPool, PDService
-from fulcrum_core.errors import Conflict, Forbidden, FulcrumError, InvalidInput, NotFound
+from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, instance_key
 from fulcrum_core.profiles import load_profile
@@ -28,14 +28,15 @@ from fulcrum_operator.controller.bounded_concurrency import run_bounded
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children
-from fulcrum_operator.controller.events import EventRecorder, child_apply_failed, derive_events
+from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
+from fulcrum_operator.controller.events import EventRecorder, derive_events, reconcile_failed
 from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS, KopfFeed, label_selector
 from fulcrum_operator.controller.metrics import Metrics
 from fulcrum_operator.controller.pods.model_reader_pods import ModelReaderPods
 from fulcrum_operator.controller.pods.pod_runtime import PodRuntime
 from fulcrum_operator.controller.pods.pod_status import short_digest
 from fulcrum_operator.controller.pods.role_probe import RoleProbes, probe_roles
-from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE, ClusterRouterView
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 from fulcrum_operator.controller.work_queue import WorkQueue
@@ -43,7 +44,7 @@ from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm_launch_request
 from fulcrum_operator.manifests.names import InstallationSettings
 from fulcrum_operator.plan import Observed, Plan
-from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.plan.observed import EngineFacts, FailureCause
 from fulcrum_operator.plan.pools import desired_replicas
 
 RESYNC_S = 60.0
@@ -93,15 +94,13 @@ class Leader:
         self._watch_restarted = asyncio.Event()
         """Set when a watch has restarted, which calls for a list."""
         self._last_engines: dict[ServiceKey, dict[str, EngineObservation]] = {}
-        self._reported_refusals: dict[ServiceKey, str] = {}
-        """Last reported refusal of a service's children."""
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
         self._probes = RoleProbes(self._probe_roles)
         self._queue = WorkQueue[ServiceKey](self._reconcile_service, resync_s=RESYNC_S)
         self._cache = ObjectCache(self._enqueue)
         self._feed = feed(self._cache)
         objects, settings, clock = connection.objects, options.settings, SystemClock()
-        self._children = Children(objects, self._cache, settings, is_leader=is_leader)
+        self._children = Children(objects, self._cache, settings, clock, is_leader=is_leader)
         self._recorder = EventRecorder(objects, clock, is_leader=is_leader)
         self._unreadable = UnreadableObjects(self._cache, self._recorder.record)
         self._runtime = PodRuntime(
@@ -121,6 +120,7 @@ class Leader:
             router=self._router_view,
             models=self._model_reader,
             after_apply=self._after_apply,
+            on_failure=self._record_failure,
         )
 
     async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
@@ -184,7 +184,6 @@ class Leader:
             outcome = "ok"
             if requeue_after_s == math.inf:
                 self._last_engines.pop(key, None)
-                self._reported_refusals.pop(key, None)
                 self._model_reader.forget(key)
             return requeue_after_s
         except Conflict:
@@ -195,16 +194,12 @@ class Leader:
             self._metrics.reconcile_seconds.observe(time.perf_counter() - began_s)
             self._metrics.active_reconciles.set(self._queue.running_count - 1)
 
-    async def _after_apply(self, observed: Observed, plan: Plan) -> None:
+    async def _after_apply(self, observed: Observed, plan: Plan) -> Problems:
         service = observed.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or observed.pools
-        try:
-            await self._sync_children(key, service, sum(desired_replicas(pool) for pool in pools))
-        except (Forbidden, InvalidInput):
-            # The first engines wait for the model's facts, but not for any of the children.
-            await self._model_reader.sync(service, plan.model_read)
-            raise
+        replicas = sum(desired_replicas(pool) for pool in pools)
+        problems = await self._children.sync(service, desired_replicas=replicas)
         await self._model_reader.sync(service, plan.model_read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)
@@ -212,16 +207,10 @@ class Leader:
             service.metadata, derive_events(observed, plan, self._last_engines.get(key, {}))
         )
         self._last_engines[key] = dict(observed.engines)
+        return problems
 
-    async def _sync_children(self, key: ServiceKey, service: PDService, replicas: int) -> None:
-        try:
-            await self._children.sync(service, desired_replicas=replicas)
-        except (Forbidden, InvalidInput) as error:
-            if self._reported_refusals.get(key) != str(error):
-                self._reported_refusals[key] = str(error)
-                await self._recorder.record(service.metadata, [child_apply_failed(str(error))])
-            raise
-        self._reported_refusals.pop(key, None)
+    async def _record_failure(self, service: PDService, cause: FailureCause) -> None:
+        await self._recorder.record(service.metadata, [reconcile_failed(cause)])
 
     def _engine_facts(self, instance: PDInstance) -> EngineFacts:
         key = instance_key(instance)

@@ -1,113 +1,82 @@
 """Reconcile one service: read all of its state, plan, and write the difference.
 
-Whatever caused the reconcile, all of the service's state is read; a settled service is not written. A cluster
-and a local run share this code; `ReconcileContext` holds what differs. What to change is decided in `plan/`.
+Whatever caused the reconcile, all of the service's state is read; a settled service is not written. What to
+change is decided in `plan/`, and written by `apply`.
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 import structlog
 
-from fulcrum_core.api import PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_core.errors import NotFound
-from fulcrum_core.merge_patch import create_merge_patch
-from fulcrum_core.ports import Clock, EngineObservation, EngineRuntime, InstanceKey, Store
+from fulcrum_core.api import (
+    Condition,
+    PDAssignment,
+    PDInstance,
+    PDPool,
+    PDService,
+    QoSTier,
+    Resource,
+    conditions,
+)
+from fulcrum_core.errors import (
+    Conflict,
+    FulcrumError,
+    InvalidInput,
+    NameTaken,
+    NotFound,
+    StoreUnavailable,
+)
+from fulcrum_core.ports import EngineObservation, Store
 from fulcrum_core.router_state import RouterState
-from fulcrum_operator.controller.bounded_concurrency import run_bounded
+from fulcrum_operator.controller.apply import MESSAGE_LENGTH_MAX, apply_plan, stop_engines
+from fulcrum_operator.controller.context import (
+    Problems,
+    ReconcileContext,
+    ReconcileMemory,
+    RouterView,
+    ServiceKey,
+)
+from fulcrum_operator.controller.work_queue import backoff_s
 from fulcrum_operator.plan import (
     Observed,
-    Plan,
     needs_router_state,
     plan_removal,
     plan_service,
     router_poll_interval_s,
 )
-from fulcrum_operator.plan.instance_state import mark_reachable_engines_running
-from fulcrum_operator.plan.observed import EngineFacts, ModelReadAttempt
-from fulcrum_operator.plan.slo_window import SloWindow, update_window
+from fulcrum_operator.plan.instance_state import mark_invalid_engines, mark_reachable_engines_running
+from fulcrum_operator.plan.observed import EngineFacts, FailureCause
+from fulcrum_operator.plan.ownership import (
+    Ownership,
+    describe_taken,
+    find_owned_objects,
+    judge_ownership,
+)
+from fulcrum_operator.plan.slo_window import update_window
+from fulcrum_operator.plan.status.degraded import with_failed_reconcile
 
-STATUS_INTERVAL_S = 10.0
-"""Shortest time between two writes of a service's status in which no condition changed, in seconds."""
 STATE_WAIT_S = 0.05
 """Longest wait of one reconcile for the router's state, in seconds; the request itself goes on."""
 RECHECK_S = 1.0
 """Seconds until the next reconcile while a router request is open or the loss of a node is disputed."""
+
+UNAVAILABLE_REPORTED_AFTER = 3
+"""Number of passes in which the store did not respond before that is reported."""
 
 R = TypeVar("R", bound=Resource)
 
 _log = structlog.get_logger()
 
 
-class ServiceKey(NamedTuple):
-    """Namespace and name of a PDService: the key of the work queue."""
-
-    namespace: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
-
-
-class RouterView(Protocol):
-    """Port to the active router of each service."""
-
-    def endpoint(self, key: ServiceKey) -> str | None:
-        """URL for the service's clients; None while no router is active."""
-        ...
-
-    async def read_state(self, key: ServiceKey) -> RouterState | None:
-        """Instances and counters as the router reports them; None if it does not respond."""
-        ...
-
-
-class ModelReader(Protocol):
-    """Port to what reads a model's config.json where the operator has no access to the file."""
-
-    def reading(self, key: ServiceKey) -> ModelReadAttempt | None:
-        """The latest attempt to read the service's model; None if none was started."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReconcileMemory:
-    """What one reconcile leaves for the next. A restart loses it; the stored objects suffice."""
-
-    accepted: PDAssignmentSpec | None = None
-    """Last accepted assignment."""
-    status_written_s: float | None = None
-    """Time of the last write of the service's status, unix seconds."""
-    router_polled_s: float = -math.inf
-    """Time of the last poll of the router, unix seconds."""
-    state_request: asyncio.Task[RouterState | None] | None = None
-    """Open request to the router that took longer than `STATE_WAIT_S`."""
-    window: SloWindow = field(default_factory=SloWindow)
-    """Recent counters of the router, for SLO attainment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReconcileContext:
-    """The ports and the memory that a reconcile uses, in a cluster or in a local run."""
-
-    store: Store
-    runtime: EngineRuntime
-    clock: Clock
-    engine_facts: Callable[[PDInstance], EngineFacts]
-    """Identity, start-up time and fit of an instance's engine."""
-    router: RouterView | None = None
-    models: ModelReader | None = None
-    after_apply: Callable[[Observed, Plan], Awaitable[None]] | None = None
-    """Runs after a plan was applied: children, role labels, model reader pod, Events."""
-    status_interval_s: float = STATUS_INTERVAL_S
-    memory: MutableMapping[ServiceKey, ReconcileMemory] = field(default_factory=dict)
-    """Memory by service. The work queue runs a key at most once at a time, so no lock guards an entry."""
-
-
 async def reconcile(key: ServiceKey, context: ReconcileContext) -> float | None:
     """Bring the service one step closer to its spec.
+
+    An object that cannot be written does not stop the others, and is reported in the condition Degraded. Any
+    error except a conflict is reported there, too, before it is raised.
 
     Returns:
         Seconds until the next reconcile; None: not before an event; infinity: never, the service was deleted.
@@ -115,26 +84,95 @@ async def reconcile(key: ServiceKey, context: ReconcileContext) -> float | None:
     Raises:
         Conflict: if an object changed meanwhile; reconcile again.
         StoreUnavailable: if the store does not respond.
+        NameTaken: if somebody else's object has the name of the assignment.
     """
+    try:
+        return await _reconcile_once(key, context)
+    except Conflict:
+        raise
+    except Exception as error:
+        await _report_failure(key, context, error)
+        raise
+
+
+async def _reconcile_once(key: ServiceKey, context: ReconcileContext) -> float | None:
     observed, memory = await _observe(key, context, context.memory.get(key, ReconcileMemory()))
     context.memory[key] = memory  # before applying: an open router request must survive a failed write
     if observed is None:
-        await _apply(plan_removal(key.name, _observe_engines(key, context)), {}, context, key)
-        del context.memory[key]
+        await _remove(key, context)
         return math.inf
     plan = plan_service(observed)
-    status_due_s = await _apply(plan, _stored_objects(observed), context, key)
+    status_due_s, refused = await apply_plan(plan, _stored_objects(observed), context, key)
     context.memory[key] = replace(context.memory[key], accepted=plan.accepted_assignment)
-    if context.after_apply:
-        await context.after_apply(observed, plan)
+    later = await context.after_apply(observed, plan) if context.after_apply else Problems()
+    retry_s = _remember_problems(key, context, refused, later)
     next_poll_s = _next_poll_s(observed, memory)
     recheck_s = RECHECK_S if observed.node_loss_disputed else None
     delays_s = [
         delay_s
-        for delay_s in (plan.requeue_after_s, status_due_s, next_poll_s, recheck_s)
+        for delay_s in (plan.requeue_after_s, status_due_s, next_poll_s, recheck_s, retry_s)
         if delay_s is not None
     ]
     return min(delays_s, default=None)
+
+
+def _remember_problems(
+    key: ServiceKey, context: ReconcileContext, refused: tuple[FailureCause, ...], later: Problems
+) -> float | None:
+    """Keep the problems of this pass for the status; returns the seconds until the next pass, None: any."""
+    memory, causes = context.memory[key], (*refused, *later.causes)
+    failures = memory.failures + 1 if refused else 0
+    context.memory[key] = replace(memory, problems=causes, failures=failures)
+    if causes != memory.problems:
+        return 0.0
+    return min((backoff_s(failures), *_known(later.retry_after_s))) if refused else later.retry_after_s
+
+
+def _known(delay_s: float | None) -> tuple[float, ...]:
+    return () if delay_s is None else (delay_s,)
+
+
+async def _report_failure(key: ServiceKey, context: ReconcileContext, error: Exception) -> None:
+    """Write a failed reconcile into the condition Degraded, unless the store does not respond."""
+    memory, cause = context.memory.get(key, ReconcileMemory()), _describe_failure(error)
+    failures = memory.failures + 1
+    if isinstance(error, StoreUnavailable) and failures < UNAVAILABLE_REPORTED_AFTER:
+        context.memory[key] = replace(memory, failures=failures)
+        return
+    context.memory[key] = replace(memory, failures=failures, problems=(cause,))
+    try:
+        service = await context.store.get(PDService, key.name, namespace=key.namespace)
+        conditions_now = with_failed_reconcile(service, cause, now_s=context.clock.now_s())
+        if _degraded_text(conditions_now) == _degraded_text(service.status.conditions):
+            return
+        patch = {"conditions": [condition.dump() for condition in conditions_now]}
+        await context.store.patch_status(PDService, key.name, patch, namespace=key.namespace)
+        if context.on_failure:
+            await context.on_failure(service, cause)
+    except FulcrumError as second:
+        _log.warning("failure not reported", service=str(key), error=str(second))
+
+
+def _describe_failure(error: Exception) -> FailureCause:
+    if isinstance(error, NameTaken):
+        return FailureCause(conditions.NAME_TAKEN, str(error))
+    text = str(error) if isinstance(error, FulcrumError) else f"internal error, please report it: {error!r}"
+    return FailureCause(conditions.RECONCILE_FAILED, text[:MESSAGE_LENGTH_MAX])
+
+
+def _degraded_text(found: Iterable[Condition]) -> tuple[str, str, str] | None:
+    texts = ((c.status, c.reason, c.message) for c in found if c.type == conditions.DEGRADED)
+    return next(texts, None)
+
+
+async def _remove(key: ServiceKey, context: ReconcileContext) -> None:
+    """Stop what is left of a deleted service."""
+    instances = await _list(context.store, PDInstance, key)
+    names = {i.metadata.name for i in instances if i.spec.service == key.name}
+    problems = await stop_engines(plan_removal(key.name, _observe_engines(key, context), names), context, key)
+    if problems:
+        _log.warning("engine not stopped", service=str(key), error=problems[0].message)
+    del context.memory[key]
 
 
 async def _observe(
@@ -144,28 +182,75 @@ async def _observe(
     service = await _find(context.store, PDService, key)
     if service is None or service.metadata.deletion_timestamp is not None:
         return None, memory
-    pools = tuple(p for p in await _list(context.store, PDPool, key) if p.spec.service == key.name)
-    instances = tuple(i for i in await _list(context.store, PDInstance, key) if i.spec.service == key.name)
-    engines = _observe_engines(key, context)
+    owned = find_owned_objects(
+        service, await _list(context.store, PDPool, key), await _list(context.store, PDInstance, key)
+    )
+    pools = [
+        await _adopt(pool, service, context.store) if pool.metadata.name in owned.orphaned_pools else pool
+        for pool in owned.pools
+    ]
+    facts, invalid = _derive_engine_facts(owned.instances, context)
     observed = Observed(
         service=service,
-        pools=pools,
-        instances=instances,
-        assignment=await _find(context.store, PDAssignment, key),
+        pools=tuple(pools),
+        instances=owned.instances,
+        assignment=await _find_assignment(service, context.store, key),
         tiers=frozenset(tier.metadata.name for tier in await _list(context.store, QoSTier, key)),
-        engines=engines,
-        engine_facts={i.metadata.name: context.engine_facts(i) for i in instances},
+        engines=_observe_engines(key, context),
+        engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,
         can_read_models=context.models is not None,
         model_read_attempt=context.models.reading(key) if context.models else None,
         accepted_assignment=memory.accepted,
+        taken_pools=owned.taken_pools,
+        taken_names=owned.taken_names,
+        problems=memory.problems,
         now_s=context.clock.now_s(),
     )
+    observed = mark_invalid_engines(observed, invalid)
     if context.router is None:
         return observed, memory
     observed, memory = await _with_router_state(key, observed, context.router, memory)
     window = update_window(memory.window, observed.router, service, now_s=observed.now_s)
     return replace(observed, slo_report=window.report), replace(memory, window=window)
+
+
+def _derive_engine_facts(
+    instances: Iterable[PDInstance], context: ReconcileContext
+) -> tuple[dict[str, EngineFacts], dict[str, str]]:
+    """The facts of each instance's engine by name, or why its settings are invalid."""
+    facts, invalid = dict[str, EngineFacts](), dict[str, str]()
+    for instance in instances:
+        try:
+            facts[instance.metadata.name] = context.engine_facts(instance)
+        except InvalidInput as error:
+            invalid[instance.metadata.name] = str(error)
+    return facts, invalid
+
+
+async def _find_assignment(service: PDService, store: Store, key: ServiceKey) -> PDAssignment | None:
+    found = await _find(store, PDAssignment, key)
+    if found is None:
+        return None
+    ownership = judge_ownership(found.metadata, service, names_service=found.spec.service == key.name)
+    if ownership is Ownership.FOREIGN:
+        raise NameTaken(describe_taken(PDAssignment.kind_name(), found.metadata, service))
+    return await _adopt(found, service, store) if ownership is Ownership.ORPHANED else found
+
+
+async def _adopt(orphan: R, owner: Resource, store: Store) -> R:
+    """Make the service the controller of an object that a person orphaned."""
+    meta = orphan.metadata
+    owners = [reference.dump() for reference in (*meta.owner_references, owner.owner_reference())]
+    adopted = await store.patch(
+        type(orphan),
+        meta.name,
+        {"metadata": {"ownerReferences": owners}},
+        namespace=meta.namespace,
+        resource_version=meta.resource_version,
+    )
+    _log.info("object adopted", kind=orphan.kind, name=meta.name)
+    return adopted
 
 
 async def _with_router_state(
@@ -238,109 +323,3 @@ def _stored_objects(observed: Observed) -> dict[tuple[str, str], Resource]:
         *observed.instances,
     )
     return {(obj.kind, obj.metadata.name): obj for obj in existing if obj}
-
-
-async def _apply(
-    plan: Plan, stored: dict[tuple[str, str], Resource], context: ReconcileContext, key: ServiceKey
-) -> float | None:
-    """Write what differs, then start and stop engines; returns the seconds until a delayed status is due."""
-    status_due_s: float | None = None
-    created: dict[str, Resource] = {}
-    for obj in plan.objects:
-        before = stored.get((obj.kind, obj.metadata.name))
-        if isinstance(obj, PDService) and isinstance(before, PDService):
-            status_due_s = await _write_service(obj, before, context, key)
-        elif before is None:
-            created[obj.metadata.name] = await _create(obj, context.store)
-        else:
-            await _write(obj, before, context.store)
-    for obj in plan.delete:
-        await _delete(obj, context.store)
-    started = (created.get(instance.metadata.name, instance) for instance in plan.start)
-    await run_bounded(_start(obj, context) for obj in started if isinstance(obj, PDInstance))
-    await run_bounded(
-        context.runtime.stop(InstanceKey(key.namespace, name), drained=name in plan.drained)
-        for name in plan.stop
-    )
-    return status_due_s
-
-
-async def _start(instance: PDInstance, context: ReconcileContext) -> None:
-    startup_s = context.engine_facts(instance).startup_s
-    await context.runtime.start(instance, startup_s=startup_s)
-
-
-async def _create(obj: Resource, store: Store) -> Resource:
-    """Create the object; returns it with its uid, which owner references of other objects need."""
-    created = await store.create(obj)
-    _log.info("object created", kind=obj.kind, name=obj.metadata.name)
-    await _write_status(obj, created, store)
-    return created
-
-
-async def _write(obj: Resource, before: Resource, store: Store) -> None:
-    kind, name, namespace = type(obj), obj.metadata.name, obj.metadata.namespace
-    if spec := create_merge_patch(_dump_part(before, "spec"), _dump_part(obj, "spec")):
-        version = before.metadata.resource_version
-        await store.patch(kind, name, {"spec": spec}, namespace=namespace, resource_version=version)
-    await _write_status(obj, before, store)
-
-
-async def _write_status(obj: Resource, before: Resource, store: Store) -> None:
-    if status := create_merge_patch(_dump_part(before, "status"), _dump_part(obj, "status")):
-        await store.patch_status(type(obj), obj.metadata.name, status, namespace=obj.metadata.namespace)
-        _log_phase_change(obj, before)
-
-
-def _log_phase_change(obj: Resource, before: Resource) -> None:
-    if (
-        isinstance(obj, PDInstance)
-        and isinstance(before, PDInstance)
-        and obj.status.phase != before.status.phase
-    ):
-        status = obj.status
-        _log.info(
-            "phase changed", instance=obj.metadata.name, phase=str(status.phase), message=status.message
-        )
-
-
-async def _write_service(
-    service: PDService, before: PDService, context: ReconcileContext, key: ServiceKey
-) -> float | None:
-    """Write the status now if a condition or the model changed, else at most every `status_interval_s`.
-
-    Returns the seconds until a delayed write is due, None if nothing is left to write.
-    """
-    status = create_merge_patch(_dump_part(before, "status"), _dump_part(service, "status"))
-    if not status:
-        return None
-    now_s, last_s = context.clock.now_s(), context.memory[key].status_written_s
-    due_s = now_s if last_s is None else last_s + context.status_interval_s
-    same = (
-        _condition_states(service) == _condition_states(before)
-        and service.status.model == before.status.model
-    )
-    if due_s > now_s and same:
-        return due_s - now_s
-    await context.store.patch_status(PDService, key.name, status, namespace=key.namespace)
-    # At once: the interval also holds if one of the writes that follow fails.
-    context.memory[key] = replace(context.memory[key], status_written_s=now_s)
-    return None
-
-
-def _condition_states(service: PDService) -> set[tuple[str, str, str]]:
-    return {(c.type, c.status, c.reason) for c in service.status.conditions}
-
-
-def _dump_part(obj: Resource, name: str) -> dict[str, Any]:
-    part = getattr(obj, name, None)
-    return {} if part is None else part.dump()
-
-
-async def _delete(obj: Resource, store: Store) -> None:
-    try:
-        meta = obj.metadata  # by uid: an object recreated under this name is not what was judged
-        await store.delete(type(obj), meta.name, namespace=meta.namespace, uid=meta.uid or None)
-    except NotFound:
-        return
-    _log.info("object deleted", kind=obj.kind, name=obj.metadata.name)

@@ -6,7 +6,7 @@ from fulcrum_cluster.objects import ENDPOINT_SLICE
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable, open_http_client_for_all
 from fulcrum_core.router_state import RouterState
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.reconcile import ServiceKey
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.manifests.names import SERVICE_PORT, STATE_PORT
 
 STATE_URL_TEMPLATE = f"http://{{service}}.{{namespace}}.svc:{STATE_PORT}"

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from fulcrum_core.api import ObjectMeta, PDService
 from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.events import Event, object_unreadable
-from fulcrum_operator.controller.reconcile import ServiceKey
 
 
 class UnreadableObjects:

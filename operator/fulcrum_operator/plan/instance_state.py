@@ -3,11 +3,11 @@
 The rest of `plan/` calls these functions; `Observed` itself holds facts only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from fulcrum_core.api import PDInstance
-from fulcrum_core.ports import EngineState
+from fulcrum_core.api import PDInstance, conditions
+from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan.observed import Observed
 
@@ -126,6 +126,22 @@ def mark_reachable_engines_running(observed: Observed) -> Observed:
         if name in reached
     }
     return replace(observed, engines={**observed.engines, **running}, node_loss_disputed=bool(running))
+
+
+def mark_invalid_engines(observed: Observed, invalid: Mapping[str, str]) -> Observed:
+    """`observed` with an engine that cannot start for each instance whose engine settings are invalid.
+
+    `invalid` are the errors by instance. An engine that runs is left as it is.
+    """
+    phases = {i.metadata.name: i.status.phase for i in observed.instances}
+    refused = {
+        name: EngineObservation(
+            name, EngineState.STARTING, restarts=0, reason=conditions.ENGINE_START_FAILED, message=error
+        )
+        for name, error in invalid.items()
+        if name not in observed.engines and phases[name] is not Phase.TERMINATING
+    }
+    return replace(observed, engines={**observed.engines, **refused})
 
 
 def instance_number(service: str, name: str) -> int | None:

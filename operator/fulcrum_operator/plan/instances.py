@@ -118,7 +118,8 @@ def _last_of_role(observed: Observed) -> frozenset[str]:
 
 def _free_names(observed: Observed) -> Iterator[str]:
     service = observed.service.metadata.name
-    names = {instance.metadata.name for instance in observed.instances} | set(observed.engines)
+    own = {instance.metadata.name for instance in observed.instances}
+    names = own | set(observed.engines) | observed.taken_names
     taken = {instance_number(service, name) for name in names}
     return (f"{service}-{number}" for number in count() if number not in taken)
 

@@ -5,7 +5,7 @@ Facts only. What follows from them for one instance is in `instance_state`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulcrum_core.api import EngineIdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
 from fulcrum_core.models import Fit
@@ -13,6 +13,13 @@ from fulcrum_core.ports import EngineObservation
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.plan.slo_window import SloReport
+
+
+class FailureCause(NamedTuple):
+    """Something that is broken: a reason of the condition Degraded, and a message for people."""
+
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,15 @@ class Observed:
 
     slo_report: SloReport | None = None
     """SLO attainment from the router's counters; None if there is nothing new to report."""
+
+    taken_pools: Mapping[str, str] = field(default_factory=dict)
+    """PDPools that are not the service's, by name: whose they are, in one line."""
+
+    taken_names: frozenset[str] = frozenset()
+    """Names of the PDInstances that are not the service's."""
+
+    problems: tuple[FailureCause, ...] = ()
+    """What the last pass could not do."""
 
     node_loss_disputed: bool = False
     """Whether a node is reported lost although the router reaches its engine: query the router again soon."""

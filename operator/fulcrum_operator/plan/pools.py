@@ -6,6 +6,7 @@ scale do changed bounds also change `replicas`. A changed launch spec reaches th
 instances by a roll-out.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from fulcrum_core.api import (
@@ -34,10 +35,21 @@ def pool_role(instance: PDInstance, service: PDService) -> PoolRole:
     return next(roles, "Flexible")
 
 
-def desired_pools(service: PDService, existing: tuple[PDPool, ...]) -> tuple[PDPool, ...]:
-    """The pools of the spec, in its order. Existing pools keep `replicas` and status."""
+def list_pool_names(service: PDService) -> tuple[str, ...]:
+    """Names of the PDPools that the service needs, in the order of its spec."""
+    return tuple(pool_name(service.metadata.name, pool.name) for pool in service.spec.resolve_pools())
+
+
+def desired_pools(
+    service: PDService, existing: tuple[PDPool, ...], *, taken: Collection[str] = ()
+) -> tuple[PDPool, ...]:
+    """The pools of the spec, in its order, without those whose names are taken by others' pools.
+
+    Existing pools keep `replicas` and status.
+    """
     known = {pool.metadata.name: pool for pool in existing}
-    return tuple(_desired_pool(service, pool, known) for pool in service.spec.resolve_pools())
+    made = (_desired_pool(service, pool, known) for pool in service.spec.resolve_pools())
+    return tuple(pool for pool in made if pool.metadata.name not in taken)
 
 
 def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) -> PDPool:

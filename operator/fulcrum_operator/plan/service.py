@@ -5,7 +5,7 @@ modules of this package; this one puts them together.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fulcrum_core.api import (
@@ -97,15 +97,20 @@ def needs_router_state(observed: Observed) -> bool:
     pools = {pool.metadata.name: pool for pool in observed.pools}
     views = tuple(
         view_pool(observed, pool)
-        for pool in desired_pools(observed.service, observed.pools)
+        for pool in desired_pools(observed.service, observed.pools, taken=observed.taken_pools)
         if pool.metadata.name in pools
     )
     return bool(plan_removals(observed, views))
 
 
-def plan_removal(service: str, engines: Mapping[str, EngineObservation]) -> Plan:
-    """The plan for a deleted service: stop its engines. The store deletes the objects that it owned."""
-    return Plan(stop=tuple(sorted(name for name in engines if instance_number(service, name) is not None)))
+def plan_removal(service: str, engines: Mapping[str, EngineObservation], instances: Collection[str]) -> Plan:
+    """The plan for a deleted service: stop its engines whose PDInstances are deleted, too.
+
+    The store deletes the objects that the service owned. Those that a person orphaned remain, and their
+    engines serve on.
+    """
+    numbered = (name for name in engines if instance_number(service, name) is not None)
+    return Plan(stop=tuple(sorted(name for name in numbered if name not in instances)))
 
 
 def plan_service(observed: Observed) -> Plan:
@@ -113,7 +118,7 @@ def plan_service(observed: Observed) -> Plan:
 
     New pools are created in a pass of their own: instances are owned by their pool, so they need its uid.
     """
-    pools = desired_pools(observed.service, observed.pools)
+    pools = desired_pools(observed.service, observed.pools, taken=observed.taken_pools)
     known = {pool.metadata.name for pool in observed.pools}
     if any(pool.metadata.name not in known for pool in pools):
         return Plan(objects=pools, accepted_assignment=observed.accepted_assignment, requeue_after_s=0.0)

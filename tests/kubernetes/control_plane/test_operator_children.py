@@ -10,8 +10,8 @@ from tools.kubernetes.cluster import Cluster
 
 DEPLOYMENTS, POLICIES = "apps/v1/deployments", "networking.k8s.io/v1/networkpolicies"
 ROLES, BUDGETS = "rbac.authorization.k8s.io/v1/roles", "policy/v1/poddisruptionbudgets"
-APPLIED = 10
-"""Number of children of a service, without those that are created once."""
+CREATED = 12
+"""Number of children of a service."""
 ANYTHING = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]
 
 
@@ -23,17 +23,21 @@ def log(operator: OperatorProcess) -> Path:
 
 @pytest.fixture
 def api(control_plane: Cluster, namespace: str, log: Path) -> NamespaceClient:
-    """A namespace with a service whose children were all applied."""
+    """A namespace with a service whose children were all created."""
     client = NamespaceClient(control_plane, namespace)
     client.service(instances=2)
-    wait_until(lambda: applied(log, client) == APPLIED, f"the children: {log}")
+    wait_until(lambda: count_logged(log, client, "child created") == CREATED, f"the children: {log}")
     return client
 
 
 def applied(log: Path, api: NamespaceClient) -> int:
     """Number of times that a child was applied."""
+    return count_logged(log, api, "child applied")
+
+
+def count_logged(log: Path, api: NamespaceClient, event: str) -> int:
     lines = log.read_text().splitlines()
-    return sum("child applied" in line and api.name in line for line in lines)
+    return sum(event in line and api.name in line for line in lines)
 
 
 def spec(api: NamespaceClient, kind: str, name: str) -> Any:

@@ -27,7 +27,8 @@ from fulcrum_core.errors import Conflict, InvalidInput, NotFound, StoreUnavailab
 from fulcrum_core.ports import EngineObservation, EventType, InstanceKey, Listing, R, Store, WatchEvent
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
-from fulcrum_operator.controller.reconcile import ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.context import ReconcileContext, ServiceKey
+from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan.observed import EngineFacts
 from tests.conftest import RecordMeasurement
 from tests.unit.autoscaler.builders import decode, make_router_state, prefill

@@ -55,7 +55,7 @@ def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", boun
     """A PDPool of `chat`; `bounds` are the (min, max) of its instances, by default (`replicas`, none)."""
     low, high = bounds or (replicas, replicas)
     meta = {"name": name, "uid": f"u-{name}", "labels": {"fulcrum.dev/service": "chat"}}
-    owner = {"kind": "PDService", "name": "chat", "uid": "u-service"}
+    owner = {"kind": "PDService", "name": "chat", "uid": "u-service", "controller": True}
     spec = {
         "service": "chat",
         "model": "m",

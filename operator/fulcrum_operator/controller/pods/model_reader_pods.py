@@ -18,8 +18,8 @@ from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput
 from fulcrum_core.ports import Clock
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import check_is_leader
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.pods.pod_status import start_failure_of
-from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.manifests.model_reader_pod import (
     ATTEMPT_ANNOTATION,
     MODEL_KEY_ANNOTATION,

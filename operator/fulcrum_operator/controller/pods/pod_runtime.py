@@ -14,11 +14,12 @@ from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, inst
 from fulcrum_core.values import FlipStrategy, Phase
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import check_is_leader
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.pods.pod_status import observe_pod
 from fulcrum_operator.controller.pods.role_probe import ContainerRun, RoleProbes
-from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.manifests.engine_pod import engine_pod
 from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.plan.ownership import parse_metadata
 
 RETRY_S = 10.0
 """Delay before a refused pod (a quota, an invalid template) is created again, in seconds."""
@@ -37,6 +38,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _RefusedPod:
+    reason: str
     error: str
     timer: asyncio.TimerHandle
 
@@ -93,9 +95,10 @@ class PodRuntime:
             pod = await self._refresh(key)
             if pod is not None and not _is_engine_pod(pod):
                 error = f"NameTaken: a pod {key.name} exists that Fulcrum did not create"
-                self._record_refusal(key, instance, startup_s, error)
+                self._record_refusal(key, instance, startup_s, (conditions.NAME_TAKEN, error))
         except (InvalidInput, Forbidden) as error:
-            self._record_refusal(key, instance, startup_s, f"PodRefused: {error}")
+            refusal = (conditions.ENGINE_START_FAILED, f"PodRefused: {error}")
+            self._record_refusal(key, instance, startup_s, refusal)
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
         """See `EngineRuntime`. An engine that is not drained has the pod's own grace period."""
@@ -132,7 +135,7 @@ class PodRuntime:
                     key.name,
                     EngineState.STARTING,
                     restarts=0,
-                    reason=conditions.ENGINE_START_FAILED,
+                    reason=refused.reason,
                     message=refused.error,
                 )
         return tuple(engines[name] for name in sorted(engines))
@@ -197,7 +200,8 @@ class PodRuntime:
         return True
 
     def _pod(self, key: InstanceKey) -> Object | None:
-        return self._cache.get_object(POD, key.namespace, key.name)
+        pod = self._cache.get_object(POD, key.namespace, key.name)
+        return pod if pod is not None and _is_engine_pod(pod) else None
 
     def _is_stop_requested(self, key: InstanceKey, pod: Object) -> bool:
         return bool(self._stopped_uids.get(key) == pod["metadata"]["uid"])
@@ -223,23 +227,28 @@ class PodRuntime:
             self._cache.put_object(POD, pod)
         return pod
 
-    def _record_refusal(self, key: InstanceKey, instance: PDInstance, startup_s: float, error: str) -> None:
-        """Report why there is no pod, and create it again after `RETRY_S`."""
+    def _record_refusal(
+        self, key: InstanceKey, instance: PDInstance, startup_s: float, refusal: tuple[str, str]
+    ) -> None:
+        """Report why there is no pod (reason and error), and create it again after `RETRY_S`."""
         known = self._refused_pods.get(key)
         loop = asyncio.get_running_loop()
 
         def retry() -> None:
-            task = loop.create_task(self._retry(key, instance, startup_s, error))
+            task = loop.create_task(self._retry(key, instance, startup_s, refusal))
             self._retries.add(task)
             task.add_done_callback(self._retries.discard)
 
-        self._refused_pods[key] = _RefusedPod(error, loop.call_later(RETRY_S, retry))
+        reason, error = refusal
+        self._refused_pods[key] = _RefusedPod(reason, error, loop.call_later(RETRY_S, retry))
         if known is not None and known.error == error:
             return
         _log.warning("pod refused", pod=key.name, namespace=key.namespace, error=error)
         self._on_change(ServiceKey(key.namespace, instance.spec.service))
 
-    async def _retry(self, key: InstanceKey, instance: PDInstance, startup_s: float, error: str) -> None:
+    async def _retry(
+        self, key: InstanceKey, instance: PDInstance, startup_s: float, refusal: tuple[str, str]
+    ) -> None:
         tried = self._refused_pods.get(key)
         if tried is None:
             return
@@ -248,14 +257,17 @@ class PodRuntime:
             try:
                 await self._create_pod(key, current, startup_s)
             except StoreError:
-                self._record_refusal(key, instance, startup_s, error)
+                self._record_refusal(key, instance, startup_s, refusal)
         if self._refused_pods.get(key) is tried:
             del self._refused_pods[key]
 
 
 def _is_engine_pod(pod: Object) -> bool:
-    labels = pod["metadata"].get("labels", {})
-    return SERVICE_LABEL in labels and labels.get(INSTANCE_LABEL) == pod["metadata"]["name"]
+    """Whether the operator made the pod, by its labels and controller; its PDInstance may be deleted."""
+    meta = pod["metadata"]
+    labels, owner = meta.get("labels", {}), parse_metadata(pod).controller
+    made_by_us = owner is None or owner.kind == PDInstance.kind_name()
+    return made_by_us and SERVICE_LABEL in labels and labels.get(INSTANCE_LABEL) == meta["name"]
 
 
 def _container_run(pod: Object) -> ContainerRun:

@@ -1,32 +1,26 @@
 """The condition Degraded: each failure cause has a reason for programs and a message for people."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from fulcrum_core.api import Condition, PDInstance, conditions
+from fulcrum_core.api import Condition, PDInstance, PDService, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FAILED_STARTS_MAX, FlipStrategy, Phase
 from fulcrum_operator.plan.instance_state import engine_lost, ever_served
-from fulcrum_operator.plan.observed import Observed
+from fulcrum_operator.plan.observed import FailureCause, Observed
+from fulcrum_operator.plan.pools import list_pool_names
 from fulcrum_operator.plan.rollout import PoolView
-from fulcrum_operator.plan.status.condition import true_or_false
+from fulcrum_operator.plan.status.condition import true_or_false, with_transition_times
 
 _CAUSES_LISTED_MAX = 8
 """Number of causes listed in the message."""
 
 _MOST_SEVERE_FIRST = (
+    *(conditions.RECONCILE_FAILED, conditions.NAME_TAKEN, conditions.CHILD_REFUSED),
     *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ENGINE_START_FAILED),
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
     *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED),
 )
 """The condition gets the first of these reasons that was found."""
-
-
-class FailureCause(NamedTuple):
-    """One cause of failure: a condition reason and a message."""
-
-    reason: str
-    message: str
 
 
 def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDInstance, ...]) -> Condition:
@@ -39,11 +33,25 @@ def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDI
     )
 
 
+def with_failed_reconcile(service: PDService, cause: FailureCause, *, now_s: float) -> tuple[Condition, ...]:
+    """The service's conditions after a pass that failed before computing them: only Degraded is new."""
+    failed = true_or_false(
+        service, conditions.DEGRADED, holds=True, reason=cause.reason, message=cause.message
+    )
+    before = service.status.conditions
+    others = tuple(known for known in before if known.type != conditions.DEGRADED)
+    return (*others, *with_transition_times(before, (failed,), now_s=now_s))
+
+
 def find_failure_causes(
     observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDInstance, ...]
 ) -> tuple[FailureCause, ...]:
     """All failure causes of the service, the most severe first."""
-    found = [*_find_in_rollouts(views), *(cause for i in desired for cause in _find_in_instance(observed, i))]
+    found = [
+        *find_problems(observed),
+        *_find_in_rollouts(views),
+        *(cause for i in desired for cause in _find_in_instance(observed, i)),
+    ]
     return tuple(sorted(found, key=lambda cause: _MOST_SEVERE_FIRST.index(cause.reason)))
 
 
@@ -52,6 +60,13 @@ def describe_causes(causes: tuple[FailureCause, ...]) -> str:
     lines = [cause.message for cause in causes[:_CAUSES_LISTED_MAX]]
     more = len(causes) - len(lines)
     return "; ".join([*lines, f"and {more} more"] if more else lines)
+
+
+def find_problems(observed: Observed) -> tuple[FailureCause, ...]:
+    """What the last pass could not do, and the pools whose names are taken."""
+    taken, needed = observed.taken_pools, list_pool_names(observed.service)
+    pools = (FailureCause(conditions.NAME_TAKEN, taken[name]) for name in needed if name in taken)
+    return (*observed.problems, *pools)
 
 
 def _find_in_rollouts(views: tuple[PoolView, ...]) -> Iterator[FailureCause]:

@@ -7,7 +7,7 @@ import pytest
 from fulcrum_cluster.objects import POD, ObjectKind, kind_of_resource
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.reconcile import ServiceKey
+from fulcrum_operator.controller.context import ServiceKey
 
 SERVICE, INSTANCE = kind_of_resource(PDService), kind_of_resource(PDInstance)
 CHAT = ServiceKey("default", "chat")

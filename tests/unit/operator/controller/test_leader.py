@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import EVENT, POD, Object, ObjectKind, ObjectList
-from fulcrum_core.errors import Forbidden, StoreUnavailable
+from fulcrum_cluster.objects import EVENT, POD, SERVICE, Object, ObjectKind, ObjectList
+from fulcrum_core.errors import Forbidden, NotFound, StoreUnavailable
+from fulcrum_operator.controller.context import Problems
 from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS
 from fulcrum_operator.controller.leader import RELIST_AFTER_GAP_S, RELIST_S, Leader, OperatorOptions
 from fulcrum_operator.controller.metrics import Metrics
@@ -53,20 +54,19 @@ class World:
         self.lists += kind == POD
         return [], "1"
 
-    async def apply(self, _body: Object, *, manager: str, force: bool) -> Object:
-        del manager, force
-        raise self.refusal
+    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Object:
+        raise NotFound(f"{namespace}/{name}")
 
     async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
         assert namespace == "default"
+        if kind == SERVICE:
+            raise self.refusal
         (self.events if kind == EVENT else self.created).append(body)
         return {**body, "metadata": {"resourceVersion": "1", **body["metadata"]}}
 
-    async def after_apply(self, read: ModelReadRequest | None = None) -> str:
-        """Run what follows the applied plan; returns the error of the refused child."""
-        with pytest.raises(Forbidden) as refused:
-            await self.leader._after_apply(Observed(service=service(), now_s=0.0), Plan(model_read=read))
-        return str(refused.value)
+    async def after_apply(self, read: ModelReadRequest | None = None) -> Problems:
+        """Run what follows the applied plan."""
+        return await self.leader._after_apply(Observed(service=service(), now_s=0.0), Plan(model_read=read))
 
     def start(self) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(
@@ -115,22 +115,12 @@ async def test_an_unexpected_error_in_a_list_ends_the_leader() -> None:
     await world.leader.aclose()
 
 
-async def test_a_model_is_read_even_if_a_child_cannot_be_applied() -> None:
+async def test_a_refused_child_stops_no_other_child_and_delays_no_model_read() -> None:
     world = World()
-    await world.after_apply(ModelReadRequest(desired_pools(service(), ())[0].spec.launch_spec, "k", 1))
-    assert [pod["metadata"]["name"] for pod in world.created] == ["chat-model"]
-    await world.leader.aclose()
-
-
-async def test_a_refused_child_is_reported_once_for_each_error() -> None:
-    world = World()
-    for _ in range(3):
-        assert await world.after_apply() == "exceeded quota: services"
-    world.refusal = Forbidden("denied by a webhook")
-    await world.after_apply()
-    reported = [(event["reason"], event["message"].split(": ", 1)[1]) for event in world.events]
-    assert reported == [
-        ("ChildApplyFailed", "exceeded quota: services; retrying."),
-        ("ChildApplyFailed", "denied by a webhook; retrying."),
-    ]
+    launch = desired_pools(service(), ())[0].spec.launch_spec
+    problems = await world.after_apply(ModelReadRequest(launch, "k", 1))
+    assert problems.causes == (("ChildRefused", "Service chat: exceeded quota: services"),)
+    created = [f"{body['kind']} {body['metadata']['name']}" for body in world.created]
+    assert len(created) == 12
+    assert {"Deployment chat-router", "NetworkPolicy chat-engines", "Pod chat-model"} <= set(created)
     await world.leader.aclose()

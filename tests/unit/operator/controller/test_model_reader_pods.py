@@ -14,12 +14,12 @@ from fulcrum_core.api.meta import format_time
 from fulcrum_core.errors import Forbidden
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import NotLeader
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.pods.model_reader_pods import (
     RESULT_KEPT_S,
     ModelReaderPods,
     observe_reader_pod,
 )
-from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.manifests.engine_pod import engine_pod
 from fulcrum_operator.manifests.model_reader_pod import ATTEMPT_ANNOTATION, model_reader_pod
 from fulcrum_operator.plan.model import ModelReadRequest, model_key

@@ -11,9 +11,9 @@ from fulcrum_core.ports import EngineState, InstanceKey
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import NotLeader
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.pods.pod_runtime import DRAINED_GRACE_S, PROBING, RETRY_S, PodRuntime
 from fulcrum_operator.controller.pods.role_probe import RoleProbes
-from fulcrum_operator.controller.reconcile import ServiceKey
 from tests.unit.operator.builders import SETTINGS, instance, service
 from tests.unit.operator.fakes import FakePods
 from tests.waiting import advance

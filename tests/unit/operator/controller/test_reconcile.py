@@ -15,7 +15,8 @@ from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import EngineObservation, InstanceKey
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_operator.controller.reconcile import RECHECK_S, ReconcileContext, ServiceKey, reconcile
+from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
+from fulcrum_operator.controller.reconcile import RECHECK_S, reconcile
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
 from tests.clocks import ManualClock
@@ -338,7 +339,7 @@ async def test_an_open_router_request_survives_a_failed_write_and_is_not_repeate
     world.clock.at_s += 3600
     before, world.router.released = world.router.requests, asyncio.Event()
 
-    async def fail(_observed: Observed, _plan: Plan) -> None:
+    async def fail(_observed: Observed, _plan: Plan) -> Problems:
         raise Conflict("changed meanwhile")
 
     with pytest.raises(Conflict):

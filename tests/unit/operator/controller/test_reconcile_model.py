@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fulcrum_core.api.pdservice import ModelStatus
-from fulcrum_operator.controller.reconcile import ServiceKey, reconcile
+from fulcrum_operator.controller.context import ServiceKey
+from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan.observed import ModelReadAttempt
 from tests.unit.operator.builders import NOW_S
 from tests.unit.operator.controller.test_reconcile import KEY, World

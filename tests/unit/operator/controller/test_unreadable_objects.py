@@ -6,8 +6,8 @@ from typing import Any
 from fulcrum_cluster.objects import kind_of_resource
 from fulcrum_core.api import ObjectMeta, PDInstance, PDService, QoSTier, Resource
 from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.events import Event
-from fulcrum_operator.controller.reconcile import ServiceKey
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 
 CHAT = ServiceKey("default", "chat")

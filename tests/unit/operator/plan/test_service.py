@@ -503,4 +503,9 @@ def test_flip_by_restart_that_cannot_drain_is_rolled_back_with_its_reason() -> N
 
 def test_engines_of_a_deleted_service_are_stopped() -> None:
     running = engines(["chat-0", "chat-11", "chat-b-0", "other-0"])
-    assert plan_removal("chat", running) == Plan(stop=("chat-0", "chat-11"))
+    assert plan_removal("chat", running, ()) == Plan(stop=("chat-0", "chat-11"))
+
+
+def test_engines_of_orphaned_instances_are_not_stopped() -> None:
+    running = engines(["chat-0", "chat-1"])
+    assert plan_removal("chat", running, ("chat-0", "chat-1")) == Plan()
