@@ -114,7 +114,8 @@ def up(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Engine instead of the manifest's: vllm-cpu (vLLM with a tiny model; needs `make engine`)."
+            help="Engine instead of the manifest's: simulated (the default if it names none), or vllm-cpu "
+            "(vLLM with a tiny model; needs `make engine`)."
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port for clients; 0 means any free port.")] = 8000,

@@ -18,7 +18,7 @@ from fulcrum_core.models import (
     weight_bytes,
 )
 from fulcrum_core.values import Role
-from fulcrum_operator.engines.launch import EnginePlan, Volume
+from fulcrum_operator.engines.launch import EnginePlan, LaunchEnvVar, Volume
 
 ROLES = {"Prefill": (Role.PREFILL,), "Decode": (Role.DECODE,), "Flexible": (Role.PREFILL, Role.DECODE)}
 """Roles that the engines of a pool may have, by the pool's role."""
@@ -170,9 +170,7 @@ def _pool_lines(planned: PlannedPool) -> Iterator[str]:
         yield from _section_lines(
             "  command", (" ".join(_quote_for_shell(part) for part in plan.launch.command),)
         )
-        variables = (
-            f"{v.name}={v.value or _variable_source(v.pod_field, v.secret)}" for v in plan.launch.env
-        )
+        variables = (f"{v.name}={_variable_value(v)}" for v in plan.launch.env)
         yield from _section_lines("  environment", tuple(variables))
         yield f"  ports: {', '.join(f'{port.name} {port.number}' for port in plan.launch.ports)}"
         yield f"  volumes: {', '.join(_format_volume(volume) for volume in plan.launch.volumes)}"
@@ -185,8 +183,13 @@ def _format_volume(volume: Volume) -> str:
     return f"{volume.name} at {volume.mount} ({volume.kind}{source}{size})"
 
 
-def _variable_source(field: str, secret: str) -> str:
-    return f"<{field}>" if field else f"<secret {secret}>"
+def _variable_value(variable: LaunchEnvVar) -> str:
+    """The value, or where it comes from: `<status.podIP>`, `<secret hub, key token>`."""
+    if variable.pod_field:
+        return f"<{variable.pod_field}>"
+    if variable.secret:
+        return f"<secret {variable.secret}>"
+    return variable.value if variable.source is None else f"<{variable.source}>"
 
 
 def _quote_for_shell(part: str) -> str:
@@ -223,11 +226,10 @@ def _pool_document(planned: PlannedPool) -> dict[str, Any]:
         "choices": [asdict(choice) for choice in plan.choices],
         "refusals": list(plan.unsupported),
         "command": list(launch.command) if launch else None,
-        "env": {v.name: v.value or _variable_source(v.pod_field, v.secret) for v in launch.env}
-        if launch
-        else None,
+        "env": {v.name: _variable_value(v) for v in launch.env} if launch else None,
         "ports": {port.name: port.number for port in launch.ports} if launch else None,
         "volumes": [asdict(volume) for volume in launch.volumes] if launch else None,
+        "resources": asdict(launch.resources) if launch else None,
         "identity": launch.identity.dump() if launch else None,
         "strategy": launch.flip_strategy.value if launch else None,
     }

@@ -68,7 +68,7 @@ def _format_snapshots(snapshots: Sequence[ServiceSnapshot], *, now_s: float) -> 
 
 def service_table(*snapshots: ServiceSnapshot, now_s: float) -> list[str]:
     """Return a header and one line for each service, with the columns of `kubectl get pds`."""
-    head = ("NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
+    head = ("NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
     return format_columns(head, *(_service_row(snapshot, now_s=now_s) for snapshot in snapshots))
 
 
@@ -78,6 +78,7 @@ def _service_row(snapshot: ServiceSnapshot, *, now_s: float) -> tuple[str, ...]:
     return (
         service.metadata.name,
         service.spec.model,
+        service.spec.engine.type,
         status.ready or _NO_VALUE,
         str(status.prefill.ready),
         str(status.decode.ready),

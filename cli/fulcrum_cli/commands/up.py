@@ -5,8 +5,8 @@ from pathlib import Path
 
 import uvloop
 
+from fulcrum_cli.local.local_engine import LocalEngine, replace_engine
 from fulcrum_cli.local.run import LocalRunOptions, run_local
-from fulcrum_cli.local.vllm_cpu import LocalEngine, replace_engine_with_vllm_cpu
 from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
 from fulcrum_cli.option_values import check_port, parse_choice
 from fulcrum_cli.terminal.interrupts import on_interrupt
@@ -30,10 +30,10 @@ def run(file: Path | None, *, engine: str | None, port: int) -> None:
 
 
 def _read_objects(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...]:
-    if file is None and engine is None:
-        raise InvalidInput("--file", "not given", "is required without --engine")
+    if file is None and engine is not LocalEngine.VLLM_CPU:
+        raise InvalidInput("--file", "not given", "is required without --engine vllm-cpu")
     objects = read_manifest(file or find_shipped_manifest(str(engine)))
-    return objects if engine is None else tuple(replace_engine_with_vllm_cpu(obj) for obj in objects)
+    return objects if engine is None else tuple(replace_engine(obj, engine) for obj in objects)
 
 
 def _print_start(service: PDService) -> None:
@@ -41,6 +41,12 @@ def _print_start(service: PDService) -> None:
     engines = format_count(sum(pool.instances.min for pool in service.spec.resolve_pools()), "engine")
     kind = service.spec.engine.type
     print(f"{service.metadata.name}: starting {engines} ({kind}), a router and an autoscaler", flush=True)
+    if service.spec.engine.is_simulated:
+        print(
+            f"{service.metadata.name}: simulated engines make up their text; "
+            "--engine vllm-cpu runs real ones",
+            flush=True,
+        )
 
 
 async def _run_until_interrupted(objects: tuple[Resource, ...], port: int) -> None:

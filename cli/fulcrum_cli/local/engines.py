@@ -145,7 +145,7 @@ def _vllm_process_spec(launch: EngineLaunch, place: EnginePlacement) -> ProcessS
 
 def _has_value(variable: LaunchEnvVar) -> bool:
     """Whether the value is known here; a secret, such as the hub's token, is inherited from the user."""
-    return not variable.secret and not variable.pod_field
+    return not variable.secret and not variable.pod_field and variable.source is None
 
 
 _PLACEHOLDER_PLACE = EnginePlacement(

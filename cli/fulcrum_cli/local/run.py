@@ -16,6 +16,7 @@ from typing import Any
 import structlog
 
 from fulcrum_cli.local.engines import EngineContext, engine_facts, expected_startup_s
+from fulcrum_cli.local.local_engine import simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest, check_port_free
 from fulcrum_cli.local.program_commands import ProgramCommands, SharedOptions
 from fulcrum_cli.local.router_view import LocalRouterView
@@ -62,7 +63,9 @@ async def run_local(
     commands: ProgramCommands | None = None,
     on_start: Callable[[PDService], None] = lambda _service: None,
 ) -> AsyncIterator["LocalRun"]:
-    """Bring up the PDService of `objects`; on entry router and autoscaler serve and the engines are starting.
+    """Bring up the PDService of `objects`, with simulated engines unless it names another type.
+
+    On entry router and autoscaler serve and the engines are starting.
 
     `on_start` is called after all checks, before anything is started.
 
@@ -71,6 +74,7 @@ async def run_local(
         StartFailed: if the router or the autoscaler does not become ready; everything was stopped again.
     """
     options = options or LocalRunOptions()
+    objects = tuple(simulate_unless_named(obj) for obj in objects)
     service = check_manifest(objects)
     check_port_free(options.host, options.port)
     on_start(service)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from fulcrum_cli.local.local_engine import simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
 from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
 from fulcrum_cli.option_values import check_port, parse_choice, parse_duration_s
@@ -72,9 +73,8 @@ def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
         InvalidInput: for the first option that breaks a rule.
     """
     _check_numbers(arguments)
-    objects = read_manifest(
-        arguments["file"] or find_shipped_manifest("replay" if arguments["trace"] else "play")
-    )
+    file = arguments["file"] or find_shipped_manifest("replay" if arguments["trace"] else "play")
+    objects = tuple(simulate_unless_named(obj) for obj in read_manifest(file))
     service = _with_mode(check_manifest(objects), arguments["mode"])
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),

@@ -45,6 +45,11 @@ TIERS_ACCEPTED = "TiersAccepted"
 TIERS_FOUND = "TiersFound"
 TIER_NOT_FOUND = "TierNotFound"
 
+SIMULATED = "Simulated"
+"""Instances of the service run simulated engines: the text of their responses is made up."""
+SIMULATED_ENGINES = "SimulatedEngines"
+REAL_ENGINES = "RealEngines"
+
 SCALING_LIMITED = "ScalingLimited"
 """A pool has another number of replicas than requested: its bounds or the roles' floors limit it."""
 TOO_MANY_REPLICAS = "TooManyReplicas"

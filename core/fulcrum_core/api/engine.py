@@ -88,6 +88,11 @@ class ModelSourceSpec(ApiModel):
             raise ValueError("has both pvc and hostPath: write one of them")
         return self
 
+    @property
+    def is_at_hub(self) -> bool:
+        """Whether each engine downloads the model."""
+        return self.pvc is None and self.host_path is None
+
 
 class ParallelismSpec(ApiModel):
     """How one instance is split over its devices."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import ValidationError
 
+from fulcrum_core.api.env import TokenLiteral
 from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, ObjectMeta, Resource
 from fulcrum_core.api.registry import find_kind
 from fulcrum_core.errors import InvalidInput
@@ -118,6 +119,8 @@ def first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidIn
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     value = "nothing" if first["type"] == "missing" else shorten_value(first["input"])
+    if isinstance(first.get("ctx", {}).get("error"), TokenLiteral):
+        value = "not shown"
     if first["type"] == "extra_forbidden":
         rule = _unknown_field_rule(str(first["loc"][-1]), _fields_at(kind, first["loc"][:-1]))
     else:

@@ -15,6 +15,7 @@ from fulcrum_core.api.engine import (
     ParallelismSpec,
     QuantizationSpec,
 )
+from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.meta import ApiModel, Condition, PrinterColumn, Resource, cel_rule
 from fulcrum_core.api.quantity import ByteQuantity
 from fulcrum_core.hardware import Fabric
@@ -56,23 +57,12 @@ class Bounds(ApiModel):
         return max(self.min, min(replicas, self.effective_max))
 
 
-class EnvVar(ApiModel):
-    """One environment variable."""
-
-    name: str = Field(
-        min_length=1,
-        max_length=253,
-        pattern=r"^[-._a-zA-Z][-._a-zA-Z0-9]*$",
-        description="Name of the variable.",
-    )
-    value: str = Field(default="", max_length=4096, description="Its value (default empty).")
-
-
 class EngineSpec(ApiModel):
     """Which engine the instances run."""
 
     type: EngineType = Field(
-        default="Simulated", description="Kind of engine: Simulated or vLLM (default Simulated)."
+        default="vLLM",
+        description="Kind of engine: vLLM, or Simulated, which computes no text (default vLLM).",
     )
     profile: str = Field(
         default="laptop",

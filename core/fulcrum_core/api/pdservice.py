@@ -11,6 +11,7 @@ from fulcrum_core.api.engine import (
     KvTransferSpec,
     ModelSourceSpec,
 )
+from fulcrum_core.api.env import cel_no_tokens, check_no_tokens
 from fulcrum_core.api.meta import ApiModel, Condition, Duration, PrinterColumn, Resource, Time, cel_rule
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
@@ -251,6 +252,7 @@ class PDServiceSpec(ApiModel):
                 {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH_MESSAGE},
                 {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH_MESSAGE},
                 {"rule": _KV_CACHE_NEEDS_LMCACHE, "message": KV_CACHE_NEEDS_LMCACHE_MESSAGE},
+                *cel_no_tokens("self.engine"),
             ]
         }
     )
@@ -321,6 +323,11 @@ class PDServiceSpec(ApiModel):
             raise ValueError(KV_CACHE_NEEDS_LMCACHE_MESSAGE)
         return self
 
+    @model_validator(mode="after")
+    def _check_no_tokens(self) -> Self:
+        check_no_tokens(self.engine.env, self.engine.args)
+        return self
+
     def resolve_pools(self) -> tuple[PoolSpec, ...]:
         """The pools; the short form `instances` becomes one Flexible pool called `flex`."""
         if self.pools:
@@ -372,7 +379,7 @@ class PDServiceStatus(ApiModel):
     conditions: tuple[Condition, ...] = Field(
         default=(),
         description="Ready, Progressing, Degraded, TiersAccepted, ScalingLimited, ModelFits, "
-        "KVTransferVerified, SLOMet.",
+        "KVTransferVerified, SLOMet, Simulated.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving and desired instances, as 7/8.")
@@ -405,6 +412,12 @@ class PDService(Resource):
     short_name: ClassVar[str] = "pds"
     printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
         PrinterColumn(name="Model", type="string", json_path=".spec.model"),
+        PrinterColumn(
+            name="Engine",
+            type="string",
+            json_path=".spec.engine.type",
+            description="vLLM, or Simulated: then the text of responses is made up.",
+        ),
         PrinterColumn(name="Ready", type="string", json_path=".status.ready"),
         PrinterColumn(name="P", type="integer", json_path=".status.prefill.ready"),
         PrinterColumn(name="D", type="integer", json_path=".status.decode.ready"),

@@ -59,6 +59,7 @@ def build_launch_request(
         facts=facts,
         hardware=device,
         devices=None if device.vendor is Vendor.CPU else hardware_spec.count,  # CPU cores are not devices
+        cores=hardware_spec.count if device.vendor is Vendor.CPU else None,
         model_source=start.model_source or ModelSourceSpec(),
         parallelism=start.parallelism or ParallelismSpec(),
         quantization=start.quantization or QuantizationSpec(),
@@ -66,6 +67,6 @@ def build_launch_request(
         kv_transfer=start.kv_transfer or KvTransferSpec(),
         kv_cache=start.kv_cache or KvCacheSpec(),
         args=start.engine.args,
-        env=tuple((variable.name, variable.value) for variable in start.engine.env),
+        env=start.engine.env,
         version=vllm.VERSION,
     )

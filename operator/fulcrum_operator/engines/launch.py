@@ -6,9 +6,10 @@ which Kubernetes replaces. Command line and environment suffice: no adapter need
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from fulcrum_core.api import EngineIdentitySpec
+from fulcrum_core.api.env import EnvVar, EnvVarSource
 from fulcrum_core.models import Fit
 from fulcrum_core.values import FlipStrategy
 
@@ -44,12 +45,18 @@ class EnginePlacement:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvVar:
-    """An environment variable: a value, a field of the pod, or the key `token` of a Secret."""
+    """An environment variable: a value, a field of the pod, a Secret's key `token`, or a user's source."""
 
     name: str
     value: str = ""
     pod_field: str = ""
     secret: str = ""
+    source: EnvVarSource | None = None
+
+    @classmethod
+    def from_user(cls, variable: EnvVar) -> Self:
+        """The variable as the user wrote it."""
+        return cls(variable.name, variable.value, source=variable.value_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,31 @@ class Volume:
     read_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResources:
+    """What an instance takes from its node besides devices: requests, and the limits above them.
+
+    Args:
+        cpu: Cores.
+        cpu_limit: Most cores.
+        memory_bytes: Memory, LMCache's memory tier included.
+        memory_limit_bytes: Memory above which the engine is killed.
+        shared_memory_bytes: Size of /dev/shm, which counts as memory.
+        storage_bytes: Storage on the node, with LMCache's disk tier.
+        storage_limit_bytes: Storage above which the pod is evicted; None: no limit.
+        temporary_limit_bytes: Largest size of /tmp, part of the storage; None: no limit.
+    """
+
+    cpu: int
+    cpu_limit: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    shared_memory_bytes: int
+    storage_bytes: int
+    storage_limit_bytes: int | None
+    temporary_limit_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A setting, its value and the reason for the value, as `fulcrum plan` shows them."""
@@ -89,7 +121,8 @@ class EngineLaunch:
         command: Program and arguments.
         env: Environment variables.
         ports: Ports that the engine listens on.
-        volumes: Folders that the engine reads and writes.
+        volumes: Folders that the engine reads and writes, besides /tmp.
+        resources: What it takes from its node besides devices.
         health_path: Path that responds with 200 once the engine can serve. It still does while the engine
             shuts down, so it does not show readiness.
         startup_s: Expected seconds of a start; a runtime allows a multiple.
@@ -103,6 +136,7 @@ class EngineLaunch:
     env: tuple[LaunchEnvVar, ...]
     ports: tuple[Port, ...]
     volumes: tuple[Volume, ...]
+    resources: EngineResources
     health_path: str
     startup_s: float
     shutdown_s: float

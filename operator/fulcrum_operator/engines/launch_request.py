@@ -11,6 +11,7 @@ from fulcrum_core.api.engine import (
     ParallelismSpec,
     QuantizationSpec,
 )
+from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.pdpool import PoolRole
 from fulcrum_core.hardware import UNKNOWN_GPU, HardwareFacts
 from fulcrum_core.models import Fit, Layout, ModelFacts, check_fit, transfer_buffer_bytes
@@ -31,6 +32,7 @@ class LaunchRequest:
         facts: Facts of the model; None if they were not read: the engine chooses what depends on them.
         hardware: Hardware of one device.
         devices: Number of devices; None if not specified.
+        cores: Number of cores of an engine on CPUs; None if not specified.
         args: The user's arguments, added after the generated ones.
         env: The user's variables, which replace generated ones of the same name.
         version: Version of the engine in its image.
@@ -45,6 +47,7 @@ class LaunchRequest:
     facts: ModelFacts | None = None
     hardware: HardwareFacts = UNKNOWN_GPU
     devices: int | None = None
+    cores: int | None = None
     model_source: ModelSourceSpec = field(default_factory=ModelSourceSpec)
     parallelism: ParallelismSpec = field(default_factory=ParallelismSpec)
     quantization: QuantizationSpec = field(default_factory=QuantizationSpec)
@@ -52,7 +55,7 @@ class LaunchRequest:
     kv_transfer: KvTransferSpec = field(default_factory=KvTransferSpec)
     kv_cache: KvCacheSpec = field(default_factory=KvCacheSpec)
     args: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
+    env: tuple[EnvVar, ...] = ()
     version: str
 
     @property

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.env import EnvVar
+from fulcrum_core.api.quantity import format_byte_quantity
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import Fit
 from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.engines.from_spec import build_launch_request
-from fulcrum_operator.engines.launch import EngineLaunch, LaunchEnvVar, Volume
+from fulcrum_operator.engines.launch import EngineLaunch, EngineResources, LaunchEnvVar, Volume
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.manifests.names import HTTP_PORT, SIDE_CHANNEL_PORT, env_from_field
 from fulcrum_operator.plan.model import model_key, parse_model_facts
@@ -26,7 +28,8 @@ _HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
 class EngineContainer:
     """Parts of one engine's pod, in the form of the Kubernetes API.
 
-    `image` is None for the operator's own image; `startup_s` is None if the caller has to pass it.
+    `image` is None for the operator's own image; `startup_s` is None if the caller has to pass it;
+    `resources` is None for a simulated engine.
     """
 
     image: str | None
@@ -37,6 +40,7 @@ class EngineContainer:
     mounts: list[dict[str, Any]] = field(default_factory=list)
     volumes: list[dict[str, Any]] = field(default_factory=list)
     startup_s: float | None = None
+    resources: EngineResources | None = None
 
 
 def engine_container(instance: PDInstance, service: PDService) -> EngineContainer:
@@ -60,7 +64,7 @@ def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:
         image=instance.spec.engine.image,
         command=["python", "-m", simulated.SERVER_MODULE],
         args=[*made, *instance.spec.engine.args],
-        env=[env_from_field("POD_IP", "status.podIP"), *(pair.dump() for pair in instance.spec.engine.env)],
+        env=[env_from_field("POD_IP", "status.podIP"), *map(user_env_var, instance.spec.engine.env)],
         ports=[_port("http", HTTP_PORT), _port("side-channel", SIDE_CHANNEL_PORT)],
     )
 
@@ -112,6 +116,7 @@ def _from_launch(launch: EngineLaunch, image: str) -> EngineContainer:
         mounts=[volume_mount(volume) for volume in launch.volumes],
         volumes=[pod_volume(volume) for volume in launch.volumes],
         startup_s=launch.startup_s,
+        resources=launch.resources,
     )
 
 
@@ -126,7 +131,14 @@ def env_var(variable: LaunchEnvVar) -> dict[str, Any]:
     if variable.secret:
         key = {"name": variable.secret, "key": "token"}
         return {"name": variable.name, "valueFrom": {"secretKeyRef": key}}
+    if variable.source is not None:
+        return {"name": variable.name, "valueFrom": variable.source.dump()}
     return {"name": variable.name, "value": variable.value}
+
+
+def user_env_var(variable: EnvVar) -> dict[str, Any]:
+    """The user's variable in a container's manifest."""
+    return env_var(LaunchEnvVar.from_user(variable))
 
 
 def volume_mount(volume: Volume) -> dict[str, Any]:
@@ -146,5 +158,5 @@ def _volume_source(volume: Volume) -> dict[str, Any]:
     if volume.kind == "path":
         return {"hostPath": {"path": volume.source, "type": "Directory"}}
     memory = {"medium": "Memory"} if volume.kind == "memory" else {}
-    size = {} if volume.size_bytes is None else {"sizeLimit": str(volume.size_bytes)}
+    size = {} if volume.size_bytes is None else {"sizeLimit": format_byte_quantity(volume.size_bytes)}
     return {"emptyDir": {**memory, **size}}

@@ -9,6 +9,7 @@ from typing import Any
 
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.labels import INSTANCE_LABEL, POOL_LABEL, REVISION_LABEL, SERVICE_LABEL
+from fulcrum_core.api.quantity import format_byte_quantity
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.manifests.engine_container import EngineContainer, engine_container
@@ -117,7 +118,7 @@ def _spec(
         **image_pull_secrets(settings),
         "topologySpreadConstraints": [_topology_spread(service)],
         "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *engine.volumes],
+        "volumes": [{"name": "tmp", "emptyDir": _temporary_folder(engine)}, *engine.volumes],
     }
 
 
@@ -141,7 +142,7 @@ def _container(
         "args": engine.args,
         "env": engine.env,
         "ports": engine.ports,
-        **_resources(instance),
+        "resources": _resources(instance, engine),
         **_probes(startup_s),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -150,15 +151,31 @@ def _container(
     }
 
 
-def _resources(instance: PDInstance) -> dict[str, Any]:
-    """Resource requests of the instance. An extended resource (`vendor/name`) needs an equal limit."""
-    simulated = instance.spec.engine.is_simulated
-    hardware = instance.spec.hardware or (None if simulated else DEFAULT_HARDWARE)
-    if hardware is None:
-        return {"resources": {"requests": SIMULATED_REQUESTS}}
-    requested = {hardware.resource: str(hardware.count)}
-    limits = {"limits": requested} if "/" in hardware.resource else {}
-    return {"resources": {"requests": requested, **limits}}
+def _resources(instance: PDInstance, engine: EngineContainer) -> dict[str, Any]:
+    """Requests and limits of the engine. An extended resource (`vendor/name`) needs an equal limit."""
+    chosen = engine.resources
+    hardware = instance.spec.hardware or (None if chosen is None else DEFAULT_HARDWARE)
+    requested = {} if hardware is None else {hardware.resource: str(hardware.count)}
+    limited = requested if hardware is not None and "/" in hardware.resource else {}
+    if chosen is None:
+        return {"requests": {**SIMULATED_REQUESTS, **requested}, **({"limits": limited} if limited else {})}
+    storage_limit = chosen.storage_limit_bytes
+    requests = {
+        "cpu": str(chosen.cpu),
+        "memory": format_byte_quantity(chosen.memory_bytes),
+        "ephemeral-storage": format_byte_quantity(chosen.storage_bytes),
+    }
+    limits = {
+        "cpu": str(chosen.cpu_limit),
+        "memory": format_byte_quantity(chosen.memory_limit_bytes),
+        **({} if storage_limit is None else {"ephemeral-storage": format_byte_quantity(storage_limit)}),
+    }
+    return {"requests": {**requests, **requested}, "limits": {**limits, **limited}}
+
+
+def _temporary_folder(engine: EngineContainer) -> dict[str, str]:
+    limit = None if engine.resources is None else engine.resources.temporary_limit_bytes
+    return {} if limit is None else {"sizeLimit": format_byte_quantity(limit)}
 
 
 def _probes(startup_s: float) -> dict[str, Any]:

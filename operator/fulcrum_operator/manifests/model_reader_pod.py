@@ -129,7 +129,7 @@ def _arguments(start: LaunchSpec) -> list[str]:
 def _hub_variables(start: LaunchSpec) -> list[dict[str, Any]]:
     hub_variables = hub_env(start)
     secret = start.model_source.token_secret if start.model_source else None
-    variables = [LaunchEnvVar(name, value) for name, value in hub_variables.items()]
-    if secret is not None and "HF_TOKEN" not in hub_variables:
+    variables = list(map(LaunchEnvVar.from_user, hub_variables))
+    if secret is not None and "HF_TOKEN" not in {variable.name for variable in hub_variables}:
         variables.append(LaunchEnvVar("HF_TOKEN", secret=secret))
     return [env_var(variable) for variable in variables]

@@ -14,6 +14,7 @@ from typing import Any
 
 from fulcrum_core.api import LaunchSpec, PDInstance
 from fulcrum_core.api.engine import Connector, ModelSourceSpec
+from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models import ModelFacts, parse_model_config
@@ -59,13 +60,17 @@ def model_key(start: LaunchSpec) -> str:
     """Hash of the model's name, its location and the hub settings: different models have different keys."""
     source = start.model_source or ModelSourceSpec()
     location = (source.pvc, source.host_path, source.path, source.revision, source.token_secret)
-    text = json.dumps((start.model, location, sorted(hub_env(start).items())))
+    settings = sorted(
+        ((v.name, v.value_from.dump() if v.value_from else v.value) for v in hub_env(start)),
+        key=lambda setting: setting[0],
+    )
+    text = json.dumps((start.model, location, settings))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def hub_env(start: LaunchSpec) -> dict[str, str]:
-    """The engine's environment variables that configure access to the hub, by name."""
-    return {pair.name: pair.value for pair in start.engine.env if pair.name in HUB_ENV}
+def hub_env(start: LaunchSpec) -> tuple[EnvVar, ...]:
+    """The engine's environment variables that configure access to the hub."""
+    return tuple(variable for variable in start.engine.env if variable.name in HUB_ENV)
 
 
 def parse_model_facts(excerpt: Mapping[str, Any] | None) -> ModelFacts | None:

@@ -19,6 +19,8 @@ from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
 
+SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
+"""On every response of a simulated engine: its text is made up."""
 UNRESPONSIVE_STREAM_TIMEOUT_S = 10.0
 """Longest silence of a stream from an unresponsive instance, in seconds; then the stream fails."""
 
@@ -84,10 +86,14 @@ class Instance:
         *,
         prefill: PrefillModel = DEFAULT_PREFILL,
         decode: DecodeModel = DEFAULT_DECODE,
+        simulated: bool = False,
     ) -> None:
         self.name = name
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
-        self.decode_header = b"x-fulcrum-decode: %b\r\n" % name.encode()
+        self.decode_header = b"x-fulcrum-decode: %b\r\n%b" % (
+            name.encode(),
+            SIMULATED_HEADER if simulated else b"",
+        )
         self._changes = _Changes()
         self._role, self._serving = Role.DECODE, False
         self.assigned = False

@@ -136,8 +136,9 @@ class StoreWatcher:
         for name, observed in own.items():
             instance = fleet.get(name)
             if instance is None:
-                prefill, decode = _load_models(observed.spec.engine.profile)
-                instance = Instance(name, prefill=prefill, decode=decode)
+                engine = observed.spec.engine
+                prefill, decode = _load_models(engine.profile)
+                instance = Instance(name, prefill=prefill, decode=decode, simulated=engine.is_simulated)
                 fleet.add(instance)
             if observed.status.endpoint is not None:
                 try:

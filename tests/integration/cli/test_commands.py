@@ -33,9 +33,12 @@ def environment() -> Iterator[dict[str, str]]:
         )
         assert process.stdout is not None
         try:
-            lines = [process.stdout.readline() for _ in range(3)]
+            lines = [process.stdout.readline() for _ in range(4)]
             assert lines[0] == "chat: starting 3 engines (Simulated), a router and an autoscaler\n", lines
-            assert lines[2] == "chat: 3 instances serve; stop with Ctrl-C\n", lines
+            assert lines[1] == (
+                "chat: simulated engines make up their text; --engine vllm-cpu runs real ones\n"
+            )
+            assert lines[3] == "chat: 3 instances serve; stop with Ctrl-C\n", lines
             yield env
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=30)
@@ -54,8 +57,8 @@ def test_status_shows_the_service_and_its_instances(environment: dict[str, str])
     shown = fulcrum(environment, "status")
     lines = shown.stdout.splitlines()
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert lines[0].split()[:4] == ["NAME", "MODEL", "READY", "P"]
-    assert lines[1].split()[:3] == ["chat", "m", "3/3"]
+    assert lines[0].split()[:4] == ["NAME", "MODEL", "ENGINE", "READY"]
+    assert lines[1].split()[:3] == ["chat", "m", "Simulated"]
     assert [line.split()[:2] for line in lines if line.startswith("chat-")] == [
         ["chat-0", "Serving"], ["chat-1", "Serving"], ["chat-2", "Serving"],
     ]  # fmt: skip

@@ -335,7 +335,7 @@ async def read_pids(output: asyncio.StreamReader) -> dict[str, int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_a_signal_that_ends_the_run_ends_all_of_its_processes(number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SCRIPT, json.dumps(manifest()[0].dump())),
+        *(sys.executable, "-c", SCRIPT, json.dumps(manifest(engine={"type": "Simulated"})[0].dump())),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )

@@ -110,7 +110,12 @@ async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[R
     token.write_text(TOKEN)
     await store.create(parse_as(PDService, manifest("PDService", "s", {"model": MODEL, "instances": 3})))
     for name, engine in engines.items():
-        spec = {"service": "s", "pool": "s-flex", "model": MODEL, "engine": {"profile": "laptop"}}
+        spec = {
+            "service": "s",
+            "pool": "s-flex",
+            "model": MODEL,
+            "engine": {"type": "Simulated", "profile": "laptop"},
+        }
         await store.create(parse_as(PDInstance, manifest("PDInstance", name, spec)))
         status = {"phase": "Serving", "endpoint": f"127.0.0.1:{engine.port}", "identity": IDENTITY}
         await store.patch_status(PDInstance, name, status, namespace="default")
@@ -134,6 +139,7 @@ async def test_text_is_right_after_a_kv_transfer(service: RunningService) -> Non
     assert (status, text) == (200, expected_text("the quick brown fox"))
     assert (headers["x-fulcrum-prefill"], headers["x-fulcrum-decode"]) == ("s-0", "s-1")
     assert "x-fulcrum-local-prefill" not in headers
+    assert headers["x-fulcrum-simulated"] == "true"
 
 
 async def test_text_is_right_while_roles_flip(service: RunningService) -> None:

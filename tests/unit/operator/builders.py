@@ -43,7 +43,13 @@ ENGINE_FACTS = EngineFacts(
 def service(**spec: Any) -> PDService:
     """The service `chat` with the model `m` and these fields in its spec."""
     meta = {"name": "chat", "uid": "u-service", "generation": 1}
-    return PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m", **spec}})
+    return PDService.model_validate(
+        {
+            "metadata": meta,
+            "kind": "PDService",
+            "spec": {"model": "m", "engine": {"type": "Simulated"}, **spec},
+        }
+    )
 
 
 def tier(name: str) -> QoSTier:
@@ -59,7 +65,7 @@ def pool(name: str = "chat-flex", *, replicas: int, role: str = "Flexible", boun
     spec = {
         "service": "chat",
         "model": "m",
-        "engine": {},
+        "engine": {"type": "Simulated"},
         "role": role,
         "replicas": replicas,
         "instances": {"min": low, "max": high} if bounds else {"min": low},
@@ -71,7 +77,7 @@ def instance(
     name: str, phase: Phase = Phase.SERVING, *, pool: str = "chat-flex", **status: Any
 ) -> PDInstance:
     """A PDInstance of `chat` that entered this phase ten seconds ago, with these other status fields."""
-    spec = {"service": "chat", "pool": pool, "model": "m", "engine": {}}
+    spec = {"service": "chat", "pool": pool, "model": "m", "engine": {"type": "Simulated"}}
     observed = {"phase": phase, "phase_since": NOW_S - 10, **status}
     return PDInstance.model_validate({"metadata": {"name": name}, "spec": spec, "status": observed})
 

@@ -17,6 +17,7 @@ from fulcrum_operator.engines.launch import (
     EngineLaunch,
     EnginePlacement,
     EnginePlan,
+    EngineResources,
     LaunchEnvVar,
     Port,
     Volume,
@@ -25,6 +26,7 @@ from fulcrum_operator.engines.launch import (
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm import connectors
 from fulcrum_operator.engines.vllm.choices import layout_choices, precision_choices, transfer_choices
+from fulcrum_operator.engines.vllm.resources import choose_resources
 from fulcrum_operator.engines.vllm.settings import VllmSettings, choose_settings
 from fulcrum_operator.engines.vllm.ucx import ucx_environment
 from fulcrum_operator.engines.vllm.unsupported import find_unsupported
@@ -51,7 +53,6 @@ _STARTUP_S = 60.0
 """Seconds of a start without reading weights: imports, graphs and compilation."""
 _UNKNOWN_STARTUP_S = 180.0
 """Seconds of a start if the size of the weights is not known."""
-_SHARED_MEMORY = 8 * 2**30
 _KV_DTYPES = {KvPrecision.FP8: "fp8", KvPrecision.FP4: "nvfp4"}
 
 _COMMON_ENV = {
@@ -72,8 +73,9 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
     """Plan the launch of one instance, with fit and choices; no launch if anything is unsupported."""
     fit = request.fit
     settings, choices = choose_settings(request, fit)
+    resources, resource_choices = choose_resources(request, settings)
     unsupported = find_unsupported(request, settings)
-    launch = None if unsupported else _build_launch(request, placement, settings)
+    launch = None if unsupported else _build_launch(request, placement, settings, resources)
     return EnginePlan(
         launch=launch,
         fit=fit,
@@ -82,6 +84,7 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
             *precision_choices(request),
             *choices,
             *transfer_choices(request),
+            *resource_choices,
         ),
         unsupported=unsupported,
     )
@@ -131,12 +134,15 @@ def _identity(
     return identity.model_copy(update=user_identity_fields(request.args))
 
 
-def _build_launch(request: LaunchRequest, placement: EnginePlacement, settings: VllmSettings) -> EngineLaunch:
+def _build_launch(
+    request: LaunchRequest, placement: EnginePlacement, settings: VllmSettings, resources: EngineResources
+) -> EngineLaunch:
     return EngineLaunch(
         command=(*placement.program, "serve", *_arguments(request, placement, settings), *request.args),
         env=tuple(_environment(request, placement)),
         ports=tuple(_ports(request, placement)),
-        volumes=tuple(_volumes(request, placement)),
+        volumes=tuple(_volumes(request, placement, resources)),
+        resources=resources,
         health_path=HEALTH_PATH,
         startup_s=_startup_s(request),
         shutdown_s=request.drain_timeout_s,
@@ -153,7 +159,7 @@ def _model_argument(request: LaunchRequest, placement: EnginePlacement) -> str:
 
 def model_folder(source: ModelSourceSpec, placement: EnginePlacement) -> str | None:
     """Folder of a model on a claim or a path; None for a model at the hub."""
-    if source.host_path is None and source.pvc is None:
+    if source.is_at_hub:
         return None
     return "/".join(filter(None, (placement.model_folder or source.host_path, source.path)))
 
@@ -239,7 +245,7 @@ def _precision_arguments(request: LaunchRequest) -> Iterator[str]:
 
 
 def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator[LaunchEnvVar]:
-    user_env = dict(request.env)
+    user_names = {variable.name for variable in request.env}
     variables = [LaunchEnvVar(name, value) for name, value in _COMMON_ENV.items()]
     if placement.in_pod:
         variables.insert(0, LaunchEnvVar("POD_IP", pod_field="status.podIP"))
@@ -264,8 +270,8 @@ def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator
         variables.append(LaunchEnvVar("HF_TOKEN", secret=request.model_source.token_secret))
     elif _model_argument(request, placement) != request.model:
         variables.append(LaunchEnvVar("HF_HUB_OFFLINE", "1"))
-    yield from (variable for variable in variables if variable.name not in user_env)
-    yield from (LaunchEnvVar(name, value) for name, value in user_env.items())
+    yield from (variable for variable in variables if variable.name not in user_names)
+    yield from map(LaunchEnvVar.from_user, request.env)
 
 
 def _ports(request: LaunchRequest, placement: EnginePlacement) -> Iterator[Port]:
@@ -282,12 +288,15 @@ def _ports(request: LaunchRequest, placement: EnginePlacement) -> Iterator[Port]
             yield Port(f"kv-alloc-{rank}", ports[1])
 
 
-def _volumes(request: LaunchRequest, placement: EnginePlacement) -> Iterator[Volume]:
+def _volumes(
+    request: LaunchRequest, placement: EnginePlacement, resources: EngineResources
+) -> Iterator[Volume]:
     cache = request.kv_cache
     if (model := model_volume(request.model_source, placement)) is not None:
         yield model
-    shared_bytes = _SHARED_MEMORY + (cache.cpu or 0)
-    yield Volume(name="shared-memory", mount="/dev/shm", kind="memory", size_bytes=shared_bytes)
+    yield Volume(
+        name="shared-memory", mount="/dev/shm", kind="memory", size_bytes=resources.shared_memory_bytes
+    )
     if cache.disk is not None:
         yield Volume(name="kv-disk", mount=placement.cache_folder, kind="scratch", size_bytes=cache.disk)
 

@@ -21,6 +21,7 @@ from fulcrum_operator.plan.status.pool import PoolReport
 from fulcrum_operator.plan.status.progressing import progressing
 from fulcrum_operator.plan.status.ready import count_ready, ready_condition
 from fulcrum_operator.plan.status.scaling_limited import service_scaling_limited
+from fulcrum_operator.plan.status.simulated import simulated_condition
 from fulcrum_operator.plan.status.slo_met import slo_met_condition
 from fulcrum_operator.plan.status.tiers_accepted import tiers_accepted
 
@@ -50,6 +51,7 @@ def service_status(
         model_fits(observed, tuple((report.view, report.members) for report in pools)),
         kv_transfer_verified(observed, desired_replicas),
         slo_met_condition(service, observed.slo_report),
+        simulated_condition(service, members),
     )
     attainment_source = service.status if observed.slo_report is None else observed.slo_report
     return PDServiceStatus(

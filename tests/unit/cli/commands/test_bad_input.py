@@ -163,8 +163,8 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--port", "70000"), "--port (70000) must be between 0 and 65535"),
         (("play", "--json", "/nowhere/at/all"), "--json (/nowhere/at/all) must be in a folder that exists"),
         (("up", "-f", "x"), "--local (not given) is required: `up` starts local services only"),
-        (("up", "--local"), "--file (not given) is required without --engine"),
-        (("up", "--local", "--engine", "x"), "--engine (x) is not one of vllm-cpu"),
+        (("up", "--local"), "--file (not given) is required without --engine vllm-cpu"),
+        (("up", "--local", "--engine", "x"), "--engine (x) is not one of simulated, vllm-cpu"),
         (
             ("flip", "chat-0", "--to", "Decode", "--pin", "10"),
             "--pin (10) has no unit: write 10s, 10m or 10ms",

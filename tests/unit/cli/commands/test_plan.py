@@ -1,6 +1,7 @@
 """`fulcrum plan` shows what a manifest would start, and why, from files only."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,16 @@ def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None
         "13.3 requests of 32,768 tokens",
         "  transfer buffer: 10.0 GiB in bfloat16, 5.0 GiB in fp8, 3.0 GiB in fp4, "
         "rounded up to multiples of 256 MiB, if the connector needs one",
-        "  weights bfloat16             as the checkpoint has them: 131.4 GiB",
-        "  kvCache bfloat16             the data type of the model: 327,680 bytes a token",
-        "  maxSequences 256             KV capacity for 425 requests of 1,024 tokens",
+        "  weights bfloat16 as the checkpoint has them: 131.4 GiB",
+        "  kvCache bfloat16 the data type of the model: 327,680 bytes a token",
+        "  maxSequences 256 KV capacity for 425 requests of 1,024 tokens",
+        "  cpu 6, at most 24 a core for each rank, each scheduler and the API server",
+        "  memory 20.0 GiB, at most 48.0 GiB the processes",
         "  ports: http 8000, kv-0 5600",
         "  volumes: shared-memory at /dev/shm (memory, 8.0 GiB)",
         "  pool chat-flex → pool chat-flex: yes, same model, engine, KV data type and block size",
     ):
-        assert line in output.splitlines()
+        assert line in [re.sub(r"(?<=\S) +", " ", printed) for printed in output.splitlines()]
     assert "    vllm serve meta-llama/Llama-3.1-70B-Instruct --served-model-name" in output
 
 
@@ -143,12 +146,12 @@ def test_the_model_config_is_read_from_the_host_path_of_the_manifest(plan: Plan)
 
 
 def test_a_simulated_engine_has_no_model_to_fit(plan: Plan) -> None:
-    code, output = plan("model: m")
+    code, output = plan("model: m\nengine: {type: Simulated}")
     assert (code, output.splitlines()[1]) == (0, "  engine.type is Simulated: there is no model to fit")
 
 
 def test_plan_refuses_an_unknown_profile_as_up_does(plan: Plan) -> None:
-    code, output = plan("model: m\nengine: {profile: desktop}")
+    code, output = plan("model: m\nengine: {type: Simulated, profile: desktop}")
     assert (code, output.startswith("error: profile (desktop) is not one of ")) == (2, True)
 
 

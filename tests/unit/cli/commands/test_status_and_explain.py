@@ -145,15 +145,15 @@ def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> T
 def test_status_prints_a_service_with_the_columns_of_kubectl_get_pds() -> None:
     snapshot = ServiceSnapshot(service=service(), instances=(), assignment=None)
     head, line = printed(service_table(snapshot, now_s=0.0))
-    assert head == ["NAME", "MODEL", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
-    assert line == ["chat", "m", "–", "0", "0", "–", "–", "–", "0", "–"]
+    assert head == ["NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
+    assert line == ["chat", "m", "vLLM", "–", "0", "0", "–", "–", "–", "0", "–"]
 
 
 def test_in_a_cluster_attainment_comes_from_the_status() -> None:
     status = PDServiceStatus(attainment="98.7")
     snapshot = ServiceSnapshot(service=service().replace(status=status), instances=(), assignment=None)
     _, line = printed(service_table(snapshot, now_s=0.0))
-    assert (line[7], snapshot.dump()["attainment"]) == ("98.7", 98.7)
+    assert (line[8], snapshot.dump()["attainment"]) == ("98.7", 98.7)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from fulcrum_cli.local.engines import (
     expected_startup_s,
     find_free_ports,
 )
+from fulcrum_cli.local.local_engine import LocalEngine, replace_engine, simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
-from fulcrum_cli.local.vllm_cpu import replace_engine_with_vllm_cpu
 from fulcrum_core.api import PDInstance, PDInstanceSpec, PDService, parse_object
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.kv_compatibility import can_transfer
@@ -185,8 +185,8 @@ def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
 
 def test_any_service_can_be_switched_to_vllm_cpu() -> None:
     pool = {"name": "flex", "instances": {"min": 3}, "hardware": {"resource": "nvidia.com/gpu"}}
-    switched = replace_engine_with_vllm_cpu(
-        service(model="acme/model", engine={"profile": "laptop"}, pools=[pool])
+    switched = replace_engine(
+        service(model="acme/model", engine={"profile": "laptop"}, pools=[pool]), LocalEngine.VLLM_CPU
     )
     assert isinstance(switched, PDService)
     (kept,) = switched.spec.resolve_pools()
@@ -196,3 +196,30 @@ def test_any_service_can_be_switched_to_vllm_cpu() -> None:
         None,
         3,
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [({}, "Simulated"), ({"args": ["--x"], "image": "i:1"}, "Simulated"), ({"type": "vLLM"}, "vLLM")],
+    ids=["no engine", "an engine without a type", "an engine with a type"],
+)
+def test_a_local_run_simulates_engines_unless_the_manifest_names_their_type(
+    engine: dict[str, Any], kind: str
+) -> None:
+    pool = {"name": "flex", "instances": {"min": 3}, "hardware": {"resource": "nvidia.com/gpu"}}
+    owner = PDService.model_validate(
+        {
+            "kind": "PDService",
+            "metadata": {"name": "chat"},
+            "spec": {"model": "m", "engine": engine, "pools": [pool]},
+        }
+    )
+    run = simulate_unless_named(owner)
+    assert isinstance(run, PDService)
+    assert (run.spec.engine.type, owner.spec.engine.type) == (kind, "vLLM")
+
+
+def test_a_manifest_for_gpus_can_be_switched_to_simulated_engines() -> None:
+    switched = replace_engine(service(engine={"type": "vLLM", "profile": "l8-h100"}), LocalEngine.SIMULATED)
+    assert isinstance(switched, PDService)
+    assert (switched.spec.engine.type, switched.spec.engine.profile) == ("Simulated", "l8-h100")

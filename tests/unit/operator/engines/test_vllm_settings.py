@@ -14,6 +14,7 @@ from fulcrum_core.api.engine import (
     ParallelismSpec,
     QuantizationSpec,
 )
+from fulcrum_core.api.env import EnvVar
 from fulcrum_core.hardware import Fabric, HardwareFacts, resolve_hardware
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role, Slo
@@ -274,7 +275,9 @@ def test_no_engine_id_is_set_and_a_failed_kv_load_is_recomputed() -> None:
 
 
 def test_user_arguments_and_variables_override_ours() -> None:
-    launch_request = make_launch_request(args=("--seed", "7"), env=(("PYTHONHASHSEED", "1"), ("A", "b")))
+    launch_request = make_launch_request(
+        args=("--seed", "7"), env=(EnvVar(name="PYTHONHASHSEED", value="1"), EnvVar(name="A", value="b"))
+    )
     launch = plan_launch(launch_request).launch
     assert launch is not None
     assert launch.command[-2:] == ("--seed", "7")

@@ -19,11 +19,12 @@ from fulcrum_operator.manifests.pod_template import apply_template
 from fulcrum_operator.plan.model import ModelReadRequest, model_key
 from tests.unit.operator.builders import SETTINGS, service
 
-PLAIN: dict[str, Any] = {"engine": {}}
+PLAIN: dict[str, Any] = {"engine": {"type": "Simulated"}}
 CUSTOMIZED: dict[str, Any] = {
     "revision": "0a1b2c3d4e",
     "role": "Decode",
     "engine": {
+        "type": "Simulated",
         "image": "registry.example/engine@sha256:0123",
         "args": ["--seed", "7"],
         "env": [{"name": "UCX_TLS", "value": "tcp"}],

@@ -12,6 +12,8 @@ from fulcrum_operator.engines.vllm import POD_PLACEMENT, expected_identity_and_s
 from fulcrum_operator.manifests.children import service_children
 from fulcrum_operator.manifests.engine_container import vllm_launch_request
 from fulcrum_operator.manifests.engine_pod import engine_pod
+from fulcrum_operator.manifests.model_reader_pod import model_reader_pod
+from fulcrum_operator.plan.model import ModelReadRequest
 from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import SETTINGS
 
@@ -50,9 +52,44 @@ def test_vllm_pod_matches_its_golden_manifest(golden: Callable[[str, str], None]
 
 
 def test_vllm_engine_gets_one_gpu_by_default() -> None:
-    assert container(service())["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container(service())["resources"]["limits"]["nvidia.com/gpu"] == "1"
     cpu = {"hardware": {"resource": "cpu", "count": 2}}
-    assert container(service(cpu))["resources"] == {"requests": {"cpu": "2"}}
+    assert container(service(cpu))["resources"]["requests"]["cpu"] == "2"
+
+
+def test_pod_requests_and_limits_what_the_engine_needs_besides_its_devices() -> None:
+    made = engine_pod(instance(owner := service(modelSource={"pvc": "m"})), owner, SETTINGS, startup_s=1.0)
+    assert made["spec"]["containers"][0]["resources"] == {
+        "requests": {"cpu": "3", "memory": "8Gi", "ephemeral-storage": "5Gi", "nvidia.com/gpu": "1"},
+        "limits": {"cpu": "12", "memory": "24Gi", "ephemeral-storage": "22Gi", "nvidia.com/gpu": "1"},
+    }
+    volumes = {volume["name"]: volume.get("emptyDir") for volume in made["spec"]["volumes"]}
+    assert (volumes["tmp"], volumes["shared-memory"]) == (
+        {"sizeLimit": "20Gi"},
+        {"medium": "Memory", "sizeLimit": "8Gi"},
+    )
+
+
+def test_the_template_of_a_pool_overrides_single_resources() -> None:
+    engine = {"name": "engine", "resources": {"requests": {"memory": "100Gi"}, "limits": {"cpu": None}}}
+    resources = container(service({"template": {"spec": {"containers": [engine]}}}))["resources"]
+    assert (resources["requests"]["memory"], resources["requests"]["cpu"]) == ("100Gi", "3")
+    assert "cpu" not in resources["limits"]
+
+
+@pytest.mark.parametrize("engine", [{"type": "vLLM", "image": "acme/vllm:1"}, {"type": "Simulated"}])
+def test_references_to_secrets_reach_the_pod_without_their_values(engine: dict[str, Any]) -> None:
+    sources = {
+        "HF_TOKEN": {"secretKeyRef": {"name": "hub", "key": "token"}},
+        "HTTPS_PROXY": {"configMapKeyRef": {"name": "site", "key": "proxy", "optional": True}},
+        "NODE_IP": {"fieldRef": {"fieldPath": "status.hostIP"}},
+    }
+    env = [{"name": name, "valueFrom": source} for name, source in sources.items()]
+    owner = service(engine={**engine, "env": env})
+    assert [variable for variable in container(owner)["env"] if variable["name"] in sources] == env
+    read = ModelReadRequest(instance(owner).spec.launch_spec, "key", 1)
+    reader = model_reader_pod(read, owner, SETTINGS)["spec"]["containers"][0]
+    assert reader["env"] == env[:2]
 
 
 def test_lmcache_engine_is_started_for_the_role_of_its_instance() -> None:

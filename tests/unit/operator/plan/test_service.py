@@ -138,6 +138,12 @@ def test_status_of_a_settled_service_reports_all_instances_ready() -> None:
             holds("ModelFits", "Unknown", "NotApplicable", "simulated engines load no model"),
             holds("KVTransferVerified", "Unknown", "NoTrafficYet", "no KV transfer was observed yet"),
             holds("SLOMet", "Unknown", "NoTraffic", "no request ended in 5m"),
+            holds(
+                "Simulated",
+                "True",
+                "SimulatedEngines",
+                "4 of 4 instances run simulated engines: the text of their responses is made up",
+            ),
         ),
         ready="4/4",
         prefill=RoleStatus(desired=2, ready=2),
@@ -163,6 +169,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         "ModelFits": NOW_S,
         "KVTransferVerified": NOW_S,
         "SLOMet": NOW_S,
+        "Simulated": NOW_S,
     }
 
 

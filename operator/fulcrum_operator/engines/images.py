@@ -1,0 +1,34 @@
+"""The image of an engine whose manifest names none.
+
+`plan/pools` writes it into the launch spec of a pool, so that it is part of the revision: an operator of a
+newer version, with newer defaults, starts replacements like their peers.
+"""
+
+from dataclasses import dataclass
+
+from fulcrum_core.api import LaunchSpec
+from fulcrum_core.hardware import Vendor, resolve_hardware
+from fulcrum_operator.engines import vllm
+from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineImages:
+    """Default images of one installation, by what the engine is built for; None: there is no default."""
+
+    nvidia: str | None = vllm.IMAGE
+    amd: str | None = None
+    cpu: str | None = None
+    simulated: str | None = None
+    """None: the operator's own image."""
+
+    def default_for(self, start: LaunchSpec) -> str | None:
+        """The image for this launch spec; None if there is no default."""
+        if start.engine.is_simulated:
+            return self.simulated
+        hardware = start.hardware or DEFAULT_HARDWARE
+        facts = resolve_hardware(
+            hardware.type, resource=hardware.resource, memory_bytes=hardware.memory, fabric=hardware.fabric
+        )
+        images = {Vendor.NVIDIA: self.nvidia, Vendor.AMD: self.amd, Vendor.CPU: self.cpu}
+        return images[facts.vendor]
