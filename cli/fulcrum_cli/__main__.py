@@ -148,6 +148,10 @@ def bounds(
     slo_ttft: Annotated[str, typer.Option(help="TTFT objective, e.g. 3s.")],
     slo_tpot: Annotated[str, typer.Option(help="TPOT objective, e.g. 100ms.")],
     attainment: Annotated[float, typer.Option(help="Percentage of requests that must meet both.")] = 90.0,
+    resplit: Annotated[
+        str | None,
+        typer.Option(help="Add the best splits: fixed, and changed at this interval with arrivals known."),
+    ] = None,
     output: OutputOption = None,
 ) -> None:
     """Show the highest rates of a workload that any scheduler could serve within the SLO."""
@@ -155,7 +159,7 @@ def bounds(
 
     run(
         trace, instances=instances, profile=profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        attainment=attainment, output=output,
+        attainment=attainment, resplit=resplit, output=output,
     )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from fulcrum_simulator.bounds import (
     compute_metric_rate,
     find_decode_burst_rate,
     find_fcfs_rate,
+    find_fixed_split_rate,
+    find_moving_split_rate,
     find_prefill_burst_rate,
     mean_rate,
 )
@@ -43,6 +45,7 @@ def run(
     slo_ttft: str,
     slo_tpot: str,
     attainment: float,
+    resplit: str | None,
     output: str | None,
 ) -> None:
     """Print the bounds and references of the workload as a table or a document.
@@ -54,8 +57,11 @@ def run(
     fleet = _make_fleet(instances, profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
     if not 0 < attainment <= 100:
         raise InvalidInput("--attainment", attainment, "must be above 0 and at most 100")
+    interval_s = parse_duration_s("--resplit", resplit)
     requests = load_trace(trace)
     rows = _compute_rows(requests, fleet, attainment=attainment / 100)
+    if interval_s is not None:
+        rows += _compute_split_rows(requests, fleet, attainment=attainment / 100, interval_s=interval_s)
     if output_format is None:
         print("\n".join(_format_table(rows, requests, fleet, attainment=attainment)))
     else:
@@ -98,6 +104,21 @@ def _compute_rows(
             "B5 reject",
             find_fcfs_rate(requests, fleet, attainment=attainment, reject_late=True),
             "no bound: the same, prompts that would be late are refused",
+        ),
+    )
+
+
+def _compute_split_rows(
+    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float, interval_s: float
+) -> tuple[_Row, ...]:
+    fixed_rps = find_fixed_split_rate(requests, fleet, attainment=attainment)
+    moving_rps = find_moving_split_rate(requests, fleet, attainment=attainment, interval_s=interval_s)
+    return (
+        _Row("fixed split", fixed_rps, "no bound: the best split into prefill and decode that never changes"),
+        _Row(
+            "moving split",
+            moving_rps,
+            f"no bound: the split chosen every {format_seconds(interval_s)} with all arrivals known",
         ),
     )
 

@@ -10,19 +10,33 @@ from fulcrum_simulator.bounds.fcfs import count_fcfs_on_time, find_fcfs_rate
 from fulcrum_simulator.bounds.fleet import Fleet
 from fulcrum_simulator.bounds.prefill_burst import count_prefills_on_time_at_most, find_prefill_burst_rate
 from fulcrum_simulator.bounds.rates import mean_rate
+from fulcrum_simulator.bounds.splits import (
+    FixedSplit,
+    MovingSplit,
+    find_best_fixed_split,
+    find_fixed_split_rate,
+    find_moving_split_rate,
+    plan_moving_split,
+)
 from fulcrum_simulator.bounds.work import MeanWork, compute_fluid_rate, compute_mean_work, compute_metric_rate
 
 __all__ = [
+    "FixedSplit",
     "Fleet",
     "MeanWork",
+    "MovingSplit",
     "compute_fluid_rate",
     "compute_mean_work",
     "compute_metric_rate",
     "count_decodes_on_time_at_most",
     "count_fcfs_on_time",
     "count_prefills_on_time_at_most",
+    "find_best_fixed_split",
     "find_decode_burst_rate",
     "find_fcfs_rate",
+    "find_fixed_split_rate",
+    "find_moving_split_rate",
     "find_prefill_burst_rate",
     "mean_rate",
+    "plan_moving_split",
 ]

@@ -60,6 +60,11 @@ def test_the_document_holds_rates_of_full_precision_and_null_for_none(bounds: Bo
     assert (rates["B1"] > 1000, rates["B3"], rates["B5"]) == (True, None, None)
 
 
+def test_resplit_adds_the_best_fixed_and_moving_splits(bounds: Bounds) -> None:
+    lines = bounds("--resplit", "10s", "--instances", "3")[1].splitlines()
+    assert [line[:12].strip() for line in lines[10:12]] == ["fixed split", "moving split"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -68,6 +73,7 @@ def test_the_document_holds_rates_of_full_precision_and_null_for_none(bounds: Bo
         (("--slo-tpot", "0s"), "error: --slo-tpot (0s) must be longer than 0s\n"),
         (("--attainment", "101"), "error: --attainment (101.0) must be above 0 and at most 100\n"),
         (("--trace", "nowhere.csv"), "error: nowhere.csv (missing) must be a file that exists\n"),
+        (("--resplit", "0s"), "error: --resplit (0s) must be longer than 0s\n"),
         (("-o", "xml"), "error: --output (xml) is not one of json, yaml\n"),
     ],
 )

@@ -1,0 +1,154 @@
+"""The model of split instances by hand and step by step; splits against exhaustive search."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.bounds import (
+    FixedSplit,
+    Fleet,
+    count_fcfs_on_time,
+    find_best_fixed_split,
+    find_fixed_split_rate,
+    find_moving_split_rate,
+    plan_moving_split,
+)
+from fulcrum_simulator.bounds.decode_pool import Decode, DecodePool
+from fulcrum_simulator.bounds.rates import TOLERANCE
+from fulcrum_simulator.bounds.split_queue import SplitQueue, make_tasks
+from fulcrum_simulator.workload import WorkloadRequest
+from tests.unit.simulator.bounds.builders import draw_requests, make_fleet, make_requests, round_profile
+
+
+def step_one_by_one(pool: list[Decode], instances: int) -> list[float]:
+    """Return the TPOTs of requests that start together, one step at a time."""
+    profile, now_s, tpots_s = round_profile(d2=1e-5), 0.0, []
+    running = [[decode.context_tokens, decode.tokens, decode.tokens] for decode in pool]
+    while running:
+        share = min(instances, len(running))
+        context = sum(each[0] for each in running)
+        now_s += profile.t0 + (profile.d1 * len(running) + profile.d2 * context) / share
+        for each in running:
+            each[0], each[1] = each[0] + 1, each[1] - 1
+        tpots_s += [now_s / each[2] for each in running if not each[1]]
+        running = [each for each in running if each[1]]
+    return tpots_s
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_the_pool_jumps_to_where_single_steps_lead(instances: int, seed: int) -> None:
+    rng = random.Random(seed)
+    decodes = [Decode(0.0, rng.randint(1, 900), rng.randint(1, 300)) for _ in range(20)]
+    pool = DecodePool(round_profile(d2=1e-5))
+    for decode in decodes:
+        pool.add(decode, instances)
+    # A jump counts half a step of growth more than the steps that it stands for.
+    assert sorted(pool.advance(math.inf, instances)) == pytest.approx(
+        sorted(step_one_by_one(decodes, instances)), rel=0.01
+    )
+
+
+def test_the_pool_reaches_the_same_state_in_one_or_in_many_advances(seed: int) -> None:
+    rng = random.Random(seed)
+    one, many = (DecodePool(round_profile(d2=1e-5)) for _ in range(2))
+    for _ in range(10):
+        decode = Decode(0.0, rng.randint(1, 900), rng.randint(1, 300))
+        one.add(decode, 2)
+        many.add(decode, 2)
+    ends = [tpot for at_s in range(1, 60) for tpot in many.advance(at_s, 2)]
+    assert ends == pytest.approx(one.advance(59, 2))
+
+
+def test_a_decode_waits_until_its_whole_context_fits_the_cache() -> None:
+    tpots_s = []
+    for capacity in (220, 219):
+        pool = DecodePool(round_profile(kv_capacity_tokens=capacity, d2=1e-12))
+        pool.add(Decode(0.0, 100, 50), 1)
+        pool.add(Decode(0.0, 20, 50), 1)
+        tpots_s += pool.advance(math.inf, 1)
+    assert tpots_s == pytest.approx([0.012, 0.012, 0.011, 0.022])  # together, and one after the other
+
+
+def test_prompts_alone_are_served_like_a_queue(seed: int) -> None:
+    requests = draw_requests(random.Random(seed), 40, gap_s=0.3)
+    fleet = make_fleet(4)
+    queue = SplitQueue(make_tasks(requests, fleet), [request.arrival_s for request in requests], fleet)
+    queue.advance(3, math.inf)
+    assert len(requests) - queue.late == count_fcfs_on_time(requests, make_fleet(3))
+
+
+def moving_mix(rng: random.Random, *, phases: int, phase_s: float) -> list[WorkloadRequest]:
+    """Return phases of long prompts and of long outputs in turn."""
+    requests = []
+    for phase in range(phases):
+        at_s = phase * phase_s
+        while (at_s := at_s + rng.expovariate(4 if phase % 2 else 3)) < (phase + 1) * phase_s:
+            lengths = (20, rng.randint(150, 250)) if phase % 2 else (rng.randint(400, 800), 2)
+            requests.append(WorkloadRequest(at_s, *lengths))
+    return requests
+
+
+def mix_fleet(instances: int) -> Fleet:
+    return make_fleet(instances, tpot_s=0.03, d1=0.002)
+
+
+def search_exhaustively(requests: list[WorkloadRequest], fleet: Fleet, interval_s: float) -> int:
+    """Return the most requests in time over all sequences of splits."""
+    arrivals_s = [request.arrival_s for request in requests]
+    intervals = math.ceil(arrivals_s[-1] / interval_s)
+    least = len(requests)
+    for splits in itertools.product(range(1, fleet.instances), repeat=intervals):
+        queue = SplitQueue(make_tasks(requests, fleet), arrivals_s, fleet)
+        for number, prefill in enumerate(splits, start=1):
+            queue.advance(prefill, number * interval_s if number < intervals else math.inf)
+        least = min(least, queue.late)
+    return len(requests) - least
+
+
+def test_the_moving_split_is_near_the_best_of_all_sequences_and_never_above(seed: int) -> None:
+    rng = random.Random(seed)
+    found, best = 0, 0
+    for _ in range(5):
+        requests = moving_mix(rng, phases=3, phase_s=8)
+        plan = plan_moving_split(requests, mix_fleet(4), interval_s=4)
+        optimum = search_exhaustively(requests, mix_fleet(4), 4)
+        assert find_best_fixed_split(requests, mix_fleet(4)).on_time <= plan.on_time <= optimum
+        found, best = found + plan.on_time, best + optimum
+    assert found >= 0.97 * best
+
+
+def test_the_moving_split_serves_what_no_fixed_split_does_when_the_mix_moves() -> None:
+    requests = moving_mix(random.Random(1), phases=6, phase_s=20)
+    fixed = find_best_fixed_split(requests, mix_fleet(4))
+    plan = plan_moving_split(requests, mix_fleet(4), interval_s=5)
+    assert (plan.on_time > 1.2 * fixed.on_time, len(plan.prefill), plan.flips > 4) == (True, 24, True)
+
+
+def test_the_best_fixed_split_gives_the_heavier_phase_more_instances() -> None:
+    prompts = make_requests(*((at / 2, 900, 2) for at in range(60)))
+    outputs = make_requests(*((at / 4, 10, 200) for at in range(60)))
+    splits = [find_best_fixed_split(requests, mix_fleet(4)).prefill for requests in (prompts, outputs)]
+    assert splits == [2, 1]
+
+
+def test_a_split_needs_two_instances_and_an_interval_above_0() -> None:
+    requests = make_requests((0, 1, 1), (1, 1, 1))
+    with pytest.raises(InvalidInput, match="must be at least 2 to be split"):
+        find_best_fixed_split(requests, make_fleet(1))
+    with pytest.raises(InvalidInput, match="must be a positive number of seconds"):
+        plan_moving_split(requests, make_fleet(2), interval_s=0)
+
+
+def test_two_instances_have_one_split() -> None:
+    requests = make_requests((0, 100, 3), (1, 100, 3))
+    assert find_best_fixed_split(requests, make_fleet(2)) == FixedSplit(prefill=1, on_time=2)
+
+
+def test_the_rate_of_a_moving_split_is_at_least_that_of_a_fixed_one() -> None:
+    requests, fleet = moving_mix(random.Random(2), phases=4, phase_s=10), mix_fleet(3)
+    fixed = find_fixed_split_rate(requests, fleet, attainment=0.9)
+    moving = find_moving_split_rate(requests, fleet, attainment=0.9, interval_s=2)
+    assert 0 < fixed <= moving * (1 + 2 * TOLERANCE)
