@@ -164,6 +164,53 @@ def bounds(
 
 
 @app.command()
+def simulate(
+    trace: Annotated[
+        Path, typer.Option(help="Recorded workload: CSV (or gzip) of arrival_s, input_tokens, output_tokens.")
+    ],
+    instances: Annotated[int, typer.Option(help="Number of instances.")] = 8,
+    profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",
+    policy: Annotated[str, typer.Option(help="arrow, static:xPyD or static:best.")] = "arrow",
+    compare: Annotated[
+        str | None, typer.Option(help="Compare these policies, separated by commas, instead of running one.")
+    ] = None,
+    find_rate: Annotated[
+        float | None,
+        typer.Option(help="Find the highest rate at which this percentage of requests meets the SLO."),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Multiply the arrival rate; bursts keep their length.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Divide all arrival times by this number.")] = 1.0,
+    slo_ttft: Annotated[str, typer.Option(help="TTFT objective.")] = "3s",
+    slo_tpot: Annotated[str, typer.Option(help="TPOT objective.")] = "100ms",
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 1,
+    state_age: Annotated[
+        str, typer.Option(help="Age of the state that the autoscaler decides on.")
+    ] = "100ms",
+    flip_latency: Annotated[str, typer.Option(help="Time from a flip's write to its use.")] = "50ms",
+    model_error: Annotated[
+        float, typer.Option(help="Largest relative error of the router's first latency models.")
+    ] = 0.2,
+    step_noise: Annotated[
+        float, typer.Option(help="Largest relative deviation of a step's duration.")
+    ] = 0.05,
+    failures: Annotated[float, typer.Option(help="Engine failures per instance and hour.")] = 0.0,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
+) -> None:
+    """Simulate a service under a recorded workload in virtual time: an hour takes seconds."""
+    from fulcrum_cli.commands.simulate import run
+    from fulcrum_cli.simulation.options import parse_options
+
+    run(
+        parse_options(
+            trace=trace, instances=instances, profile=profile, policy=policy, compare=compare,
+            find_rate=find_rate, scale=scale, speed=speed, slo_ttft=slo_ttft, slo_tpot=slo_tpot, seed=seed,
+            state_age=state_age, flip_latency=flip_latency, model_error=model_error, step_noise=step_noise,
+            failures=failures, json=json,
+        )
+    )  # fmt: skip
+
+
+@app.command()
 def status(
     service: ServiceArgument = None,
     output: OutputOption = None,

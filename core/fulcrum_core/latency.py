@@ -104,6 +104,15 @@ class StepModel:
             prefill_s *= self.mixed_factor
         return self.t0 + prefill_s + self.d1 * decodes + self.d2 * context_tokens
 
+    def decode_steps_s(self, *, decodes: int, context_tokens: int, steps: int) -> list[float]:
+        """Seconds of consecutive steps without prefill, each of which adds a token to each context.
+
+        `context_tokens` is Σctx of the first. Bit for bit equal to `step_from_sums_s` of each step.
+        """
+        fixed_s, per_token_s = self.t0 + self.d1 * decodes, self.d2
+        last = context_tokens + steps * decodes
+        return [fixed_s + per_token_s * tokens for tokens in range(context_tokens, last, decodes)]
+
     def prefill_model(self, token_budget: int) -> PrefillModel:
         """Return T(n) of a prompt that runs alone, in chunks of `token_budget` tokens.
 

@@ -5,6 +5,7 @@ Used by the engine server (`server`) in real time and by the tests in virtual ti
 
 from fulcrum_simulator.engine.engine import Engine
 from fulcrum_simulator.engine.events import (
+    DecodeRun,
     EngineDead,
     Event,
     ExportedKv,
@@ -37,6 +38,7 @@ from fulcrum_simulator.engine.stats import EngineGauges, EngineStats, Samples
 
 __all__ = [
     "HANDSHAKE_TIMEOUT_S",
+    "DecodeRun",
     "Engine",
     "EngineDead",
     "EngineGauges",

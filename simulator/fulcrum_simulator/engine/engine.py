@@ -9,13 +9,15 @@ caller: a token names the prompt whose KV cache it continues.
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
+from fulcrum_simulator.engine.batch import Batch
 from fulcrum_simulator.engine.blocks import BlockPool, PromptKey
 from fulcrum_simulator.engine.events import (
+    DecodeRun,
     EngineDead,
     Event,
     ExportedKv,
@@ -35,6 +37,7 @@ from fulcrum_simulator.engine.requests import (
     check_runnable,
 )
 from fulcrum_simulator.engine.stats import EngineGauges, EngineStats
+from fulcrum_simulator.engine.step_jitter import StepJitter
 
 
 class Engine:
@@ -61,7 +64,7 @@ class Engine:
         self.dead = False  # an assertion of the real engine failed
         self.busy = False  # a step is under way
         self._model = profile.step_model
-        self._jitter = step_jitter
+        self._jitter = StepJitter(step_jitter)
         self._lease_s = lease_s
         self._pool = BlockPool(profile.kv_blocks)
         self._leases = Leases(lease_s)
@@ -69,9 +72,7 @@ class Engine:
         self._next_sequence = 0
         self._waiting: list[tuple[QueueOrder, RequestRun]] = []  # a heap; aborted runs stay until popped
         self._ready: deque[RequestRun] = deque()
-        self._prefilling: list[RequestRun] = []
-        self._decoding: list[RequestRun] = []
-        self._chunks: list[tuple[RequestRun, int]] = []  # prompt chunks of the step under way
+        self._batch = Batch()
         self._preempted: list[Preempted] = []
         self._fetches: list[KvFetch] = []
 
@@ -109,7 +110,7 @@ class Engine:
             and kv_transfer.request_id is None
         ):
             self._die("a KV transfer without remote_request_id was aborted")
-        self._remove_from_batch(run)
+        self._batch.remove(run)
         return self._end_run(run, FinishReason.ABORT, None, now_s)
 
     # Steps
@@ -126,15 +127,18 @@ class Engine:
             raise RuntimeError("a step is under way: finish it first")
         self.expire_leases(now_s)
         preempted = self._allocate_decode_blocks()
-        self._chunks.clear()
-        budget = self._continue_prefills(self.profile.token_budget - len(self._decoding))
+        batch = self._batch
+        batch.chunks.clear()
+        budget = batch.continue_prefills(self.profile.token_budget - len(batch.decoding))
         # Like vLLM, admit no request in a step with a preemption, unless nothing else would run.
-        if not preempted or not (self._decoding or self._chunks):
+        if not preempted or not (batch.decoding or batch.chunks):
             self._admit(budget, now_s)
-        if not self._decoding and not self._chunks:
+        if not batch.decoding and not batch.chunks:
             return None
         self.busy = True
-        return self._build_step()
+        step = batch.measure_step(self._model, self._jitter.take())
+        self.stats.record_steps(1, tokens=step.prefill_tokens + step.decodes)
+        return step
 
     def finish_step(self, now_s: float) -> list[Event]:
         """End the step under way; returns its events: preemptions, then tokens, then ends of requests."""
@@ -145,11 +149,47 @@ class Engine:
         events: list[Event] = [event for event in self._preempted if event.request_id in self._runs]
         self._preempted.clear()
         ended = self._finish_decodes(events, now_s)
-        for run, chunk in self._chunks:
+        for run, chunk in self._batch.chunks:
             if run.state is RequestRunState.PREFILLING and self._finish_chunk(run, chunk, events, now_s):
                 ended.append(run)
         events.extend(self._complete(run, now_s) for run in ended)
         return events
+
+    def plan_decode_run(self, now_s: float, step: Step, *, steps_max: int) -> DecodeRun:
+        """Look ahead from the step that started at `now_s` over the identical steps that follow it.
+
+        The run holds until the next call of another method. It ends at the latest with the step in which a
+        request ends, gets its first token or lacks a KV block, or a lease expires.
+        """
+        ends_s = [now_s + step.duration_s]
+        count = 1
+        if not self._preempted:
+            count = self._batch.count_identical_steps(self._pool, self.profile.block_size, steps_max)
+        if count > 1:
+            expiry_s = self._leases.earliest_expiry_s
+            now_s, context_tokens = ends_s[0], step.context_tokens + step.decodes
+            durations_s = self._model.decode_steps_s(
+                decodes=step.decodes, context_tokens=context_tokens, steps=count - 1
+            )
+            for duration_s, factor in zip(durations_s, self._jitter.peek(count - 1), strict=True):
+                if now_s >= expiry_s:
+                    break
+                now_s += duration_s * factor
+                ends_s.append(now_s)
+        return DecodeRun(ends_s, [run.id for run in self._batch.decoding])
+
+    def skip_steps(self, ends_s: Sequence[float]) -> None:
+        """End the step under way and start the next identical one, once for each of these end times.
+
+        These are the first of a run's `ends_s`, without its last. The effect is that of `finish_step` and
+        `start_step` at each of these times, except that the tokens are not returned.
+        """
+        count, decodes = len(ends_s), len(self._batch.decoding)
+        self._batch.allocate_ahead(self._pool, self.profile.block_size, count)
+        self.stats.samples.itl_s.extend(self._batch.add_tokens(ends_s))
+        self._jitter.skip(count)
+        self.stats.generation_tokens += count * decodes
+        self.stats.record_steps(count, tokens=decodes)
 
     # KV transfer, on the decode instance
 
@@ -241,7 +281,7 @@ class Engine:
         ready = sum(run.state is RequestRunState.READY for run in self._ready)
         fetching = sum(run.state is RequestRunState.FETCHING for run in self._runs.values())
         return EngineGauges(
-            running=len(self._prefilling) + len(self._decoding),
+            running=len(self._batch),
             waiting_capacity=len(waiting) + ready,
             waiting_deferred=fetching,
             fetch_waiting_to_start=sum(run.pending_import is not None for run in waiting),
@@ -256,16 +296,18 @@ class Engine:
     def _allocate_decode_blocks(self) -> bool:
         """Allocate a block for each decode that needs one; True if another request was preempted for it."""
         preemptions_before = self.stats.preemptions
-        for run in [run for run in self._decoding if run.computed_tokens == run.room_tokens]:
+        for run in [run for run in self._batch.decoding if run.computed_tokens == run.room_tokens]:
             while run.state is RequestRunState.DECODING and not self._pool.available:
-                self._preempt(max(self._decoding + self._prefilling, key=lambda victim: victim.order))
+                self._preempt(
+                    max(self._batch.decoding + self._batch.prefilling, key=lambda victim: victim.order)
+                )
             if run.state is RequestRunState.DECODING:
                 run.blocks += self._pool.allocate(1, run.prompt, len(run.blocks))
                 run.room_tokens += self.profile.block_size
         return self.stats.preemptions > preemptions_before
 
     def _preempt(self, run: RequestRun) -> None:
-        self._remove_from_batch(run)
+        self._batch.remove(run)
         self._pool.release(run.blocks)
         run.blocks, run.room_tokens, run.computed_tokens = [], 0, 0
         run.state, run.pending_import, run.digest = RequestRunState.WAITING, None, run.prompt.digest
@@ -274,15 +316,9 @@ class Engine:
         self._preempted.append(Preempted(run.id))
         heapq.heappush(self._waiting, (run.order, run))
 
-    def _continue_prefills(self, budget: int) -> int:
-        """Plan the next chunks of prefills already begun; returns the remaining token budget."""
-        for run in self._prefilling:
-            budget -= self._plan_chunk(run, budget)
-        return budget
-
     def _admit(self, budget: int, now_s: float) -> None:
         """Admit fetched requests, which have blocks already, then the queue until its head does not fit."""
-        while budget > 0 and len(self._prefilling) + len(self._decoding) < self.profile.max_seqs:
+        while budget > 0 and len(self._batch) < self.profile.max_seqs:
             run = self._pop_admissible()
             if run is None:
                 return
@@ -335,37 +371,11 @@ class Engine:
             run.scheduled_s = now_s
         if run.tokens_needed - run.computed_tokens == 1:
             run.state = RequestRunState.DECODING
-            self._decoding.append(run)
+            self._batch.decoding.append(run)
             return 1
         run.state = RequestRunState.PREFILLING
-        self._prefilling.append(run)
-        return self._plan_chunk(run, budget)
-
-    def _plan_chunk(self, run: RequestRun, budget: int) -> int:
-        chunk = min(budget, run.tokens_needed - run.computed_tokens)
-        if chunk:
-            self._chunks.append((run, chunk))
-        return chunk
-
-    def _build_step(self) -> Step:
-        """Compute the duration of the scheduled step and record its samples."""
-        prefill_tokens = attention = 0
-        for run, chunk in self._chunks:
-            prefill_tokens += chunk
-            attention += chunk * (2 * run.computed_tokens + chunk)
-        decodes = len(self._decoding)
-        context_tokens = sum([run.computed_tokens for run in self._decoding]) + decodes
-        duration_s = self._model.step_from_sums_s(
-            prefill_tokens=prefill_tokens, attention=attention, decodes=decodes, context_tokens=context_tokens
-        )
-        self.stats.steps += 1
-        self.stats.samples.iteration_tokens.append(prefill_tokens + decodes)
-        return Step(
-            duration_s=duration_s * self._jitter() if self._jitter else duration_s,
-            prefill_tokens=prefill_tokens,
-            decodes=decodes,
-            context_tokens=context_tokens,
-        )
+        self._batch.prefilling.append(run)
+        return self._batch.plan_chunk(run, budget)
 
     # KV transfers
 
@@ -412,7 +422,7 @@ class Engine:
         """Emit one token for each decode; returns those at their limit. The model's hot loop."""
         ended = []
         itl_s = self.stats.samples.itl_s
-        for run in self._decoding:
+        for run in self._batch.decoding:
             run.computed_tokens += 1
             index = run.output_tokens
             run.output_tokens = index + 1
@@ -424,7 +434,7 @@ class Engine:
                 self._record_first_token(run, now_s)
             if run.output_tokens >= run.output_limit:
                 ended.append(run)
-        self.stats.generation_tokens += len(self._decoding)
+        self.stats.generation_tokens += len(self._batch.decoding)
         return ended
 
     def _finish_chunk(self, run: RequestRun, chunk: int, events: list[Event], now_s: float) -> bool:
@@ -437,8 +447,8 @@ class Engine:
         self._pool.add_to_cache(run.prompt, run.blocks[first : run.computed_tokens // size], first)
         if run.computed_tokens < run.tokens_needed:
             return False
-        self._prefilling.remove(run)
-        self._decoding.append(run)
+        self._batch.prefilling.remove(run)
+        self._batch.decoding.append(run)
         run.state = RequestRunState.DECODING
         events.append(OutputToken(run.id, run.output_tokens, run.digest))
         if run.output_tokens:
@@ -459,19 +469,12 @@ class Engine:
 
     def _complete(self, run: RequestRun, now_s: float) -> Finished:
         """End a request at its limit: free its blocks, or pin them for a decode instance."""
-        self._remove_from_batch(run)
+        self._batch.remove(run)
         if not isinstance(run.request.kv_transfer, KvExportRequest):
             return self._end_run(run, run.end_reason, None, now_s)
         export = self._export_kv(run, now_s)
         run.blocks = []
         return self._end_run(run, run.end_reason, export, now_s)
-
-    def _remove_from_batch(self, run: RequestRun) -> None:
-        """Remove the request from the running set. Queues skip requests that have ended."""
-        if run.state is RequestRunState.DECODING:
-            self._decoding.remove(run)
-        elif run.state is RequestRunState.PREFILLING:
-            self._prefilling.remove(run)
 
     def _end_run(
         self, run: RequestRun, reason: FinishReason, export: ExportedKv | None, now_s: float

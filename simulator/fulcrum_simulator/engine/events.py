@@ -58,6 +58,13 @@ class Step:
     context_tokens: int
 
 
+class DecodeRun(NamedTuple):
+    """The step under way and identical ones after it: each gives one more token to the same requests."""
+
+    ends_s: list[float]
+    request_ids: list[str]
+
+
 class OutputToken(NamedTuple):
     """The `index`-th output token (from 0) of a request; `digest` is the prompt whose KV cache it
     continues.

@@ -26,7 +26,8 @@ class Leases:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._leases: dict[str, _Lease] = {}
-        self._earliest_expiry_s = math.inf  # lower bound; lets a step skip the search
+        self.earliest_expiry_s = math.inf
+        """Lower bound of the expiry times; lets a step skip the search."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -35,7 +36,7 @@ class Leases:
         """Pin these blocks; returns the time at which the lease expires."""
         lease = _Lease(blocks, now_s + self._lease_s)
         self._leases[request_id] = lease
-        self._earliest_expiry_s = min(self._earliest_expiry_s, lease.expires_s)
+        self.earliest_expiry_s = min(self.earliest_expiry_s, lease.expires_s)
         return lease.expires_s
 
     def extend(self, request_id: str, now_s: float) -> bool:
@@ -53,11 +54,11 @@ class Leases:
 
     def expire(self, now_s: float) -> list[list[int]]:
         """End the leases that have expired by now; returns the blocks of each."""
-        if now_s < self._earliest_expiry_s:
+        if now_s < self.earliest_expiry_s:
             return []
         expired_ids = [request_id for request_id, lease in self._leases.items() if lease.expires_s <= now_s]
         expired = [self._leases.pop(request_id).blocks for request_id in expired_ids]
-        self._earliest_expiry_s = min((lease.expires_s for lease in self._leases.values()), default=math.inf)
+        self.earliest_expiry_s = min((lease.expires_s for lease in self._leases.values()), default=math.inf)
         return expired
 
     def next_lease_expiry_s(self) -> float | None:

@@ -75,6 +75,10 @@ class HandshakeQueue:
         """Whether a handshake with this engine was started and did not fail."""
         return engine_id in self._known
 
+    def assume_known(self, engine_id: str) -> None:
+        """Count the handshake with this engine as done."""
+        self._known[engine_id] = 0.0
+
     def reserve_handshake(self, engine_id: str, *, reachable: bool, now_s: float) -> HandshakeResult:
         """Return when the engine's blocks can be pulled: now if it is known, else after the handshakes queued
         before it.

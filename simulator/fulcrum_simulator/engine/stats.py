@@ -51,6 +51,11 @@ class EngineStats:
         """All prompt tokens, pulled ones included."""
         return self.prompt_local_compute + self.prompt_local_cache_hit + self.prompt_external
 
+    def record_steps(self, count: int, *, tokens: int) -> None:
+        """Count steps of `tokens` tokens each."""
+        self.steps += count
+        self.samples.iteration_tokens.extend([tokens] * count)
+
     def take_samples(self) -> Samples:
         """Return the samples so far and start new lists."""
         taken, self.samples = self.samples, Samples()

@@ -99,6 +99,11 @@ class SimulatedLeg:
         if not self.ended:
             self._run.on_token(self, token)
 
+    def add_tokens(self, count: int) -> None:
+        """The engine produced tokens after the first, of which the client needs no times."""
+        if not self.ended:
+            self._run.add_tokens(count)
+
     def on_end(self, end: Finished) -> None:
         """The engine finished the request."""
         if not self.ended:
@@ -278,10 +283,14 @@ class _Run:
         if not self._started:
             self._started = True
             self.journey.first_byte(leg.last_token_s)
+        self.add_tokens(1)
+        self._on_token(token)
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens of the decode leg."""
         entry = self.journey.decode_entry
         if entry is not None:
-            entry.add_tokens(1)
-        self._on_token(token)
+            entry.add_tokens(count)
 
     def on_end(self, leg: SimulatedLeg, end: Finished) -> None:
         """Go on after a leg whose engine finished it."""

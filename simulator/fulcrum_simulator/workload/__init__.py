@@ -22,6 +22,7 @@ from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, W
 from fulcrum_simulator.workload.transforms import (
     alternate_workloads,
     jitter_arrivals,
+    repeat_until,
     scale_rate,
     shift_arrivals,
     speed_up_arrivals,
@@ -46,6 +47,7 @@ __all__ = [
     "generate_steady",
     "jitter_arrivals",
     "load_trace",
+    "repeat_until",
     "scale_rate",
     "shift_arrivals",
     "speed_up_arrivals",

@@ -3,6 +3,7 @@
 A higher speed also shortens the phases of the load; a higher rate keeps them.
 """
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +54,21 @@ def _mean_gap_s(requests: Sequence[WorkloadRequest]) -> float:
 
 def _arrival_s(request: WorkloadRequest) -> float:
     return request.arrival_s
+
+
+def repeat_until(requests: Sequence[WorkloadRequest], duration_s: float) -> list[WorkloadRequest]:
+    """Repeat a workload, one mean gap after its end, until its arrivals span `duration_s`."""
+    if not requests:
+        return []
+    period_s = requests[-1].arrival_s - requests[0].arrival_s + _mean_gap_s(requests)
+    if period_s <= 0:
+        return list(requests)
+    rounds = max(1, math.ceil(duration_s / period_s))
+    return [
+        replace(request, arrival_s=request.arrival_s + number * period_s)
+        for number in range(rounds)
+        for request in requests
+    ]
 
 
 def jitter_arrivals(requests: Sequence[WorkloadRequest], *, seed: int) -> list[WorkloadRequest]:

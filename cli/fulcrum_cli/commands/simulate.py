@@ -1,0 +1,123 @@
+"""`fulcrum simulate`: runs a service under a recorded workload in virtual time, and reports the figures."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fulcrum_cli.simulation.options import Contender, SimulateOptions
+from fulcrum_cli.terminal.output import format_columns
+from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.fleet.load import prepare_load
+from fulcrum_simulator.fleet.options import Policy
+from fulcrum_simulator.fleet.rate_search import find_highest_speed
+from fulcrum_simulator.fleet.report import build_report, format_report
+from fulcrum_simulator.fleet.run import simulate
+
+Report = dict[str, Any]
+
+
+def run(options: SimulateOptions) -> None:
+    """Run the simulations, print the figures and write them to the file that was asked for."""
+    started_s = time.monotonic()
+    if options.overlong:
+        print(f"{options.trace_name}: {options.overlong}", file=sys.stderr)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        reports = [_run_contender(contender, options, progress) for contender in options.contenders]
+    for report in reports:
+        print(_describe(report, options))
+    if len(reports) > 1:
+        print("\n".join(("", *_compare(reports))))
+    if options.json is not None:
+        _write(options.json, {"runs": reports, "wall_s": time.monotonic() - started_s})
+
+
+def _run_contender(contender: Contender, options: SimulateOptions, progress: Progress) -> Report:
+    """Return the report of the contender's best policy."""
+    reports = [_run_policy(policy, options, progress) for policy in contender.policies]
+    best = max(reports, key=_rank)
+    return {"contender": contender.name, "trace": options.trace_name, **best}
+
+
+def _rank(report: Report) -> tuple[float, float]:
+    return report.get("speed", 0.0) or 0.0, report["attainment"] or 0.0
+
+
+def _run_policy(policy: Policy, options: SimulateOptions, progress: Progress) -> Report:
+    def run_at(speed: float) -> Report:
+        return _run_once(policy, speed, options, progress)
+
+    if options.find_rate_share is None:
+        return run_at(1.0)
+    bar = options.find_rate_share
+    found = find_highest_speed(run_at, lambda report: (report["attainment"] or 0.0) >= bar)
+    report = found.result or run_at(1.0)
+    return {**report, "speed": found.speed, "trials": found.trials}
+
+
+def _run_once(policy: Policy, speed: float, options: SimulateOptions, progress: Progress) -> Report:
+    task = progress.add_task(f"{policy}" + ("" if speed == 1.0 else f" at {speed:.3g} x speed"), total=1.0)
+    load = prepare_load(
+        options.recorded,
+        scale=options.scale,
+        speed=options.speed * speed,
+        slo=options.run.slo,
+        seed=options.run.seed,
+    )
+    update: Callable[[float], None] = lambda share: progress.update(task, completed=share)  # noqa: E731
+    result = simulate(load, replace(options.run, policy=policy), on_progress=update)
+    progress.remove_task(task)
+    return build_report(result)
+
+
+def _describe(report: Report, options: SimulateOptions) -> str:
+    if options.find_rate_share is None:
+        return format_report(report)
+    bar = f"{100 * options.find_rate_share:g} %"
+    if report["speed"] is None:
+        return f"{report['policy']}: no rate reaches an SLO attainment of {bar}; at the recorded rate:\n" + (
+            format_report(report)
+        )
+    rate = report["goodput"]["offered_requests_per_s"]
+    title = f"{report['policy']}: {rate:.2f} requests/s at an SLO attainment of {bar} or more"
+    return f"{title} (speed {options.speed * report['speed']:.3g}, {report['trials']} runs)\n" + (
+        format_report(report)
+    )
+
+
+def _compare(reports: list[Report]) -> list[str]:
+    rows = [
+        (
+            str(report["policy"]),
+            f"{report['goodput']['offered_requests_per_s']:.2f}",
+            f"{100 * report['attainment']:.1f} %",
+            f"{100 * report['goodput']['token_share']:.1f} %",
+            f"{report['goodput']['requests_per_s']:.2f}",
+            str(report["flips"]["count"]),
+            f"{report['ttft_s']['p90'] or 0:.2f} s",
+            f"{1000 * (report['tpot_s']['p90'] or 0):.0f} ms",
+        )
+        for report in reports
+    ]
+    header = ("POLICY", "OFFERED/S", "SLO", "TOKENS", "GOODPUT/S", "FLIPS", "TTFT P90", "TPOT P90")
+    return format_columns(header, *rows)
+
+
+def _write(path: Path, document: Report) -> None:
+    """Write the figures.
+
+    Raises:
+        InvalidInput: if the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput("--json", path, f"cannot be written: {error.strerror}") from error

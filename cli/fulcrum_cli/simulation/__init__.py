@@ -1,0 +1,1 @@
+"""Options and output of `fulcrum simulate`. The simulation itself is in the simulator room."""

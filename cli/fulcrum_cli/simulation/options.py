@@ -1,0 +1,146 @@
+"""Parses and checks the options of `fulcrum simulate`, and reads profile and workload, before it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from fulcrum_cli.option_values import parse_duration_s
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.fleet.load import leave_out_overlong
+from fulcrum_simulator.fleet.options import (
+    BEST_STATIC,
+    ControlOptions,
+    Policy,
+    RunOptions,
+    list_splits,
+    parse_policy,
+)
+from fulcrum_simulator.workload import OverlongRequests, WorkloadRequest, load_trace
+
+INSTANCES_MAX = 1024
+
+
+class SimulateArguments(TypedDict):
+    """The options, as typed."""
+
+    trace: Path
+    instances: int
+    profile: str
+    policy: str
+    compare: str | None
+    find_rate: float | None
+    scale: float
+    speed: float
+    slo_ttft: str
+    slo_tpot: str
+    seed: int
+    state_age: str
+    flip_latency: str
+    model_error: float
+    step_noise: float
+    failures: float
+    json: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy by its name, with the policies of which the best one counts; usually itself only."""
+
+    name: str
+    policies: tuple[Policy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulateOptions:
+    """Options of the command, checked. `run` has the policy of the first contender."""
+
+    run: RunOptions
+    contenders: tuple[Contender, ...]
+    recorded: Sequence[WorkloadRequest]
+    trace_name: str
+    overlong: OverlongRequests | None
+    find_rate_share: float | None
+    scale: float
+    speed: float
+    json: Path | None
+
+
+def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
+    """Check the options, and read the profile and the workload.
+
+    Raises:
+        InvalidInput: for the first option that breaks a rule.
+    """
+    _check_numbers(arguments)
+    names = (arguments["compare"] or arguments["policy"]).split(",")
+    contenders = tuple(_parse_contender(name.strip(), arguments["instances"]) for name in names)
+    profile = load_profile(arguments["profile"])
+    recorded, overlong = leave_out_overlong(load_trace(arguments["trace"]), profile)
+    if not recorded:
+        raise InvalidInput("--trace", arguments["trace"], "has no request that fits the profile's KV cache")
+    find_rate = arguments["find_rate"]
+    return SimulateOptions(
+        run=RunOptions(
+            profile=profile,
+            instances=arguments["instances"],
+            policy=contenders[0].policies[0],
+            slo=Slo(
+                _require_duration("--slo-ttft", arguments["slo_ttft"]),
+                _require_duration("--slo-tpot", arguments["slo_tpot"]),
+            ),
+            seed=arguments["seed"],
+            control=_parse_control(arguments),
+        ),
+        contenders=contenders,
+        recorded=recorded,
+        trace_name=arguments["trace"].name,
+        overlong=overlong,
+        find_rate_share=None if find_rate is None else find_rate / 100,
+        scale=arguments["scale"],
+        speed=arguments["speed"],
+        json=arguments["json"],
+    )
+
+
+def _check_numbers(arguments: SimulateArguments) -> None:
+    for option, factor in (("--scale", arguments["scale"]), ("--speed", arguments["speed"])):
+        if not 0 < factor <= 1000:
+            raise InvalidInput(option, factor, "must be above 0, and at most 1000")
+    if not 2 <= arguments["instances"] <= INSTANCES_MAX:
+        raise InvalidInput("--instances", arguments["instances"], f"must be between 2 and {INSTANCES_MAX}")
+    for option, share in (
+        ("--model-error", arguments["model_error"]),
+        ("--step-noise", arguments["step_noise"]),
+    ):
+        if not 0 <= share < 1:
+            raise InvalidInput(option, share, "must be at least 0, and below 1")
+    if not 0 <= arguments["failures"] <= 1000:
+        raise InvalidInput("--failures", arguments["failures"], "must be between 0 and 1000")
+    if arguments["find_rate"] is not None and not 0 < arguments["find_rate"] <= 100:
+        raise InvalidInput("--find-rate", arguments["find_rate"], "must be above 0, and at most 100")
+
+
+def _parse_contender(name: str, instances: int) -> Contender:
+    if name.lower() == BEST_STATIC:
+        return Contender(BEST_STATIC, tuple(list_splits(instances)))
+    policy = parse_policy(name, instances=instances)
+    return Contender(str(policy), (policy,))
+
+
+def _parse_control(arguments: SimulateArguments) -> ControlOptions:
+    return ControlOptions(
+        state_age_s=_require_duration("--state-age", arguments["state_age"]),
+        flip_latency_s=_require_duration("--flip-latency", arguments["flip_latency"]),
+        model_error=arguments["model_error"],
+        step_noise=arguments["step_noise"],
+        failures_per_hour=arguments["failures"],
+    )
+
+
+def _require_duration(option: str, text: str) -> float:
+    seconds = parse_duration_s(option, text)
+    assert seconds is not None, "the text is not None"
+    return seconds

@@ -1,0 +1,141 @@
+"""The simulated autoscaler: the shipped flip policy at ticks and on flip requests, late by a stated time.
+
+It follows the shipped control loop: flip requests from before a flip are skipped, and a refused flip request
+is followed by a short pause. The router's state is read at a tick or a flip request, and the policy decides
+`state_age_s` later. The router applies a written flip after `flip_latency_s`.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+
+from fulcrum_autoscaler.policy import (
+    Action,
+    AutoscalingRules,
+    FlipDecision,
+    MonitorState,
+    Observation,
+    decide_on_flip_request,
+    decide_on_tick,
+    propose_assignment,
+)
+from fulcrum_core.api.pdassignment import PDAssignmentSpec
+from fulcrum_core.router_state import FlipRequest, RouterState
+from fulcrum_simulator.fleet.router import SimulatedRouter
+
+REFUSAL_PAUSE_S = 0.1
+"""Pause after a refused flip request, as in the shipped loop."""
+ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
+"""Longest wait for the router to apply a flip before the next request is read, as in the shipped loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """One flip: when it was decided, which instance got which role, and why."""
+
+    at_s: float
+    instance: str
+    to: str
+    split: str
+    reason: str
+
+
+class SimulatedAutoscaler:
+    """Decides for one service from its start on. `ready` returns the instances that serve."""
+
+    def __init__(
+        self,
+        router: SimulatedRouter,
+        assignment: PDAssignmentSpec,
+        rules: AutoscalingRules,
+        *,
+        ready: Callable[[], Collection[str]],
+        state_age_s: float,
+        flip_latency_s: float,
+    ) -> None:
+        self.flips: list[Flip] = []
+        self.refused = 0
+        """Decisions that called for a flip which a rule forbade."""
+        self._router, self._assignment, self._rules, self._ready = router, assignment, rules, ready
+        self._state_age_s, self._flip_latency_s = state_age_s, flip_latency_s
+        self._generation = router.generation
+        self._monitor_state = MonitorState()
+        self._handled_seq = 0
+        self._handling = False
+        router.on_flip_request = self._read_flip_request
+        self._schedule(rules.interval_s, self._tick)
+
+    def _schedule(self, after_s: float, action: Callable[[], None]) -> None:
+        self._router.events.schedule(self._router.events.now_s + after_s, action)
+
+    # Ticks
+
+    def _tick(self) -> None:
+        state = self._router.report()
+        self._schedule(self._state_age_s, partial(self._decide_on_tick, state))
+        self._schedule(self._rules.interval_s, self._tick)
+
+    def _decide_on_tick(self, state: RouterState) -> None:
+        self._monitor_state, decision = decide_on_tick(
+            self._monitor_state, self._observe(state), self._rules, now_s=self._router.events.now_s
+        )
+        self._carry_out(decision)
+
+    # Flip requests
+
+    def _read_flip_request(self) -> None:
+        """Handle the last flip request, if it is new and no other one is being handled."""
+        request = self._router.flip_request
+        if self._handling or request is None or request.seq <= self._handled_seq:
+            return
+        self._handling = True
+        self._schedule(self._state_age_s, partial(self._decide_on_request, request, self._router.report()))
+
+    def _decide_on_request(self, request: FlipRequest, state: RouterState) -> None:
+        decision = decide_on_flip_request(
+            request, self._observe(state), self._rules, now_s=self._router.events.now_s
+        )
+        if decision.action is Action.FLIP:
+            self._monitor_state = MonitorState()
+        self._carry_out(decision)
+        if decision.action is Action.FLIP:
+            wait_s = min(self._flip_latency_s, ACKNOWLEDGEMENT_TIMEOUT_S)
+            self._schedule(wait_s, partial(self._finish_request, skip_all=True))
+        else:
+            self._handled_seq = request.seq
+            self._schedule(REFUSAL_PAUSE_S, partial(self._finish_request, skip_all=False))
+
+    def _finish_request(self, *, skip_all: bool) -> None:
+        """Wait for the next flip request; after a flip, skip those that were sent before it."""
+        if skip_all and self._router.flip_request is not None:
+            self._handled_seq = self._router.flip_request.seq
+        self._handling = False
+        self._read_flip_request()
+
+    # Flips
+
+    def _observe(self, state: RouterState) -> Observation:
+        return Observation(
+            assignment=self._assignment,
+            generation=self._generation,
+            ready=frozenset(self._ready()),
+            router=state,
+        )
+
+    def _carry_out(self, decision: FlipDecision) -> None:
+        if decision.action is Action.REFUSE:
+            self.refused += 1
+        if decision.action is not Action.FLIP or decision.instance is None or decision.to is None:
+            return
+        self._assignment = propose_assignment(self._assignment, decision)
+        self._generation += 1
+        self.flips.append(
+            Flip(
+                at_s=decision.at_s,
+                instance=decision.instance,
+                to=str(decision.to),
+                split=decision.split,
+                reason=decision.reason,
+            )
+        )
+        self._schedule(self._flip_latency_s, partial(self._router.apply, self._assignment, self._generation))

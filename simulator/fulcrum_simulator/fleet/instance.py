@@ -1,0 +1,279 @@
+"""One simulated engine instance on the event queue: its steps, its KV transfers, its failure and restart.
+
+The legs that it serves come from `router`. KV is pulled as by the engine server: a handshake at the first
+contact of two engines, then one transfer after another on the links of both ends, under the lease of the
+prefill instance.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from fulcrum_core.profiles import EngineProfile
+from fulcrum_simulator.engine import (
+    Engine,
+    EngineRequest,
+    Finished,
+    HandshakeQueue,
+    KvFetch,
+    LinkEnd,
+    OutputToken,
+    Samples,
+    estimate_transfer_s,
+    reserve_transfer,
+)
+from fulcrum_simulator.fleet.event_queue import STEP_END, Event, EventQueue
+from fulcrum_simulator.fleet.stepped_engine import SteppedEngine
+
+
+class EngineLeg(Protocol):
+    """One request on one instance, to whose events its sender listens."""
+
+    request: EngineRequest
+
+    def on_token(self, token: OutputToken) -> None:
+        """The engine produced a token now."""
+
+    def on_skipped_tokens(self, count: int) -> None:
+        """The engine has produced so many tokens by now."""
+
+    def on_end(self, end: Finished) -> None:
+        """The engine finished the request."""
+
+    def on_late_kv(self) -> None:
+        """The prefill engine freed the KV before it was read: the output would be wrong."""
+
+    def on_engine_death(self) -> None:
+        """The engine failed; nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceOptions:
+    """How engines behave: their profile, the relative noise of a step's duration, the KV lease."""
+
+    profile: EngineProfile
+    step_noise: float
+    lease_s: float
+    lookahead_steps: int
+
+
+class SimulatedInstance:
+    """An instance whose engine runs from the start of the simulation.
+
+    `peers` are all instances by the id of their current engine; the instance keeps its own entry.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: InstanceOptions,
+        events: EventQueue,
+        peers: dict[str, "SimulatedInstance"],
+        rng: random.Random,
+    ) -> None:
+        self.name, self.restarts, self.alive = name, 0, False
+        self.failed_transfers = 0
+        self.on_restart: Callable[[], None] = lambda: None
+        self._options, self._events, self._peers, self._rng = options, events, peers, rng
+        self._busy_s = [0.0, 0.0]
+        self._start_engine()
+
+    def _start_engine(self) -> None:
+        options, noise, draw = self._options, self._options.step_noise, self._rng.random
+        self.engine = Engine(
+            options.profile,
+            engine_id=f"{self.name}/{self.restarts}",
+            lease_s=options.lease_s,
+            step_jitter=(lambda: 1.0 + noise * (2.0 * draw() - 1.0)) if noise else None,
+        )
+        self._steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
+        self._legs: dict[str, EngineLeg] = {}
+        self._step_end: Event | None = None
+        self._lease_timer: Event | None = None
+        self.egress, self.ingress = LinkEnd(), LinkEnd()
+        self._handshakes = HandshakeQueue(options.profile.handshake_s)
+        self.alive = True
+        self._peers[self.engine.engine_id] = self
+
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Time of steps with a prompt chunk and of all other steps, since the start of the run."""
+        prefill_s, decode_s = self._busy_s
+        return prefill_s + self._steps.prefill_busy_s, decode_s + self._steps.decode_busy_s
+
+    # Requests
+
+    def submit(self, leg: EngineLeg) -> None:
+        """Take a leg. It ends at once if the engine has failed since it was sent."""
+        if not self.alive:
+            leg.on_engine_death()
+            return
+        self._interrupt()
+        self._legs[leg.request.id] = leg
+        self.engine.submit(leg.request)
+        self._start_if_idle()
+
+    def abort(self, request_id: str) -> None:
+        """End a leg without calling it again; no effect if it has ended."""
+        if request_id in self._legs:
+            self._interrupt()
+            del self._legs[request_id]
+            self.engine.abort(request_id, self._events.now_s)
+            self._start_if_idle()
+
+    def warm_up(self, peers: Iterable["SimulatedInstance"]) -> None:
+        """Have the handshakes with these instances done, as the router's canaries do before any load."""
+        for peer in peers:
+            self._handshakes.assume_known(peer.engine.engine_id)
+
+    def advance(self) -> None:
+        """Bring the engine to the present: pass on the tokens of all steps that have ended."""
+        if not self.alive:
+            return
+        ids, count = self._steps.advance(self._events.now_s)
+        if count:
+            legs = self._legs
+            for request_id in ids:
+                legs[request_id].on_skipped_tokens(count)
+
+    def take_samples(self) -> Samples:
+        """Return the engine's latency samples since the last call."""
+        self.advance()
+        return self.engine.stats.take_samples()
+
+    # Failure
+
+    def fail(self, restart_after_s: float) -> None:
+        """End the engine's process: all legs end; a new engine starts after a time."""
+        if not self.alive:
+            return
+        self.alive = False
+        del self._peers[self.engine.engine_id]
+        for timer in (self._step_end, self._lease_timer):
+            if timer is not None:
+                timer.cancel()
+        legs, self._legs = list(self._legs.values()), {}
+        for leg in legs:
+            leg.on_engine_death()
+        self._events.schedule(self._events.now_s + restart_after_s, self._restart)
+
+    def _restart(self) -> None:
+        self._busy_s = list(self.busy_s)
+        self.restarts += 1
+        self._start_engine()
+        self.on_restart()
+
+    # Steps
+
+    def _interrupt(self) -> None:
+        """Before a call that changes the engine's work: let the step under way be the last one planned."""
+        if self.engine.busy:
+            self.advance()
+            if self._steps.truncate():
+                self._await_step_end()
+
+    def _await_step_end(self) -> None:
+        if self._step_end is not None:
+            self._step_end.cancel()
+        self._step_end = self._events.schedule(self._steps.due_s, self._end_step, rank=STEP_END)
+
+    def _start_if_idle(self) -> None:
+        if not self.engine.busy and self.alive:
+            self._start_step()
+
+    def _start_step(self) -> None:
+        started = self._steps.start(self._events.now_s)
+        for fetch in self.engine.take_kv_fetches():
+            self._start_fetch(fetch)
+        if started:
+            self._step_end = self._events.schedule(self._steps.due_s, self._end_step, rank=STEP_END)
+        elif self._legs:
+            self._await_lease_expiry()
+
+    def _await_lease_expiry(self) -> None:
+        """Requests wait for KV blocks: try again when the next lease expires."""
+        expiry_s = self.engine.next_lease_expiry_s()
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        if expiry_s is not None:
+            self._lease_timer = self._events.schedule(expiry_s, self._start_if_idle)
+
+    def _end_step(self) -> None:
+        self.advance()
+        legs = self._legs
+        for event in self._steps.finish():
+            if isinstance(event, OutputToken):
+                leg = legs.get(event.request_id)
+                if leg is not None:
+                    leg.on_token(event)
+            elif isinstance(event, Finished):
+                leg = legs.pop(event.request_id, None)
+                if leg is not None:
+                    leg.on_end(event)
+        self._start_if_idle()
+
+    # KV transfers
+
+    def _start_fetch(self, fetch: KvFetch) -> None:
+        source, now_s = self._peers.get(fetch.source.engine_id), self._events.now_s
+        if source is self:  # the prompt's KV is here already: the real engine finds it in its prefix cache
+            self._events.schedule(now_s, partial(self._end_fetch, fetch, self.engine, source.engine))
+            return
+        handshake = self._handshakes.reserve_handshake(
+            fetch.source.engine_id, reachable=source is not None, now_s=now_s
+        )
+        if source is None or not handshake.ok:
+            self._events.schedule(handshake.end_s, partial(self._end_fetch, fetch, self.engine, None))
+            return
+        self._renew_lease(fetch, self.engine, source.engine)
+        self._events.schedule(handshake.end_s, partial(self._start_transfer, fetch, self.engine, source))
+
+    def _start_transfer(self, fetch: KvFetch, engine: Engine, source: "SimulatedInstance") -> None:
+        if engine is not self.engine or not self.alive:
+            return
+        profile = self._options.profile
+        duration_s = estimate_transfer_s(
+            fetch.kv_bytes, link_bytes_per_s=profile.link_bytes_per_s, link_setup_s=profile.link_setup_s
+        )
+        slot = reserve_transfer(source.egress, self.ingress, duration_s, now_s=self._events.now_s)
+        self._events.schedule(slot.end_s, partial(self._end_fetch, fetch, engine, source.engine))
+
+    def _renew_lease(self, fetch: KvFetch, engine: Engine, source: Engine) -> None:
+        """Send a heartbeat, and the next one after a while if the blocks have not arrived by then."""
+        if engine is not self.engine or fetch.request_id not in self._legs:
+            return
+        if fetch.source.request_id is not None and source.extend_lease(
+            fetch.source.request_id, self._events.now_s
+        ):
+            self._events.schedule(
+                self._events.now_s + engine.heartbeat_interval_s,
+                partial(self._renew_lease, fetch, engine, source),
+            )
+
+    def _end_fetch(self, fetch: KvFetch, engine: Engine, source: Engine | None) -> None:
+        """Take the blocks from the source's engine, which frees its own; None: they cannot be had."""
+        reachable = source is not None and source.engine_id in self._peers
+        in_time = source is not None and reachable and self._release_lease(fetch, source)
+        leg = self._legs.get(fetch.request_id)
+        if engine is not self.engine or not self.alive or leg is None:
+            return
+        self._interrupt()
+        if reachable:
+            if not in_time:
+                leg.on_late_kv()
+            engine.complete_kv_fetch(fetch.request_id, leg.request.digest, self._events.now_s)
+        else:
+            self.failed_transfers += 1
+            engine.fail_kv_fetch(fetch.request_id, self._events.now_s)
+        self._start_if_idle()
+
+    def _release_lease(self, fetch: KvFetch, source: Engine) -> bool:
+        instance = self._peers.get(source.engine_id)
+        if instance is None or fetch.source.request_id is None:
+            return False
+        instance._interrupt()
+        released = source.release_lease(fetch.source.request_id, self._events.now_s)
+        instance._start_if_idle()
+        return released

@@ -1,0 +1,73 @@
+"""What happened to each request of a run. Times are seconds from the start of the run, at the client."""
+
+from fulcrum_core.values import Slo
+from fulcrum_simulator.routing import Outcome
+from fulcrum_simulator.workload import WorkloadRequest
+
+
+class RequestRecord:
+    """One request of the workload; the router fills in the rest."""
+
+    __slots__ = (
+        "decode",
+        "first_token_s",
+        "last_token_s",
+        "outcome",
+        "prefill",
+        "prefill_end_s",
+        "prefill_queue_s",
+        "prefill_sent_s",
+        "request",
+    )
+
+    def __init__(self, request: WorkloadRequest) -> None:
+        self.request = request
+        self.outcome: Outcome | None = None
+        """None: it still ran when the run ended."""
+        self.prefill = self.decode = ""
+        """Names of the instances that served the two legs last."""
+        self.prefill_sent_s = 0.0
+        self.prefill_queue_s = 0.0
+        """Time that the prompt waited in the engine."""
+        self.prefill_end_s: float | None = None
+        """When the router had the response of the prefill leg."""
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token at the client: the decode instance sends it, after the transfer."""
+        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first, as the client observes it; None with a single token."""
+        return self._mean_gap_s(self.first_token_s)
+
+    @property
+    def arrow_ttft_s(self) -> float | None:
+        """TTFT by the Arrow paper: to the end of the prefill, which emits the first token there."""
+        end_s = self.first_token_s if self.prefill_end_s is None else self.prefill_end_s
+        return None if end_s is None else end_s - self.request.arrival_s
+
+    @property
+    def arrow_tpot_s(self) -> float | None:
+        """TPOT by the Arrow paper: KV transfer and decode queue are part of it."""
+        return self._mean_gap_s(self.first_token_s if self.prefill_end_s is None else self.prefill_end_s)
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether the request succeeded and met both objectives, as the client observes them."""
+        return self._meets(slo, self.ttft_s, self.tpot_s)
+
+    def meets_by_arrow(self, slo: Slo) -> bool:
+        """Whether the request succeeded and met both objectives by the definitions of the Arrow paper."""
+        return self._meets(slo, self.arrow_ttft_s, self.arrow_tpot_s)
+
+    def _meets(self, slo: Slo, ttft_s: float | None, tpot_s: float | None) -> bool:
+        return self.outcome is Outcome.OK and ttft_s is not None and slo.is_met(ttft_s=ttft_s, tpot_s=tpot_s)
+
+    def _mean_gap_s(self, first_s: float | None) -> float | None:
+        gaps = self.request.output_tokens - 1
+        if first_s is None or self.last_token_s is None or not gaps:
+            return None
+        return (self.last_token_s - first_s) / gaps

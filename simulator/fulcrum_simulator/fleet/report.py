@@ -1,0 +1,176 @@
+"""The figures of a simulated run: SLO attainment, goodput, flips, and where time went.
+
+Attainment counts offered requests: a failed, broken or unfinished one is a miss. Requests of the first tenth
+of the run are served but not scored.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fulcrum_core.api.meta import format_duration
+from fulcrum_simulator.client.outcomes import percentile
+from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.run import RunResult
+from fulcrum_simulator.routing import Outcome
+
+
+def build_report(result: RunResult) -> dict[str, Any]:
+    """Return the figures of a run as JSON values. Times are seconds, shares are between 0 and 1."""
+    options, scored = result.options, result.scored
+    met = [record for record in scored if record.meets(options.slo)]
+    return {
+        "policy": str(options.policy),
+        "instances": options.instances,
+        "profile": options.profile.name,
+        "seed": options.seed,
+        "slo": {"ttft_s": options.slo.ttft_s, "tpot_s": options.slo.tpot_s},
+        "requests": _count_requests(result.records, scored),
+        "attainment": _share(len(met), len(scored)),
+        "attainment_by_arrow": _share(sum(r.meets_by_arrow(options.slo) for r in scored), len(scored)),
+        "goodput": _measure_goodput(result, scored, met),
+        "ttft_s": _summarize(r.ttft_s for r in scored),
+        "tpot_s": _summarize(r.tpot_s for r in scored),
+        "ttft_by_arrow_s": _summarize(r.arrow_ttft_s for r in scored),
+        "tpot_by_arrow_s": _summarize(r.arrow_tpot_s for r in scored),
+        "flips": _describe_flips(result),
+        "request_time_s": _split_request_time(scored),
+        "instance_time": _split_instance_time(result),
+        "engine_failures": result.engine_failures,
+        "failed_transfers": result.failed_transfers,
+        "preemptions": result.preemptions,
+        "end_s": result.end_s,
+        "events": result.events,
+    }
+
+
+def _count_requests(records: Sequence[RequestRecord], scored: Sequence[RequestRecord]) -> dict[str, int]:
+    outcomes = Counter(record.outcome for record in scored)
+    return {
+        "offered": len(records),
+        "scored": len(scored),
+        **{outcome.value: outcomes[outcome] for outcome in Outcome},
+        "unfinished": outcomes[None],
+    }
+
+
+def _measure_goodput(
+    result: RunResult, scored: Sequence[RequestRecord], met: Sequence[RequestRecord]
+) -> dict[str, float | None]:
+    """Measure what was served within the SLO: requests and output tokens per second, share of all tokens."""
+    duration_s = result.last_arrival_s - result.first_scored_s
+    output = sum(record.request.output_tokens for record in met)
+    return {
+        "requests_per_s": _share(len(met), duration_s),
+        "output_tokens_per_s": _share(output, duration_s),
+        "token_share": _share(_count_tokens(met), _count_tokens(scored)),
+        "offered_requests_per_s": _share(len(scored), duration_s),
+    }
+
+
+def _count_tokens(records: Iterable[RequestRecord]) -> int:
+    return sum(record.request.input_tokens + record.request.output_tokens for record in records)
+
+
+def _describe_flips(result: RunResult) -> dict[str, Any]:
+    return {
+        "count": len(result.flips),
+        "to_prefill": sum(flip.to == "Prefill" for flip in result.flips),
+        "to_decode": sum(flip.to == "Decode" for flip in result.flips),
+        "refused": result.refused_flips,
+        "requests": result.flip_requests,
+        "log": [
+            {"at_s": f.at_s, "instance": f.instance, "to": f.to, "from_split": f.split, "reason": f.reason}
+            for f in result.flips
+        ],
+    }
+
+
+def _split_request_time(scored: Sequence[RequestRecord]) -> dict[str, float | None]:
+    """Split the mean time of a successful request with a prefill leg into its stages."""
+    stages: list[tuple[float, float, float, float, float]] = []
+    for r in scored:
+        if r.outcome is Outcome.OK and r.prefill_end_s and r.first_token_s and r.last_token_s:
+            dispatched_s = r.prefill_sent_s - r.request.arrival_s
+            compute_s = r.prefill_end_s - r.prefill_sent_s - r.prefill_queue_s
+            transfer_s, decode_s = r.first_token_s - r.prefill_end_s, r.last_token_s - r.first_token_s
+            stages.append((dispatched_s, r.prefill_queue_s, compute_s, transfer_s, decode_s))
+    names = ("dispatch", "prefill_queue", "prefill", "transfer_and_decode_queue", "decode")
+    means = [_mean(column) for column in zip(*stages, strict=True)] or [None] * len(names)
+    return dict(zip(names, means, strict=True))
+
+
+def _split_instance_time(result: RunResult) -> dict[str, float | None]:
+    """Split the time of all instances: steps with a prompt chunk, other steps, idle."""
+    total_s = result.end_s * result.options.instances
+    prefill, decode = (_share(busy_s, total_s) for busy_s in result.busy_s)
+    return {
+        "prefill": prefill,
+        "decode": decode,
+        "idle": None if prefill is None or decode is None else max(0.0, 1 - prefill - decode),
+    }
+
+
+def _summarize(values: Iterable[float | None]) -> dict[str, float | None]:
+    known = [value for value in values if value is not None]
+    return {
+        "mean": _mean(known),
+        "p50": percentile(known, 50),
+        "p90": percentile(known, 90),
+        "p99": percentile(known, 99),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def format_report(report: dict[str, Any]) -> str:
+    """Return the figures as lines for people."""
+    requests, flips, goodput = report["requests"], report["flips"], report["goodput"]
+    slo = report["slo"]
+    stages, instance_time = report["request_time_s"], report["instance_time"]
+    lines = (
+        f"{report['policy']} on {report['instances']} x {report['profile']}, seed {report['seed']}",
+        f"  SLO attainment   {_percent(report['attainment'])} of {requests['scored']:,} offered requests "
+        f"(TTFT {format_duration(slo['ttft_s'])}, TPOT {format_duration(slo['tpot_s'])}); "
+        f"{_percent(report['attainment_by_arrow'])} by Arrow's definitions",
+        f"  goodput          {_number(goodput['requests_per_s'])} of "
+        f"{_number(goodput['offered_requests_per_s'])} requests/s, "
+        f"{_number(goodput['output_tokens_per_s'])} output tokens/s, "
+        f"{_percent(goodput['token_share'])} of all tokens",
+        f"  not ok           {requests['failed']} failed, {requests['broken']} broken, "
+        f"{requests['unfinished']} unfinished",
+        f"  TTFT             {_latencies(report['ttft_s'])}",
+        f"  TPOT             {_latencies(report['tpot_s'])}",
+        f"  flips            {flips['count']} ({flips['to_prefill']} to prefill, "
+        f"{flips['to_decode']} to decode), {flips['refused']} refused, "
+        f"{flips['requests']} requested by the router",
+        "  a request's time "
+        + ", ".join(f"{name.replace('_', ' ')} {_time(s)}" for name, s in stages.items()),
+        "  instances' time  " + ", ".join(f"{name} {_percent(s)}" for name, s in instance_time.items()),
+    )
+    return "\n".join(lines)
+
+
+def _latencies(summary: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {_time(value)}" for name, value in summary.items())
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}"

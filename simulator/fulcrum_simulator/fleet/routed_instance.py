@@ -1,0 +1,92 @@
+"""The simulated router's view of one instance, with the shipped ledger and predictors; `router` uses it."""
+
+from collections.abc import Iterable, Mapping
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.router_state import InstanceState
+from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
+from fulcrum_router.policy import Candidates, DecodePredictor, Ledger, PrefillPredictor
+from fulcrum_simulator.fleet.instance import SimulatedInstance
+
+
+class RoutedInstance:
+    """Implements `policy.journey.JourneyInstance`."""
+
+    __slots__ = (
+        "_batch_tokens",
+        "_decode",
+        "_prefill",
+        "decode_model",
+        "identity",
+        "instance",
+        "itl_s",
+        "kv_lease_s",
+        "ledger",
+        "name",
+        "prefill_model",
+        "role",
+        "serving",
+    )
+
+    def __init__(
+        self, instance: SimulatedInstance, role: Role, prefill: PrefillModel, decode: DecodeModel
+    ) -> None:
+        self.instance, self.name, self.role = instance, instance.name, role
+        self.serving = True
+        self.identity: EngineIdentity | None = None
+        self.kv_lease_s = KV_LEASE_S
+        self.ledger = Ledger()
+        self.prefill_model, self.decode_model = prefill, decode
+        self.itl_s: float | None = None
+        self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
+        self._batch_tokens = 0
+
+    def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
+        """Learn from a prefill leg that ran alone."""
+        self._prefill.learn(tokens=tokens, duration_s=duration_s)
+        self.prefill_model = self._prefill.model
+
+    def probe(self) -> None:
+        """Read the engine's inter-token latency of the last interval and learn from it."""
+        if not self.instance.alive:
+            self.itl_s, self._batch_tokens = None, 0
+            return
+        samples = self.instance.take_samples().itl_s
+        self.itl_s = sum(samples) / len(samples) if samples else None
+        ledger, before = self.ledger, self._batch_tokens
+        self._batch_tokens = now = 0 if ledger.prefill_tokens else ledger.decode_tokens
+        if self.itl_s and before and now:
+            self._decode.learn(tokens=(before + now) // 2, itl_s=self.itl_s)
+            self.decode_model = self._decode.model
+
+    def report(self, now_s: float) -> InstanceState:
+        """Return what the router reports of the instance at its state port."""
+        ledger = self.ledger
+        return InstanceState(
+            name=self.name,
+            role=self.role,
+            serving=self.serving,
+            prefill_queued_s=ledger.remaining_s(now_s),
+            prefill_tokens=ledger.prefill_tokens,
+            decode_tokens=ledger.decode_tokens,
+            decode_legs=ledger.decode_legs,
+            legs=ledger.legs,
+            pending_transfers=ledger.pending_transfers,
+            itl_s=self.itl_s,
+        )
+
+
+class RoutedFleet:
+    """The instances of the service; implements `policy.journey.FleetView`."""
+
+    def __init__(self, instances: Iterable[RoutedInstance]) -> None:
+        self.instances = tuple(instances)
+        self._by_name: Mapping[str, RoutedInstance] = {view.name: view for view in self.instances}
+        self.candidates = Candidates(self.instances)
+
+    def __getitem__(self, name: str) -> RoutedInstance:
+        return self._by_name[name]
+
+    def refresh(self) -> None:
+        """Prepare the candidates anew, after a change of roles or of who serves."""
+        self.candidates = Candidates(self.instances)

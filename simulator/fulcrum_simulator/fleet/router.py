@@ -1,0 +1,299 @@
+"""The simulated router: the shipped journey of each request, over legs on the event queue.
+
+`routing` carries out the journeys. This module sends their legs, gives up those that time out, reads the
+engines' metrics and publishes flip requests.
+
+Not simulated: the estimate of a prompt's tokens (the number is known), canaries (all engines know one another
+at the start), and the measurement of slow pairs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from fulcrum_core.api.pdassignment import PDAssignmentSpec
+from fulcrum_core.router_state import FlipRequest, RouterState
+from fulcrum_core.values import Slo
+from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_simulator.engine import (
+    EngineRequest,
+    ExportedKv,
+    Finished,
+    KvImportRequest,
+    NoKvTransfer,
+    OutputToken,
+)
+from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
+from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
+
+PROBE_INTERVAL_S = 1.0
+"""Interval at which the router reads the engines' metrics."""
+PREFILL_TIMEOUT_S = 60.0
+FIRST_BYTE_TIMEOUT_S = 60.0
+"""The default timeouts of a PDService."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipSettings:
+    """When dispatch proposes flips; `cooldown_s` counts from the last flip to decode."""
+
+    max_decode_load: float
+    cooldown_s: float
+
+
+class SimulatedRouter:
+    """The router of one service; implements `routing.RoutingPort`. `flips` is None if it proposes none."""
+
+    def __init__(
+        self,
+        events: EventQueue,
+        instances: Sequence[RoutedInstance],
+        *,
+        slo: Slo,
+        hop_s: float,
+        flips: FlipSettings | None,
+    ) -> None:
+        self.events, self.slo, self.hop_s = events, slo, hop_s
+        self.fleet = RoutedFleet(instances)
+        self.generation = 1
+        self.flip_request: FlipRequest | None = None
+        self.on_flip_request: Callable[[], None] = lambda: None
+        self._flips = flips
+        self._applied_at_s = 0.0
+        self._records: dict[str, RequestRecord] = {}
+        self._computed: dict[str, KvImportRequest] = {}
+        self._context = JourneyContext(self.fleet, TransferPairs())
+        self._journeys = SimulatedJourneys(self._context, self)
+        if flips is not None:
+            self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
+            self._context.flip_waits.enabled = True
+
+    def warm_up(self) -> None:
+        """Have every pair of engines known to each other, as after the canaries."""
+        for source in self.fleet.instances:
+            source.instance.warm_up(view.instance for view in self.fleet.instances)
+            for view in self.fleet.instances:
+                self._record_transfer(source.name, view.name)
+
+    def advance(self) -> None:
+        """Count the tokens that engines have produced by now, before a decision reads the ledgers."""
+        for view in self.fleet.instances:
+            view.instance.advance()
+
+    def start_probes(self) -> None:
+        """Read the engines' metrics once a second from now on."""
+        self.events.schedule(self.events.now_s + PROBE_INTERVAL_S, self._probe)
+
+    def _probe(self) -> None:
+        for view in self.fleet.instances:
+            view.probe()
+        self._context.pairs.refresh(self.fleet.instances, now_s=self.events.now_s)
+        self.start_probes()
+
+    def set_serving(self, view: RoutedInstance, serving: bool) -> None:
+        """Take an instance whose engine failed out of service, or one that started again back."""
+        view.serving = serving
+        self._context.pairs.invalidate(view.name)
+        self.fleet.refresh()
+
+    # Roles
+
+    def apply(self, assignment: PDAssignmentSpec, generation: int) -> None:
+        """Dispatch by this assignment from now on, and let the requests go on that waited for it."""
+        for name, entry in assignment.roles.items():
+            self.fleet[name].role = entry.role
+        self.fleet.refresh()
+        self.generation, self._applied_at_s = generation, self.events.now_s
+        last_s = assignment.last_prefill_to_decode
+        if self._flips is not None and last_s is not None:
+            self._context.flip_rules = FlipProposalRules(
+                enabled=True,
+                max_decode_load=self._flips.max_decode_load,
+                to_decode_cooldown_until_s=last_s + self._flips.cooldown_s,
+            )
+        self.advance()
+        self._journeys.assignment_applied()
+
+    def report(self) -> RouterState:
+        """Return the state that the autoscaler reads."""
+        self.advance()
+        request, now_s = self.flip_request, self.events.now_s
+        return RouterState(
+            service="simulated",
+            generation=self.generation,
+            acknowledged_at_s=self._applied_at_s,
+            at_s=now_s,
+            instances=tuple(view.report(now_s) for view in self.fleet.instances),
+            flip_request_role=request.role if request else None,
+            flip_request_seq=request.seq if request else 0,
+            prediction_error=None,
+            local_prefills=0,
+            tiers=(),
+        )
+
+    # Requests
+
+    def serve(self, record: RequestRecord, number: int, on_end: Callable[[], None]) -> None:
+        """Serve a request that arrives now; the result is in its record when `on_end` is called."""
+        request = SimulatedRequest(
+            str(number), record.request.input_tokens, record.request.output_tokens, b"%d" % number
+        )
+        self._records[request.id] = record
+
+        def take_token(_token: OutputToken) -> None:
+            record.last_token_s = self.events.now_s + self.hop_s
+            if record.first_token_s is None:
+                record.first_token_s = record.last_token_s
+
+        def end(outcome: Outcome) -> None:
+            record.outcome = outcome
+            del self._records[request.id]
+            self._computed.pop(request.id, None)
+            on_end()
+
+        self.advance()
+        self._journeys.start(request, self.slo, on_token=take_token, on_end=end)
+
+    def find_record(self, leg: SimulatedLeg) -> RequestRecord | None:
+        """Return the record of a leg's request; None if the request has ended."""
+        return self._records.get(_get_request_id(leg))
+
+    # RoutingPort
+
+    def now_s(self) -> float:
+        """See `RoutingPort`."""
+        return self.events.now_s
+
+    def call_at(self, at_s: float, callback: Callable[[], None]) -> None:
+        """See `RoutingPort`."""
+
+        def call() -> None:
+            self.advance()
+            callback()
+
+        self.events.schedule(at_s, call)
+
+    def open(self, leg: SimulatedLeg, instance: RoutedInstance) -> bool:
+        """See `RoutingPort`."""
+        if not instance.instance.alive:
+            return False
+        record = self.find_record(leg)
+        if record is not None:
+            if leg.is_prefill:
+                record.prefill, record.prefill_sent_s = instance.name, self.events.now_s
+            else:
+                record.decode = instance.name
+        leg.request = self._reuse_kv(leg.request, instance)
+        _SentLeg(self, leg, instance)
+        return True
+
+    def _reuse_kv(self, request: EngineRequest, instance: RoutedInstance) -> EngineRequest:
+        """Have an instance that computed the prompt fetch the KV from itself.
+
+        The real engine finds the KV in its prefix cache. Simulated prompts have no hashes, which would take
+        longer than the rest of the simulation.
+        """
+        computed = self._computed.pop(request.id.partition("-")[0], None)
+        if not isinstance(request.kv_transfer, NoKvTransfer) or computed is None:
+            return request
+        if computed.engine_id != instance.instance.engine.engine_id:
+            return request
+        return replace(request, kv_transfer=computed)
+
+    def abort(self, leg: SimulatedLeg, instance: RoutedInstance) -> None:
+        """See `RoutingPort`."""
+        instance.instance.abort(leg.request.id)
+
+    def build_import(self, instance: RoutedInstance, export: ExportedKv) -> KvImportRequest:
+        """See `RoutingPort`."""
+        transfer = KvImportRequest(
+            engine_id=instance.instance.engine.engine_id,
+            request_id=export.request_id,
+            block_ids=export.block_ids,
+        )
+        self._computed[export.request_id.partition("-")[0]] = transfer
+        return transfer
+
+    def ask_for_flip(self, proposal: FlipProposal) -> None:
+        """See `RoutingPort`."""
+        seq = self.flip_request.seq if self.flip_request else 0
+        self.flip_request = FlipRequest(seq=seq + 1, role=proposal.role, reason=proposal.reason)
+        self.on_flip_request()
+
+    def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:
+        """See `RoutingPort`."""
+        if failure is not None:
+            return
+        if leg.is_prefill and leg.was_idle:
+            took_s = self.events.now_s - leg.request.arrival_s
+            instance.learn_prefill(tokens=leg.request.prompt_tokens, duration_s=took_s)
+        elif isinstance(leg.request.kv_transfer, KvImportRequest):
+            source = leg.request.kv_transfer.engine_id.partition("/")[0]
+            self._record_transfer(source, instance.name)
+
+    def _record_transfer(self, source: str, reader: str) -> None:
+        if source != reader:
+            pair = self._context.pairs[PairKey(source, reader)]
+            pair.record(TransferOutcome.VERIFIED, now_s=self.events.now_s)
+
+
+class _SentLeg:
+    """A leg on its way: it reaches the engine after a hop, and the prefill response the router after another.
+
+    Implements `instance.EngineLeg`. A decode response counts at the engine; the client gets it a hop later.
+    """
+
+    __slots__ = ("_leg", "_router", "_timeout", "_view", "request")
+
+    def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, view: RoutedInstance) -> None:
+        self._router, self._leg, self._view, self.request = router, leg, view, leg.request
+        events = router.events
+        timeout_s = PREFILL_TIMEOUT_S if leg.is_prefill else FIRST_BYTE_TIMEOUT_S
+        self._timeout = events.schedule(events.now_s + timeout_s, self._time_out)
+        events.schedule(events.now_s + router.hop_s, self._submit)
+
+    def _submit(self) -> None:
+        if not self._leg.ended:
+            self._view.instance.submit(self)
+
+    def on_token(self, token: OutputToken) -> None:
+        if not self._leg.is_prefill:
+            self._timeout.cancel()
+            self._leg.on_token(token)
+
+    def on_skipped_tokens(self, count: int) -> None:
+        self._leg.add_tokens(count)
+
+    def on_end(self, end: Finished) -> None:
+        self._timeout.cancel()
+        if not self._leg.is_prefill:
+            self._leg.on_end(end)
+            return
+        router = self._router
+        record = router.find_record(self._leg)
+        if record is not None:
+            record.prefill_queue_s = end.queue_s
+            record.prefill_end_s = router.events.now_s + router.hop_s
+        router.call_at(router.events.now_s + router.hop_s, lambda: self._leg.on_end(end))
+
+    def on_late_kv(self) -> None:
+        self._leg.lease_expired = True
+
+    def on_engine_death(self) -> None:
+        self._timeout.cancel()
+        self._router.advance()
+        self._leg.on_failure(Failure.CLOSED)
+
+    def _time_out(self) -> None:
+        if not self._leg.ended:
+            self._view.instance.abort(self.request.id)
+            self._router.advance()
+            self._leg.on_failure(Failure.TIMEOUT)
+
+
+def _get_request_id(leg: SimulatedLeg) -> str:
+    """The id of a leg is that of its request and a number."""
+    return leg.request.id.partition("-")[0]

@@ -1,0 +1,239 @@
+"""One simulated run: engines, router and autoscaler under a workload, from the first arrival to the last end.
+
+All randomness is drawn from the seed, so that the same options and workload give the same result.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TypeVar
+
+from fulcrum_autoscaler.policy import AutoscalingRules
+from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
+from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.assignment import AssignmentRules
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.values import Actor, Role
+from fulcrum_simulator.fleet.autoscaler import Flip, SimulatedAutoscaler
+from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
+from fulcrum_simulator.fleet.options import PolicyName, RunOptions
+from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.routed_instance import RoutedInstance
+from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
+from fulcrum_simulator.workload import WorkloadRequest
+
+TYPICAL_REQUEST_TOKENS = 1_000
+"""Tokens per request for which a step model is converted to a decode model, as in the shipped router."""
+
+Model = TypeVar("Model", PrefillModel, DecodeModel)
+ProgressFunction = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What happened in a run. `first_scored_s`: requests that arrived earlier are not scored."""
+
+    options: RunOptions
+    records: tuple[RequestRecord, ...]
+    flips: tuple[Flip, ...]
+    refused_flips: int
+    flip_requests: int
+    engine_failures: int
+    failed_transfers: int
+    preemptions: int
+    busy_s: tuple[float, float]
+    first_scored_s: float
+    last_arrival_s: float
+    end_s: float
+    events: int
+
+    @property
+    def scored(self) -> list[RequestRecord]:
+        """The requests that count: offered after the warm-up, whatever became of them."""
+        return [r for r in self.records if r.request.arrival_s >= self.first_scored_s]
+
+
+def simulate(
+    workload: Sequence[WorkloadRequest],
+    options: RunOptions,
+    *,
+    on_progress: ProgressFunction = lambda _share: None,
+) -> RunResult:
+    """Run a workload, sorted by arrival. `on_progress` gets the share of the arrivals so far."""
+    return _Simulation(workload, options, on_progress).run()
+
+
+class _Simulation:
+    def __init__(
+        self, workload: Sequence[WorkloadRequest], options: RunOptions, on_progress: ProgressFunction
+    ) -> None:
+        self._workload, self._options, self._on_progress = workload, options, on_progress
+        self._rng = random.Random(options.seed)
+        self._events = EventQueue()
+        self._records: list[RequestRecord] = []
+        self._unfinished = 0
+        self._engine_failures = 0
+        self._instances = self._build_instances()
+        self._router = self._build_router()
+        self._autoscaler = self._build_autoscaler()
+
+    def run(self) -> RunResult:
+        events = self._events
+        self._router.start_probes()
+        for instance in self._instances:
+            self._schedule_failure(instance)
+        self._schedule_arrival()
+        last_s = self._workload[-1].arrival_s
+        deadline_s = last_s + self._options.drain_s
+        while (
+            len(self._records) < len(self._workload) or self._unfinished
+        ) and events.next_event_s() <= deadline_s:
+            events.run_next()
+        return self._build_result(last_s)
+
+    def _build_instances(self) -> list[SimulatedInstance]:
+        options = self._options
+        engine_options = InstanceOptions(
+            profile=options.profile,
+            step_noise=options.control.step_noise,
+            lease_s=options.lease_s,
+            lookahead_steps=options.lookahead_steps,
+        )
+        peers: dict[str, SimulatedInstance] = {}
+        instances = [
+            SimulatedInstance(name, engine_options, self._events, peers, self._derive_rng())
+            for name in _name_instances(options.instances)
+        ]
+        return instances
+
+    def _derive_rng(self) -> random.Random:
+        return random.Random(self._rng.getrandbits(64))
+
+    # Router and autoscaler
+
+    def _build_router(self) -> SimulatedRouter:
+        options, rng = self._options, self._derive_rng()
+        step_model = options.profile.step_model
+        prefill = step_model.prefill_model(options.profile.token_budget)
+        decode = step_model.decode_model(TYPICAL_REQUEST_TOKENS)
+        error = options.control.model_error
+        views = [
+            RoutedInstance(
+                instance,
+                Role.PREFILL if number < options.policy.prefill else Role.DECODE,
+                _distort(prefill, error, rng),
+                _distort(decode, error, rng),
+            )
+            for number, instance in enumerate(self._instances)
+        ]
+        rules = self._build_rules()
+        flips = FlipSettings(
+            max_decode_load=rules.shrink, cooldown_s=rules.assignment_rules.prefill_to_decode_cooldown_s
+        )
+        router = SimulatedRouter(
+            self._events,
+            views,
+            slo=options.slo,
+            hop_s=options.control.hop_s,
+            flips=flips if options.policy.name is PolicyName.ARROW else None,
+        )
+        for view in views:
+            view.instance.on_restart = partial(router.set_serving, view, True)
+        router.warm_up()
+        return router
+
+    def _build_rules(self) -> AutoscalingRules:
+        """Return the rules of a PDService with default settings."""
+        spec = PDServiceSpec(model="simulated", instances=self._options.instances)
+        rules = AutoscalingRules.from_spec(
+            spec,
+            assignment_rules=AssignmentRules(
+                spec.autoscaling.flip.prefill_to_decode_cooldown, floors=spec.roles.to_floors()
+            ),
+        )
+        return replace(rules, slo=self._options.slo)
+
+    def _build_autoscaler(self) -> SimulatedAutoscaler | None:
+        options = self._options
+        if options.policy.name is not PolicyName.ARROW:
+            return None
+        roles = {
+            view.name: RoleAssignment(role=view.role, since=0.0, by=Actor.OPERATOR)
+            for view in self._router.fleet.instances
+        }
+        return SimulatedAutoscaler(
+            self._router,
+            PDAssignmentSpec(service="simulated", roles=roles),
+            self._build_rules(),
+            ready=lambda: [view.name for view in self._router.fleet.instances if view.instance.alive],
+            state_age_s=options.control.state_age_s,
+            flip_latency_s=options.control.flip_latency_s,
+        )
+
+    # Events
+
+    def _schedule_arrival(self) -> None:
+        if len(self._records) < len(self._workload):
+            self._events.schedule(self._workload[len(self._records)].arrival_s, self._arrive)
+
+    def _arrive(self) -> None:
+        number = len(self._records)
+        record = RequestRecord(self._workload[number])
+        self._records.append(record)
+        self._unfinished += 1
+        if number % 256 == 0:
+            self._on_progress(number / len(self._workload))
+        self._router.serve(record, number, self._count_end)
+        self._schedule_arrival()
+
+    def _count_end(self) -> None:
+        self._unfinished -= 1
+
+    def _schedule_failure(self, instance: SimulatedInstance) -> None:
+        rate = self._options.control.failures_per_hour / 3600
+        if rate:
+            after_s = self._rng.expovariate(rate)
+            self._events.schedule(self._events.now_s + after_s, partial(self._fail, instance))
+
+    def _fail(self, instance: SimulatedInstance) -> None:
+        if instance.alive:
+            self._engine_failures += 1
+            self._router.set_serving(self._router.fleet[instance.name], False)
+            instance.fail(self._options.profile.startup_s)
+        self._schedule_failure(instance)
+
+    def _build_result(self, last_arrival_s: float) -> RunResult:
+        self._router.advance()
+        autoscaler, request = self._autoscaler, self._router.flip_request
+        first_s = self._workload[0].arrival_s
+        times = [instance.busy_s for instance in self._instances]
+        return RunResult(
+            options=self._options,
+            records=tuple(self._records),
+            flips=tuple(autoscaler.flips) if autoscaler else (),
+            refused_flips=autoscaler.refused if autoscaler else 0,
+            flip_requests=request.seq if request else 0,
+            engine_failures=self._engine_failures,
+            failed_transfers=sum(instance.failed_transfers for instance in self._instances),
+            preemptions=sum(instance.engine.stats.preemptions for instance in self._instances),
+            busy_s=(math.fsum(p for p, _ in times), math.fsum(d for _, d in times)),
+            first_scored_s=first_s + self._options.unscored_share * (last_arrival_s - first_s),
+            last_arrival_s=last_arrival_s,
+            end_s=self._events.now_s,
+            events=self._events.executed,
+        )
+
+
+def _name_instances(count: int) -> list[str]:
+    width = len(str(count - 1))
+    return [f"i{number:0{width}}" for number in range(count)]
+
+
+def _distort(model: Model, error: float, rng: random.Random) -> Model:
+    """Multiply each coefficient by a factor between 1 - error and 1 + error."""
+    return replace(
+        model, **{f.name: getattr(model, f.name) * rng.uniform(1 - error, 1 + error) for f in fields(model)}
+    )

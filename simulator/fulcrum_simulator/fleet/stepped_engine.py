@@ -1,0 +1,74 @@
+"""An engine model with the steps that it is in: executes a step only if something happens in it.
+
+Between two such steps lie identical decode steps, which are skipped together. The result is the same, bit for
+bit, as with `lookahead_steps` of 1, which executes every step.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from fulcrum_simulator.engine import Engine, Event
+
+LOOKAHEAD_STEPS = 128
+"""Most steps planned ahead: a request that arrives makes the rest of the plan void."""
+
+
+class SteppedEngine:
+    """The caller starts a step and finishes it at `due_s`.
+
+    Before any other call that changes the engine's work: `advance`, then `truncate`.
+    """
+
+    def __init__(self, engine: Engine, *, lookahead_steps: int = LOOKAHEAD_STEPS) -> None:
+        self.engine = engine
+        self.prefill_busy_s = 0.0
+        """Time of steps with a prompt chunk so far."""
+        self.decode_busy_s = 0.0
+        """Time of all other steps so far."""
+        self._lookahead_steps = lookahead_steps
+        self._ends_s: Sequence[float] = ()
+        self._skipped = 0
+        self._request_ids: Sequence[str] = ()
+
+    @property
+    def due_s(self) -> float:
+        """Time at which `finish` is to be called."""
+        return self._ends_s[-1]
+
+    def start(self, now_s: float) -> bool:
+        """Start the next step; False if there is nothing to compute."""
+        step = self.engine.start_step(now_s)
+        if step is None:
+            return False
+        self._ends_s, self._request_ids = self.engine.plan_decode_run(
+            now_s, step, steps_max=self._lookahead_steps
+        )
+        self._skipped = 0
+        if step.prefill_tokens:
+            self.prefill_busy_s += step.duration_s
+        else:
+            self.decode_busy_s += step.duration_s
+        return True
+
+    def advance(self, now_s: float) -> tuple[Sequence[str], int]:
+        """Skip the steps that have ended by now; returns the requests that got tokens and how many each."""
+        if not self.engine.busy or len(self._ends_s) - self._skipped == 1:
+            return (), 0
+        ends_s, skipped = self._ends_s, self._skipped
+        until = bisect_right(ends_s, now_s, skipped, len(ends_s) - 1)
+        if until == skipped:
+            return (), 0
+        self.engine.skip_steps(ends_s[skipped:until])
+        self.decode_busy_s += ends_s[until] - ends_s[skipped]
+        self._skipped = until
+        return self._request_ids, until - skipped
+
+    def truncate(self) -> bool:
+        """Let the step under way be the last one planned; True if `due_s` has changed."""
+        left = len(self._ends_s) - self._skipped
+        self._ends_s, self._skipped = self._ends_s[self._skipped : self._skipped + 1], 0
+        return left > 1
+
+    def finish(self) -> list[Event]:
+        """End the last planned step at `due_s`. Call `advance` for that time first."""
+        return self.engine.finish_step(self.due_s)

@@ -1,0 +1,77 @@
+"""`fulcrum simulate` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRACE = "arrival_s,input_tokens,output_tokens\n" + "".join(
+    f"{second},{500 + second % 7 * 100},{5 + second % 11}\n" for second in range(60)
+)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE, encoding="utf-8")
+    return path
+
+
+def run_simulate(*arguments: object, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fulcrum_cli", "simulate", "--profile", "laptop", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    del document["wall_s"]
+    return document
+
+
+def test_the_same_seed_gives_the_same_json_under_any_hash_seed(trace: Path, tmp_path: Path) -> None:
+    documents = []
+    for hash_seed in ("1", "2"):
+        out = tmp_path / f"{hash_seed}.json"
+        run = run_simulate("--trace", trace, "--json", out, "--scale", 3, hash_seed=hash_seed)
+        assert (run.returncode, run.stderr) == (0, "")
+        documents.append(read_json(out))
+    assert documents[0] == documents[1]
+    assert documents[0]["runs"][0]["requests"]["offered"] == 1800
+
+
+def test_a_comparison_ends_with_one_line_for_each_policy(trace: Path) -> None:
+    run = run_simulate("--trace", trace, "--instances", 3, "--compare", "arrow,static:best")
+    table = run.stdout.split("\n\n")[-1].splitlines()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert [line.split()[0].partition(":")[0] for line in table] == ["POLICY", "arrow", "static"]
+
+
+def test_the_rate_found_keeps_the_bar(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run = run_simulate("--trace", trace, "--instances", 2, "--find-rate", 90, "--json", out)
+    (report,) = read_json(out)["runs"]
+    assert (run.returncode, run.stderr) == (0, "")
+    assert report["attainment"] >= 0.9
+    assert f"requests/s at an SLO attainment of 90 % or more (speed {report['speed']:.3g}" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--policy", "best"), "--policy (best)"),
+        (("--instances", "1"), "--instances (1)"),
+        (("--scale", "0"), "--scale"),
+        (("--slo-ttft", "3"), "--slo-ttft (3) has no unit"),
+        (("--step-noise", "1"), "--step-noise"),
+        (("--json", "/nowhere/out.json"), "--json (/nowhere/out.json) cannot be written"),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    run = run_simulate("--trace", trace, *arguments)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert message in run.stderr

@@ -1,0 +1,74 @@
+"""Policies by name, the arrivals of a run, the order of events, the search for a rate."""
+
+from itertools import pairwise
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.fleet.event_queue import STEP_END, EventQueue
+from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
+from fulcrum_simulator.fleet.options import Policy, PolicyName, list_splits, parse_policy
+from fulcrum_simulator.fleet.rate_search import FoundRate, find_highest_speed
+from fulcrum_simulator.workload import WorkloadRequest
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "static", "static:8P0D", "static:0P8D", "static:4P3D", "static:44", "xllm"],
+)
+def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="--policy"):
+        parse_policy(text, instances=8)
+
+
+def test_splits_are_named_as_they_are_parsed() -> None:
+    assert [str(policy) for policy in list_splits(4)] == ["static:1P3D", "static:2P2D", "static:3P1D"]
+    assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
+
+
+def test_a_short_load_is_repeated_until_it_is_long_enough_to_be_scored() -> None:
+    recorded = [WorkloadRequest(float(second), 10, 1) for second in range(5, 105)]
+    load = prepare_load(recorded, scale=1.0, speed=2.0, slo=Slo(20.0, 0.1), seed=1)
+    assert (load[0].arrival_s, len(load)) == (0.0, 2000)
+    assert load[-1].arrival_s == 999.5
+    assert [b.arrival_s - a.arrival_s for a, b in pairwise(load)] == [0.5] * 1999
+
+
+def test_a_request_that_no_engine_can_hold_is_left_out_and_counted() -> None:
+    recorded = [WorkloadRequest(0.0, 10, 1), WorkloadRequest(1.0, 65_536, 1)]
+    kept, overlong = leave_out_overlong(recorded, load_profile("laptop"))
+    assert (kept, overlong and overlong.requests) == (recorded[:1], 1)
+
+
+def test_events_run_in_order_of_time_then_steps_then_scheduling() -> None:
+    events, order = EventQueue(), list[str]()
+    for name, at_s, rank in (("c", 2.0, 1), ("d", 2.0, 1), ("b", 2.0, STEP_END), ("a", 1.0, 1)):
+        events.schedule(at_s, lambda name=name: order.append(name), rank=rank)  # type: ignore[misc]
+    events.schedule(1.5, lambda: order.append("cancelled")).cancel()
+    while events.next_event_s() < 10:
+        events.run_next()
+    assert (order, events.now_s, events.executed) == (["a", "b", "c", "d"], 2.0, 4)
+
+
+def test_an_action_due_in_the_past_runs_now() -> None:
+    events = EventQueue()
+
+    def schedule_in_the_past() -> None:
+        events.schedule(1.0, lambda: None)
+
+    events.schedule(5.0, schedule_in_the_past)
+    events.run_next()
+    assert events.next_event_s() == 5.0
+
+
+@pytest.mark.parametrize("limit", [0.02, 0.9, 1.0, 7.3, 900.0])
+def test_the_highest_speed_is_found_within_two_per_cent(limit: float) -> None:
+    found = find_highest_speed(lambda speed: speed, lambda speed: speed <= limit)
+    assert found.speed is not None
+    assert limit / 1.02 <= found.speed <= limit
+
+
+def test_no_speed_is_found_if_none_keeps_the_bar() -> None:
+    assert find_highest_speed(lambda speed: speed, lambda _: False) == FoundRate(None, None, 9)

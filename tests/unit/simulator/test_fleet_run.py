@@ -1,0 +1,136 @@
+"""A simulated fleet: every request ends, the seed decides everything, control acts as late as it was told."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.fleet.options import ControlOptions, Policy, PolicyName, RunOptions, parse_policy
+from fulcrum_simulator.fleet.report import build_report, format_report
+from fulcrum_simulator.fleet.run import RunResult, simulate
+from fulcrum_simulator.routing import Outcome
+from fulcrum_simulator.workload import (
+    DECODE_HEAVY,
+    PREFILL_HEAVY,
+    MixPeriod,
+    WorkloadRequest,
+    generate_moving,
+)
+
+SLO = Slo(1.0, 0.05)
+EXACT = ControlOptions(model_error=0.0, step_noise=0.0)
+
+
+def options(policy: str = "arrow", **changes: Any) -> RunOptions:
+    return replace(
+        RunOptions(
+            profile=load_profile("laptop"), instances=8, policy=parse_policy(policy, instances=8), slo=SLO
+        ),
+        **changes,
+    )
+
+
+def moving_load(
+    duration_s: float = 60.0, *, factor: float = 1.0, period_s: float = 12.0
+) -> list[WorkloadRequest]:
+    """Return long prompts and long outputs in turns, each too much for half of the instances."""
+    periods = (
+        MixPeriod(PREFILL_HEAVY.scaled(input=0.4, output=0.1), 15 * factor, period_s),
+        MixPeriod(DECODE_HEAVY.scaled(input=0.2, output=0.4), 13 * factor, period_s),
+    )
+    return list(generate_moving(periods=periods, duration_s=duration_s, seed=3))
+
+
+def count_outcomes(result: RunResult) -> dict[str, int]:
+    return dict(Counter(r.outcome.value if r.outcome else "unfinished" for r in result.records))
+
+
+def test_a_lone_request_takes_the_time_of_its_stages() -> None:
+    profile = load_profile("laptop")
+    control = replace(EXACT, hop_s=0.001)
+    result = simulate([WorkloadRequest(0.0, 600, 3)], options("static:4P4D", control=control))
+    model = profile.step_model
+    prefill_s = model.step_s([(0, 512)], []) + model.step_s([(512, 88)], [])
+    blocks = -(-600 // profile.block_size)
+    transfer_s = (
+        profile.link_setup_s
+        + blocks * profile.block_size * profile.kv_bytes_per_token / profile.link_bytes_per_s
+    )
+    decode_s = [model.step_s([], [600 + n]) for n in range(3)]
+    (record,) = result.records
+    assert (record.outcome, record.prefill, record.decode) == (Outcome.OK, "i0", "i4")
+    assert record.arrow_ttft_s == pytest.approx(prefill_s + 2 * 0.001)
+    assert record.ttft_s == pytest.approx(prefill_s + transfer_s + decode_s[0] + 4 * 0.001)
+    assert record.tpot_s == pytest.approx((decode_s[1] + decode_s[2]) / 2)
+
+
+def test_executing_each_step_gives_the_same_run() -> None:
+    load = moving_load()
+    skipping = build_report(simulate(load, options()))
+    each = build_report(simulate(load, options(lookahead_steps=1)))
+    for report in (skipping, each):
+        del report["events"], report["instance_time"]  # fewer events, and sums in another order
+    assert skipping == each
+
+
+def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
+    load = moving_load(30)
+    first, second, other = (build_report(simulate(load, options(seed=seed))) for seed in (1, 1, 2))
+    assert json.dumps(first) == json.dumps(second)
+    assert first["ttft_s"] != other["ttft_s"]
+
+
+def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> None:
+    load = moving_load(200, factor=0.9, period_s=50.0)
+    arrow, static = (build_report(simulate(load, options(policy))) for policy in ("arrow", "static:4P4D"))
+    assert arrow["flips"]["to_prefill"] > 0
+    assert arrow["flips"]["to_decode"] > 0
+    assert arrow["attainment"] > static["attainment"] + 0.1
+    assert static["flips"]["count"] == 0
+
+
+def test_no_flip_is_decided_on_state_older_than_three_ticks() -> None:
+    control = ControlOptions(state_age_s=4.0)
+    result = simulate(moving_load(), options(control=control))
+    assert (result.flips, result.flip_requests > 0) == ((), True)
+
+
+def test_every_request_ends_once_while_engines_fail() -> None:
+    control = ControlOptions(failures_per_hour=100.0)
+    result = simulate(moving_load(), options(control=control))
+    outcomes = count_outcomes(result)
+    assert result.engine_failures > 5
+    assert sum(outcomes.values()) == len(moving_load())
+    assert outcomes["ok"] > 0.8 * len(result.records)
+    assert "unfinished" not in outcomes
+
+
+def test_what_still_runs_after_the_drain_has_missed() -> None:
+    load = moving_load(30, factor=6.0)
+    report = build_report(simulate(load, options("static:1P7D", drain_s=1.0)))
+    assert report["requests"]["unfinished"] > 0
+    assert report["attainment"] == pytest.approx(
+        report["goodput"]["requests_per_s"] / report["goodput"]["offered_requests_per_s"]
+    )
+
+
+def test_requests_of_the_first_tenth_are_served_but_not_scored() -> None:
+    load = [WorkloadRequest(float(second), 100, 2) for second in range(101)]
+    result = simulate(load, options())
+    assert count_outcomes(result) == {"ok": 101}
+    assert build_report(result)["requests"]["scored"] == 91
+
+
+def test_a_report_of_nothing_but_misses_can_be_printed() -> None:
+    load = [WorkloadRequest(0.0, 60_000, 2), WorkloadRequest(0.1, 60_000, 2)]
+    report = build_report(simulate(load, options(drain_s=0.01)))
+    assert (report["attainment"], report["ttft_s"]["mean"]) == (0.0, None)
+    assert "SLO attainment   0.0 % of 1 offered requests" in format_report(report)
+
+
+def test_an_even_split_is_where_arrow_starts() -> None:
+    assert parse_policy("arrow", instances=5) == Policy(PolicyName.ARROW, 2, 3)
