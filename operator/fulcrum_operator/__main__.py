@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,13 @@ from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.controller.metrics import Metrics, make_http_app
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 
 if TYPE_CHECKING:
     from fulcrum_operator.controller.leader import Leader, OperatorOptions
+
+_ENGINE_IMAGE_KINDS = tuple(field.name for field in fields(EngineImages))
 
 _log = structlog.get_logger()
 
@@ -50,6 +54,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--namespace", default="", help="reconcile this namespace only (default: all)")
     add("--image", required=True, help="image of routers, and of engines without an image of their own")
     add("--image-pull-secret", action="append", default=[], help="pull secret of that image; may be repeated")
+    add(
+        "--engine-image",
+        action="append",
+        type=_parse_engine_image,
+        default=[],
+        help=f"default image of engines, as KIND=IMAGE; KIND is one of {', '.join(_ENGINE_IMAGE_KINDS)}",
+    )
+    add("--hub-endpoint", default="", help="HF_ENDPOINT of engines and model readers (default: the hub)")
     add("--lease-namespace", required=True, help="namespace of this operator and of its Lease")
     add("--identity", required=True, help="holder name in the Lease: the name of this pod")
     add(
@@ -86,6 +98,13 @@ def _parse_account(text: str) -> ServiceAccount:
     if not (namespace and colon and name):
         raise argparse.ArgumentTypeError(f"{text} is not NAMESPACE:NAME")
     return ServiceAccount(namespace, name)
+
+
+def _parse_engine_image(text: str) -> tuple[str, str]:
+    kind, equals, image = text.partition("=")
+    if kind not in _ENGINE_IMAGE_KINDS or not (equals and image):
+        raise argparse.ArgumentTypeError(f"{text} is not KIND=IMAGE with {', '.join(_ENGINE_IMAGE_KINDS)}")
+    return kind, image
 
 
 def _parse_resources(text: str) -> dict[str, Any]:
@@ -222,6 +241,8 @@ def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
             operator=operator_account,
             autoscaler=args.autoscaler_service_account
             or ServiceAccount(args.lease_namespace, "fulcrum-autoscaler"),
+            engine_images=replace(EngineImages(simulated=args.image), **dict(args.engine_image)),
+            hub_endpoint=args.hub_endpoint,
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
             router_resources=args.router_resources,

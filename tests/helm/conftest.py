@@ -50,6 +50,7 @@ class Renderer:
     def __call__(
         self, *, release: str = "fulcrum", namespace: str = "fulcrum-system", **values: Any
     ) -> RenderedChart:
+        values["image"] = {"repository": "registry.example/fulcrum", **values.get("image", {})}
         request = {"values": values, "namespace": namespace, "release": release}
         print(json.dumps(request), file=self._requests, flush=True)
         response = json.loads(self._responses.readline())
@@ -63,7 +64,7 @@ class Renderer:
 
 @pytest.fixture(scope="session")
 def render() -> Iterator[Renderer]:
-    """`render(**values)` renders the chart; the release and the namespace are keyword arguments, too."""
+    """`render(**values)` renders the chart with an image; release and namespace are keywords, too."""
     command = [sys.executable, "-m", "tests.helm.renderer_program", str(CHART)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT

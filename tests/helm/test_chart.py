@@ -26,6 +26,10 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
     },
     "imagePullSecrets": [{"name": "pull"}],
     "crds": {"enabled": False},
+    "engine": {
+        "images": {"nvidia": "mirror.example/vllm@sha256:" + "1" * 64, "amd": "mirror.example/vllm-rocm:1"},
+        "hubEndpoint": "https://hub.example",
+    },
     "router": {"replicas": 3, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}}},
     "operator": {
         "replicas": 1,
@@ -76,6 +80,21 @@ def test_rendered_chart_equals_its_golden_file(
     golden: Golden, render: Renderer, name: str, values: dict[str, Any]
 ) -> None:
     golden(f"manifests/{name}.yaml", join_files(render(**values)))
+
+
+def test_chart_without_an_image_is_refused_with_what_to_set(render: Renderer) -> None:
+    with pytest.raises(ChartRefusedError, match="repository is required: no image is published"):
+        render(image={"repository": ""})
+
+
+def test_default_images_and_the_hub_are_set_once_for_all_services(render: Renderer) -> None:
+    images = {"nvidia": "mirror.example/vllm@sha256:" + "1" * 64, "simulated": "mirror.example/fulcrum:1"}
+    made = render(engine={"images": images, "hubEndpoint": "https://hub.example"})
+    args = list_pod_specs(made)["fulcrum-operator"]["containers"][0]["args"]
+    assert [arg for arg in args if arg.startswith(("--engine-image", "--hub-endpoint"))] == [
+        *(f"--engine-image={kind}={image}" for kind, image in images.items()),
+        "--hub-endpoint=https://hub.example",
+    ]
 
 
 @pytest.mark.parametrize("values", [{}, ALL_VALUES_CHANGED], ids=["defaults", "all changed"])

@@ -169,6 +169,11 @@ class LaunchSpec(InstanceShapeSpec):
         default=False,
         description="Whether the engine takes its role only at start, so that a flip restarts it.",
     )
+    default_image: str | None = Field(
+        default=None,
+        max_length=512,
+        description="Image that the operator chose because engine.image is not set; kept until a roll-out.",
+    )
 
     @property
     def launch_spec(self) -> "LaunchSpec":

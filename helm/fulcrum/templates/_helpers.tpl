@@ -38,10 +38,11 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{- define "fulcrum.image" -}}
+{{- $repository := required "image.repository is required: no image is published; build one with the Dockerfile, push it, and set image.repository=REGISTRY/fulcrum with image.tag or image.digest" .Values.image.repository -}}
 {{- if .Values.image.digest -}}
-{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- printf "%s@%s" $repository .Values.image.digest -}}
 {{- else -}}
-{{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- printf "%s:%s" $repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 {{- end -}}
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from fulcrum_core.api import PDAssignmentSpec, PDInstance, PDService
 from fulcrum_core.ports import Clock, EngineRuntime, Store
 from fulcrum_core.router_state import RouterState
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.observed import EngineFacts, FailureCause, ModelReadAttempt
 from fulcrum_operator.plan.slo_window import SloWindow
@@ -89,6 +90,8 @@ class ReconcileContext:
     """Identity, start-up time and fit of an instance's engine."""
     router: RouterView | None = None
     models: ModelReader | None = None
+    engine_images: EngineImages | None = None
+    """Default images of engines; None if engines are processes."""
     after_apply: Callable[[Observed, Plan], Awaitable[Problems]] | None = None
     """Runs after a plan was applied: children, role labels, model reader pod, Events."""
     on_failure: Callable[[PDService, FailureCause], Awaitable[None]] | None = None

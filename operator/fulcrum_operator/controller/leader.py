@@ -119,6 +119,7 @@ class Leader:
             engine_facts=self._engine_facts,
             router=self._router_view,
             models=self._model_reader,
+            engine_images=settings.engine_images,
             after_apply=self._after_apply,
             on_failure=self._record_failure,
         )

@@ -20,7 +20,7 @@ class EngineImages:
     amd: str | None = None
     cpu: str | None = None
     simulated: str | None = None
-    """None: the operator's own image."""
+    """Image of simulated engines: the operator's own, unless the installation names one."""
 
     def default_for(self, start: LaunchSpec) -> str | None:
         """The image for this launch spec; None if there is no default."""

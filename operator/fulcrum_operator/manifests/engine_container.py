@@ -6,20 +6,27 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api import LaunchSpec, PDInstance, PDService
+from fulcrum_core.api.engine import ModelSourceSpec
 from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.quantity import format_byte_quantity
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import Fit
 from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.engines.from_spec import build_launch_request
 from fulcrum_operator.engines.launch import EngineLaunch, EngineResources, LaunchEnvVar, Volume
 from fulcrum_operator.engines.launch_request import LaunchRequest
-from fulcrum_operator.manifests.names import HTTP_PORT, SIDE_CHANNEL_PORT, env_from_field
+from fulcrum_operator.manifests.names import (
+    HTTP_PORT,
+    SIDE_CHANNEL_PORT,
+    InstallationSettings,
+    env_from_field,
+)
 from fulcrum_operator.plan.model import model_key, parse_model_facts
 from fulcrum_operator.plan.pools import pool_role
 
+HUB_ENDPOINT = "HF_ENDPOINT"
+"""Variable with the address of the hub."""
 _HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
 """The pod's user has no home directory: engines put their caches into /tmp, which is writable."""
 
@@ -28,11 +35,11 @@ _HOME_ENV = {"HOME": "/tmp", "USER": "engine"}
 class EngineContainer:
     """Parts of one engine's pod, in the form of the Kubernetes API.
 
-    `image` is None for the operator's own image; `startup_s` is None if the caller has to pass it;
+    `startup_s` is None if the caller has to pass it;
     `resources` is None for a simulated engine.
     """
 
-    image: str | None
+    image: str
     command: list[str]
     args: list[str]
     env: list[dict[str, Any]]
@@ -43,16 +50,22 @@ class EngineContainer:
     resources: EngineResources | None = None
 
 
-def engine_container(instance: PDInstance, service: PDService) -> EngineContainer:
+def engine_container(
+    instance: PDInstance, service: PDService, settings: InstallationSettings
+) -> EngineContainer:
     """The parts of the instance's pod that depend on its engine.
 
     Raises:
         InvalidInput: if the engine cannot be started with the service's settings.
     """
-    return _simulated(instance, service) if instance.spec.engine.is_simulated else _vllm(instance, service)
+    image = instance.spec.engine.image or instance.spec.default_image
+    image = image or settings.engine_images.default_for(instance.spec)
+    if instance.spec.engine.is_simulated:
+        return _simulated(instance, service, image or settings.image)
+    return _vllm(instance, service, image, settings.hub_endpoint)
 
 
-def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:
+def _simulated(instance: PDInstance, service: PDService, image: str) -> EngineContainer:
     made = simulated.arguments(
         instance,
         host="$(POD_IP)",
@@ -61,7 +74,7 @@ def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:
         shutdown_timeout_s=service.spec.drain.timeout,
     )
     return EngineContainer(
-        image=instance.spec.engine.image,
+        image=image,
         command=["python", "-m", simulated.SERVER_MODULE],
         args=[*made, *instance.spec.engine.args],
         env=[env_from_field("POD_IP", "status.podIP"), *map(user_env_var, instance.spec.engine.env)],
@@ -69,11 +82,21 @@ def _simulated(instance: PDInstance, service: PDService) -> EngineContainer:
     )
 
 
-def _vllm(instance: PDInstance, service: PDService) -> EngineContainer:
+def _vllm(instance: PDInstance, service: PDService, image: str | None, hub_endpoint: str) -> EngineContainer:
     request = vllm_launch_request(instance, service)
-    return _from_launch(
-        vllm.build_launch(request, vllm.POD_PLACEMENT), instance.spec.engine.image or _default_image(request)
-    )
+    if image is None:
+        rule = f"is needed: there is no default for {request.hardware.name}"
+        raise InvalidInput("spec.engine.image", "missing", rule)
+    container = _from_launch(vllm.build_launch(request, vllm.POD_PLACEMENT), image)
+    endpoint = hub_endpoint_env(instance.spec, hub_endpoint)
+    return replace(container, env=[*map(env_var, endpoint), *container.env])
+
+
+def hub_endpoint_env(start: LaunchSpec, endpoint: str) -> tuple[LaunchEnvVar, ...]:
+    """The installation's HF_ENDPOINT, unless the user sets one or the model is not at the hub."""
+    source = start.model_source or ModelSourceSpec()
+    named = any(variable.name == HUB_ENDPOINT for variable in start.engine.env)
+    return () if named or not endpoint or not source.is_at_hub else (LaunchEnvVar(HUB_ENDPOINT, endpoint),)
 
 
 def vllm_launch_request(instance: PDInstance, service: PDService) -> LaunchRequest:
@@ -96,13 +119,6 @@ def judge_instance_fit(request: LaunchRequest, instance: PDInstance, service: PD
     if request.facts is None and known is not None and known.key == model_key(instance.spec):
         return replace(request, facts=parse_model_facts(known.config_excerpt)).fit
     return request.fit
-
-
-def _default_image(request: LaunchRequest) -> str:
-    if request.hardware.vendor is not Vendor.NVIDIA:
-        rule = f"is needed: there is no default for {request.hardware.name}"
-        raise InvalidInput("spec.engine.image", "missing", rule)
-    return vllm.IMAGE
 
 
 def _from_launch(launch: EngineLaunch, image: str) -> EngineContainer:

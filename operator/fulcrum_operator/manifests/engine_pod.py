@@ -107,7 +107,7 @@ def _metadata(instance: PDInstance) -> dict[str, Any]:
 def _spec(
     instance: PDInstance, service: PDService, settings: InstallationSettings, startup_s: float
 ) -> dict[str, Any]:
-    engine = engine_container(instance, service)
+    engine = engine_container(instance, service, settings)
     return {
         "serviceAccountName": f"{service.metadata.name}-engine",
         "automountServiceAccountToken": False,
@@ -117,7 +117,7 @@ def _spec(
         "securityContext": pod_security_context(),
         **image_pull_secrets(settings),
         "topologySpreadConstraints": [_topology_spread(service)],
-        "containers": [_container(instance, engine, settings, engine.startup_s or startup_s)],
+        "containers": [_container(instance, engine, engine.startup_s or startup_s)],
         "volumes": [{"name": "tmp", "emptyDir": _temporary_folder(engine)}, *engine.volumes],
     }
 
@@ -132,12 +132,10 @@ def _topology_spread(service: PDService) -> dict[str, Any]:
     }
 
 
-def _container(
-    instance: PDInstance, engine: EngineContainer, settings: InstallationSettings, startup_s: float
-) -> dict[str, Any]:
+def _container(instance: PDInstance, engine: EngineContainer, startup_s: float) -> dict[str, Any]:
     return {
         "name": ENGINE_CONTAINER,
-        "image": engine.image or settings.image,
+        "image": engine.image,
         "command": engine.command,
         "args": engine.args,
         "env": engine.env,

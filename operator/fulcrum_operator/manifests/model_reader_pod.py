@@ -11,7 +11,12 @@ from fulcrum_core.api.labels import SERVICE_LABEL
 from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.engines.launch import LaunchEnvVar, Volume
 from fulcrum_operator.engines.vllm import POD_PLACEMENT, model_folder, model_volume
-from fulcrum_operator.manifests.engine_container import env_var, pod_volume, volume_mount
+from fulcrum_operator.manifests.engine_container import (
+    env_var,
+    hub_endpoint_env,
+    pod_volume,
+    volume_mount,
+)
 from fulcrum_operator.manifests.names import (
     InstallationSettings,
     container_security_context,
@@ -110,7 +115,7 @@ def _container(start: LaunchSpec, volume: Volume | None, settings: InstallationS
         "image": settings.image,
         "command": ["python", "-m", READER_MODULE],
         "args": _arguments(start),
-        "env": [] if volume else _hub_variables(start),
+        "env": [] if volume else _hub_variables(start, settings),
         "resources": _RESOURCES,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),
@@ -126,10 +131,11 @@ def _arguments(start: LaunchSpec) -> list[str]:
     return ["--model", start.model, *revision]
 
 
-def _hub_variables(start: LaunchSpec) -> list[dict[str, Any]]:
+def _hub_variables(start: LaunchSpec, settings: InstallationSettings) -> list[dict[str, Any]]:
     hub_variables = hub_env(start)
     secret = start.model_source.token_secret if start.model_source else None
     variables = list(map(LaunchEnvVar.from_user, hub_variables))
     if secret is not None and "HF_TOKEN" not in {variable.name for variable in hub_variables}:
         variables.append(LaunchEnvVar("HF_TOKEN", secret=secret))
+    variables += hub_endpoint_env(start, settings.hub_endpoint)
     return [env_var(variable) for variable in variables]

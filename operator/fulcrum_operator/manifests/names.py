@@ -6,6 +6,7 @@ from typing import Any
 from fulcrum_core.api import PDService
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import Resource
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.engines.vllm import POD_PLACEMENT
 
 HTTP_PORT = POD_PLACEMENT.port
@@ -40,9 +41,14 @@ class InstallationSettings:
     """
 
     image: str
+    """Image of routers and of the pods that read models."""
     operator: ServiceAccount
     autoscaler: ServiceAccount
     image_pull_secrets: tuple[str, ...] = ()
+    engine_images: EngineImages = field(default_factory=EngineImages)
+    """Images of engines whose manifest names none."""
+    hub_endpoint: str = ""
+    """HF_ENDPOINT of engines and model readers; empty: the hub itself."""
     router_replicas: int = 2
     router_resources: dict[str, Any] = field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import FlipStrategy
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.plan.slo_window import SloReport
 
 
@@ -77,6 +78,8 @@ class Observed:
     accepted_assignment: PDAssignmentSpec | None = None
     """Last assignment that was checked and allowed; None after a restart of the operator."""
 
+    engine_images: EngineImages | None = None
+    """Default images of engines; None in a local run, where engines are processes."""
     can_read_models: bool = False
     """Whether a pod can read the model's config.json; False in a local run, which reads the file itself."""
     model_read_attempt: ModelReadAttempt | None = None

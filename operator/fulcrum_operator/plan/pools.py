@@ -21,6 +21,7 @@ from fulcrum_core.api import (
 )
 from fulcrum_core.api.engine import Connector
 from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_operator.engines.images import EngineImages
 
 
 def pool_name(service: str, pool: str) -> str:
@@ -41,22 +42,30 @@ def list_pool_names(service: PDService) -> tuple[str, ...]:
 
 
 def desired_pools(
-    service: PDService, existing: tuple[PDPool, ...], *, taken: Collection[str] = ()
+    service: PDService,
+    existing: tuple[PDPool, ...],
+    *,
+    taken: Collection[str] = (),
+    images: EngineImages | None = None,
 ) -> tuple[PDPool, ...]:
     """The pools of the spec, in its order, without those whose names are taken by others' pools.
 
-    Existing pools keep `replicas` and status.
+    Existing pools keep `replicas` and status. `images` are the default images of engines; None where engines
+    have no image, as in a local run.
     """
     known = {pool.metadata.name: pool for pool in existing}
-    made = (_desired_pool(service, pool, known) for pool in service.spec.resolve_pools())
+    made = (_desired_pool(service, pool, known, images) for pool in service.spec.resolve_pools())
     return tuple(pool for pool in made if pool.metadata.name not in taken)
 
 
-def _desired_pool(service: PDService, pool: PoolSpec, known: dict[str, PDPool]) -> PDPool:
+def _desired_pool(
+    service: PDService, pool: PoolSpec, known: dict[str, PDPool], images: EngineImages | None
+) -> PDPool:
     name = pool_name(service.metadata.name, pool.name)
     before = known.get(name)
+    start = LaunchSpec.model_construct(**_start_fields(service, pool))
     spec = PDPoolSpec.model_construct(
-        **_start_fields(service, pool),
+        **{**dict(start), "default_image": _default_image(start, before, images)},
         service=service.metadata.name,
         role=pool.role,
         replicas=_replicas(service, pool, before),
@@ -78,11 +87,25 @@ def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
     values = {
         name: next(getattr(spec, name) for spec in (pool, service.spec) if hasattr(spec, name))
         for name in LaunchSpec.model_fields
-        if name != "role_fixed_at_start"
+        if name not in ("role_fixed_at_start", "default_image")
     }
     transfer = service.spec.kv_transfer
     fixed = transfer is not None and transfer.connector is Connector.LMCACHE
     return {**values, "role_fixed_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
+
+
+def _default_image(start: LaunchSpec, before: PDPool | None, images: EngineImages | None) -> str | None:
+    """Image of an engine whose manifest names none: that of the pool, or the default for a new launch spec.
+
+    A pool from before this field has none and gets none: its pods' images follow the operator's defaults.
+    """
+    if start.engine.image is not None or images is None:
+        return None
+    if before is not None:
+        known = before.spec.launch_spec
+        if known.model_copy(update={"default_image": None}).launch_revision == start.launch_revision:
+            return known.default_image
+    return images.default_for(start)
 
 
 def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:

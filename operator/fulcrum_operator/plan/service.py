@@ -97,10 +97,18 @@ def needs_router_state(observed: Observed) -> bool:
     pools = {pool.metadata.name: pool for pool in observed.pools}
     views = tuple(
         view_pool(observed, pool)
-        for pool in desired_pools(observed.service, observed.pools, taken=observed.taken_pools)
+        for pool in desired_pools(
+            observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
+        )
         if pool.metadata.name in pools
     )
     return bool(plan_removals(observed, views))
+
+
+def _desired_pools(observed: Observed) -> tuple[PDPool, ...]:
+    return desired_pools(
+        observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
+    )
 
 
 def plan_removal(service: str, engines: Mapping[str, EngineObservation], instances: Collection[str]) -> Plan:
@@ -118,7 +126,9 @@ def plan_service(observed: Observed) -> Plan:
 
     New pools are created in a pass of their own: instances are owned by their pool, so they need its uid.
     """
-    pools = desired_pools(observed.service, observed.pools, taken=observed.taken_pools)
+    pools = desired_pools(
+        observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
+    )
     known = {pool.metadata.name for pool in observed.pools}
     if any(pool.metadata.name not in known for pool in pools):
         return Plan(objects=pools, accepted_assignment=observed.accepted_assignment, requeue_after_s=0.0)

@@ -1,6 +1,7 @@
 """The pod of a vLLM engine differs from a simulated one only in the engine's container."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from fulcrum_core.api import ObjectMeta, PDInstance, PDService, PDServiceSpec
 from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.engines.vllm import POD_PLACEMENT, expected_identity_and_startup_s, plan_engine
 from fulcrum_operator.manifests.children import service_children
 from fulcrum_operator.manifests.engine_container import vllm_launch_request
@@ -120,6 +122,50 @@ def test_image_defaults_to_vllms_own_on_nvidia_and_is_required_elsewhere() -> No
     with pytest.raises(InvalidInput) as refused:
         container(service({"hardware": {"resource": "cpu", "count": 2}}, **plain))
     assert str(refused.value) == "spec.engine.image (missing) is needed: there is no default for CPU"
+
+
+def test_default_images_of_the_installation_replace_fulcrums() -> None:
+    images = EngineImages(nvidia="mirror/vllm@sha256:01", cpu="mirror/cpu:2", simulated="mirror/engine:3")
+    settings = replace(SETTINGS, engine_images=images)
+
+    def image(**spec: Any) -> Any:
+        owner = service(**{"engine": {"type": "vLLM"}, **spec})
+        return engine_pod(instance(owner), owner, settings, startup_s=1.0)["spec"]["containers"][0]["image"]
+
+    cpu = [{"name": "flex", "instances": {"min": 2}, "hardware": {"resource": "cpu"}}]
+    assert (image(), image(pools=cpu), image(engine={"type": "Simulated"})) == (
+        "mirror/vllm@sha256:01",
+        "mirror/cpu:2",
+        "mirror/engine:3",
+    )
+    assert image(engine={"type": "vLLM", "image": "own:4"}) == "own:4"
+
+
+def test_image_that_a_pool_was_created_with_stays_when_the_default_changes() -> None:
+    owner = service(engine={"type": "vLLM"})
+    made = instance(owner)
+    kept = made.replace(spec=made.spec.model_copy(update={"default_image": "vllm/vllm-openai:v0.1.0"}))
+    pod = engine_pod(kept, owner, SETTINGS, startup_s=1.0)
+    assert pod["spec"]["containers"][0]["image"] == "vllm/vllm-openai:v0.1.0"
+
+
+def test_mirror_of_the_hub_reaches_engines_and_the_model_reader() -> None:
+    settings = replace(SETTINGS, hub_endpoint="https://hub.example")
+
+    def endpoints(**spec: Any) -> list[str]:
+        owner = service(**spec)
+        read = ModelReadRequest(instance(owner).spec.launch_spec, "key", 1)
+        pods = (
+            engine_pod(instance(owner), owner, settings, startup_s=1.0),
+            model_reader_pod(read, owner, settings),
+        )
+        env = [variable for pod in pods for variable in pod["spec"]["containers"][0]["env"]]
+        return [variable["value"] for variable in env if variable["name"] == "HF_ENDPOINT"]
+
+    own = [{"name": "HF_ENDPOINT", "value": "https://own.example"}]
+    assert endpoints() == ["https://hub.example"] * 2
+    assert endpoints(engine={"type": "vLLM", "env": own}) == ["https://own.example"] * 2
+    assert endpoints(modelSource={"pvc": "models"}) == []
 
 
 def test_expected_identity_and_startup_equal_those_of_the_launch() -> None:
