@@ -61,12 +61,25 @@ class TierState(_WireModel):
     """Outcomes of one tier's requests since the router started."""
 
     name: str
-    offered: int
+    offered: int = Field(description="Requests that arrived, those in flight and invalid ones included.")
     ok: int
     failed: int = Field(description="Requests that failed before the first byte of the response.")
     broken: int = Field(description="Requests that ended with an error event after the first byte.")
-    cancelled: int = Field(description="Requests whose client disconnected.")
+    cancelled: int = Field(
+        description="Requests whose client disconnected while they could still meet their objectives."
+    )
+    left_late: int = Field(
+        default=0, description="Requests whose client disconnected after they had missed their objectives."
+    )
     slo_met: int = Field(description="Requests that met TTFT and TPOT.")
+
+    @property
+    def ended(self) -> int:
+        """Requests that ended and met the objectives or missed them: the denominator of the attainment.
+
+        Cancelled and invalid requests count as neither.
+        """
+        return self.ok + self.failed + self.broken + self.left_late
 
 
 class PairState(_WireModel):

@@ -82,6 +82,13 @@ class Slo:
         """Whether one finished request met both objectives; with a single output token TPOT counts as met."""
         return ttft_s <= self.ttft_s and (tpot_s is None or tpot_s <= self.tpot_s)
 
+    def compute_response_limit_s(self, tokens: int) -> float:
+        """Longest duration with which a whole response of m `tokens` meets both: S_T + (m − 1) · S_D.
+
+        A response that is not streamed has no first token of its own, so the two objectives are one.
+        """
+        return self.ttft_s + max(0, tokens - 1) * self.tpot_s
+
 
 FAILED_STARTS_MAX = 3
 """Failed starts in a row after which the start of an engine or a local program counts as failed."""

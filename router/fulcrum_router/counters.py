@@ -12,6 +12,7 @@ from fulcrum_router.policy.journey import LocalPrefillReason as LocalPrefillReas
 from fulcrum_router.settings import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+RESPONSE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
 
 PREFILL, DECODE = "prefill", "decode"
@@ -23,33 +24,40 @@ class RequestOutcome(StrEnum):
 
     OK = "ok"
     INVALID = "invalid"
-    """Rejected with a 4xx by the router or an engine; not counted as offered load."""
+    """Rejected with a 4xx by the router or an engine; not counted in the attainment."""
     FAILED = "failed"
     """The client got an error of the router instead of a response of an engine."""
     BROKEN = "broken"
     """The stream ended early, after its first byte."""
     CANCELLED = "cancelled"
-    """The client disconnected before the end of the response."""
+    """The client disconnected while its request could still meet the objectives; not counted in the
+    attainment, since nobody knows whether it would have met them."""
+    LEFT_LATE = "left_late"
+    """The client disconnected after its request had missed the objectives."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
-_OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read
+_OK = RequestOutcome.OK  # an attribute of an enum is slow to read
 
 
 class TierCounters:
     """Counters of one QoS tier."""
 
-    __slots__ = ("offered", "requests_by_outcome", "slo_met", "tpot", "ttft")
+    __slots__ = ("offered", "requests_by_outcome", "response", "slo_met", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.offered = 0
-        """Requests that arrived, invalid ones excluded."""
+        """Requests that arrived; each is counted again under its outcome when it ends."""
         self.slo_met = 0
         """Requests with outcome `ok` that met the TTFT and TPOT objectives."""
         self.requests_by_outcome = dict.fromkeys(RequestOutcome, 0)
         self.ttft = Histogram(TTFT_BUCKETS_S)
+        """Of streams."""
         self.tpot = Histogram(TPOT_BUCKETS_S)
+        """Of streams."""
+        self.response = Histogram(RESPONSE_BUCKETS_S)
+        """Durations of whole responses, from the arrival of their requests."""
 
 
 class Counters:
@@ -87,19 +95,30 @@ class Counters:
         return counters
 
     def record_request(
-        self, tier: Tier, outcome: RequestOutcome, *, ttft_s: float | None, tpot_s: float | None
+        self, tier: Tier, outcome: RequestOutcome, *, ttft_s: float | None = None, tpot_s: float | None = None
     ) -> None:
-        """Count a request that ended. Only a complete response can meet the objectives."""
+        """Count a request that ended: a stream, or a request without a complete response.
+
+        `ttft_s` is None if no byte of a stream was sent. Only a complete response can meet the objectives.
+        """
         counters = self.get_tier(tier.name)
         counters.requests_by_outcome[outcome] += 1
-        if outcome is _INVALID:
-            counters.offered -= 1
-            return
         if ttft_s is not None:
             counters.ttft.observe(ttft_s)
         if tpot_s is not None:
             counters.tpot.observe(tpot_s)
         if outcome is _OK and ttft_s is not None and tier.slo.is_met(ttft_s=ttft_s, tpot_s=tpot_s):
+            counters.slo_met += 1
+
+    def record_whole_response(self, tier: Tier, *, response_s: float, tokens: int) -> None:
+        """Count a request whose whole response took `response_s` from its arrival.
+
+        `tokens` is the number of output tokens of one choice.
+        """
+        counters = self.get_tier(tier.name)
+        counters.requests_by_outcome[_OK] += 1
+        counters.response.observe(response_s)
+        if response_s <= tier.slo.compute_response_limit_s(tokens):
             counters.slo_met += 1
 
     @property

@@ -37,6 +37,7 @@ _COUNTS_AGAINST_HEALTH = frozenset(Failure) - {
     Failure.NO_KV_TRANSFER_PARAMS,
     Failure.EJECTED,
     Failure.LEASE_EXPIRED,
+    Failure.TOO_LONG,
 }
 """Failures of a leg that are evidence against the instance, and not only against this leg."""
 _EJECT_AT_ONCE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})

@@ -61,7 +61,7 @@ def attainment_percent(state: RouterState | None) -> float | None:
     As in the live view, requests in flight do not count yet, and cancelled requests never count.
     None if no request has ended.
     """
-    ended = sum(tier.ok + tier.failed + tier.broken for tier in state.tiers) if state else 0
+    ended = sum(tier.ended for tier in state.tiers) if state else 0
     if state is None or not ended:
         return None
     return round(100 * sum(tier.slo_met for tier in state.tiers) / ended, 1)

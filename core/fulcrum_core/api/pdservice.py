@@ -224,10 +224,15 @@ class TimeoutsSpec(ApiModel):
         default=60.0, gt=0, description="Longest wait for the response of a prefill leg (default 60s)."
     )
     first_byte: Duration = Field(
-        default=60.0, gt=0, description="Longest wait for the first byte of a decode leg (default 60s)."
+        default=60.0,
+        gt=0,
+        description="Longest wait for the first byte of a stream; a whole response may take 0.5 s more for "
+        "each output token, as long as its engine computes (default 60s).",
     )
     idle: Duration = Field(
-        default=60.0, gt=0, description="Longest pause between two reads of a stream (default 60s)."
+        default=60.0,
+        gt=0,
+        description="Longest pause between two reads of a stream, not counting a slow client (default 60s).",
     )
 
 

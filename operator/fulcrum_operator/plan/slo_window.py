@@ -1,9 +1,9 @@
 """Share of requests that met their latency objectives in the last minutes, from the router's counters.
 
 The counters of a router run from its start. Samples of them make a sliding window: only requests that were
-added between two samples of one ledger are known to lie in it. Only ended requests count; those cancelled by
-their client count neither as met nor as missed. `controller/reconcile` keeps the window between passes, and
-`status/slo_met` turns its report into a condition.
+added between two samples of one ledger are known to lie in it. Only ended requests count; those that their
+client cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
+passes, and `status/slo_met` turns its report into a condition.
 """
 
 import math
@@ -127,7 +127,7 @@ def _recent_samples(
 
 
 def _count_ended(tier: TierState) -> SloCounts:
-    return SloCounts(tier.ok + tier.failed + tier.broken, tier.slo_met)
+    return SloCounts(tier.ended, tier.slo_met)
 
 
 def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:

@@ -134,27 +134,35 @@ def _build_tier_families(counters: Counters) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         "fulcrum_router_requests",
         "Client requests that ended, by QoS tier and outcome: ok, invalid (refused), failed (before the "
-        "first byte of the response), broken (after it), cancelled (by the client).",
+        "first byte of the response), broken (after it), cancelled (the client disconnected while its "
+        "request could still meet the objectives), left_late (it disconnected after "
+        "the request had missed them).",
         labels=["tier", "outcome"],
     )
     offered = CounterMetricFamily(
         "fulcrum_router_requests_offered",
-        "Client requests that were accepted, without invalid ones.",
+        "Client requests that arrived, those in flight included.",
         labels=["tier"],
     )
     met = CounterMetricFamily(
         "fulcrum_router_requests_slo_met",
-        "Client requests with outcome ok that met the TTFT and TPOT objectives of their tier.",
+        "Client requests with outcome ok that met the TTFT and TPOT objectives of their tier. Attainment: "
+        "divide by the requests with outcome ok, failed, broken or left_late.",
         labels=["tier"],
     )
     ttft = HistogramMetricFamily(
         "fulcrum_router_ttft_seconds",
-        "Time from the arrival of a client request to the first byte of its response, in seconds.",
+        "Time from the arrival of a client request to the first byte of its stream, in seconds.",
         labels=["tier"],
     )
     tpot = HistogramMetricFamily(
         "fulcrum_router_tpot_seconds",
         "Mean time per output token after the first, of streamed responses, in seconds.",
+        labels=["tier"],
+    )
+    response = HistogramMetricFamily(
+        "fulcrum_router_response_seconds",
+        "Time from the arrival of a client request to its whole response, in seconds; streams are not in it.",
         labels=["tier"],
     )
     for name, tier in sorted(counters.tiers.items()):
@@ -164,7 +172,8 @@ def _build_tier_families(counters: Counters) -> Iterator[Metric]:
         met.add_metric([name], tier.slo_met)
         _add_histogram(ttft, name, tier.ttft)
         _add_histogram(tpot, name, tier.tpot)
-    yield from (requests, offered, met, ttft, tpot)
+        _add_histogram(response, name, tier.response)
+    yield from (requests, offered, met, ttft, tpot, response)
 
 
 def _add_histogram(family: HistogramMetricFamily, tier: str, histogram: Histogram) -> None:
@@ -225,7 +234,7 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "fulcrum_router_takeovers", "Times that this router became the active one.", counters.takeovers
     )
     yield CounterMetricFamily(
-        "fulcrum_router_output_tokens", "Output tokens streamed to clients.", counters.output_tokens
+        "fulcrum_router_output_tokens", "Output tokens of complete responses.", counters.output_tokens
     )
 
 

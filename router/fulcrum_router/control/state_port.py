@@ -83,6 +83,7 @@ def _build_tier_state(name: str, counters: TierCounters) -> TierState:
         failed=counters.requests_by_outcome[RequestOutcome.FAILED],
         broken=counters.requests_by_outcome[RequestOutcome.BROKEN],
         cancelled=counters.requests_by_outcome[RequestOutcome.CANCELLED],
+        left_late=counters.requests_by_outcome[RequestOutcome.LEFT_LATE],
         slo_met=counters.slo_met,
     )
 

@@ -25,8 +25,10 @@ from fulcrum_router.http1.engine_events import (
     ABORT_PATTERN,
     DONE_EVENT,
     EMPTY_CHOICES,
+    Usage,
     has_no_token,
     parse_usage,
+    strip_usage_events,
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead, frame_chunk
@@ -63,6 +65,7 @@ class DecodeLeg(Completion[None]):
         "_last_sent",
         "_lease_checked",
         "_mid_chunk",
+        "_strips_usage",
         "_withheld",
         "cache_salt",
         "connection",
@@ -76,9 +79,11 @@ class DecodeLeg(Completion[None]):
         "instance",
         "on_first_byte",
         "on_late_response",
+        "on_silence",
         "sent_s",
         "streaming",
         "transfer",
+        "usage",
     )
 
     def __init__(
@@ -92,7 +97,9 @@ class DecodeLeg(Completion[None]):
         cache_salt: str | None,
         on_first_byte: Callable[[float], None],
         on_late_response: Callable[[], None],
+        on_silence: Callable[["DecodeLeg", float], float],
         transfer: KvTransfer | None,
+        strips_usage: bool = False,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
         self.connection, self.downstream, self.entry = connection, downstream, entry
@@ -106,8 +113,14 @@ class DecodeLeg(Completion[None]):
         self.on_first_byte = on_first_byte
         self.on_late_response = on_late_response
         """Called when the response is withheld and needs a lease check."""
+        self.on_silence = on_silence
+        """Called when no byte came up to the deadline; returns the new one, see `extend_deadline`."""
         self.transfer = transfer
         """The KV transfer of this leg; None if the instance computes the prompt."""
+        self.usage: Usage | None = None
+        """The engine's count of tokens; None until it was read, or if the engine reports none."""
+        self._strips_usage = strips_usage
+        """Whether the router requested the usage and removes it from the stream."""
         self.connection_returned = False
         """Whether the connection was returned to its pool, where another leg may use it."""
         self.head: ResponseHead | None = None
@@ -173,10 +186,8 @@ class DecodeLeg(Completion[None]):
             else:
                 self._buffered = data + self._buffered
             return
-        transfer = self.transfer
-        # The usage shows whether the KV was fetched; if only the router requested it, it is removed.
-        if transfer is not None and EMPTY_CHOICES in data and not self._mid_chunk:
-            data = transfer.extract_usage(data, chunked=self.head is not None and self.head.length == CHUNKED)
+        if EMPTY_CHOICES in data and not self._mid_chunk:
+            data = self._take_usage(data)
         events = data.count(b"\ndata:")
         if not self._committed:
             assert self.head is not None
@@ -190,6 +201,15 @@ class DecodeLeg(Completion[None]):
         self.entry.add_tokens(events)
         self._last_sent = data
         self.downstream.write(data)
+
+    def _take_usage(self, data: bytes) -> bytes:
+        """Read the usage in whole events; return them, without the usage if only the router requested it."""
+        usage = parse_usage(data[data.rfind(EMPTY_CHOICES) :])
+        if usage is None:
+            return data
+        self.usage = usage
+        chunked = self.head is not None and self.head.length == CHUNKED
+        return strip_usage_events(data) if self._strips_usage and chunked else data
 
     @property
     def sent_last_event(self) -> bool:
@@ -224,8 +244,7 @@ class DecodeLeg(Completion[None]):
         assert self.head is not None
         self._commit()
         content, self._body_parts = b"".join(self._body_parts), []
-        if self.transfer is not None:
-            self.transfer.usage = parse_usage(content)
+        self.usage = parse_usage(content)
         self.downstream.write(self.head.prepend_headers(self.fulcrum_headers) + content)
 
     def _commit(self) -> None:
@@ -305,14 +324,13 @@ class DecodeLeg(Completion[None]):
         self.set_result(None)
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
-        transfer, self.head = self.transfer, head
+        self.head = head
         if head.is_event_stream or head.status >= 500 or ABORT in content or self._needs_lease_check():
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
             return
-        if transfer is not None:
-            transfer.usage = parse_usage(content)
+        self.usage = parse_usage(content)
         self._commit()
         self.downstream.write(head.prepend_headers(self.fulcrum_headers) + content)
         self.set_result(None)
@@ -338,6 +356,14 @@ class DecodeLeg(Completion[None]):
         else:
             status = self.head.status if self.head is not None and self.head.status >= 500 else 0
             self.set_exception(LegFailed(failure, detail, status=status))
+
+    def extend_deadline(self, now_s: float) -> float:
+        """See `ResponseHandler`."""
+        return self.on_silence(self, now_s) if self.head is None else now_s
+
+    def fail_too_long(self) -> None:
+        """End the leg: the engine works, but the response has taken longer than its tokens allow."""
+        self._abort(Failure.TOO_LONG, "the response took longer than its number of tokens allows")
 
     def _abort(self, failure: Failure, detail: str) -> None:
         if not self.connection_returned:

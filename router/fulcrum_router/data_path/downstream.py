@@ -32,8 +32,9 @@ IDLE_TIMEOUT_S = 75.0
 """Between two requests."""
 LINGER_S = 1.0
 """After a rejection, until the client closes; on a connection over the limit, until its first byte."""
-STALLED_CLIENT_TIMEOUT_S = 60.0
-"""While the client does not read its response."""
+STALLED_CLIENT_TIMEOUT_S = 30.0
+"""While the client does not read its response. Shorter than the default `idle` time-out of an engine, so that
+a stalled client is never taken for a silent engine."""
 
 _COMPLETION_PATHS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 _MAX_REQUEST_ID_BYTES = 200

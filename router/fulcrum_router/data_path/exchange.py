@@ -17,12 +17,18 @@ from fulcrum_router.data_path.prefill import MAX_ATTEMPTS, PrefillLeg
 from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
+from fulcrum_router.http1.bodies import (
+    RequestBody,
+    build_decode_body,
+    is_stream_without_usage,
+    parse_request_body,
+)
 from fulcrum_router.http1.engine_events import count_output_tokens
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.inline_task import InlineTask, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy import (
@@ -36,21 +42,23 @@ from fulcrum_router.policy import (
 )
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.ledger import DecodeEntry, PrefillEntry
+from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s
 from fulcrum_router.router import Router, make_cache_salt
 from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
 
 _PREFILLED_HERE = DispatchReason.PREFILLED_HERE  # an attribute of an enum is slow to read
-_OK_WITHOUT_TPOT = (RequestOutcome.OK, None)
-_CANCELLED = RequestOutcome.CANCELLED
-_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.EJECTED})
+_OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID
+_CANCELLED, _LEFT_LATE = RequestOutcome.CANCELLED, RequestOutcome.LEFT_LATE
+_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED})
 
 
 class Exchange:
     """One client request in progress."""
 
     __slots__ = (
+        "_adds_usage",
         "_client_request",
         "_decode_leg",
         "_downstream",
@@ -107,16 +115,16 @@ class Exchange:
     async def _run(self) -> None:
         counters = self._router.counters
         counters.get_tier(self._tier.name).offered += 1
-        outcome, tpot_s = _CANCELLED, None
+        outcome = _CANCELLED
         try:
-            outcome, tpot_s = await self._serve()
+            outcome = await self._serve()
         except EarlyResponse as end:
             outcome, self._keep_alive = end.outcome, self._keep_alive and end.keep_alive
             self._downstream.write(end.response)
         except StreamBroken as broken:
             outcome = self._end_broken_stream(broken)
         except asyncio.CancelledError:
-            self._keep_alive = False
+            outcome, self._keep_alive = self._judge_departure(), False
         except Exception:
             log.exception("request failed because of an internal error")
             outcome, self._keep_alive = RequestOutcome.FAILED, False
@@ -127,14 +135,54 @@ class Exchange:
         finally:
             if self._lease_check is not None:
                 self._lease_check.cancel()
+            self._record_end(outcome)
             # The leg refers to this exchange: without this only a garbage collection would free both.
             self._decode_leg = None
-            ttft_s = None if self._first_byte_at_s is None else self._first_byte_at_s - self.arrival_s
-            counters.record_request(self._tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
-    async def _serve(self) -> tuple[RequestOutcome, float | None]:
+    def _record_end(self, outcome: RequestOutcome) -> None:
+        """Count the request, and its latencies as far as the response shows them."""
+        counters, leg, first_byte_at_s = self._router.counters, self._decode_leg, self._first_byte_at_s
+        if leg is None or first_byte_at_s is None or not (leg.streaming or outcome is _OK):
+            counters.record_request(self._tier, outcome)
+        elif not leg.streaming:
+            tokens = self._count_output_tokens(leg)
+            counters.record_whole_response(
+                self._tier, response_s=time.monotonic() - self.arrival_s, tokens=tokens
+            )
+        elif outcome is _OK:
+            tokens = self._count_output_tokens(leg)
+            tpot_s = (time.monotonic() - first_byte_at_s) / (tokens - 1) if tokens > 1 else None
+            counters.record_request(
+                self._tier, outcome, ttft_s=first_byte_at_s - self.arrival_s, tpot_s=tpot_s
+            )
+        else:
+            counters.record_request(self._tier, outcome, ttft_s=first_byte_at_s - self.arrival_s)
+
+    def _count_output_tokens(self, leg: DecodeLeg) -> int:
+        """Count the output tokens of a complete response; return the mean number of one choice."""
+        usage, body = leg.usage, self._prefill_leg.request_body
+        if usage is not None:
+            tokens = usage.completion_tokens
+        else:  # an engine that reports no usage
+            tokens = count_output_tokens(leg.events, chat=self._is_chat) if leg.streaming else 1
+        self._router.counters.output_tokens += tokens
+        return tokens if body.choices == 1 else tokens // body.choices
+
+    def _judge_departure(self) -> RequestOutcome:
+        """Return the outcome of a request whose client disconnected: whether it had missed the TTFT already.
+
+        A whole response has no first byte before its last: it gets the time of the tokens that it asks for.
+        """
+        first_byte_at_s, fields = self._first_byte_at_s, self._prefill_leg.request_body.fields
+        tokens = 1 if is_stream(fields) else find_output_limit(fields, chat=self._is_chat) or 1
+        waited_s = (time.monotonic() if first_byte_at_s is None else first_byte_at_s) - self.arrival_s
+        return _LEFT_LATE if waited_s > self._tier.slo.compute_response_limit_s(tokens) else _CANCELLED
+
+    async def _serve(self) -> RequestOutcome:
         request = self._parse_body()
+        # An HTTP/1.0 stream has no chunks: its usage could not be removed.
+        self._adds_usage = self._client_request.http_version != b"1.0" and is_stream_without_usage(request)
         self._prefill_leg = prefill_leg = PrefillLeg(
             self._router,
             self._client_request,
@@ -159,6 +207,9 @@ class Exchange:
                     return await self._decode_on(instance)
                 except LegFailed as error:
                     failed = error
+                    if error.failure is Failure.TOO_LONG:  # it would take as long on another instance
+                        self._router.record_leg_failure(instance, DECODE, error)
+                        break
                     self._handle_decode_failure(instance, error)
             raise self._build_failure_response(failed)
         finally:
@@ -202,7 +253,7 @@ class Exchange:
             prefill_leg.fall_back_to_local_prefill(LocalPrefillReason.STALE_KV_TRANSFER)
         return instance
 
-    async def _decode_on(self, instance: Instance) -> tuple[RequestOutcome, float | None]:
+    async def _decode_on(self, instance: Instance) -> RequestOutcome:
         """Send the decode leg to one instance and forward its response.
 
         Raises:
@@ -216,7 +267,7 @@ class Exchange:
         body = build_decode_body(
             prefill_leg.request_body,
             prefill_leg.kv_transfer_params,
-            include_usage=transfer is not None and transfer.strips_usage,
+            include_usage=self._adds_usage,
             cache_salt=make_cache_salt() if cache_salt is None else cache_salt,
         )
         head = self._client_request.build_leg_head(pool.address, len(body))
@@ -284,12 +335,37 @@ class Exchange:
             cache_salt=cache_salt,
             on_first_byte=self._record_first_byte,
             on_late_response=self._start_lease_check,
+            on_silence=self._extend_deadline,
             transfer=transfer,
+            strips_usage=self._adds_usage,
         )
         if transfer is not None:
             transfer.sent_s = leg.sent_s
             instance.incoming_transfers.add(transfer)
         return leg
+
+    def _extend_deadline(self, leg: DecodeLeg, now_s: float) -> float:
+        """Wait for a whole response as long as its engine makes progress; see `policy.whole_response`."""
+        fields, first_byte_s = self._prefill_leg.request_body.fields, self._timeouts.first_byte_s
+        if is_stream(fields):
+            return now_s
+        limit = find_output_limit(fields, chat=self._is_chat)
+        tokens = max(0, CONTEXT_TOKENS - self._prefill_leg.work.prompt_tokens) if limit is None else limit
+        tokens *= self._prefill_leg.request_body.choices
+        progress_at_s = leg.instance.progress_at_s
+        deadline_s = compute_deadline_s(
+            sent_s=leg.sent_s,
+            progress_at_s=progress_at_s,
+            first_byte_timeout_s=first_byte_s,
+            max_output_tokens=tokens,
+        )
+        if deadline_s <= now_s < progress_at_s + first_byte_s:
+            leg.fail_too_long()
+        return deadline_s
+
+    @property
+    def _is_chat(self) -> bool:
+        return self._client_request.path.endswith(b"/chat/completions")
 
     def _count_local_prefill(self, instance: Instance) -> None:
         """Add a prompt that the decode instance computes to its ledger, until the first byte."""
@@ -307,32 +383,19 @@ class Exchange:
         if self._decode_leg is not None:
             self._lease_check = asyncio.get_running_loop().create_task(check_kv_leases(self._decode_leg))
 
-    def _finish_decode(self, instance: Instance, leg: DecodeLeg) -> tuple[RequestOutcome, float | None]:
+    def _finish_decode(self, instance: Instance, leg: DecodeLeg) -> RequestOutcome:
         counters, head, local = self._router.counters, leg.head, self._prefill_leg.local_prefill_reason
         assert head is not None
         self._router.record_leg_success(instance, DECODE)
         if leg.transfer is not None and head.status == 200:
+            leg.transfer.usage = leg.usage
             time_to_first_byte_s = leg.first_byte_at_s - leg.sent_s if leg.streaming else None
             verify_transfer(leg.transfer, time_to_first_byte_s=time_to_first_byte_s)
         if local is not None:
             counters.local_prefills[local] += 1
         if head.length == UNTIL_CLOSE:
             self._keep_alive = False
-        if head.status >= 400:
-            return RequestOutcome.INVALID, None
-        if not leg.streaming:
-            return _OK_WITHOUT_TPOT
-        tokens = self._count_output_tokens(leg)
-        counters.output_tokens += tokens
-        if tokens < 2:
-            return _OK_WITHOUT_TPOT
-        return RequestOutcome.OK, (time.monotonic() - leg.first_byte_at_s) / (tokens - 1)
-
-    def _count_output_tokens(self, leg: DecodeLeg) -> int:
-        options = self._prefill_leg.request_body.fields.get("stream_options")
-        has_usage = type(options) is dict and bool(options.get("include_usage"))
-        chat = self._client_request.path.endswith(b"/chat/completions")
-        return count_output_tokens(leg.events, has_usage_event=has_usage, chat=chat)
+        return _INVALID if head.status >= 400 else _OK
 
     def _record_first_byte(self, now_s: float) -> None:
         """Record that the first byte is sent to the client: the KV was fetched and the prompt computed."""

@@ -16,7 +16,6 @@ from fulcrum_router.http1.bodies import (
     PrefillProblem,
     RequestBody,
     build_prefill_body,
-    is_stream_without_usage,
     parse_prefill_response,
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
@@ -236,8 +235,6 @@ class PrefillLeg:
             decode,
             tokens=self.work.prompt_tokens,
             received_after_s=self._received_after_s,
-            strips_usage=self._client_request.http_version != b"1.0"
-            and is_stream_without_usage(self.request_body),
             expired_before=self._expired_before,
         )
 

@@ -18,6 +18,7 @@ ITL_SUM = b"vllm:inter_token_latency_seconds_sum"
 ITL_COUNT = b"vllm:inter_token_latency_seconds_count"
 KV_USAGE = b"vllm:kv_cache_usage_perc"
 EXPIRED_TRANSFERS = b"vllm:nixl_num_kv_expired_reqs_total"
+_PROMPT_TOKENS, _OUTPUT_TOKENS = b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total"
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _BLOCK_SIZE = re.compile(rb'\bblock_size="(\d+)"')
@@ -50,6 +51,12 @@ def read_request_count(text: bytes) -> int | None:
     """Read the number of requests that run or wait in an engine; None if the exposition lacks one of both."""
     running, waiting = sum_samples(text, _RUNNING), sum_samples(text, _WAITING)
     return None if running is None or waiting is None else int(running + waiting)
+
+
+def read_tokens_computed(text: bytes) -> float | None:
+    """Read how many prompt and output tokens an engine has computed; None if one of both is missing."""
+    prompt, output = sum_samples(text, _PROMPT_TOKENS), sum_samples(text, _OUTPUT_TOKENS)
+    return None if prompt is None or output is None else prompt + output
 
 
 def read_block_size(text: bytes) -> int | None:

@@ -75,9 +75,11 @@ class Instance:
         "name",
         "prefill_header",
         "prefill_model",
+        "progress_at_s",
         "reported_block_size",
         "reports_cached_tokens",
         "starting",
+        "tokens_computed",
     )
 
     def __init__(
@@ -122,6 +124,10 @@ class Instance:
         """Running and waiting requests as the engine reports them, whoever sent them; None: not reported."""
         self.engine_read_at_s = 0.0
         """Unix time at which `engine_requests` was requested."""
+        self.tokens_computed: float | None = None
+        """Prompt and output tokens that the engine has computed since its start; None: not reported."""
+        self.progress_at_s = 0.0
+        """When the engine was last known to make progress, in monotonic seconds; see `record_progress`."""
         self.cache_salt = ""
         """Part of every prompt's cache_salt: prefix-cache entries with another salt are not used."""
         self.reports_cached_tokens = False
@@ -176,6 +182,7 @@ class Instance:
         self.itl_s = self.kv_usage = self.expired_transfers = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = PendingTransfers()
+        self.tokens_computed, self.progress_at_s = None, 0.0
         self.update_serving()
 
     def set_identity(self, identity: EngineIdentity) -> None:
@@ -210,6 +217,15 @@ class Instance:
                 pool.fail_retryable_legs(others_deadline_s=math.inf)
                 pool.enforce_timeouts(now_s)
             self.former_pools = [pool for pool in self.former_pools if pool.busy]
+
+    def record_progress(self, tokens_computed: float | None, *, now_s: float) -> None:
+        """Record the engine's count of computed tokens, from a probe at `now_s`.
+
+        An engine whose count changes makes progress; of one that does not report it, each probe is taken as
+        progress.
+        """
+        if tokens_computed is None or tokens_computed != self.tokens_computed:
+            self.tokens_computed, self.progress_at_s = tokens_computed, now_s
 
     def assign(self, role: Role | None) -> None:
         """Set the role; None: keep the role and send no new requests."""

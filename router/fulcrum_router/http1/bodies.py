@@ -16,6 +16,7 @@ import orjson
 
 from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
+from fulcrum_router.http1.output_limits import count_choices
 from fulcrum_router.policy.estimate import measure_prompt
 
 RESERVED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
@@ -31,7 +32,10 @@ MAX_PROMPTS = 2_048
 _RESPECIFIED_FIELDS = RESERVED_FIELDS | {EXTRA_ARGS_FIELD}
 
 _SINGLE = (1, None)
-_STREAM_FIELDS = frozenset({"stream", "stream_options"})
+_SEVERAL = frozenset({LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES})
+_COUNTED_FIELDS = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens"})
+_REASON_FIELDS = frozenset({"prompt_embeds", "n", "best_of", "use_beam_search", "prompt_logprobs", "echo"})
+"""Fields that may be the reason for a local prefill."""
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 _REQUIRED_KV_TRANSFER_PARAMS = (
     "remote_block_ids",
@@ -53,11 +57,13 @@ class RequestBody:
     prompt_id_count: int
     local_prefill_reason: LocalPrefillReason | None
     """Why one KV transfer cannot serve the request; None if it can."""
+    choices: int = 1
+    """Texts that the engine generates: `n` for each prompt."""
 
     def forget_prompt(self) -> None:
-        """Free the memory of all but the options of the stream: no leg needs the body again."""
+        """Free the memory of all but the options of the output: no leg needs the body again."""
         self.raw = b""
-        self.fields = {name: self.fields[name] for name in _STREAM_FIELDS & self.fields.keys()}
+        self.fields = {name: self.fields[name] for name in _COUNTED_FIELDS & self.fields.keys()}
 
 
 def parse_request_body(raw: bytes, priority: int) -> RequestBody:
@@ -77,7 +83,8 @@ def parse_request_body(raw: bytes, priority: int) -> RequestBody:
     if type(prompt) is list and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
         raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
     size, ids = measure_prompt(fields)
-    return RequestBody(raw, fields, size, ids, _find_local_prefill_reason(fields))
+    reason = _find_local_prefill_reason(fields)
+    return RequestBody(raw, fields, size, ids, reason, count_choices(fields) if reason in _SEVERAL else 1)
 
 
 def _drop_reserved_fields(fields: dict[str, Any]) -> None:
@@ -93,13 +100,25 @@ def _find_local_prefill_reason(fields: dict[str, Any]) -> LocalPrefillReason | N
     prompt = fields.get("prompt")
     if type(prompt) is list and len(prompt) > 1 and not isinstance(prompt[0], int):
         return LocalPrefillReason.MULTIPLE_PROMPTS
+    if _REASON_FIELDS.isdisjoint(fields):  # the usual case
+        return None
     if fields.get("prompt_embeds") is not None:
         return LocalPrefillReason.PROMPT_EMBEDS
     if fields.get("n", 1) not in _SINGLE or fields.get("best_of", 1) not in _SINGLE:
         return LocalPrefillReason.MULTIPLE_CHOICES
     if fields.get("use_beam_search"):
         return LocalPrefillReason.MULTIPLE_CHOICES
-    return None
+    return LocalPrefillReason.PROMPT_LOGPROBS if _requests_prompt_logprobs(fields) else None
+
+
+def _requests_prompt_logprobs(fields: dict[str, Any]) -> bool:
+    """Whether the engine returns log-probabilities of the prompt: `echo` adds the prompt to those requested.
+
+    A chat always has a number of log-probabilities, 0 by default.
+    """
+    if fields.get("prompt_logprobs") is not None:
+        return True
+    return bool(fields.get("echo")) and ("messages" in fields or fields.get("logprobs") is not None)
 
 
 def build_prefill_body(request: RequestBody, *, cache_salt: str = "") -> bytes:
@@ -182,15 +201,15 @@ def build_decode_body(
 ) -> bytes:
     """Body of the decode leg: the client's bytes and, if given, the KV transfer parameters.
 
-    `include_usage` requests the usage at the end of the stream, by which the transfer is verified. With
+    `include_usage` requests the usage at the end of the stream. With
     `cache_salt` the engine reuses no prefix-cache entry of requests with another salt.
     """
     if cache_salt:
         fields = {**request.fields, "cache_salt": _combine_salts(request, cache_salt)}
         request = replace(request, raw=orjson.dumps(fields), fields=fields)
-    if kv_transfer_params is None:
-        return request.raw
     raw = _request_usage(request) if include_usage else request.raw
+    if kv_transfer_params is None:
+        return raw
     return _append_field(raw, b'"kv_transfer_params":' + kv_transfer_params, is_empty=not request.fields)
 
 

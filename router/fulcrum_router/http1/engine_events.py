@@ -19,25 +19,32 @@ ABORT = b'"abort"'
 ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
 _MAX_USAGE_BYTES = 1024
 
 
-class PromptUsage(NamedTuple):
-    """Prompt tokens as the engine counts them, and those that it did not compute (None: not reported)."""
+class Usage(NamedTuple):
+    """The tokens of one request, as the engine counts them."""
 
     prompt_tokens: int
     cached_tokens: int | None
+    """Prompt tokens that the engine did not compute; None: not reported."""
+    completion_tokens: int = 0
+    """Output tokens of all choices."""
 
 
-def parse_usage(content: bytes) -> PromptUsage | None:
+def parse_usage(content: bytes) -> Usage | None:
     """The last usage object in a response or an event; None if there is none."""
     start = max(content.rfind(b'"usage":{'), content.rfind(b'"usage": {'))
     if start < 0:
         return None
     usage = content[start : start + _MAX_USAGE_BYTES]
-    prompt, cached = _PROMPT_TOKENS.search(usage), _CACHED_TOKENS.search(usage)
-    return PromptUsage(int(prompt[1]), int(cached[1]) if cached else None) if prompt else None
+    prompt = _PROMPT_TOKENS.search(usage)
+    if prompt is None:
+        return None
+    cached, completion = _CACHED_TOKENS.search(usage), _COMPLETION_TOKENS.search(usage)
+    return Usage(int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0)
 
 
 def strip_usage_events(framed: bytes) -> bytes:
@@ -68,9 +75,9 @@ def has_no_token(framed: bytes) -> bool:
     return framed.count(b"data:") == framed.count(DONE_EVENT) + framed.count(EMPTY_CHOICES)
 
 
-def count_output_tokens(events: int, *, has_usage_event: bool, chat: bool) -> int:
-    """Tokens in a whole stream of `events` events, one token each.
+def count_output_tokens(events: int, *, chat: bool) -> int:
+    """Tokens in a whole stream of `events` events without a usage, taken as one token each.
 
-    `[DONE]`, the usage event and the first event of a chat (the role) carry none.
+    `[DONE]` and the first event of a chat (the role) carry none.
     """
-    return max(0, events - 1 - has_usage_event - chat)
+    return max(0, events - 1 - chat)

@@ -59,6 +59,12 @@ class ResponseHandler(Protocol):
     def on_failure(self, failure: Failure, detail: str) -> None:
         """Handle the failure of the response; the connection was already closed."""
 
+    def extend_deadline(self, now_s: float) -> float:
+        """Return until when to wait for an engine that was silent up to its deadline (monotonic seconds).
+
+        `now_s` or earlier: the response has failed.
+        """
+
 
 class EngineConnection(asyncio.Protocol):
     """One connection to an engine."""
@@ -67,6 +73,7 @@ class EngineConnection(asyncio.Protocol):
         "_buffer",
         "_head",
         "_idle_timeout_s",
+        "_paused_at_s",
         "_pool",
         "_received_data",
         "_remaining_bytes",
@@ -94,6 +101,8 @@ class EngineConnection(asyncio.Protocol):
         self._remaining_bytes = 0
         self._scanner: ChunkScanner | None = None
         self._received_data = False
+        self._paused_at_s: float | None = None
+        """Since when nothing is read, because the client is slower than the engine."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -204,6 +213,8 @@ class EngineConnection(asyncio.Protocol):
         self.handler = None
         self._pool.busy.discard(self)
         if head is not None and head.keep_alive and not surplus:
+            if self._paused_at_s is not None:
+                self.resume()
             self._clear()
             self._pool.put_idle(self)
         else:
@@ -244,14 +255,21 @@ class EngineConnection(asyncio.Protocol):
         return self.reused and received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the leg if its deadline has passed; data read since the last check extends the deadline."""
+        """Fail the leg if its deadline has passed; data read since the last check extends the deadline.
+
+        Time in which nothing is read does not count: the client is slow then, not the engine.
+        """
         if self._received_data:
             self._received_data = False
             self.deadline_s = now_s + self._idle_timeout_s
             self._pool.last_data_s = now_s
-        elif now_s >= self.deadline_s:
-            phase = "the first byte" if self._head is None else "the next bytes"
-            self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
+        elif now_s >= self.deadline_s and self._paused_at_s is None:
+            handler = self.handler
+            if handler is not None:
+                self.deadline_s = handler.extend_deadline(now_s)
+            if now_s >= self.deadline_s and handler is self.handler:  # the handler may have aborted
+                phase = "the first byte" if self._head is None else "the next bytes"
+                self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
     def fail_if_retryable(self, *, else_deadline_s: float) -> None:
         """Fail a retryable leg now; any other leg fails at `else_deadline_s` unless data arrives."""
@@ -261,13 +279,20 @@ class EngineConnection(asyncio.Protocol):
             self.deadline_s = min(self.deadline_s, else_deadline_s)
 
     def pause(self) -> None:
-        """Stop reading: the client is slower than the engine."""
+        """Stop reading: the client is slower than the engine. No effect after the end of the response."""
+        if self.handler is None or self._paused_at_s is not None:
+            return
+        self._paused_at_s = time.monotonic()
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Resume reading."""
+        """Resume reading; the deadline moves by the time in which nothing was read."""
+        if self._paused_at_s is None:
+            return
+        self.deadline_s += time.monotonic() - self._paused_at_s
+        self._paused_at_s = None
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
@@ -389,6 +414,9 @@ class BufferedResponse(Completion[bytes]):
 
     def on_failure(self, failure: Failure, detail: str) -> None:
         self.set_exception(LegFailed(failure, detail))
+
+    def extend_deadline(self, now_s: float) -> float:
+        return now_s
 
 
 async def send_request(

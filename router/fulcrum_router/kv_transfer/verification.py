@@ -1,9 +1,8 @@
 """Verify each KV transfer: did the decode instance fetch the KV, and before the lease expired?
 
-The cached tokens in the decode engine's usage show whether the KV was fetched; the usage is removed from the
-stream if the client did not request it. An expired lease is not visible in the response, whose tokens may
-then belong to another prompt: `DecodeLeg` withholds a late response until the prefill instance reports that
-no transfer expired. The outcomes go to `TransferPairs`.
+The cached tokens in the decode engine's usage show whether the KV was fetched. An expired lease is not
+visible in the response, whose tokens may then belong to another prompt: `DecodeLeg` withholds a late response
+until the prefill instance reports that no transfer expired. The outcomes go to `TransferPairs`.
 """
 
 import time
@@ -14,7 +13,7 @@ import structlog
 
 from fulcrum_core.api import conditions
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.engine_events import EMPTY_CHOICES, PromptUsage, parse_usage, strip_usage_events
+from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPairs, classify_transfer
 from fulcrum_router.policy.kv_lease import max_on_time_age_s
 from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
@@ -38,11 +37,10 @@ class KvTransfer:
     """Whether the decode instance had no other legs: only then is the duration measured."""
     deadline_s: float
     """Latest response time that shows that the KV was fetched within the lease."""
-    strips_usage: bool
-    """Whether the router requested the usage and removes it from the stream."""
     expired_before: float | None
     """`source.expired_transfers` when the prefill leg was sent; None: not known."""
-    usage: PromptUsage | None = None
+    usage: Usage | None = None
+    """The decode engine's usage; None: not reported."""
     sent_s: float = 0.0
     """When the decode leg was sent on the last connection that was tried."""
 
@@ -55,7 +53,6 @@ class KvTransfer:
         *,
         tokens: int,
         received_after_s: float,
-        strips_usage: bool = False,
         expired_before: float | None = None,
     ) -> Self:
         """Create the transfer of a prompt to `decode`; the lease began no earlier than `received_after_s`."""
@@ -68,7 +65,6 @@ class KvTransfer:
             needs_handshake=pair.warm_until_s <= time.monotonic(),
             decode_was_idle=not decode.ledger.legs,
             deadline_s=received_after_s + max_on_time_age_s(source.kv_lease_s),
-            strips_usage=strips_usage,
             expired_before=expired_before,
         )
 
@@ -86,15 +82,6 @@ class KvTransfer:
     def may_be_late(self) -> bool:
         """Whether the engine may still fetch the KV too late after the router stopped waiting for it."""
         return self.is_late or self.decode.health.unresponsive_since_s is not None
-
-    def extract_usage(self, framed: bytes, *, chunked: bool) -> bytes:
-        """Read the usage in whole events; return them, without the usage if the client did not request it."""
-        start = framed.rfind(EMPTY_CHOICES)
-        usage = parse_usage(framed[start:])
-        if usage is None:
-            return framed
-        self.usage = usage
-        return strip_usage_events(framed) if self.strips_usage and chunked else framed
 
 
 def verify_transfer(transfer: KvTransfer, *, time_to_first_byte_s: float | None) -> None:

@@ -19,6 +19,7 @@ from fulcrum_router.fleet.engine_metrics import (
     fetch_page,
     read_block_size,
     read_request_count,
+    read_tokens_computed,
     sum_samples,
 )
 from fulcrum_router.fleet.instances import Fleet, Instance
@@ -127,6 +128,7 @@ class EngineProber:
             return None  # the endpoint changed during the request: the response is from another engine
         instance.missed_probes = 0
         instance.engine_requests, instance.engine_read_at_s = read_request_count(text), requested_at_s
+        instance.record_progress(read_tokens_computed(text), now_s=time.monotonic())
         instance.kv_usage = sum_samples(text, KV_USAGE)
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)

@@ -13,6 +13,8 @@ class Failure(StrEnum):
     """The instance was ejected or removed while the leg waited for it."""
     CLOSED = "closed"
     TIMEOUT = "timeout"
+    TOO_LONG = "too_long"
+    """The engine was working, and the whole response took longer than its tokens allow: never retried."""
     STATUS = "status"
     ABORTED = "aborted"
     MALFORMED = "malformed"

@@ -53,6 +53,7 @@ def build_usage(cached: int | None, *, details: bool = True) -> dict[str, Any]:
     return {
         "prompt_tokens": 100,
         "total_tokens": 103,
+        "completion_tokens": 3,
         **({"prompt_tokens_details": details_object} if details else {}),
     }
 
@@ -183,11 +184,13 @@ async def test_a_prompt_of_one_token_is_not_counted(client: aiohttp.ClientSessio
         assert read_outcome_counts(world) == (0, 0, 0, "NoTrafficYet")
 
 
-async def test_usage_is_not_requested_without_a_kv_transfer(client: aiohttp.ClientSession) -> None:
-    async with run_router(FakeEngine("d1")) as world:
-        await read_raw_response(client, world, stream=True)
-        assert world["d1"].decodes == [{**PROMPT, "stream": True}]
-        assert not world.router.pairs.pairs
+async def test_usage_without_a_kv_transfer_counts_tokens_only(client: aiohttp.ClientSession) -> None:
+    usage = {**build_usage(0), "completion_tokens": 48}
+    async with run_router(FakeEngine("d1", decode=send_text_and_usage(usage))) as world:
+        got = await read_raw_response(client, world, stream=True)
+        assert got == TEXT_EVENTS + build_events("[DONE]"), "the client did not request the usage"
+        assert world["d1"].decodes[0]["stream_options"] == {"include_usage": True}
+        assert (world.router.counters.output_tokens, dict(world.router.pairs.pairs)) == (48, {})
 
 
 # --- the lease ---------------------------------------------------------------------------------------------

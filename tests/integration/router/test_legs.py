@@ -248,7 +248,8 @@ async def test_decode_prefills_locally_when_every_prefill_instance_fails(
             {reason: 1},
             1,
         )
-        assert world["d1"].decodes == [{**PROMPT, "stream": True}]
+        usage = {"stream_options": {"include_usage": True}}
+        assert world["d1"].decodes == [{**PROMPT, "stream": True, **usage}]
         assert world.ledgers_are_empty()
 
 
@@ -276,15 +277,36 @@ async def test_malformed_kv_transfer_params_never_reach_decode(
     [
         pytest.param({"prompt": ["a", "b"]}, "multiple_prompts", id="several prompts"),
         pytest.param({"n": 2}, "multiple_choices", id="several choices"),
+        pytest.param({"use_beam_search": True}, "multiple_choices", id="beam search"),
+        pytest.param({"prompt_logprobs": 0}, "prompt_logprobs", id="log-probabilities of the prompt"),
+        pytest.param({"echo": True, "logprobs": 1}, "prompt_logprobs", id="echo with log-probabilities"),
+        pytest.param({"echo": True, "messages": []}, "prompt_logprobs", id="echo of a chat"),
     ],
 )
-async def test_several_prompts_or_choices_are_prefilled_locally(
+async def test_a_request_that_one_kv_transfer_cannot_serve_is_prefilled_locally(
     client: aiohttp.ClientSession, fields: dict[str, Any], reason: str
 ) -> None:
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
         status, _, fulcrum_headers = await request_completion(client, world, **fields)
         assert (status, fulcrum_headers["x-fulcrum-local-prefill"], world["p1"].requests) == (200, reason, [])
         assert world.router.counters.unexpected_local_prefills == 0, "expected, not a failure"
+        assert not world.router.pairs.pairs, "a client cannot make a pair look broken"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"prompt_logprobs": None}, id="null"),
+        pytest.param({"echo": True}, id="echo alone"),
+        pytest.param({"echo": False, "logprobs": 1}, id="log-probabilities of the output"),
+    ],
+)
+async def test_without_log_probabilities_of_the_prompt_its_kv_is_transferred(
+    client: aiohttp.ClientSession, fields: dict[str, Any]
+) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        _, text, _ = await request_completion(client, world, **fields)
+        assert text == "p1 p1 p1 "
 
 
 @pytest.mark.parametrize("status", [400, 404, 429], ids=str)
@@ -296,7 +318,7 @@ async def test_a_client_error_of_an_engine_is_passed_through(
         got, text, _ = await request_completion(client, world)
         assert (got, json.loads(text)) == (status, {"error": {"message": "no", "code": status}})
         counters = world.router.counters.get_tier("default")
-        assert (counters.requests_by_outcome[RequestOutcome.INVALID], counters.offered) == (1, 0)
+        assert (counters.requests_by_outcome[RequestOutcome.INVALID], counters.offered) == (1, 1)
         assert world.ledgers_are_empty()
 
 

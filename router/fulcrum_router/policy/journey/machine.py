@@ -442,6 +442,8 @@ class Journey(Generic[V]):
         if failure is _CLOSED:
             self._deaths += 1
             return StopReason.QUERY_OF_DEATH if self._deaths > 1 else None
+        if failure is Failure.TOO_LONG:
+            return StopReason.TOO_LONG
         if failure in _CHARGED and not self._context.retry_budget.take_retry(now_s):
             return StopReason.RETRY_BUDGET
         return None

@@ -56,6 +56,8 @@ class StopReason(StrEnum):
     """Two engines closed the connection or died after they were sent the request."""
     RETRY_BUDGET = "retry_budget"
     """The retries of all requests have used up the router's budget."""
+    TOO_LONG = "too_long"
+    """The engine worked on the response for longer than its tokens allow; another one would, too."""
     FULL = "full"
     """The waiting room is full."""
 
@@ -68,6 +70,8 @@ class LocalPrefillReason(StrEnum):
     MULTIPLE_PROMPTS = "multiple_prompts"
     MULTIPLE_CHOICES = "multiple_choices"
     """Several answers (`n`, `best_of`) or a beam search."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """The engine computes the whole prompt to return its log-probabilities, and uses no KV of another."""
     PROMPT_EMBEDS = "prompt_embeds"
     """The prompt has no tokens that a KV transfer could be counted by."""
     NO_PREFILL_INSTANCE = "no_prefill_instance"
@@ -96,6 +100,7 @@ _EXPECTED_REASONS = frozenset(
     {
         LocalPrefillReason.MULTIPLE_PROMPTS,
         LocalPrefillReason.MULTIPLE_CHOICES,
+        LocalPrefillReason.PROMPT_LOGPROBS,
         LocalPrefillReason.PROMPT_EMBEDS,
     }
 )

@@ -33,8 +33,8 @@ def test_requests_are_counted_by_outcome_and_tier() -> None:
     counters.get_tier("gold").offered = 4
     counters.record_request(TIER, RequestOutcome.OK, ttft_s=0.5, tpot_s=0.04)
     counters.record_request(TIER, RequestOutcome.OK, ttft_s=1.5, tpot_s=0.04)
-    counters.record_request(TIER, RequestOutcome.FAILED, ttft_s=None, tpot_s=None)
-    counters.record_request(TIER, RequestOutcome.INVALID, ttft_s=None, tpot_s=None)
+    counters.record_request(TIER, RequestOutcome.FAILED)
+    counters.record_request(TIER, RequestOutcome.INVALID)
     got = samples(router)
     gold = ("tier", "gold")
     assert {
@@ -45,7 +45,7 @@ def test_requests_are_counted_by_outcome_and_tier() -> None:
         "ttft count": got["fulcrum_router_ttft_seconds_count", (gold,)],
         "ttft sum": got["fulcrum_router_ttft_seconds_sum", (gold,)],
         "within 0.5 s": got["fulcrum_router_ttft_seconds_bucket", (("le", "0.5"), gold)],
-    } == {"ok": 2, "failed": 1, "offered": 3, "met": 1, "ttft count": 2, "ttft sum": 2.0, "within 0.5 s": 1}
+    } == {"ok": 2, "failed": 1, "offered": 4, "met": 1, "ttft count": 2, "ttft sum": 2.0, "within 0.5 s": 1}
 
 
 def test_buckets_are_cumulative_and_end_in_infinity() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from fulcrum_router.data_path.decode import MAX_BUFFERED_CHUNK_BYTES, DecodeLeg
 from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.http1.framing import frame_chunk
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
@@ -17,7 +18,7 @@ FULCRUM_HEADERS = b"x-fulcrum-decode: d-0\r\n"
 HEADERS = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 HEAD_TO_CLIENT = STATUS + FULCRUM_HEADERS + HEADERS
 TOKEN = frame_chunk(b'data: {"choices":[{"text":"a"}]}\n\n')
-USAGE = frame_chunk(b'data: {"choices":[],"usage":{"prompt_tokens":9}}\n\n')
+USAGE = frame_chunk(b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n')
 DONE = frame_chunk(b"data: [DONE]\n\n")
 LARGE = frame_chunk(b"data: " + b"a" * 2 * MAX_BUFFERED_CHUNK_BYTES + b"\n\n")
 LARGE_BEGINNING = LARGE[: MAX_BUFFERED_CHUNK_BYTES + 1]
@@ -41,13 +42,13 @@ class FakeDownstream:
         self.finished_keep_alive = keep_alive
 
 
-def start_leg(downstream: FakeDownstream, *, strips_usage: bool = False) -> DecodeLeg:
+def start_leg(
+    downstream: FakeDownstream, *, strips_usage: bool = False, headers: bytes = HEADERS
+) -> DecodeLeg:
     """Start a leg whose connection has received the head of a stream."""
     prefill, decode = Instance("p-0"), Instance("d-0")
     never_late = math.inf
-    transfer = KvTransfer.create(
-        TransferPairs(), prefill, decode, tokens=9, received_after_s=never_late, strips_usage=strips_usage
-    )
+    transfer = KvTransfer.create(TransferPairs(), prefill, decode, tokens=9, received_after_s=never_late)
     connection = EngineConnection(ConnectionPool("127.0.0.1", 1))
     connection.handler = leg = DecodeLeg(
         connection,
@@ -58,9 +59,11 @@ def start_leg(downstream: FakeDownstream, *, strips_usage: bool = False) -> Deco
         cache_salt=decode.cache_salt,
         on_first_byte=lambda _: None,
         on_late_response=lambda: None,
+        on_silence=lambda _, now_s: now_s,
         transfer=transfer,
+        strips_usage=strips_usage,
     )
-    connection.data_received(STATUS + HEADERS)
+    connection.data_received(STATUS + headers)
     return leg
 
 
@@ -110,8 +113,16 @@ def test_only_a_usage_event_that_the_router_added_is_removed(strips_usage: bool,
     leg = start_leg(downstream, strips_usage=strips_usage)
     leg.connection.data_received(TOKEN + USAGE + DONE)
     assert downstream.writes == [HEAD_TO_CLIENT + sent]
-    assert leg.transfer is not None
-    assert leg.transfer.usage is not None, "the router reads the usage in either case"
+    assert leg.usage == Usage(9, None, 5), "the router reads the usage in either case"
+
+
+def test_a_usage_event_that_cannot_be_removed_stays() -> None:
+    """In a stream without chunks a read may end inside an event."""
+    downstream = FakeDownstream()
+    leg = start_leg(downstream, strips_usage=True, headers=b"content-type: text/event-stream\r\n\r\n")
+    event = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
+    leg.connection.data_received(b'data: {"choices":[{"text":"a"}]}\n\n' + event)
+    assert (downstream.writes[0].endswith(event), leg.usage) == (True, Usage(9, None, 5))
 
 
 @pytest.mark.parametrize(
