@@ -45,7 +45,7 @@ FORBIDDEN = [
 def rendered(namespace: str) -> list[dict[str, Any]]:
     """Render the chart's RBAC objects for a release in a namespace."""
     request = {
-        "values": {"crds": {"enabled": False}},
+        "values": {"crds": {"enabled": False}, "image": {"repository": "registry.example/fulcrum"}},
         "namespace": namespace,
         "release": f"{namespace}-fulcrum",
     }
