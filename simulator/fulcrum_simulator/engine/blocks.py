@@ -7,8 +7,8 @@ A block keeps its contents until it is written again. A decode instance that pul
 expired gets the right KV until the block is reused, and another prompt's KV from then on.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fulcrum_core.errors import InvalidInput
@@ -30,17 +30,44 @@ class PromptKey(NamedTuple):
 _NO_PROMPT = PromptKey(bytes(16), ())
 
 
+class _BlockQueue:
+    """Blocks, first in, first out; many at a time in one step."""
+
+    def __init__(self, blocks: Iterable[int]) -> None:
+        self._blocks = list(blocks)
+        self._start = 0  # blocks before it were taken
+
+    def __len__(self) -> int:
+        return len(self._blocks) - self._start
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._blocks[self._start :])
+
+    def put(self, blocks: Sequence[int]) -> None:
+        self._blocks += blocks
+
+    def take(self, count: int) -> list[int]:
+        """Take the first `count` blocks, or all if there are fewer."""
+        taken = self._blocks[self._start : self._start + count]
+        self._start += len(taken)
+        if self._start > len(self):  # at most half of the list is unused
+            del self._blocks[: self._start]
+            self._start = 0
+        return taken
+
+
 class BlockPool:
     """A pool of `size` blocks. A block is free if it has no references.
 
-    Free blocks outside the prefix cache are allocated first, then the least recently used cached ones.
+    Free blocks outside the prefix cache are allocated first, then the least recently used cached ones. Only
+    blocks of the prefix cache are shared: any other block has one reference or none, and no count.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free_uncached = deque(range(size))  # free, and not in the prefix cache
+        self._free_uncached = _BlockQueue(range(size))  # free, and not in the prefix cache
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but in the prefix cache
-        self._reference_counts = [0] * size
+        self._reference_counts = [0] * size  # of blocks in the prefix cache
         self._written_by = [_NO_PROMPT] * size  # prompt whose KV a block holds; its block index is below
         self._block_index = [0] * size
         self._cached: dict[bytes, int] = {}
@@ -53,7 +80,9 @@ class BlockPool:
 
     def reference_count(self, block: int) -> int:
         """Return the number of requests and leases that hold this block."""
-        return self._reference_counts[block]
+        if self._cache_key[block] is not None:
+            return self._reference_counts[block]
+        return int(block not in self._free_uncached)
 
     def find_prefix(self, hashes: Sequence[bytes], blocks_max: int) -> list[int]:
         """Return the blocks of the longest cached prefix, at most `blocks_max`, without adding references."""
@@ -81,11 +110,8 @@ class BlockPool:
 
         The caller checks `can_allocate` first.
         """
-        uncached = min(count, len(self._free_uncached))
-        allocated = [self._free_uncached.popleft() for _ in range(uncached)]
-        allocated += [self._evict() for _ in range(count - uncached)]
-        for block in allocated:
-            self._reference_counts[block] = 1
+        allocated = self._free_uncached.take(count)
+        allocated += [self._evict() for _ in range(count - len(allocated))]
         self.mark_written(allocated, prompt, first_index)
         return allocated
 
@@ -94,13 +120,18 @@ class BlockPool:
 
         A prompt's last blocks are reused first; its first ones may be a shared prefix.
         """
+        if not self._cached:
+            self._free_uncached.put(blocks[::-1])
+            return
+        uncached = []
         for block in reversed(blocks):
+            if self._cache_key[block] is None:
+                uncached.append(block)
+                continue
             self._reference_counts[block] -= 1
             if not self._reference_counts[block]:
-                if self._cache_key[block] is None:
-                    self._free_uncached.append(block)
-                else:
-                    self._free_cached[block] = None
+                self._free_cached[block] = None
+        self._free_uncached.put(uncached)
 
     def add_to_cache(self, prompt: PromptKey, blocks: Sequence[int], first_index: int) -> None:
         """Add computed, full blocks to the prefix cache, as far as the prompt has hashes for them."""
@@ -108,6 +139,7 @@ class BlockPool:
             if key not in self._cached:
                 self._cached[key] = block
                 self._cache_key[block] = key
+                self._reference_counts[block] = 1
 
     def mark_written(self, blocks: Sequence[int], prompt: PromptKey, first_index: int) -> None:
         """Record that the KV of this prompt is written to these blocks."""
