@@ -27,6 +27,7 @@ from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, L
 from fulcrum_router.policy.estimate import DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.prefill_samples import PrefillSample
 from fulcrum_simulator.engine import ExportedKv, KvImportRequest, OutputToken
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
 from tests.simulation.engines import LEASE_S, EngineProcess, Network
@@ -334,7 +335,8 @@ class SimulatedRouter:
         instance.health.record_success()
         if leg.is_prefill and leg.was_idle:
             took_s = now_s - leg.request.arrival_s
-            instance.prefill.learn(tokens=leg.request.prompt_tokens, duration_s=took_s)
+            tokens = leg.request.prompt_tokens
+            instance.prefill.learn(PrefillSample(tokens, tokens**2, took_s))
 
     def _check_silence(self, leg: SimulatedLeg, process: EngineProcess) -> None:
         """Give the leg up if no token came for `LEG_TIMEOUT_S`, now or later."""

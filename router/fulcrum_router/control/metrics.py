@@ -110,6 +110,7 @@ class RouterCollector(Collector):
         yield from _build_counter_families(self._router.counters)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
+        yield from _build_drift_families(self._router.fleet.instances)
         yield _build_transfer_family(self._router.pairs)
         yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
         yield from _build_router_gauges(self._router)
@@ -278,6 +279,24 @@ def _build_instance_families(instances: Iterable[Instance]) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"fulcrum_router_instance_{name}", text, labels=["instance", "role"])
         for instance in known:
             family.add_metric([instance.name, instance.role.lower()], value(instance))
+        yield family
+
+
+def _build_drift_families(instances: Iterable[Instance]) -> Iterator[Metric]:
+    """Build the gauges of the predictors; instances that were not measured have no series."""
+    known = [(instance, instance.drift) for instance in instances]
+    texts = (
+        ("prefill", "Predicted divided by measured time of recent prefills of the instance; 1: exact."),
+        ("decode", "Predicted divided by measured time of recent decode steps of the instance; 1: exact."),
+    )
+    for index, (phase, text) in enumerate(texts):
+        family = GaugeMetricFamily(
+            f"fulcrum_router_instance_{phase}_drift_ratio", text, labels=["instance", "role"]
+        )
+        for instance, drift in known:
+            ratio = drift[index]
+            if ratio is not None:
+                family.add_metric([instance.name, instance.role.lower()], ratio)
         yield family
 
 

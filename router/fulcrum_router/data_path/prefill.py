@@ -153,7 +153,6 @@ class PrefillLeg:
 
     async def _compute_on(self, instance: Instance) -> None:
         pool, ledger, timeouts = instance.require_connection_pool(), instance.ledger, self._timeouts
-        was_idle = not ledger.prefill_legs and not ledger.decode_legs
         tokens = self.work.prompt_tokens
         sent_s, compute_s = time.monotonic(), instance.prefill_model.ttft_s(tokens)
         reserved = self._router.reserve_decode(instance, self.work, now_s=sent_s)
@@ -169,19 +168,20 @@ class PrefillLeg:
                 response_timeout_s=timeouts.prefill_s,
             )
         finally:
-            entry.release(time.monotonic())
+            computed_for_s = entry.release(time.monotonic())
             if reserved is not None:  # the decode instance is chosen in the same turn of the event loop
                 reserved[0].release()
         if status != 200:
             raise self._build_failure(instance, status, content, head)
         self._received_after_s, now_s = self._router.received_after_s, time.monotonic()
-        self._take_response(instance, content, pool.host)
+        cached_tokens = self._take_response(instance, content, pool.host)
         self._router.record_leg_success(instance, PREFILL)
         if reserved is not None:
             self.predicted_ttft = reserved[1]
             self._router.ttft_errors.learn_prefill_leg(reserved[1], measured_s=now_s - sent_s)
-        if was_idle:  # with other legs the duration would include their work
-            instance.learn_prefill(tokens=self.work.prompt_tokens, duration_s=now_s - sent_s)
+        instance.record_prefill(
+            tokens=self.work.prompt_tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
+        )
 
     def _build_failure(
         self, instance: Instance, status: int, content: bytes, head: ResponseHead
@@ -196,7 +196,8 @@ class PrefillLeg:
         )
         return EarlyResponse(RequestOutcome.INVALID, response, keep_alive=head.length != UNTIL_CLOSE)
 
-    def _take_response(self, instance: Instance, content: bytes, host: str) -> None:
+    def _take_response(self, instance: Instance, content: bytes, host: str) -> int:
+        """Keep what decode needs; return the prompt tokens that the engine had in its prefix cache."""
         response = parse_prefill_response(content, host)
         if response.prompt_tokens is not None:
             counted = response.prompt_tokens - self.request_body.prompt_id_count
@@ -213,6 +214,7 @@ class PrefillLeg:
         self.source = instance
         if response.kv_transfer_params is not None:
             self._entry = instance.ledger.add_pending_transfer()
+        return response.cached_tokens
 
     # --- the KV transfer -----------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.prefill_samples import PrefillSampler
 
 SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
 """On every response of a simulated engine: its text is made up."""
@@ -54,6 +55,7 @@ class Instance:
         "_decode_predictor",
         "_identity",
         "_prefill_predictor",
+        "_prefill_sampler",
         "_role",
         "_serving",
         "assigned",
@@ -133,8 +135,8 @@ class Instance:
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes = 0
-        self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
-        self.prefill_model, self.decode_model = prefill, decode
+        self._prefill_sampler = PrefillSampler()
+        self.start_from(prefill, decode)
 
     @property
     def role(self) -> Role:
@@ -244,10 +246,39 @@ class Instance:
         idle = self.starting and not self.serving
         return idle and self.engine_requests is not None and not self.health.ejected
 
-    def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
-        """Learn from a prompt that the otherwise idle instance computed in `duration_s`."""
-        self._prefill_predictor.learn(tokens=tokens, duration_s=duration_s)
-        self.prefill_model = self._prefill_predictor.model
+    def start_from(self, prefill: PrefillModel, decode: DecodeModel) -> None:
+        """Predict with these models, and learn from them on."""
+        self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
+        self.prefill_model, self.decode_model = prefill, decode
+
+    def record_prefill(self, *, tokens: int, cached_tokens: int, computed_for_s: float | None) -> None:
+        """Learn from the response of a prefill leg whose entry was released: see `PrefillSampler.add`.
+
+        With decode legs on the instance the duration would include their steps.
+        """
+        ledger, predictor = self.ledger, self._prefill_predictor
+        if ledger.decode_legs:
+            self._prefill_sampler.clear()
+            return
+        for sample in self._prefill_sampler.add(
+            tokens=tokens,
+            cached_tokens=cached_tokens,
+            computed_for_s=computed_for_s,
+            more_in_flight=ledger.prefill_legs > 0,
+        ):
+            predictor.learn(sample)
+            self.prefill_model = predictor.model
+
+    @property
+    def drift(self) -> tuple[float | None, float | None]:
+        """Predicted divided by measured time of recent prefills and of recent decode steps; None: unknown."""
+        errors = self._prefill_predictor.drift.value, self._decode_predictor.drift.value
+        return None if errors[0] is None else 1.0 + errors[0], None if errors[1] is None else 1.0 + errors[1]
+
+    @property
+    def samples(self) -> tuple[int, int]:
+        """Number of prefills and of decode steps that the models were learned from."""
+        return self._prefill_predictor.samples, self._decode_predictor.samples
 
     def learn_decode(self, *, tokens: int, itl_s: float) -> None:
         """Learn from a mean step time with `tokens` KV tokens in the batch."""

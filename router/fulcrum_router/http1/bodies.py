@@ -156,6 +156,8 @@ class PrefillResponse:
     problem: PrefillProblem | None
     prompt_tokens: int | None
     """The engine's count; None if it reported none."""
+    cached_tokens: int = 0
+    """Prompt tokens that the engine had in its prefix cache. vLLM omits a zero."""
 
 
 def parse_prefill_response(body: bytes, host: str) -> PrefillResponse:
@@ -174,17 +176,24 @@ def parse_prefill_response(body: bytes, host: str) -> PrefillResponse:
     usage = response.get("usage")
     tokens = usage.get("prompt_tokens") if type(usage) is dict else None
     tokens = tokens if type(tokens) is int and tokens > 0 else None
+    cached = _read_cached_tokens(usage)
     params = response.get("kv_transfer_params")
     if type(params) is not dict:
         aborted = _is_aborted(response)
         problem = PrefillProblem.ABORTED if aborted else PrefillProblem.NO_KV_TRANSFER_PARAMS
-        return PrefillResponse(None, problem, tokens)
+        return PrefillResponse(None, problem, tokens, cached)
     if None in map(params.get, _REQUIRED_KV_TRANSFER_PARAMS) or params.get("do_remote_prefill") is not True:
-        return PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, tokens)
+        return PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, tokens, cached)
     if params["remote_host"] != host:
-        return PrefillResponse(None, PrefillProblem.WRONG_REMOTE_HOST, tokens)
+        return PrefillResponse(None, PrefillProblem.WRONG_REMOTE_HOST, tokens, cached)
     params.pop("remote_prefill_cached_tokens", None)
-    return PrefillResponse(orjson.dumps(params), None, tokens)
+    return PrefillResponse(orjson.dumps(params), None, tokens, cached)
+
+
+def _read_cached_tokens(usage: object) -> int:
+    details = usage.get("prompt_tokens_details") if type(usage) is dict else None
+    cached = details.get("cached_tokens") if type(details) is dict else None
+    return cached if type(cached) is int and cached > 0 else 0
 
 
 def _is_aborted(response: dict[str, Any]) -> bool:

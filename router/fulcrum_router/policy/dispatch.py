@@ -192,7 +192,8 @@ def choose_decode(
     if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
         return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
-    reason = _explain_flip_to_decode(candidates.other_role, work, rules, now_s)
+    others = [reader for reader in readers if reader.name not in exclude]
+    reason = _explain_flip_to_decode(others, candidates.other_role, work, rules, now_s)
     if reason is None:
         return least
     considered = format_count(len(costs), "decode instance")
@@ -236,13 +237,23 @@ def _explain_flip_to_prefill(
 
 
 def _explain_flip_to_decode(
-    prefill_instances: Sequence[InstanceView], work: Work, rules: FlipProposalRules, now_s: float
+    decode_instances: Sequence[InstanceView],
+    prefill_instances: Sequence[InstanceView],
+    work: Work,
+    rules: FlipProposalRules,
+    now_s: float,
 ) -> str | None:
-    """Explain why a prefill instance should flip to decode; None: no flip, or no use to this request."""
+    """Explain why a prefill instance should flip to decode; None: no flip, or no use to this request.
+
+    Reservations cause no flip. Their prompts wait for prefill instances: with fewer of these they would wait
+    longer, and more reservations would cause more flips.
+    """
     if not rules.enabled or now_s < rules.to_decode_cooldown_until_s or len(prefill_instances) <= 1:
         return None
     tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
     if all(p.decode_model.itl_s(tokens) > tpot_s for p in prefill_instances):
+        return None
+    if any(d.decode_model.itl_s(d.ledger.decode_tokens + tokens) <= tpot_s for d in decode_instances):
         return None
     return f"{len(prefill_instances)} prefill instances, cooldown has ended"
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_router.policy.prefill_samples import PrefillSample
 
 DEFAULT_TOKENS_PER_BYTE = 0.25
 DEFAULT_PREFILL = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
@@ -181,36 +182,53 @@ _BATCH_UNIT = 10_000.0
 class PrefillPredictor:
     """Learned T(n) of one instance: `model` predicts the prefill time of n tokens."""
 
-    __slots__ = ("_fit", "model")
+    __slots__ = ("_fit", "drift", "model")
 
     def __init__(self, prior: PrefillModel = DEFAULT_PREFILL) -> None:
         self.model = prior
+        self.drift = PredictionErrorMean()
+        """How far `model` is from the last samples, before they are learned."""
         self._fit = NonNegativeLeastSquares(
-            [(self._features(n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
+            [(_prefill_features(n, n * n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
         )
 
-    def learn(self, *, tokens: int, duration_s: float) -> None:
-        """Learn from a prompt that was the only one on the instance; `model` changes when a refit is due."""
-        if self._fit.learn(self._features(tokens), duration_s) and _is_refit_due(self._fit.count):
+    @property
+    def samples(self) -> int:
+        """Number of samples so far."""
+        return self._fit.count
+
+    def learn(self, sample: PrefillSample) -> None:
+        """Learn from computed prompts; `model` changes when a refit is due."""
+        model = self.model
+        predicted_s = model.c0 + model.c1 * sample.tokens + model.c2 * sample.squares
+        self.drift.learn(predicted_s=predicted_s, measured_s=sample.duration_s)
+        features = _prefill_features(sample.tokens, sample.squares)
+        if self._fit.learn(features, sample.duration_s) and _is_refit_due(self._fit.count):
             c0, c1, c2 = self._fit.solve()
             self.model = PrefillModel(c0=c0, c1=c1 / _PROMPT_UNIT, c2=c2 / _PROMPT_UNIT**2)
 
-    @staticmethod
-    def _features(tokens: float) -> tuple[float, float, float]:
-        unit = tokens / _PROMPT_UNIT
-        return (1.0, unit, unit * unit)
+
+def _prefill_features(tokens: float, squares: float) -> tuple[float, float, float]:
+    return (1.0, tokens / _PROMPT_UNIT, squares / _PROMPT_UNIT**2)
 
 
 class DecodePredictor:
     """Learned I(n) of one instance: `model` predicts the inter-token latency with n tokens in the batch."""
 
-    __slots__ = ("_fit", "model")
+    __slots__ = ("_fit", "drift", "model")
 
     def __init__(self, prior: DecodeModel = DEFAULT_DECODE) -> None:
         self.model = prior
+        self.drift = PredictionErrorMean()
+        """How far `model` is from the last samples, before they are learned."""
         self._fit = NonNegativeLeastSquares(
             [((1.0, n / _BATCH_UNIT), max(prior.itl_s(n), 1e-6)) for n in _PRIOR_BATCH_TOKENS]
         )
+
+    @property
+    def samples(self) -> int:
+        """Number of samples so far."""
+        return self._fit.count
 
     def learn(self, *, tokens: int, itl_s: float) -> None:
         """Learn from the mean inter-token latency of one second, with `tokens` KV tokens in the batch.
@@ -218,6 +236,7 @@ class DecodePredictor:
         Every sample refits the model: there is one a second, and an instance whose model is too optimistic
         gets all requests until the model is corrected.
         """
+        self.drift.learn(predicted_s=self.model.itl_s(tokens), measured_s=itl_s)
         if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s):
             intercept, slope = self._fit.solve()
             self.model = DecodeModel(intercept=intercept, slope=slope / _BATCH_UNIT)
@@ -229,7 +248,7 @@ def _is_refit_due(count: int) -> bool:
 
 
 class PredictionErrorMean:
-    """Mean of (predicted − measured)/measured of recent prefills; None before the first."""
+    """Mean of (predicted − measured)/measured of recent predictions; None before the first."""
 
     __slots__ = ("_weight", "value")
 
@@ -238,7 +257,7 @@ class PredictionErrorMean:
         self._weight = weight
 
     def learn(self, *, predicted_s: float, measured_s: float) -> None:
-        """Learn from one prefill leg: predicted and measured time from dispatch to response."""
+        """Learn from one predicted and measured time."""
         if not 0 < measured_s < math.inf or not 0 <= predicted_s < math.inf:
             return
         error = predicted_s / measured_s - 1.0

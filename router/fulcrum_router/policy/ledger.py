@@ -113,9 +113,10 @@ class Ledger:
         self.prefill_tokens += entry.tokens
         return entry
 
-    def _remove(self, entry: "PrefillEntry", now_s: float) -> None:
-        prefills = self._prefills
+    def _remove(self, entry: "PrefillEntry", now_s: float) -> float | None:
+        prefills, oldest_for_s = self._prefills, None
         if next(iter(prefills)) is entry:
+            oldest_for_s = now_s - self._oldest_since_s
             self._oldest_since_s = now_s  # the next one starts now
         del prefills[entry]
         self.prefill_tokens -= entry.tokens
@@ -123,6 +124,7 @@ class Ledger:
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
         if self.on_prefill_end is not None:
             self.on_prefill_end()
+        return oldest_for_s
 
     def add_decode(self, *, tokens: int) -> "DecodeEntry":
         """Add a decode leg for a prompt of `tokens`."""
@@ -149,17 +151,20 @@ class PrefillEntry:
         self.predicted_s = predicted_s
         """Predicted time to compute the prompt alone."""
 
-    def release(self, now_s: float) -> None:
-        """Take the entry out of the ledger. A second call has no effect."""
+    def release(self, now_s: float) -> float | None:
+        """Take the entry out of the ledger, and return for how long the prompt was the oldest one.
+
+        None: an older prompt is in flight, or the entry was released before.
+        """
         ledger = self._ledger
         if ledger is None:
-            return
+            return None
         self._ledger = None
         if self._local:
             ledger.local_prefills -= 1
         else:
             ledger.prefill_legs -= 1
-        ledger._remove(self, now_s)
+        return ledger._remove(self, now_s)
 
 
 class DecodeEntry:

@@ -36,8 +36,9 @@ from fulcrum_router.policy.journey.context import JourneyContext, V
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol, find_protocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.kv_lease import max_usable_age_s
-from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry
+from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
 from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
+from fulcrum_router.policy.prediction import PredictedTtft, predict_ttft
 from fulcrum_router.policy.work import Work
 
 MAX_ATTEMPTS = 3
@@ -77,6 +78,7 @@ class Journey(Generic[V]):
         "_local_entry",
         "_own_reason",
         "_prefill_entry",
+        "_reservation",
         "_transfer_entry",
         "decode_entry",
         "decode_instance",
@@ -89,6 +91,8 @@ class Journey(Generic[V]):
         "local_prefill_reason",
         "must_recompute",
         "predicted_prefill_s",
+        "predicted_ttft",
+        "prefill_computed_for_s",
         "prefill_instance",
         "prefill_open",
         "prefill_was_idle",
@@ -132,6 +136,10 @@ class Journey(Generic[V]):
         """Whether the instance had no other legs when this one was sent, so that its duration is its own."""
         self.predicted_prefill_s = 0.0
         """Predicted time until the prefill leg is answered: the work before it, and its own."""
+        self.predicted_ttft: PredictedTtft | None = None
+        """Predicted when the prefill leg was sent; None without one."""
+        self.prefill_computed_for_s: float | None = None
+        """After a prefill leg: for how long its prompt was the oldest one; see `PrefillSampler.add`."""
         self.proposal: FlipProposal | None = None
         """The flip that the request asked for last."""
         self.wait_until_s = 0.0
@@ -142,6 +150,7 @@ class Journey(Generic[V]):
         self.stop_reason: StopReason | None = None
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None
+        self._reservation: Reservation | None = None
         self._local_entry: PrefillEntry | None = None
         self._transfer_entry: PendingTransferEntry | None = None
         self._failed_prefill: tuple[str, ...] = ()
@@ -348,6 +357,8 @@ class Journey(Generic[V]):
                 self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
                 return self._seek_decode(now_s, context.flip_rules)
             self._reserve_decode(context.fleet[chosen.instance])
+        else:
+            self._reserve_room(now_s, instance)
         self.dispatch_reason = decision.reason
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         compute_s = instance.prefill_model.ttft_s(tokens)
@@ -393,6 +404,14 @@ class Journey(Generic[V]):
             exclude=self._failed_decode,
             pairs=None if source is None else context.pairs.list_from(source.name),
         )
+
+    def _reserve_room(self, now_s: float, source: V) -> None:
+        """Reserve room for the decode leg until the prompt is computed, and predict the TTFT."""
+        decision, context = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=source), self._context
+        if type(decision) is Dispatch:
+            decode, pairs = context.fleet[decision.instance], context.pairs.list_from(source.name)
+            self.predicted_ttft = predict_ttft(self.work, source, decode, now_s=now_s, pairs=pairs)
+            self._reservation = decode.ledger.reserve(tokens=self.work.prompt_tokens)
 
     def _reserve_decode(self, instance: V) -> None:
         ledger = instance.ledger
@@ -490,8 +509,11 @@ class Journey(Generic[V]):
     def _close_prefill(self, now_s: float) -> None:
         self.prefill_open = False
         if self._prefill_entry is not None:
-            self._prefill_entry.release(now_s)
+            self.prefill_computed_for_s = self._prefill_entry.release(now_s)
             self._prefill_entry = None
+        if self._reservation is not None:  # a better decode instance may be found now
+            self._reservation.release()
+            self._reservation = None
 
     def _release_decode(self, now_s: float) -> None:
         if self.decode_entry is not None:

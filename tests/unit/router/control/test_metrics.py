@@ -71,6 +71,17 @@ def test_series_of_a_removed_instance_disappear() -> None:
     assert {dict(labels).get("instance") for _, labels in samples(router)} == {None, "b"}
 
 
+def test_the_drift_of_an_instance_is_shown_once_it_was_measured() -> None:
+    router = Router()
+    for name in ("a", "b"):
+        router.fleet.add(Instance(name))
+    predicted_s = router.fleet["a"].prefill_model.ttft_s(1000)
+    router.fleet["a"].record_prefill(tokens=1000, cached_tokens=0, computed_for_s=predicted_s / 2)
+    drift = {key: value for key, value in samples(router).items() if "drift" in key[0]}
+    name = "fulcrum_router_instance_prefill_drift_ratio"
+    assert drift == {(name, (("instance", "a"), ("role", "decode"))): 2.0}
+
+
 def test_failures_are_counted_by_reason() -> None:
     router = Router()
     router.counters.retries["prefill", "closed"] += 1

@@ -169,6 +169,16 @@ VALID_PARAMS = json.dumps(KV_TRANSFER_PARAMS, separators=(",", ":")).encode()
             PrefillResponse(VALID_PARAMS, None, None),
             id="a token count that is not a number is ignored",
         ),
+        pytest.param(
+            build_response(None, usage={"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}}),
+            PrefillResponse(None, PrefillProblem.NO_KV_TRANSFER_PARAMS, 9, 8),
+            id="tokens from the prefix cache are counted",
+        ),
+        pytest.param(
+            build_response(None, usage={"prompt_tokens": 9, "prompt_tokens_details": None}),
+            PrefillResponse(None, PrefillProblem.NO_KV_TRANSFER_PARAMS, 9, 0),
+            id="vLLM omits a zero",
+        ),
     ],
 )
 def test_a_prefill_response_gives_kv_transfer_params_or_names_the_problem(

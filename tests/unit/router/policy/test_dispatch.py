@@ -297,6 +297,14 @@ def test_reserved_tokens_count_like_those_in_the_batch() -> None:
     assert rounded(chosen) == within("d2", (0, -0.037))
 
 
+def test_reservations_propose_no_flip() -> None:
+    reserved = instance("d1")
+    reserved.ledger.reserve(tokens=4000)
+    fleet = Candidates([reserved, instance("p1"), instance("p2")])
+    chosen = choose_decode(fleet, work(100), rules=FLIPS, now_s=100.0)
+    assert rounded(chosen) == least("d1", (0, 0.001))
+
+
 def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     free = DecodeModel(intercept=0.01, slope=0.0)
     busy, idle = instance("d1", decoding=10), instance("d2")

@@ -14,6 +14,7 @@ from fulcrum_router.policy import (
     measure_prompt,
 )
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.prefill_samples import PrefillSample
 
 UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
 
@@ -69,7 +70,7 @@ def test_the_prefill_model_converges_to_measured_times() -> None:
     predictor = PrefillPredictor()
     for step in range(400):
         tokens = 50 + (step * 797) % 8000
-        predictor.learn(tokens=tokens, duration_s=truth.ttft_s(tokens))
+        predictor.learn(PrefillSample(tokens, tokens**2, truth.ttft_s(tokens)))
     predicted = [predictor.model.ttft_s(n) for n in (100, 1000, 8000)]
     assert predicted == pytest.approx([truth.ttft_s(n) for n in (100, 1000, 8000)], rel=0.05)
 
@@ -77,7 +78,7 @@ def test_the_prefill_model_converges_to_measured_times() -> None:
 def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> None:
     predictor = PrefillPredictor(PrefillModel(c0=0.01, c1=1e-4, c2=0.0))
     for _ in range(256):
-        predictor.learn(tokens=1000, duration_s=0.2)
+        predictor.learn(PrefillSample(1000, 1000**2, 0.2))
     assert predictor.model.ttft_s(1000) == pytest.approx(0.2, rel=0.1)
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
@@ -103,7 +104,7 @@ def test_the_decode_model_is_refitted_with_every_sample() -> None:
 @pytest.mark.parametrize("seconds", UNUSABLE, ids=str)
 def test_unusable_samples_do_not_change_a_model(seconds: float) -> None:
     prefill, decode = PrefillPredictor(), DecodePredictor()
-    prefill.learn(tokens=100, duration_s=seconds)
+    prefill.learn(PrefillSample(100, 100**2, seconds))
     decode.learn(tokens=100, itl_s=seconds)
     assert (prefill.model, decode.model) == (DEFAULT_PREFILL, DEFAULT_DECODE)
 

@@ -1,0 +1,68 @@
+"""Turn the responses of one prefill instance into samples of its prefill time, also while prompts queue.
+
+An engine computes prompts in the order of arrival. So the time of the oldest prompt counts from the previous
+response, or from its own arrival if nothing was in flight: the queue is left out without being known.
+Prompts that one engine step computes together are answered together, and become one sample, as do prompts
+that overtook the oldest one. Prompt tokens from the prefix cache were not computed.
+"""
+
+from typing import NamedTuple
+
+TOGETHER_S = 0.003
+"""Responses that are less than this apart come from one engine step: a step takes longer."""
+
+
+class PrefillSample(NamedTuple):
+    """Prompts that an instance computed one after another or together, and the time it took."""
+
+    tokens: int
+    """Computed tokens: Σ (n − cached)."""
+    squares: int
+    """Token pairs of their attention: Σ (n² − cached²)."""
+    duration_s: float
+
+
+class PrefillSampler:
+    """Collects the responses of one instance."""
+
+    __slots__ = ("_held", "_overtaking_squares", "_overtaking_tokens")
+
+    def __init__(self) -> None:
+        self._held: PrefillSample | None = None
+        """The last sample, until it is known that no further response belongs to it."""
+        self._overtaking_tokens = self._overtaking_squares = 0
+
+    def add(
+        self, *, tokens: int, cached_tokens: int, computed_for_s: float | None, more_in_flight: bool
+    ) -> list[PrefillSample]:
+        """Add the response for one prompt; returns the samples that are complete.
+
+        Args:
+            tokens: Tokens of the prompt.
+            cached_tokens: Those from the prefix cache.
+            computed_for_s: Time for which the prompt was the oldest; None: an older one is in flight.
+            more_in_flight: Whether the instance has other prompts.
+        """
+        cached_tokens = min(cached_tokens, tokens)
+        computed = tokens - cached_tokens + self._overtaking_tokens
+        squares = tokens**2 - cached_tokens**2 + self._overtaking_squares
+        if computed_for_s is None:
+            self._overtaking_tokens, self._overtaking_squares = computed, squares
+            return []
+        self._overtaking_tokens = self._overtaking_squares = 0
+        held, complete = self._held, []
+        if held is not None and computed_for_s < TOGETHER_S:
+            computed, squares = computed + held.tokens, squares + held.squares
+            computed_for_s += held.duration_s
+        elif held is not None:
+            complete.append(held)
+        self._held = PrefillSample(computed, squares, computed_for_s)
+        if not more_in_flight:
+            complete.append(self._held)
+            self._held = None
+        return complete
+
+    def clear(self) -> None:
+        """Forget what is not complete: a leg failed, or the engine did other work meanwhile."""
+        self._held = None
+        self._overtaking_tokens = self._overtaking_squares = 0

@@ -1,0 +1,94 @@
+"""Prefill times are learned from a busy instance and from cached prompts, as from an idle one."""
+
+import random
+
+import pytest
+
+from fulcrum_core.latency import PrefillModel
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.policy.prefill_samples import TOGETHER_S, PrefillSample, PrefillSampler
+
+TRUTH = PrefillModel(c0=0.01, c1=5e-5, c2=2e-9)
+LENGTHS = (100, 1000, 8000)
+
+
+def add(
+    sampler: PrefillSampler, tokens: int, computed_for_s: float | None, *, cached: int = 0, more: bool = True
+) -> list[PrefillSample]:
+    return sampler.add(
+        tokens=tokens, cached_tokens=cached, computed_for_s=computed_for_s, more_in_flight=more
+    )
+
+
+def test_a_response_is_a_sample_as_soon_as_no_other_can_belong_to_it() -> None:
+    sampler = PrefillSampler()
+    assert add(sampler, 10, 0.1) == []
+    assert add(sampler, 20, 0.2) == [PrefillSample(10, 100, 0.1)]
+    assert add(sampler, 30, 0.3, more=False) == [PrefillSample(20, 400, 0.2), PrefillSample(30, 900, 0.3)]
+
+
+def test_prompts_that_are_answered_together_are_one_sample() -> None:
+    sampler = PrefillSampler()
+    add(sampler, 10, 0.1)
+    assert add(sampler, 20, TOGETHER_S / 2, more=False) == [
+        PrefillSample(30, 500, pytest.approx(0.1 + TOGETHER_S / 2))  # type: ignore[arg-type]
+    ]
+
+
+def test_a_prompt_that_overtakes_belongs_to_the_time_of_the_overtaken_one() -> None:
+    sampler = PrefillSampler()
+    assert add(sampler, 20, None) == []
+    assert add(sampler, 10, 0.3, more=False) == [PrefillSample(30, 500, 0.3)]
+
+
+def test_cached_tokens_are_not_computed() -> None:
+    assert add(PrefillSampler(), 100, 0.1, cached=64, more=False) == [PrefillSample(36, 100**2 - 64**2, 0.1)]
+    assert add(PrefillSampler(), 100, 0.1, cached=128, more=False) == [PrefillSample(0, 0, 0.1)]
+
+
+def test_after_clear_nothing_of_before_is_in_a_sample() -> None:
+    sampler = PrefillSampler()
+    add(sampler, 10, 0.1)
+    add(sampler, 20, None)
+    sampler.clear()
+    assert add(sampler, 30, 0.3, more=False) == [PrefillSample(30, 900, 0.3)]
+
+
+def predict(instance: Instance) -> list[float]:
+    return [instance.prefill_model.ttft_s(n) for n in LENGTHS]
+
+
+def test_an_instance_that_is_never_idle_is_learned_all_the_same() -> None:
+    """Prompts arrive faster than they are computed, one after another: three are always in flight."""
+    rng, instance, now_s = random.Random(7), Instance("p1"), 0.0
+    lengths = [rng.randrange(50, 8000) for _ in range(400)]
+    entries = [
+        instance.ledger.add_prefill(tokens=n, predicted_s=instance.prefill_model.ttft_s(n), now_s=now_s)
+        for n in lengths[:3]
+    ]
+    for number, tokens in enumerate(lengths[:-3]):
+        entry, waiting = entries[number], lengths[number + 3]
+        predicted_s = instance.prefill_model.ttft_s(waiting)
+        entries.append(instance.ledger.add_prefill(tokens=waiting, predicted_s=predicted_s, now_s=now_s))
+        now_s += TRUTH.ttft_s(tokens)
+        instance.record_prefill(tokens=tokens, cached_tokens=0, computed_for_s=entry.release(now_s))
+    assert predict(instance) == pytest.approx([TRUTH.ttft_s(n) for n in LENGTHS], rel=0.05)
+    assert instance.drift[0] == pytest.approx(1.0, rel=0.05)
+
+
+def test_hits_of_the_prefix_cache_do_not_make_long_prompts_look_short() -> None:
+    instance = Instance("p1", prefill=TRUTH)
+    for _ in range(64):
+        entry = instance.ledger.add_prefill(tokens=8000, predicted_s=0.5, now_s=0.0)
+        took_s = TRUTH.c0 + TRUTH.c1 * 16 + TRUTH.c2 * (8000**2 - 7984**2)
+        instance.record_prefill(tokens=8000, cached_tokens=7984, computed_for_s=entry.release(took_s))
+    assert predict(instance) == pytest.approx([TRUTH.ttft_s(n) for n in LENGTHS], rel=0.05)
+
+
+def test_nothing_is_learned_from_prompts_beside_decode_legs() -> None:
+    instance = Instance("p1", prefill=TRUTH)
+    instance.ledger.add_decode(tokens=10)
+    for _ in range(64):
+        entry = instance.ledger.add_prefill(tokens=1000, predicted_s=0.5, now_s=0.0)
+        instance.record_prefill(tokens=1000, cached_tokens=0, computed_for_s=entry.release(9.0))
+    assert (instance.prefill_model, instance.drift) == (TRUTH, (None, None))
