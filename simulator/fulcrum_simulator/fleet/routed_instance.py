@@ -6,6 +6,7 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
 from fulcrum_router.policy import Candidates, DecodePredictor, Ledger, PrefillPredictor
+from fulcrum_router.policy.prefill_samples import PrefillSample
 from fulcrum_simulator.fleet.instance import SimulatedInstance
 
 
@@ -43,7 +44,7 @@ class RoutedInstance:
 
     def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
         """Learn from a prefill leg that ran alone."""
-        self._prefill.learn(tokens=tokens, duration_s=duration_s)
+        self._prefill.learn(PrefillSample(tokens, tokens**2, duration_s))
         self.prefill_model = self._prefill.model
 
     def probe(self) -> None:
