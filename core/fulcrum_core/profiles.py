@@ -19,6 +19,8 @@ from fulcrum_core.validation_rules import describe_rule
 _DATA = resources.files("fulcrum_core") / "data" / "profiles"
 PROFILE_NAMES = tuple(sorted(entry.name.removesuffix(".yaml") for entry in _DATA.iterdir()))
 
+UNKNOWN_PROFILE = f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
@@ -74,19 +76,34 @@ class EngineProfile(BaseModel):
 def load_profile(name_or_path: str) -> EngineProfile:
     """Return the shipped profile of that name, or the profile in that YAML file.
 
-    A text with a slash or the ending `.yaml` or `.yml` is a path.
+    A text with a slash or the ending `.yaml` or `.yml` is a path. The operator of a cluster reads no paths,
+    which users could make it read from its own container.
 
     Raises:
         InvalidInput: for an unknown name, a file that cannot be read, a field that is missing, unknown or out
             of range, or a coefficient below its physical limit.
     """
-    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+    if is_profile_path(name_or_path):
         return parse_profile(_read_file(name_or_path), source=name_or_path)
     if name_or_path not in PROFILE_NAMES:
-        raise InvalidInput(
-            "profile", name_or_path, f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"
-        )
-    return parse_profile((_DATA / f"{name_or_path}.yaml").read_text(encoding="utf-8"), source=name_or_path)
+        raise InvalidInput("profile", name_or_path, UNKNOWN_PROFILE)
+    return load_shipped_profile(name_or_path)
+
+
+def load_shipped_profile(name: str) -> EngineProfile:
+    """Return the shipped profile of that name; no file of a user's is read.
+
+    Raises:
+        InvalidInput: for an unknown name.
+    """
+    if name not in PROFILE_NAMES:
+        raise InvalidInput("profile", name, f"is not one of {', '.join(PROFILE_NAMES)}")
+    return parse_profile((_DATA / f"{name}.yaml").read_text(encoding="utf-8"), source=name)
+
+
+def is_profile_path(text: str) -> bool:
+    """Whether the text is a path of a profile, and not the name of a shipped one."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
 
 
 def parse_profile(text: str, *, source: str) -> EngineProfile:

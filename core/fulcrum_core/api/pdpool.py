@@ -4,7 +4,15 @@ import hashlib
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from fulcrum_core.api.engine import (
     EngineSettingsSpec,
@@ -16,9 +24,10 @@ from fulcrum_core.api.engine import (
     QuantizationSpec,
 )
 from fulcrum_core.api.env import EnvVar
-from fulcrum_core.api.meta import ApiModel, Condition, PrinterColumn, Resource, cel_rule
+from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, Condition, PrinterColumn, Resource, cel_rule
 from fulcrum_core.api.quantity import ByteQuantity
 from fulcrum_core.hardware import Fabric
+from fulcrum_core.profiles import PROFILE_NAMES, UNKNOWN_PROFILE, is_profile_path
 from fulcrum_core.values import Role
 
 PoolRole = Literal["Prefill", "Decode", "Flexible"]
@@ -68,7 +77,8 @@ class EngineSpec(ApiModel):
         default="laptop",
         min_length=1,
         max_length=253,
-        description="Simulated accelerator: name of a built-in profile, or a file (default laptop).",
+        description="Simulated accelerator: a built-in profile, in a local run also a file (default laptop).",
+        json_schema_extra={"enum": list(PROFILE_NAMES)},
     )
     image: str | None = Field(
         default=None,
@@ -85,6 +95,15 @@ class EngineSpec(ApiModel):
         description="Environment variables of the engine.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
+
+    @field_validator("profile")
+    @classmethod
+    def _check_profile(cls, profile: str, info: ValidationInfo) -> str:
+        """Refuse unknown names in manifests. Stored objects may have names of another version."""
+        known = profile in PROFILE_NAMES or is_profile_path(profile)
+        if info.context == EXTERNAL_INPUT and not known:
+            raise ValueError(UNKNOWN_PROFILE)
+        return profile
 
     @model_validator(mode="after")
     def _check_unique_names(self) -> Self:

@@ -22,7 +22,7 @@ from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDPool, PDService
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, instance_key
-from fulcrum_core.profiles import load_profile
+from fulcrum_core.profiles import load_shipped_profile
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.bounded_concurrency import run_bounded
 from fulcrum_operator.controller.cache import ObjectCache
@@ -102,7 +102,9 @@ class Leader:
         objects, settings, clock = connection.objects, options.settings, SystemClock()
         self._children = Children(objects, self._cache, settings, clock, is_leader=is_leader)
         self._recorder = EventRecorder(objects, clock, is_leader=is_leader)
-        self._unreadable = UnreadableObjects(self._cache, self._recorder.record)
+        self._unreadable = UnreadableObjects(
+            self._cache, self._recorder.record, objects, clock, is_leader=is_leader
+        )
         self._runtime = PodRuntime(
             objects, self._cache, self._probes, settings, is_leader=is_leader, on_change=self._enqueue
         )
@@ -238,4 +240,4 @@ class Leader:
         return await probe_roles(self._client, endpoint, model=model, salt=secrets.token_hex(8))
 
 
-_profile = functools.cache(load_profile)
+_profile = functools.cache(load_shipped_profile)

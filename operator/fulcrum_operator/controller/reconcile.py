@@ -142,13 +142,20 @@ async def _report_failure(key: ServiceKey, context: ReconcileContext, error: Exc
     context.memory[key] = replace(memory, failures=failures, problems=(cause,))
     try:
         service = await context.store.get(PDService, key.name, namespace=key.namespace)
-        conditions_now = with_failed_reconcile(service, cause, now_s=context.clock.now_s())
+        conditions_now = with_failed_reconcile(
+            service.status.conditions,
+            cause,
+            generation=service.metadata.generation,
+            now_s=context.clock.now_s(),
+        )
         if _degraded_text(conditions_now) == _degraded_text(service.status.conditions):
             return
         patch = {"conditions": [condition.dump() for condition in conditions_now]}
         await context.store.patch_status(PDService, key.name, patch, namespace=key.namespace)
         if context.on_failure:
             await context.on_failure(service, cause)
+    except NotFound:  # the service was deleted meanwhile
+        return
     except FulcrumError as second:
         _log.warning("failure not reported", service=str(key), error=str(second))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from fulcrum_core.api import Condition, PDInstance, PDService, conditions
+from fulcrum_core.api import Condition, PDInstance, conditions
 from fulcrum_core.ports import EngineObservation, EngineState
 from fulcrum_core.values import FAILED_STARTS_MAX, FlipStrategy, Phase
 from fulcrum_operator.plan.instance_state import engine_lost, ever_served
@@ -33,12 +33,17 @@ def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDI
     )
 
 
-def with_failed_reconcile(service: PDService, cause: FailureCause, *, now_s: float) -> tuple[Condition, ...]:
-    """The service's conditions after a pass that failed before computing them: only Degraded is new."""
-    failed = true_or_false(
-        service, conditions.DEGRADED, holds=True, reason=cause.reason, message=cause.message
+def with_failed_reconcile(
+    before: tuple[Condition, ...], cause: FailureCause, *, generation: int, now_s: float
+) -> tuple[Condition, ...]:
+    """A service's conditions after a pass that failed before computing them: only Degraded is new."""
+    failed = Condition(
+        type=conditions.DEGRADED,
+        status="True",
+        reason=cause.reason,
+        message=cause.message,
+        observed_generation=generation,
     )
-    before = service.status.conditions
     others = tuple(known for known in before if known.type != conditions.DEGRADED)
     return (*others, *with_transition_times(before, (failed,), now_s=now_s))
 

@@ -152,7 +152,7 @@ def test_a_simulated_engine_has_no_model_to_fit(plan: Plan) -> None:
 
 def test_plan_refuses_an_unknown_profile_as_up_does(plan: Plan) -> None:
     code, output = plan("model: m\nengine: {type: Simulated, profile: desktop}")
-    assert (code, output.startswith("error: profile (desktop) is not one of ")) == (2, True)
+    assert (code, "spec.engine.profile (desktop) is not one of " in output) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService, Refusal
 from fulcrum_core.assignment import build_flip
-from fulcrum_core.errors import Conflict
+from fulcrum_core.errors import Conflict, Forbidden, InvalidInput
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import EngineObservation, InstanceKey
 from fulcrum_core.router_state import RouterState
@@ -19,6 +19,7 @@ from fulcrum_operator.controller.context import Problems, ReconcileContext, Serv
 from fulcrum_operator.controller.reconcile import RECHECK_S, reconcile
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
+from fulcrum_operator.plan.observed import EngineFacts
 from tests.clocks import ManualClock
 from tests.unit.operator.builders import (
     ENGINE_FACTS,
@@ -51,7 +52,7 @@ class FakeRuntime:
         self.observations[name] = engine(name, STARTING)
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
-        del self.observations[key.name]
+        self.observations.pop(key.name, None)
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
         assert namespace == KEY.namespace
@@ -66,6 +67,21 @@ class FakeRuntime:
 
     def restart(self, name: str) -> None:
         self.observations[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")
+
+
+class RefusingStore:
+    """A store that refuses to create one object; everything else goes to another store."""
+
+    def __init__(self, store: MemoryStore, refused: str) -> None:
+        self._store, self.refused = store, refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def create(self, obj: Any) -> Any:
+        if obj.metadata.name == self.refused:
+            raise Forbidden("exceeded quota")
+        return await self._store.create(obj)
 
 
 @dataclass
@@ -429,3 +445,85 @@ async def test_a_concurrent_write_of_the_assignment_is_a_conflict_and_stays(worl
     with pytest.raises(Conflict):
         await reconcile(KEY, replace(world.context, store=racing))
     assert (await world.assignment()).spec.roles["chat-3"].role is P
+
+
+async def degraded(world: World) -> tuple[str, str, str]:
+    found = {condition.type: condition for condition in (await world.service()).status.conditions}
+    return found["Degraded"].status, found["Degraded"].reason, found["Degraded"].message
+
+
+async def test_an_instance_with_invalid_engine_settings_is_named_and_stops_no_other(world: World) -> None:
+    def facts(instance: PDInstance) -> EngineFacts:
+        if instance.metadata.name == "chat-1":
+            raise InvalidInput("profile", "lapptop", "is not one of laptop")
+        return ENGINE_FACTS
+
+    world.context = replace(world.context, engine_facts=facts)
+    await world.up(instances=4)
+    assert await world.phases() == {
+        "chat-0": "Serving",
+        "chat-1": "Starting",
+        "chat-2": "Serving",
+        "chat-3": "Serving",
+    }
+    why = "chat-1: its engine is starting: profile (lapptop) is not one of laptop"
+    assert await degraded(world) == ("True", "EngineStartFailed", why)
+    world.context = replace(world.context, engine_facts=lambda _: ENGINE_FACTS)
+    await world.reconcile_until_stable()
+    world.engines.become_ready()
+    await world.reconcile_until_stable()
+    assert set((await world.phases()).values()) == {"Serving"}
+    assert (await degraded(world))[0] == "False"
+
+
+async def test_an_instance_with_invalid_engine_settings_can_be_removed(world: World) -> None:
+    def facts(instance: PDInstance) -> EngineFacts:
+        if instance.metadata.name == "chat-3":
+            raise InvalidInput("profile", "lapptop", "is not one of laptop")
+        return ENGINE_FACTS
+
+    world.context = replace(world.context, engine_facts=facts)
+    await world.up(pools=[{"name": "flex", "instances": {"min": 3, "max": 4}}])
+    await world.scale(4)
+    await world.reconcile_until_stable()
+    assert (await world.phases())["chat-3"] == "Starting"
+    await world.scale(3)
+    await world.reconcile_until_stable()
+    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2"), "Serving")
+
+
+async def test_an_unexpected_error_is_a_condition_within_one_pass_until_a_pass_succeeds(
+    world: World,
+) -> None:
+    await world.up(instances=2)
+
+    def fail(_instance: PDInstance) -> EngineFacts:
+        raise KeyError("a fault")
+
+    broken = replace(world.context, engine_facts=fail)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            await reconcile(KEY, broken)
+    why = "internal error, please report it: KeyError('a fault')"
+    assert await degraded(world) == ("True", "ReconcileFailed", why)
+    version = await world.version()
+    with pytest.raises(KeyError):
+        await reconcile(KEY, broken)
+    assert await world.version() == version, "a repeated failure is written once"
+    assert await reconcile(KEY, world.context) == 0.0, "the next pass reports the success"
+    await world.reconcile_until_stable()
+    assert (await degraded(world))[0] == "False"
+
+
+async def test_a_refused_object_is_named_and_stops_no_other(world: World) -> None:
+    store = RefusingStore(world.store, "chat-2")
+    world.context = replace(world.context, store=store)
+    await world.up(instances=4)
+    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-3"), "Serving")
+    assert await degraded(world) == ("True", "ChildRefused", "PDInstance chat-2: exceeded quota")
+    store.refused = ""
+    await world.reconcile_until_stable()
+    world.engines.become_ready()
+    await world.reconcile_until_stable()
+    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2", "chat-3"), "Serving")
+    assert (await degraded(world))[0] == "False"

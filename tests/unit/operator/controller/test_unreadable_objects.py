@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fulcrum_cluster.objects import kind_of_resource
+from fulcrum_cluster.objects import Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import ObjectMeta, PDInstance, PDService, QoSTier, Resource
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.events import Event
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
+from tests.clocks import ManualClock
+from tests.unit.operator.builders import NOW_S
 
 CHAT = ServiceKey("default", "chat")
 BAD_SERVICE = "PDService chat cannot be read: spec.model (7) is not text"
@@ -19,11 +21,29 @@ class World:
     def __init__(self) -> None:
         self.cache = ObjectCache(lambda _key: None)
         self.recorded: list[tuple[str, str, str]] = []
-        self.unreadable = UnreadableObjects(self.cache, self._record)
+        self.degraded: list[str] = []
+        """Messages that were written into the condition Degraded."""
+        api: Any = self
+        self.unreadable = UnreadableObjects(
+            self.cache, self._record, api, ManualClock(NOW_S), is_leader=lambda: True
+        )
         self._version = 0
 
     async def _record(self, about: ObjectMeta, events: Sequence[Event]) -> None:
         self.recorded += [(about.uid, event.reason, event.message) for event in events]
+
+    async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Object:
+        known = {"type": "Ready", "status": "True", "reason": "InstancesServing"}
+        return {"metadata": {"name": name, "namespace": namespace}, "status": {"conditions": [known]}}
+
+    async def patch(
+        self, _kind: ObjectKind, _name: str, patch: Object, *, namespace: str, subresource: str
+    ) -> Object:
+        assert (namespace, subresource) == ("default", "status")
+        ready, degraded = patch["status"]["conditions"]
+        assert (ready["type"], degraded["type"], degraded["status"]) == ("Ready", "Degraded", "True")
+        self.degraded.append(degraded["message"])
+        return patch
 
     def put(self, kind: type[Resource], name: str, **spec: Any) -> None:
         self._version += 1
@@ -44,6 +64,7 @@ async def test_an_unreadable_service_blocks_reconcile_and_is_reported_once() -> 
     world.put(PDService, "chat", model=7)
     assert [await world.unreadable.blocks_reconcile(CHAT) for _ in range(2)] == [True, True]
     assert world.recorded == [("u-chat", "ObjectUnreadable", BAD_SERVICE)]
+    assert world.degraded == [f"{BAD_SERVICE}; the service is not changed until this is repaired"]
     world.put(PDService, "chat", model="m")
     assert not await world.unreadable.blocks_reconcile(CHAT)
 
