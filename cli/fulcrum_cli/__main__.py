@@ -62,7 +62,7 @@ def play(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay a recorded workload: CSV (or gzip) of arrival_s, input_tokens, output_tokens."
+            help="Replay a recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen."
         ),
     ] = None,
     speed: Annotated[float, typer.Option(help="Replay the recording this many times faster.")] = 1.0,

@@ -22,7 +22,7 @@ from fulcrum_simulator.bounds import (
     find_prefill_burst_rate,
     mean_rate,
 )
-from fulcrum_simulator.workload import WorkloadRequest, load_trace
+from fulcrum_simulator.workload import Recording, WorkloadRequest, load_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,15 @@ def run(
     if not 0 < attainment <= 100:
         raise InvalidInput("--attainment", attainment, "must be above 0 and at most 100")
     interval_s = parse_duration_s("--resplit", resplit)
-    requests = load_trace(trace)
+    recording = load_recording(trace)
+    requests = recording.requests
     rows = _compute_rows(requests, fleet, attainment=attainment / 100)
     if interval_s is not None:
         rows += _compute_split_rows(requests, fleet, attainment=attainment / 100, interval_s=interval_s)
     if output_format is None:
-        print("\n".join(_format_table(rows, requests, fleet, attainment=attainment)))
+        print("\n".join(_format_table(rows, recording, fleet, attainment=attainment)))
     else:
-        print(render_document(_dump(rows, requests, fleet, attainment=attainment), output_format))
+        print(render_document(_dump(rows, recording, fleet, attainment=attainment), output_format))
 
 
 def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> Fleet:
@@ -124,12 +125,13 @@ def _compute_split_rows(
 
 
 def _format_table(
-    rows: Sequence[_Row], requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
+    rows: Sequence[_Row], recording: Recording, fleet: Fleet, *, attainment: float
 ) -> list[str]:
-    slo = fleet.slo
+    slo, requests = fleet.slo, recording.requests
+    failed = f", {recording.failed:,} that failed left out" if recording.failed else ""
     return [
-        f"{len(requests):,} requests, {mean_rate(requests):.3g} a second as recorded; "
-        f"{fleet.instances} × {fleet.profile.name}",
+        f"{len(requests):,} requests{failed} ({recording.layout} layout), "
+        f"{mean_rate(requests):.3g} a second as recorded; {fleet.instances} × {fleet.profile.name}",
         f"{attainment:g} % within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)}",
         "",
         *format_columns(
@@ -150,11 +152,14 @@ def _format_rate(rate_rps: float) -> str:
     return f"{rate_rps:.3g}" if math.isfinite(rate_rps) else "none"
 
 
-def _dump(
-    rows: Sequence[_Row], requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
-) -> dict[str, Any]:
+def _dump(rows: Sequence[_Row], recording: Recording, fleet: Fleet, *, attainment: float) -> dict[str, Any]:
     return {
-        "workload": {"requests": len(requests), "ratePerSecond": mean_rate(requests)},
+        "workload": {
+            "layout": recording.layout,
+            "requests": len(recording.requests),
+            "failed": recording.failed,
+            "ratePerSecond": mean_rate(recording.requests),
+        },
         "instances": fleet.instances,
         "profile": fleet.profile.name,
         "slo": {"ttftSeconds": fleet.slo.ttft_s, "tpotSeconds": fleet.slo.tpot_s},

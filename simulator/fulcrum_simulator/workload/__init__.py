@@ -17,7 +17,7 @@ from fulcrum_simulator.workload.generated import (
     generate_moving,
     generate_steady,
 )
-from fulcrum_simulator.workload.recorded import load_trace
+from fulcrum_simulator.workload.recorded import Recording, load_recording, load_trace
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
 from fulcrum_simulator.workload.transforms import (
     alternate_workloads,
@@ -38,6 +38,7 @@ __all__ = [
     "LengthLimit",
     "MixPeriod",
     "OverlongRequests",
+    "Recording",
     "TrafficMix",
     "WorkloadPhase",
     "WorkloadRequest",
@@ -46,6 +47,7 @@ __all__ = [
     "generate_moving",
     "generate_steady",
     "jitter_arrivals",
+    "load_recording",
     "load_trace",
     "repeat_until",
     "scale_rate",

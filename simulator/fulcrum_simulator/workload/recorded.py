@@ -1,111 +1,100 @@
-"""Loads recorded workloads: CSV files, plain or gzip, one request per row, sorted by arrival.
+"""Loads recorded workloads, in our own layout or in a published one (see `layouts`).
 
-Columns: `arrival_s`, `input_tokens`, `output_tokens`, and optionally `prefix_hash_ids` (space-separated block
-ids) and `tenant`. A file with one invalid row is rejected as a whole: leaving rows out would distort every
-measurement.
+A file with one invalid request is rejected as a whole: leaving requests out would distort every measurement.
+The one exception are requests that a publisher marks as failed.
 """
 
-import csv
-import gzip
-import io
 import math
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.workload.layouts import Layout
+from fulcrum_simulator.workload.record_files import Cell, Record, open_records
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
-REQUIRED_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+REQUESTS_MAX = 6_000_000
+"""Most requests of a file; they take about a gigabyte of memory."""
 
 
-class _Cell(NamedTuple):
-    """One value of the file and its position."""
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The requests of a file, in its order, and the name of its layout.
 
-    path: Path
-    row: int
-    column: str
-    text: str
+    `failed` counts the requests that the publisher marked as failed; they are left out.
+    """
 
-    def make_error(self, rule: str) -> InvalidInput:
-        return InvalidInput(f"{self.path} row {self.row} {self.column}", self.text or "empty", rule)
+    layout: str
+    requests: tuple[WorkloadRequest, ...]
+    failed: int
 
 
 def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
-    """Load all requests of a file, in its order.
+    """Load all requests of a file, in its order; see `load_recording`."""
+    return load_recording(path).requests
+
+
+def load_recording(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Recording:
+    """Load a file. Arrivals in a published layout become seconds since the first request.
 
     Raises:
-        InvalidInput: naming the file, the row (1 is the first after the header), the column and the rule.
+        InvalidInput: naming the file, the line, the field, the value and the rule.
     """
     path = Path(path)
-    rows = csv.DictReader(io.StringIO(_read_text(path), newline=""), strict=True)
-    try:
-        _check_header(path, rows.fieldnames or ())
-        requests = tuple(_parse_requests(path, rows))
-    except csv.Error as error:
-        raise InvalidInput(f"{path} line {rows.line_num + 1}", error, "must be CSV") from error
+    with open_records(path) as (layout, records):
+        reader = _RequestReader(layout, requests_max)
+        requests = tuple(reader.read(records))
     if not requests:
         raise InvalidInput(str(path), "0 requests", "must hold at least one request")
-    return requests
+    return Recording(layout.name, requests, reader.failed)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        raw = path.read_bytes()
-        return (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
-    except FileNotFoundError:
-        raise InvalidInput(str(path), "missing", "must be a file that exists") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise InvalidInput(
-            str(path), _first_line(error), "must be a readable CSV file, plain or gzip"
-        ) from error
+class _RequestReader:
+    """Turns the records of one file into requests, and checks them and their order."""
+
+    def __init__(self, layout: Layout, requests_max: int) -> None:
+        self.failed = 0
+        self._layout, self._requests_max = layout, requests_max
+        self._first_s: float | None = None if layout.counts_from_first else 0.0
+        self._previous_s = 0.0
+
+    def read(self, records: Iterator[Record]) -> Iterator[WorkloadRequest]:
+        """Yield the requests; those that failed are counted instead."""
+        for number, record in enumerate(records, start=1):
+            if number > self._requests_max:
+                rule = f"is above the limit of {self._requests_max} requests"
+                raise InvalidInput(record.place, number, rule)
+            arrival_s = self._read_arrival(record.cell(self._layout.arrival))
+            if self._layout.failed_have_no_output and record.cell(self._layout.output).text == "0":
+                self.failed += 1
+                continue
+            yield WorkloadRequest(
+                arrival_s=arrival_s,
+                input_tokens=_read_tokens(record.cell(self._layout.input)),
+                output_tokens=_read_tokens(record.cell(self._layout.output)),
+                prefix_hash_ids=_read_ids(record.cell(self._layout.hash_ids)),
+                tenant=record.cell(self._layout.tenant).text or None,
+            )
+
+    def _read_arrival(self, cell: Cell) -> float:
+        try:
+            read_s = self._layout.read_arrival_s(cell.text)
+        except (ValueError, OverflowError):
+            read_s = math.nan
+        if not math.isfinite(read_s):
+            raise cell.make_error(f"must be {self._layout.arrival_is}")
+        if self._first_s is None:
+            self._first_s = self._previous_s = read_s
+        if read_s < 0 and not self._layout.counts_from_first:
+            raise cell.make_error("must not be negative")
+        if read_s < self._previous_s:
+            raise cell.make_error("must not be earlier than the request before")
+        self._previous_s = read_s
+        return read_s - self._first_s
 
 
-def _first_line(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text).splitlines()[0].lower()
-
-
-def _check_header(path: Path, columns: Sequence[str]) -> None:
-    for column in REQUIRED_COLUMNS:
-        if column not in columns:
-            found = ", ".join(columns) or "an empty header"
-            raise InvalidInput(f"{path} header", found, f"must hold the column {column}")
-
-
-def _parse_requests(path: Path, rows: Iterator[Mapping[str, str | None]]) -> Iterator[WorkloadRequest]:
-    previous_s = 0.0
-    for number, row in enumerate(rows, start=1):
-        arrival = _Cell(path, number, "arrival_s", row["arrival_s"] or "")
-        arrival_s = _parse_arrival(arrival)
-        if arrival_s < previous_s:
-            raise arrival.make_error(f"must not be earlier than the row before ({previous_s:g} s)")
-        previous_s = arrival_s
-        yield WorkloadRequest(
-            arrival_s=arrival_s,
-            input_tokens=_parse_tokens(_Cell(path, number, "input_tokens", row["input_tokens"] or "")),
-            output_tokens=_parse_tokens(_Cell(path, number, "output_tokens", row["output_tokens"] or "")),
-            prefix_hash_ids=_parse_ids(
-                _Cell(path, number, "prefix_hash_ids", row.get("prefix_hash_ids") or "")
-            ),
-            tenant=row.get("tenant") or None,
-        )
-
-
-def _parse_arrival(cell: _Cell) -> float:
-    try:
-        arrival_s = float(cell.text)
-    except ValueError:
-        raise cell.make_error("must be a number of seconds") from None
-    if not math.isfinite(arrival_s):
-        raise cell.make_error("must be a finite number of seconds")
-    if arrival_s < 0:
-        raise cell.make_error("must not be negative")
-    return arrival_s
-
-
-def _parse_tokens(cell: _Cell) -> int:
+def _read_tokens(cell: Cell) -> int:
     try:
         tokens = int(cell.text)
     except ValueError:
@@ -115,8 +104,9 @@ def _parse_tokens(cell: _Cell) -> int:
     return tokens
 
 
-def _parse_ids(cell: _Cell) -> tuple[int, ...]:
+def _read_ids(cell: Cell) -> tuple[int, ...]:
+    values = cell.value if isinstance(cell.value, list) else cell.text.split()
     try:
-        return tuple(map(int, cell.text.split()))
-    except ValueError:
-        raise cell.make_error("must be space-separated whole numbers") from None
+        return tuple(int(value) for value in values)
+    except (ValueError, TypeError):
+        raise cell.make_error("must be whole numbers") from None

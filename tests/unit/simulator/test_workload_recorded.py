@@ -9,6 +9,11 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.workload import WorkloadRequest, load_trace
 
 HEADER = "arrival_s,input_tokens,output_tokens"
+KNOWN_LAYOUTS = (
+    "must hold the fields of one of these layouts: Fulcrum: arrival_s, input_tokens, output_tokens; "
+    "Azure: TIMESTAMP, ContextTokens, GeneratedTokens; BurstGPT: Timestamp, Request tokens, Response tokens; "
+    "ServeGen: timestamp, input_tokens, output_tokens"
+)
 
 
 def write_trace(folder: Path, *lines: str) -> Path:
@@ -49,81 +54,84 @@ def test_columns_may_be_in_any_order_and_optional_ones_are_kept(tmp_path: Path) 
     [
         pytest.param(
             ("arrival_s,input_tokens", "0,1"),
-            "header",
+            ":1",
             "arrival_s, input_tokens",
-            "must hold the column output_tokens",
+            "must hold the field output_tokens of the Fulcrum layout",
             id="a missing column",
         ),
-        pytest.param((), "header", "an empty header", "must hold the column arrival_s", id="an empty file"),
+        pytest.param((), ":1", "empty", KNOWN_LAYOUTS, id="an empty file"),
+        pytest.param(
+            ("0,1.0,0.8,Gamma,2.0,300",), ":1", "0, 1.0, 0.8, Gamma, 2.0, 300", KNOWN_LAYOUTS, id="rates"
+        ),
         pytest.param((HEADER,), "", "0 requests", "must hold at least one request", id="no rows"),
         pytest.param(
             (HEADER, "0,1,1", "nan,1,1"),
-            "row 2 arrival_s",
+            ":3 arrival_s",
             "nan",
             "must be a finite number of seconds",
             id="NaN time",
         ),
         pytest.param(
             (HEADER, "inf,1,1"),
-            "row 1 arrival_s",
+            ":2 arrival_s",
             "inf",
             "must be a finite number of seconds",
             id="infinite time",
         ),
-        pytest.param((HEADER, "-1,1,1"), "row 1 arrival_s", "-1", "must not be negative", id="negative time"),
+        pytest.param((HEADER, "-1,1,1"), ":2 arrival_s", "-1", "must not be negative", id="negative time"),
         pytest.param(
             (HEADER, "1,1,1", "0.5,1,1"),
-            "row 2 arrival_s",
+            ":3 arrival_s",
             "0.5",
-            "must not be earlier than the row before (1 s)",
+            "must not be earlier than the request before",
             id="unsorted times",
         ),
         pytest.param(
             (HEADER, "0,nan,1"),
-            "row 1 input_tokens",
+            ":2 input_tokens",
             "nan",
             "must be a whole number of tokens",
             id="NaN length",
         ),
         pytest.param(
-            (HEADER, "0,-4,1"), "row 1 input_tokens", "-4", "must be at least 1 token", id="negative prompt"
+            (HEADER, "0,-4,1"), ":2 input_tokens", "-4", "must be at least 1 token", id="negative prompt"
         ),
         pytest.param(
-            (HEADER, "0,1,-4"), "row 1 output_tokens", "-4", "must be at least 1 token", id="negative answer"
+            (HEADER, "0,1,-4"), ":2 output_tokens", "-4", "must be at least 1 token", id="negative answer"
         ),
         pytest.param(
             (HEADER, "0,1,2.5"),
-            "row 1 output_tokens",
+            ":2 output_tokens",
             "2.5",
             "must be a whole number of tokens",
             id="half a token",
         ),
         pytest.param(
             (HEADER, "0,1"),
-            "row 1 output_tokens",
+            ":2 output_tokens",
             "empty",
             "must be a whole number of tokens",
             id="truncated row",
         ),
         pytest.param(
             (HEADER, "0,1,1", '1,1,"1'),
-            "line 3",
+            ":3",
             "unexpected end of data",
             "must be CSV",
             id="an unclosed quote",
         ),
         pytest.param(
             (HEADER, f"0,1,{'1' * 200_000}"),
-            "line 2",
+            ":2",
             "field larger than field limit (131072)",
             "must be CSV",
             id="a value longer than the CSV limit",
         ),
         pytest.param(
             (HEADER + ",prefix_hash_ids", "0,1,1,1 x"),
-            "row 1 prefix_hash_ids",
+            ":2 prefix_hash_ids",
             "1 x",
-            "must be space-separated whole numbers",
+            "must be whole numbers",
             id="a block id that is not a number",
         ),
     ],
@@ -135,7 +143,7 @@ def test_an_invalid_file_is_rejected_with_place_value_and_rule(
     path.touch()
     with pytest.raises(InvalidInput) as caught:
         load_trace(path)
-    assert str(caught.value) == f"{path}{' ' if place else ''}{place} ({value}) {rule}"
+    assert str(caught.value) == f"{path}{place} ({value}) {rule}"
 
 
 def test_the_error_of_a_missing_file_names_it(tmp_path: Path) -> None:
@@ -151,6 +159,6 @@ def test_the_error_of_a_missing_file_names_it(tmp_path: Path) -> None:
 def test_a_file_that_is_not_csv_is_rejected_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "trace.csv.gz"
     path.write_bytes(content)
-    with pytest.raises(InvalidInput, match="must be a readable CSV file, plain or gzip") as caught:
+    with pytest.raises(InvalidInput, match="must be a readable text file, plain or gzip") as caught:
         load_trace(path)
     assert "\n" not in str(caught.value)

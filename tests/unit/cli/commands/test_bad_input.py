@@ -106,7 +106,9 @@ def test_a_profile_under_its_physical_floor_is_refused(refused: Cli, tmp_path: P
     ("rows", "expected"),
     [
         pytest.param(
-            "arrival_s,input_tokens\n0,1\n", "must hold the column output_tokens", id="a missing column"
+            "arrival_s,input_tokens\n0,1\n",
+            "must hold the field output_tokens of the Fulcrum layout",
+            id="a missing column",
         ),
         pytest.param(
             "arrival_s,input_tokens,output_tokens\nnan,1,1\n", "must be a finite number of seconds", id="NaN"
@@ -118,7 +120,7 @@ def test_a_profile_under_its_physical_floor_is_refused(refused: Cli, tmp_path: P
         ),
         pytest.param(
             "arrival_s,input_tokens,output_tokens\n2,1,1\n1,1,1\n",
-            "must not be earlier than the row before (2 s)",
+            "must not be earlier than the request before",
             id="unsorted times",
         ),
     ],

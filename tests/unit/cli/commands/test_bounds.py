@@ -32,7 +32,7 @@ def test_the_table_names_the_workload_each_bound_and_the_lowest(bounds: Bounds) 
     assert bounds() == (
         0,
         """\
-50 requests, 1.02 a second as recorded; 2 × laptop
+50 requests (Fulcrum layout), 1.02 a second as recorded; 2 × laptop
 90 % within TTFT 3.00 s and TPOT 100 ms
 
 BOUND       REQUESTS/S   WHAT LIMITS
