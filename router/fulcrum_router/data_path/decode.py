@@ -185,6 +185,8 @@ class DecodeLeg(Completion[None]):
                 self._abort(Failure.ABORTED, "the engine ended the stream before its first token")
             else:
                 self._buffered = data + self._buffered
+                if len(self._buffered) > MAX_BUFFERED_CHUNK_BYTES:
+                    self._abort(Failure.MALFORMED, "the stream began with too much that is no token")
             return
         if EMPTY_CHOICES in data and not self._mid_chunk:
             data = self._take_usage(data)
@@ -230,10 +232,14 @@ class DecodeLeg(Completion[None]):
 
     def _collect(self, data: bytes) -> None:
         """Buffer a JSON response up to its end; above the limit send it on (a 5xx is never sent)."""
-        self._body_parts.append(data)
         self._body_bytes += len(data)
         assert self.head is not None
-        if self._body_bytes > MAX_BUFFERED_BODY_BYTES and self.head.status < 500 and self._withheld is None:
+        if self.head.status >= 500:
+            if self._body_bytes > MAX_BUFFERED_BODY_BYTES:
+                self._abort(Failure.STATUS, f"the engine returned status {self.head.status}")
+            return
+        self._body_parts.append(data)
+        if self._body_bytes > MAX_BUFFERED_BODY_BYTES and self._withheld is None:
             if self._needs_lease_check():
                 self._withheld = []
                 self._request_lease_check(pause_reading=True)

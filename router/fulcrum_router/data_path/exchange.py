@@ -277,7 +277,7 @@ class Exchange:
         try:
             connection = pool.take_idle()
             if connection is None:
-                connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
+                connection = await pool.open(timeouts.connect_s)
             while True:
                 leg = self._start_leg(connection, entry, fulcrum_headers, instance, cache_salt, transfer)
                 first_byte_s, idle_s = timeouts.first_byte_s, timeouts.idle_s
@@ -289,7 +289,7 @@ class Exchange:
                         raise
                     # The engine closed its idle connection: not a failure. A fresh one cannot lose this race,
                     # so the loop runs at most twice.
-                    connection = await run_in_asyncio_task(pool.connect(timeouts.connect_s))
+                    connection = await pool.open(timeouts.connect_s)
                     continue
                 except asyncio.CancelledError:
                     if not leg.connection_returned:

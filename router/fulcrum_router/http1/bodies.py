@@ -37,13 +37,15 @@ _COUNTED_FIELDS = frozenset({"stream", "stream_options", "max_tokens", "max_comp
 _REASON_FIELDS = frozenset({"prompt_embeds", "n", "best_of", "use_beam_search", "prompt_logprobs", "echo"})
 """Fields that may be the reason for a local prefill."""
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
-_REQUIRED_KV_TRANSFER_PARAMS = (
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-)
+_REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
+    "remote_block_ids": list,
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_host": str,
+    "remote_port": int,
+}
+MAX_PROMPT_TOKENS = 1_000_000_000
+"""A larger count in an engine's usage is not believed."""
 
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
@@ -175,30 +177,45 @@ def parse_prefill_response(body: bytes, host: str) -> PrefillResponse:
         return PrefillResponse(None, PrefillProblem.NOT_JSON, None)
     usage = response.get("usage")
     tokens = usage.get("prompt_tokens") if type(usage) is dict else None
-    tokens = tokens if type(tokens) is int and tokens > 0 else None
+    tokens = tokens if type(tokens) is int and 0 < tokens <= MAX_PROMPT_TOKENS else None
     cached = _read_cached_tokens(usage)
     params = response.get("kv_transfer_params")
     if type(params) is not dict:
         aborted = _is_aborted(response)
         problem = PrefillProblem.ABORTED if aborted else PrefillProblem.NO_KV_TRANSFER_PARAMS
         return PrefillResponse(None, problem, tokens, cached)
-    if None in map(params.get, _REQUIRED_KV_TRANSFER_PARAMS) or params.get("do_remote_prefill") is not True:
+    dumped = _dump_params(params)
+    if dumped is None:
         return PrefillResponse(None, PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS, tokens, cached)
     if params["remote_host"] != host:
         return PrefillResponse(None, PrefillProblem.WRONG_REMOTE_HOST, tokens, cached)
+    return PrefillResponse(dumped, None, tokens, cached)
+
+
+def _dump_params(params: dict[str, Any]) -> bytes | None:
+    """The parameters for the decode leg; None if a decode engine cannot use them: they would end it."""
+    if params.get("do_remote_prefill") is not True:
+        return None
+    if any(type(params.get(name)) is not kind for name, kind in _REQUIRED_KV_TRANSFER_PARAMS.items()):
+        return None
     params.pop("remote_prefill_cached_tokens", None)
-    return PrefillResponse(orjson.dumps(params), None, tokens, cached)
+    try:
+        return orjson.dumps(params)
+    except TypeError:  # nested too deep
+        return None
 
 
 def _read_cached_tokens(usage: object) -> int:
     details = usage.get("prompt_tokens_details") if type(usage) is dict else None
     cached = details.get("cached_tokens") if type(details) is dict else None
-    return cached if type(cached) is int and cached > 0 else 0
+    return cached if type(cached) is int and 0 < cached <= MAX_PROMPT_TOKENS else 0
 
 
 def _is_aborted(response: dict[str, Any]) -> bool:
     choices = response.get("choices")
-    return bool(choices) and type(choices) is list and choices[0].get("finish_reason") == "abort"
+    if type(choices) is not list or not choices or type(choices[0]) is not dict:
+        return False
+    return bool(choices[0].get("finish_reason") == "abort")
 
 
 def build_decode_body(

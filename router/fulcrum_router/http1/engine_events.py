@@ -18,9 +18,9 @@ ABORT = b'"abort"'
 """Cheap test before `ABORT_PATTERN`."""
 ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d+)')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
 _MAX_USAGE_BYTES = 1024
 
 

@@ -1,18 +1,29 @@
 """HTTP/1.1 framing of engine responses: enough to forward a response without decoding it.
 
+Clients parse the same bytes, so what two parsers could read in two ways is refused: line ends without a
+carriage return, a repeated length, chunk sizes that are not plain hexadecimal digits.
+
 `parse_head` reads the head once. `ChunkScanner` finds the end of the body and of each whole chunk, so that
 an error event can be inserted between two chunks when an engine dies. Sockets are `upstream`'s.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 MAX_HEAD_BYTES = 65_536
 MAX_SIZE_LINE_BYTES = 4_096
+MAX_TRAILER_BYTES = 8_192
 CHUNKED = -1
 UNTIL_CLOSE = -2
 """Special values of `ResponseHead.length`. Integers below zero: the length is compared on every read."""
+
+_HEAD = re.compile(
+    rb"HTTP/1\.[01] [1-5][0-9]{2}(?: [^\r\n\0]*)?\r\n(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\r\n\0]*\r\n)*\r\n"
+)
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[^\r\n\0]*)?\r")
 
 _HOP_BY_HOP = (
     b"connection:",
@@ -51,12 +62,12 @@ def parse_head(raw: bytes) -> ResponseHead:
     """Parse a head, empty line included.
 
     Raises:
-        FramingError: if the status or the length cannot be read, or both a length and chunks are announced.
+        FramingError: if a line is malformed, the length cannot be read, or both a length and chunks are
+            announced.
     """
-    lowered = raw.lower()
-    if not lowered.startswith(b"http/1.") or not raw[9:12].isdigit():
-        raise FramingError(f"not an HTTP/1.x status line: {raw[:40]!r}")
-    status = int(raw[9:12])
+    if _HEAD.fullmatch(raw) is None:
+        raise FramingError(f"not the head of an HTTP/1.x response: {raw[:40]!r}")
+    lowered, status = raw.lower(), int(raw[9:12])
     keep_alive = lowered.startswith(b"http/1.1")
     connection = _header_value(lowered, b"\r\nconnection:")
     if connection:
@@ -77,19 +88,19 @@ def _drop_hop_by_hop(raw: bytes) -> tuple[bytes, bytes]:
 
 
 def _body_length(lowered: bytes, status: int) -> int:
-    if status in (204, 304) or status < 200:
-        return 0
     length = _header_value(lowered, b"\r\ncontent-length:")
     encoding = _header_value(lowered, b"\r\ntransfer-encoding:")
-    if encoding:
-        if encoding != b"chunked" or length is not None:
-            raise FramingError("transfer-encoding other than chunked, or with a content-length")
-        return CHUNKED
-    if length is None:
-        return UNTIL_CLOSE
-    if not length.isdigit():
+    if encoding is not None and (encoding != b"chunked" or length is not None):
+        raise FramingError("transfer-encoding other than chunked, or with a content-length")
+    if length is not None and _LENGTH.fullmatch(length) is None:
         raise FramingError(f"content-length {length[:20]!r}")
-    return int(length)
+    if status in (204, 304) or status < 200:
+        if encoding is not None:
+            raise FramingError(f"chunks in a response with status {status}")
+        return 0
+    if encoding is not None:
+        return CHUNKED
+    return UNTIL_CLOSE if length is None else int(length)
 
 
 def _header_value(lowered: bytes, name: bytes) -> bytes | None:
@@ -97,18 +108,21 @@ def _header_value(lowered: bytes, name: bytes) -> bytes | None:
     if start < 0:
         return None
     start += len(name)
+    if lowered.find(name, start) >= 0:
+        raise FramingError(f"repeated header {name.strip().decode()}")
     return lowered[start : lowered.index(b"\r\n", start)].strip()
 
 
 class ChunkScanner:
     """Finds the ends of chunks in a body that is read in arbitrary pieces."""
 
-    __slots__ = ("_in_trailers", "_partial_line", "_remaining_bytes", "done")
+    __slots__ = ("_in_trailers", "_partial_line", "_remaining_bytes", "_trailer_bytes", "done")
 
     def __init__(self) -> None:
         self._remaining_bytes = 0  # of the current chunk, its CRLF included
         self._partial_line = b""  # beginning of a size line or trailer
         self._in_trailers = False
+        self._trailer_bytes = 0
         self.done = False
 
     def feed(self, data: bytes) -> int:
@@ -117,9 +131,12 @@ class ChunkScanner:
         At the end of the body `done` is set, and the offset is that of the end of the body.
 
         Raises:
-            FramingError: if a chunk size cannot be read.
+            FramingError: if a chunk size cannot be read, a chunk does not end after it, or trailers are too
+                long.
         """
-        size, position, boundary = len(data), self._remaining_bytes, 0
+        size, position = len(data), self._remaining_bytes
+        if position:
+            _check_chunk_end(data, position)
         if position > size:
             self._remaining_bytes = position - size
             return 0
@@ -127,15 +144,13 @@ class ChunkScanner:
         while position < size:
             end = data.find(b"\n", position)
             if end < 0:
-                self._partial_line += data[position:]
-                if len(self._partial_line) > MAX_SIZE_LINE_BYTES:
-                    raise FramingError("chunk size line too long")
+                self._keep_partial_line(data[position:])
                 break
             line = data[position:end]
             if self._partial_line:
                 line, self._partial_line = self._partial_line + line, b""
             if self._in_trailers:
-                if not line.strip():
+                if self._read_trailer(line):
                     self.done = True
                     self._remaining_bytes = 0
                     return end + 1
@@ -148,28 +163,43 @@ class ChunkScanner:
                 continue
             position = end + 3 + length  # after the newline, the content and its CRLF
             if position > size:
+                _check_chunk_end(data, position)
                 self._remaining_bytes = position - size
                 return boundary
+            if data[position - 2 : position] != b"\r\n":
+                raise FramingError("a chunk does not end where its size says")
             boundary = position
         self._remaining_bytes = 0
         return boundary
 
+    def _keep_partial_line(self, beginning: bytes) -> None:
+        self._partial_line += beginning
+        if len(self._partial_line) > MAX_SIZE_LINE_BYTES:
+            raise FramingError("chunk size line or trailer too long")
 
+    def _read_trailer(self, line: bytes) -> bool:
+        """Read a line of the trailers; return whether it is the empty line after them."""
+        self._trailer_bytes += len(line)
+        if not line.endswith(b"\r") or self._trailer_bytes > MAX_TRAILER_BYTES:
+            raise FramingError("trailers that are malformed or too long")
+        return line == b"\r"
+
+
+def _check_chunk_end(data: bytes, position: int) -> None:
+    """Check as much of the CRLF before `position`, the end of a chunk, as there is in `data`."""
+    start = position - 2
+    expected = b"\r\n" if start >= 0 else b"\n"
+    there = data[max(0, start) : position]
+    if not expected.startswith(there):
+        raise FramingError("a chunk does not end where its size says")
+
+
+@lru_cache(maxsize=1024)  # a stream's chunks have few sizes
 def _parse_chunk_size(line: bytes) -> int:
-    try:
-        size = int(line, 16)
-    except ValueError:
-        size = _parse_extended_size(line)
-    if size < 0:
+    found = _CHUNK_SIZE.fullmatch(line)
+    if found is None:
         raise FramingError(f"chunk size {line[:20]!r}")
-    return size
-
-
-def _parse_extended_size(line: bytes) -> int:
-    try:
-        return int(line.partition(b";")[0], 16)
-    except ValueError:
-        raise FramingError(f"chunk size {line[:20]!r}") from None
+    return int(found[1], 16)
 
 
 def dechunk(framed: bytes) -> bytes:

@@ -6,7 +6,7 @@ coroutine awaits `Completion`s only; it runs asyncio coroutines with `run_in_asy
 """
 
 import asyncio
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -83,22 +83,32 @@ class InlineTask:
         completion.set_waiter(self)
 
 
-async def run_in_asyncio_task(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Called in an inline task: run an asyncio coroutine and return its result."""
+async def run_in_asyncio_task(
+    coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object] | None = None
+) -> T:
+    """Called in an inline task: run an asyncio coroutine and return its result.
+
+    `discard` is called with a result that the caller does not get, because the caller was cancelled in the
+    turn of the event loop in which the coroutine returned.
+    """
     completion: Completion[T] = Completion()
+    abandoned = False
 
     def done(task: asyncio.Task[T]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
             completion.set_exception(error)
-        else:
+        elif not abandoned:
             completion.set_result(task.result())
+        elif discard is not None:
+            discard(task.result())
 
     task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(done)
     try:
         return await completion
     finally:
+        abandoned = True
         task.cancel()
 
 

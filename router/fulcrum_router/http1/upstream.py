@@ -30,6 +30,8 @@ REUSE_RACE_S = 0.05
 """If a reused connection closes this soon after a request was sent, the engine has not read the request."""
 SMALL_BODY_BYTES = 16_384
 """Below this size, copying head and body into one write is cheaper than `writelines`."""
+MAX_INTERIM_RESPONSES = 8
+"""Responses such as `100 Continue` before the response itself."""
 MAX_RESPONSE_BYTES = 8 * 1024 * 1024
 """Limit of a response that is buffered whole."""
 
@@ -73,6 +75,7 @@ class EngineConnection(asyncio.Protocol):
         "_buffer",
         "_head",
         "_idle_timeout_s",
+        "_interim_responses",
         "_paused_at_s",
         "_pool",
         "_received_data",
@@ -98,7 +101,7 @@ class EngineConnection(asyncio.Protocol):
     def _clear(self) -> None:
         self._buffer = b""
         self._head: ResponseHead | None = None
-        self._remaining_bytes = 0
+        self._remaining_bytes = self._interim_responses = 0
         self._scanner: ChunkScanner | None = None
         self._received_data = False
         self._paused_at_s: float | None = None
@@ -118,7 +121,8 @@ class EngineConnection(asyncio.Protocol):
     ) -> None:
         """Send a request; `handler` receives the response.
 
-        The engine has `first_byte_timeout_s` for the first byte, then `idle_timeout_s` between two reads.
+        The engine has `first_byte_timeout_s` for the head of the response, then `idle_timeout_s` between two
+        reads; 0: the first time is for the whole response.
         """
         assert self.transport is not None
         self.handler = handler
@@ -126,6 +130,9 @@ class EngineConnection(asyncio.Protocol):
         self._idle_timeout_s = idle_timeout_s
         self.sent_s = now = time.monotonic()
         self.deadline_s = now + first_byte_timeout_s
+        if self.transport.is_closing():  # closed while the caller waited for the connection
+            self._fail(Failure.CLOSED, "the engine closed the connection")
+            return
         self._pool.busy.add(self)
         if len(body) < SMALL_BODY_BYTES:
             self.transport.write(head + body)
@@ -168,21 +175,29 @@ class EngineConnection(asyncio.Protocol):
         """Read the head; return the bytes that follow it (none while the head is incomplete)."""
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
-        end = data.find(b"\r\n\r\n") + 4
-        if end < 4:
-            if len(data) > MAX_HEAD_BYTES:
+        while True:
+            end = data.find(b"\r\n\r\n") + 4
+            if max(end, len(data) if end < 4 else 0) > MAX_HEAD_BYTES:
                 raise FramingError(f"response head longer than {MAX_HEAD_BYTES} bytes")
-            self._buffer = data
-            return b""
-        head = parse_head(data[:end])
-        if head.status < 200:
-            return self._read_head(handler, data[end:])  # an interim response such as 100 Continue
+            if end < 4:
+                self._buffer = data
+                return b""
+            head = parse_head(data[:end])
+            if head.status >= 200:
+                break
+            self._skip_interim_response(head)
+            data = data[end:]
         self._head = head
         self._remaining_bytes = head.length
         if head.length == CHUNKED:
             self._scanner = ChunkScanner()
         handler.on_head(head)
         return data[end:]
+
+    def _skip_interim_response(self, head: ResponseHead) -> None:
+        self._interim_responses += 1
+        if head.status == 101 or self._interim_responses > MAX_INTERIM_RESPONSES:
+            raise FramingError(f"unexpected response with status {head.status}")
 
     def _read_body(self, handler: ResponseHandler, data: bytes) -> None:
         scanner = self._scanner
@@ -255,14 +270,16 @@ class EngineConnection(asyncio.Protocol):
         return self.reused and received_nothing and time.monotonic() - self.sent_s < REUSE_RACE_S
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the leg if its deadline has passed; data read since the last check extends the deadline.
+        """Fail the leg if its deadline has passed; bytes of the body since the last check extend it.
 
-        Time in which nothing is read does not count: the client is slow then, not the engine.
+        A head that comes in small pieces extends nothing. Time in which nothing is read does not count: the
+        client is slow then, not the engine.
         """
-        if self._received_data:
-            self._received_data = False
-            self.deadline_s = now_s + self._idle_timeout_s
+        received, self._received_data = self._received_data, False
+        if received:
             self._pool.last_data_s = now_s
+        if received and self._idle_timeout_s and self._head is not None:
+            self.deadline_s = now_s + self._idle_timeout_s
         elif now_s >= self.deadline_s and self._paused_at_s is None:
             handler = self.handler
             if handler is not None:
@@ -312,6 +329,11 @@ class ConnectionPool:
         self.last_data_s = 0.0
         """When the endpoint last sent data, in monotonic seconds."""
 
+    @property
+    def idle_count(self) -> int:
+        """Connections that are open and unused."""
+        return len(self._idle)
+
     def take_idle(self) -> EngineConnection | None:
         """Take a connection that has been idle for less than `MAX_IDLE_S`; None if there is none."""
         idle = self._idle
@@ -323,18 +345,24 @@ class ConnectionPool:
             connection.abort()
         return None
 
-    async def connect(self, timeout_s: float) -> EngineConnection:
-        """Open a new connection.
+    async def open(self, timeout_s: float) -> EngineConnection:
+        """Called in an inline task: open a new connection. A caller that is cancelled leaves none behind.
 
         Raises:
             LegFailed: if that fails or takes longer than `timeout_s`.
         """
+        return await run_in_asyncio_task(self.connect(timeout_s), discard=EngineConnection.abort)
+
+    async def connect(self, timeout_s: float) -> EngineConnection:
+        """As `open`, but called in an asyncio task, which may lose the connection if it is cancelled."""
         loop, began_s = asyncio.get_running_loop(), time.monotonic()
+        connection = EngineConnection(self)
         try:
             async with asyncio.timeout(timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: EngineConnection(self), self.host, self.port
-                )
+                await loop.create_connection(lambda: connection, self.host, self.port)
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
         except TimeoutError:
             # A burst of connections overflows the listen backlog of a healthy engine, too; it still sends
             # data on other connections.
@@ -377,7 +405,13 @@ class ConnectionPool:
             connection.fail_if_retryable(else_deadline_s=others_deadline_s)
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Fail the legs whose deadline has passed; called by the periodic sweep."""
+        """Fail the legs whose deadline has passed, close connections that were idle for too long.
+
+        Called by the periodic sweep.
+        """
+        idle = self._idle
+        while idle and now_s - idle[0].idle_since_s > MAX_IDLE_S:
+            idle[0].abort()
         for connection in list(self.busy):
             connection.enforce_timeouts(now_s)
 
@@ -439,18 +473,16 @@ async def send_request(
     """
     connection = pool.take_idle()
     if connection is None:
-        connection = await run_in_asyncio_task(pool.connect(connect_timeout_s))
+        connection = await pool.open(connect_timeout_s)
     while True:
         response = BufferedResponse(retryable=retryable)
-        connection.send(
-            response, head, body, first_byte_timeout_s=response_timeout_s, idle_timeout_s=response_timeout_s
-        )
+        connection.send(response, head, body, first_byte_timeout_s=response_timeout_s, idle_timeout_s=0.0)
         try:
             content = await response
         except LegFailed:
             if not connection.lost_reuse_race:
                 raise
-            connection = await run_in_asyncio_task(pool.connect(connect_timeout_s))
+            connection = await pool.open(connect_timeout_s)
             continue
         except asyncio.CancelledError:
             connection.abort()

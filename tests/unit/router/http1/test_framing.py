@@ -74,6 +74,19 @@ def test_a_response_head_gives_status_length_keep_alive_and_stream(
         pytest.param(head("content-length: -1"), id="a negative length"),
         pytest.param(head("content-length: 1", "transfer-encoding: chunked"), id="both a length and chunks"),
         pytest.param(head("transfer-encoding: gzip, chunked"), id="transfer-encoding other than chunked"),
+        pytest.param(head("content-length: 1", "Content-Length: 1"), id="a repeated length"),
+        pytest.param(head("transfer-encoding: chunked", "transfer-encoding: chunked"), id="repeated chunks"),
+        pytest.param(head("content-length: " + "1" * 19), id="a length of 19 digits"),
+        pytest.param(head("content-length: 1 2"), id="two numbers"),
+        pytest.param(head("content-length : 1"), id="a space before the colon"),
+        pytest.param(head("x: a", " content-length: 1"), id="a folded line"),
+        pytest.param(head("x: a\ncontent-length: 1"), id="a line feed alone"),
+        pytest.param(head("x: a\rcontent-length: 1"), id="a carriage return alone"),
+        pytest.param(head("x: a\0b"), id="a null byte"),
+        pytest.param(head("no colon"), id="a line without a colon"),
+        pytest.param(head(status="HTTP/2.0 200 OK"), id="another version"),
+        pytest.param(head(status="HTTP/1.1 999 No"), id="no such status"),
+        pytest.param(head("transfer-encoding: chunked", status="HTTP/1.1 204 None"), id="chunks in a 204"),
     ],
 )
 def test_a_malformed_response_head_raises_framing_error(raw: bytes) -> None:
@@ -125,10 +138,46 @@ def test_bytes_after_the_last_chunk_are_not_counted() -> None:
     assert (scanner.feed(BODIES[0] + b"HTTP/1.1 200"), scanner.done) == (len(BODIES[0]), True)
 
 
-@pytest.mark.parametrize("line", [b"zz\r\n", b"-5\r\n", b"\r\n", b";x\r\n"], ids=repr)
+def feed_all(*pieces: bytes) -> None:
+    scanner = ChunkScanner()
+    for piece in pieces:
+        scanner.feed(piece)
+
+
+NOT_SIZES = [
+    b"zz",
+    b"-5",
+    b"",
+    b";x",
+    b"+5",
+    b"0x5",
+    b"1_0",
+    b" 5",
+    b"5 ",
+    b"5 ;x",
+    b"5\n",
+    b"1" * 9,
+    b"5;\0",
+    "٣".encode(),
+]
+
+
+@pytest.mark.parametrize("line", [*(size + b"\r\n" for size in NOT_SIZES), b"5\n"], ids=repr)
 def test_a_malformed_chunk_size_raises_framing_error(line: bytes) -> None:
     with pytest.raises(FramingError):
         ChunkScanner().feed(line)
+
+
+@pytest.mark.parametrize("body", [b"3\r\nabcd\r\n", b"3\r\nabc\n\r\n", b"3\r\nab\r\n0\r\n\r\n"], ids=repr)
+def test_a_chunk_that_does_not_end_after_its_size_raises_framing_error_at_every_split(body: bytes) -> None:
+    for split in range(len(body)):
+        with pytest.raises(FramingError):
+            feed_all(body[:split], body[split:], b"0\r\n\r\n")
+
+
+def test_endless_trailers_raise_framing_error() -> None:
+    with pytest.raises(FramingError):
+        feed_all(b"0\r\n", *[b"x: yyyyyyyyyyyyy\r\n"] * 1_000)
 
 
 def test_an_endless_chunk_size_line_raises_framing_error() -> None:

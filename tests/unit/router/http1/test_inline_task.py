@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task, run_inline
+from tests.waiting import run_pending_tasks
 
 
 def test_an_inline_task_resumes_before_set_result_returns() -> None:
@@ -99,6 +100,27 @@ async def test_cancelling_an_inline_task_cancels_the_asyncio_task_it_awaits() ->
         await started.wait()
         inline_task.cancel()
         await cancelled.wait()
+
+
+async def test_a_result_that_comes_in_the_turn_of_the_cancellation_is_discarded() -> None:
+    """The asyncio task has its result, and the callback that would deliver it has not run yet."""
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    discarded: list[str] = []
+
+    async def wait() -> str:
+        return await future
+
+    async def run() -> None:
+        await run_in_asyncio_task(wait(), discard=discarded.append)
+
+    inline_task = InlineTask(run())
+    inline_task.resume()
+    await run_pending_tasks()
+    future.set_result("connection")
+    loop = asyncio.get_running_loop()
+    loop.call_soon(inline_task.cancel)  # after the task has run, before its callbacks
+    await run_pending_tasks()
+    assert discarded == ["connection"]
 
 
 async def test_cancelling_an_asyncio_task_cancels_the_inline_task_it_awaits() -> None:
