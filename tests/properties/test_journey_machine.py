@@ -6,6 +6,7 @@ behind, retries stay within their limits, and nothing is sent to an instance tha
 the request before.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,7 @@ from fulcrum_router.policy.journey import (
     TransferProtocol,
 )
 from fulcrum_router.policy.retry_budget import FLOOR, SHARE
+from fulcrum_router.policy.waiting_room import WaitingRoom
 from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
 
 PUSH = TransferProtocol(name="push", decode_chosen_first=True, params_in_response=False, leased=False)
@@ -76,8 +78,12 @@ class Journeys(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(sorted(IDENTITIES)), min_size=5, max_size=5),
         flips=st.booleans(),
         waits=st.booleans(),
+        ahead_s=st.sampled_from([math.inf, 0.5, 3.0]),
+        places=st.sampled_from([1, 1_000]),
     )
-    def start(self, roles: list[Role], kinds: list[str], *, flips: bool, waits: bool) -> None:
+    def start(
+        self, roles: list[Role], kinds: list[str], ahead_s: float, places: int, *, flips: bool, waits: bool
+    ) -> None:
         instances = [
             instance(f"i{n}", role=role, identity=IDENTITIES[kind])
             for n, (role, kind) in enumerate(zip(roles, kinds, strict=False))
@@ -88,6 +94,7 @@ class Journeys(RuleBasedStateMachine):
         )
         self.context.flip_rules = FlipProposalRules(enabled=flips)
         self.context.flip_waits.enabled = waits
+        self.context.waiting_room = WaitingRoom(prefill_ahead_s=ahead_s, max_requests=places)
         self.clients: list[Client] = []
         self.now_s = 1_000.0
         self.begun = 0
@@ -143,6 +150,7 @@ class Journeys(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 8_000))
     def a_request_arrives(self, tokens: int) -> None:
         client = Client(Journey(self.context, work(tokens)._replace(deadline_s=self.now_s + SLO.ttft_s)))
+        client.journey.on_moved = lambda action: self.act(client, action)
         self.clients.append(client)
         self.begun += 1
         self.act(client, client.journey.begin(self.now_s))
@@ -231,6 +239,7 @@ class Journeys(RuleBasedStateMachine):
             changed.serving, changed.role = serving, role
         for client in [c for c in self.clients if c.waits_for_flip and c.live]:
             self.act(client, client.journey.flip_done(self.now_s))
+        self.context.waiting_room.reconsider(self.now_s)
 
     @rule(passed_s=st.sampled_from([0.01, 0.1, 1.0, 12.0]))
     def time_passes(self, passed_s: float) -> None:
@@ -238,6 +247,7 @@ class Journeys(RuleBasedStateMachine):
         for client in [c for c in self.clients if c.waits_for_flip and c.live]:
             if self.now_s >= client.journey.wait_until_s:
                 self.act(client, client.journey.tick(self.now_s))
+        self.context.waiting_room.reconsider(self.now_s)
 
     # --- what holds ----------------------------------------------------------------------------------
 
@@ -251,9 +261,20 @@ class Journeys(RuleBasedStateMachine):
             legs = (client.prefill_leg is not None, client.decode_leg is not None)
             assert legs == (client.journey.prefill_open, client.journey.decode_open)
             assert client.live == (client.journey.state is not State.DONE)
-            assert client.live == (any(legs) or client.waits_for_flip), (
-                "a request hangs, or left a leg behind"
-            )
+            waits = client.waits_for_flip or client.journey.state is State.WAITING
+            assert client.live == (any(legs) or waits), "a request hangs, or left a leg behind"
+
+    @invariant()
+    def a_request_waits_only_while_its_prefill_instances_have_work(self) -> None:
+        waiting = [c for c in self.clients if c.journey.state is State.WAITING]
+        if not hasattr(self, "fleet"):
+            return
+        assert len(self.context.waiting_room) == len(waiting)
+        able = {i.name for i in self.fleet.candidates.prefill}
+        idle = {i.name for i in self.fleet.candidates.prefill if not i.ledger.prefill_queued_s}
+        for client in waiting:
+            assert able - client.failed_prefill, "nothing to wait for"
+            assert not idle - client.failed_prefill, "an idle instance could take the request"
 
     @invariant()
     def attempts_and_retries_stay_within_their_limits(self) -> None:
@@ -286,9 +307,10 @@ class Journeys(RuleBasedStateMachine):
                 ledger.prefill_tokens,
                 ledger.legs,
                 ledger.decode_tokens,
+                ledger.reserved_tokens,
                 ledger.local_prefills,
                 ledger.pending_transfers,
-            ) == (0.0, 0, 0, 0, 0, 0)
+            ) == (0.0, 0, 0, 0, 0, 0, 0)
 
 
 TestJourneys = Journeys.TestCase

@@ -219,7 +219,8 @@ class SimulatedRouter:
             name=instance.name,
             role=instance.role,
             serving=instance.serving,
-            prefill_queued_s=ledger.remaining_s(self.now_s()),
+            prefill_queued_s=ledger.remaining_s(self.now_s())
+            + self._journeys.context.waiting_share_s(instance),
             prefill_tokens=ledger.prefill_tokens,
             decode_tokens=ledger.decode_tokens,
             decode_legs=ledger.decode_legs,

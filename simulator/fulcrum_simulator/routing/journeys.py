@@ -145,6 +145,11 @@ class SimulatedJourneys(Generic[V]):
         waiting, self._waiting_for_flip = self._waiting_for_flip, {}
         for run in waiting:
             run.act(run.journey.flip_done(self.port.now_s()))
+        self.fleet_changed()
+
+    def fleet_changed(self) -> None:
+        """Let requests leave the waiting room: an instance came or went, or time has passed."""
+        self.context.waiting_room.reconsider(self.port.now_s())
 
     def wait_for_flip(self, run: "_Run") -> None:
         """Publish a run's flip request; the run goes on at the next assignment or at the end of its wait."""
@@ -192,6 +197,7 @@ class _Run:
         deadline_s = routing.port.now_s() + slo.ttft_s
         work = Work(request.prompt_tokens, slo, deadline_s=deadline_s)
         self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
+        self.journey.on_moved = self.act
         self._prefill_leg: SimulatedLeg | None = None
         self._decode_leg: SimulatedLeg | None = None
         self._transfer: KvTransfer = NoKvTransfer()

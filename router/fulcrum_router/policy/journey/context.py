@@ -1,4 +1,4 @@
-"""What all journeys of one router share: the fleet, the pairs, the flip rules and the retry budget.
+"""What all journeys of one router share: fleet, pairs, flip rules, retry budget, waiting room.
 
 The shell keeps it up to date; a journey reads it at each decision.
 """
@@ -14,6 +14,7 @@ from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
 from fulcrum_router.policy.retry_budget import RetryBudget
+from fulcrum_router.policy.waiting_room import WaitingRoom
 
 FLIP_WAIT_S = 0.05
 """Seconds that a request waits for the flip that it asked for."""
@@ -71,7 +72,7 @@ class FlipWaits:
 class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
-    __slots__ = ("fleet", "flip_rules", "flip_waits", "pairs", "protocols", "retry_budget")
+    __slots__ = ("fleet", "flip_rules", "flip_waits", "pairs", "protocols", "retry_budget", "waiting_room")
 
     def __init__(
         self,
@@ -84,3 +85,13 @@ class JourneyContext(Generic[V]):
         self.flip_rules = NO_FLIP_PROPOSALS
         self.flip_waits = FlipWaits()
         self.retry_budget = RetryBudget()
+        self.waiting_room = WaitingRoom()
+
+    def waiting_share_s(self, instance: V) -> float:
+        """This instance's equal share of the prefill work in the waiting room, in seconds.
+
+        The load of an instance, as the autoscaler reads it, includes it: else a service in which many
+        requests wait would look as if it had little to do.
+        """
+        room, able = self.waiting_room, self.fleet.candidates.prefill
+        return room.prefill_s / len(able) if room and instance in able else 0.0

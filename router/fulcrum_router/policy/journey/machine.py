@@ -16,6 +16,8 @@ alive is charged to the retry budget of all requests; the end of an engine is no
 can fail only once by it. A re-run after an expired lease uses no KV, so it happens once.
 """
 
+import math
+from collections.abc import Callable
 from typing import Generic
 
 from fulcrum_core.api import conditions
@@ -68,6 +70,7 @@ class Journey(Generic[V]):
 
     __slots__ = (
         "_asked_at_s",
+        "_body_bytes",
         "_context",
         "_deaths",
         "_decode_attempts",
@@ -90,7 +93,7 @@ class Journey(Generic[V]):
         "has_kv",
         "local_prefill_reason",
         "must_recompute",
-        "predicted_prefill_s",
+        "on_moved",
         "predicted_ttft",
         "prefill_computed_for_s",
         "prefill_instance",
@@ -111,17 +114,20 @@ class Journey(Generic[V]):
         work: Work,
         *,
         local_prefill_reason: LocalPrefillReason | None = None,
+        body_bytes: int = 0,
     ) -> None:
         self._context = context
         self.work = work
         """The request; its prompt is an estimate until an engine has counted it."""
-        self._own_reason = local_prefill_reason
+        self._own_reason, self._body_bytes = local_prefill_reason, body_bytes
+        self.on_moved: Callable[[Action], None] | None = None
+        """Called with the next action when the request leaves the waiting room."""
         self.state = _ARRIVED
         self.protocol: TransferProtocol = NIXL_PULL
         self.prefill_instance: V | None = None
         """Target of the prefill leg that was sent last."""
         self.decode_instance: V | None = None
-        """Target of the decode leg that was sent last, or that is chosen for it."""
+        """Target of the decode leg that was sent last; before it, the one that has a reservation."""
         self.dispatch_reason = DispatchReason.LEAST_COST
         """The rule that chose the last target."""
         self.source: V | None = None
@@ -134,8 +140,6 @@ class Journey(Generic[V]):
         """Whether the leg is in flight."""
         self.prefill_was_idle = self.decode_was_idle = False
         """Whether the instance had no other legs when this one was sent, so that its duration is its own."""
-        self.predicted_prefill_s = 0.0
-        """Predicted time until the prefill leg is answered: the work before it, and its own."""
         self.predicted_ttft: PredictedTtft | None = None
         """Predicted when the prefill leg was sent; None without one."""
         self.prefill_computed_for_s: float | None = None
@@ -165,8 +169,11 @@ class Journey(Generic[V]):
 
     def begin(self, now_s: float) -> Action:
         """The request was admitted at `now_s`."""
-        self._context.retry_budget.record_request(now_s)
-        return self._seek_prefill(now_s, self._context.flip_rules)
+        context = self._context
+        context.retry_budget.record_request(now_s)
+        if context.waiting_room:
+            context.waiting_room.reconsider(now_s)  # others have waited longer
+        return self._seek_prefill(now_s, context.flip_rules)
 
     def prefill_answered(
         self,
@@ -203,7 +210,6 @@ class Journey(Generic[V]):
             if self.decode_instance.serving:
                 return self._open_decode(now_s, self.decode_instance)
             self._drop_kv()
-            self._release_decode(now_s)
             return self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
         return self._seek_decode(now_s, self._context.flip_rules)
 
@@ -233,8 +239,7 @@ class Journey(Generic[V]):
         if self.state is _TRANSFERRING or self.state is _PREFILL:
             self.state = _DECODE
             self._drop_kv()
-            if self._local_entry is not None:
-                self._local_entry.release(now_s)
+            self._release_local(now_s)
 
     def decode_ended(self, now_s: float) -> Action:
         """The response of the decode leg is complete."""
@@ -323,12 +328,18 @@ class Journey(Generic[V]):
             reason = LocalPrefillReason.PREFILL_FAILED
         if reason is None:
             broken = context.pairs.broken_prefill_instances
+            exclude = self._failed_prefill + broken
+            if context.waiting_room.prefill_ahead_s < math.inf:
+                able, full = self._list_able(now_s, exclude)
+                if full and len(full) == len(able):
+                    return self._wait_for_prefill(now_s, rules, exclude, able)
+                exclude += full
             decision = choose_prefill(
                 context.fleet.candidates,
                 self.work,
                 now_s=now_s,
                 rules=rules,
-                exclude=self._failed_prefill + broken,
+                exclude=exclude,
                 delays=context.pairs.prefill_delays,
             )
             if type(decision) is Dispatch:
@@ -351,25 +362,44 @@ class Journey(Generic[V]):
         if instance.role is _ROLE_BOTH:  # it prefills within its decode leg
             return self._seek_decode(now_s, context.flip_rules)
         self.protocol = protocol = find_protocol(context.protocols, instance.identity)
-        if protocol.decode_chosen_first or protocol.legs_at_once:
-            chosen = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=instance)
-            if type(chosen) is not Dispatch:
-                self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
-                return self._seek_decode(now_s, context.flip_rules)
-            self._reserve_decode(context.fleet[chosen.instance])
-        else:
-            self._reserve_room(now_s, instance)
+        decode = self._reserve_decode(now_s, instance)
+        if decode is None and protocol.decode_chosen_first:
+            self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
+            return self._seek_decode(now_s, context.flip_rules)
         self.dispatch_reason = decision.reason
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         compute_s = instance.prefill_model.ttft_s(tokens)
         self.prefill_was_idle = not ledger.prefill_legs and not ledger.decode_legs
-        self.predicted_prefill_s = ledger.remaining_s(now_s) + compute_s
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
-        if not protocol.legs_at_once:
+        if not protocol.legs_at_once or decode is None:
             return _SEND_PREFILL
-        self.decode_open, self.state = True, _TRANSFERRING
+        self._release_reservation()
+        self._open_decode(now_s, decode)
         return Action.SEND_BOTH
+
+    def _reserve_decode(self, now_s: float, source: V) -> V | None:
+        """Reserve room for the decode leg before `source` computes the prompt, and predict the TTFT.
+
+        None: no other instance can decode. Unless the protocol needs the choice now, it is made again when
+        the prompt is computed: by then another instance may be better.
+        """
+        context, pairs = self._context, self._context.pairs.list_from(source.name)
+        decision = choose_decode(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            prefilled_on=source,
+            exclude=self._failed_decode,
+            pairs=pairs,
+        )
+        if type(decision) is not Dispatch:
+            self.predicted_ttft = None
+            return None
+        self.decode_instance = decode = context.fleet[decision.instance]
+        self.predicted_ttft = predict_ttft(self.work, source, decode, now_s=now_s, pairs=pairs)
+        self._reservation = decode.ledger.reserve(tokens=self.work.prompt_tokens)
+        return decode
 
     def _seek_decode(self, now_s: float, rules: FlipProposalRules) -> Action:
         """Choose a decode instance, and send the decode leg to it."""
@@ -390,7 +420,6 @@ class Journey(Generic[V]):
             self._record_miss(instance, now_s, conditions.LEASE_EXPIRED)
             self._drop_kv()
             self.local_prefill_reason = LocalPrefillReason.STALE_KV_TRANSFER
-        self._reserve_decode(instance)
         return self._open_decode(now_s, instance)
 
     def _choose_decode(self, now_s: float, rules: FlipProposalRules, *, source: V | None) -> DispatchDecision:
@@ -405,28 +434,14 @@ class Journey(Generic[V]):
             pairs=None if source is None else context.pairs.list_from(source.name),
         )
 
-    def _reserve_room(self, now_s: float, source: V) -> None:
-        """Reserve room for the decode leg until the prompt is computed, and predict the TTFT."""
-        decision, context = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=source), self._context
-        if type(decision) is Dispatch:
-            decode, pairs = context.fleet[decision.instance], context.pairs.list_from(source.name)
-            self.predicted_ttft = predict_ttft(self.work, source, decode, now_s=now_s, pairs=pairs)
-            self._reservation = decode.ledger.reserve(tokens=self.work.prompt_tokens)
-
-    def _reserve_decode(self, instance: V) -> None:
-        ledger = instance.ledger
-        self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
-        self.decode_entry = ledger.add_decode(tokens=self.work.prompt_tokens)
-        self.decode_instance = instance
-
     def _open_decode(self, now_s: float, instance: V) -> Action:
-        if self.source is None or self.local_prefill_reason is not None:
-            tokens = self.work.prompt_tokens
+        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
+        self.decode_entry = ledger.add_decode(tokens=tokens)
+        if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
             compute_s = instance.prefill_model.ttft_s(tokens)
-            self._local_entry = instance.ledger.add_local_prefill(
-                tokens=tokens, predicted_s=compute_s, now_s=now_s
-            )
-        self.decode_open, self.state = True, _TRANSFERRING
+            self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
+        self.decode_instance, self.decode_open, self.state = instance, True, _TRANSFERRING
         return _SEND_DECODE
 
     def _is_stale(self, now_s: float) -> bool:
@@ -434,6 +449,66 @@ class Journey(Generic[V]):
         if source is None or not self.protocol.leased:
             return False
         return now_s - self._lease_from_s > max_usable_age_s(source.kv_lease_s)
+
+    # --- the waiting room --------------------------------------------------------------------------
+
+    def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
+        """The instances that may compute the prompt, and the names of those that have enough work."""
+        context = self._context
+        ahead_s = context.waiting_room.prefill_ahead_s
+        able = [i for i in context.fleet.candidates.prefill if i.name not in exclude]
+        full = [
+            i.name
+            for i in able
+            if i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s
+        ]
+        return able, tuple(full)
+
+    def _wait_for_prefill(
+        self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
+    ) -> Action:
+        """Join the waiting room; first ask for a flip if the objective is missed behind those who wait."""
+        context, room, work = self._context, self._context.waiting_room, self.work
+        if rules.enabled:
+            backlog_s = room.prefill_s / len(able)
+            decision = choose_prefill(
+                context.fleet.candidates,
+                work._replace(deadline_s=work.deadline_s - backlog_s),
+                now_s=now_s,
+                rules=rules,
+                exclude=exclude,
+                delays=context.pairs.prefill_delays,
+            )
+            if type(decision) is FlipProposal:
+                return self._ask_for_flip(now_s, decision)
+        prefill_s = able[0].prefill_model.ttft_s(work.prompt_tokens)
+        if not room.join(self, size_bytes=self._body_bytes, prefill_s=prefill_s):
+            self.stop_reason = StopReason.FULL
+            return self._end(now_s, Action.FAIL)
+        self.state = State.WAITING
+        return _WAIT
+
+    @property
+    def arrival_s(self) -> float:
+        """See `waiting_room.Waiter`."""
+        return self.work.arrival_s
+
+    @property
+    def is_picky(self) -> bool:
+        """See `waiting_room.Waiter`."""
+        return bool(self._failed_prefill)
+
+    def reconsider(self, now_s: float) -> bool:
+        """See `waiting_room.Waiter`."""
+        context = self._context
+        able, full = self._list_able(now_s, self._failed_prefill + context.pairs.broken_prefill_instances)
+        if full and len(full) == len(able):
+            return False
+        context.waiting_room.leave(self)
+        action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        if self.on_moved is not None:
+            self.on_moved(action)
+        return True
 
     # --- flips -------------------------------------------------------------------------------------
 
@@ -494,6 +569,8 @@ class Journey(Generic[V]):
         if self.state is _DONE:
             return _END
         aborts = self.prefill_open or self.decode_open
+        if self.state is State.WAITING:
+            self._context.waiting_room.leave(self)
         self._close_prefill(now_s)
         self._drop_kv()
         self._release_decode(now_s)
@@ -508,10 +585,14 @@ class Journey(Generic[V]):
 
     def _close_prefill(self, now_s: float) -> None:
         self.prefill_open = False
+        self._release_reservation()
         if self._prefill_entry is not None:
             self.prefill_computed_for_s = self._prefill_entry.release(now_s)
             self._prefill_entry = None
-        if self._reservation is not None:  # a better decode instance may be found now
+            self._let_others_leave(now_s)
+
+    def _release_reservation(self) -> None:
+        if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
 
@@ -519,9 +600,19 @@ class Journey(Generic[V]):
         if self.decode_entry is not None:
             self.decode_entry.release()
             self.decode_entry = None
+        self._release_local(now_s)
+
+    def _release_local(self, now_s: float) -> None:
         if self._local_entry is not None:
             self._local_entry.release(now_s)
             self._local_entry = None
+            self._let_others_leave(now_s)
+
+    def _let_others_leave(self, now_s: float) -> None:
+        """Prefill work has ended: the next request may leave the waiting room."""
+        room = self._context.waiting_room
+        if room:
+            room.reconsider(now_s)
 
     def _drop_kv(self) -> None:
         """End the pending transfer: the KV was fetched, or will not be."""

@@ -63,15 +63,23 @@ def targets(journey: Journey[FakeInstance]) -> tuple[str | None, str | None]:
 
 def ledgers_are_empty(context: JourneyContext[FakeInstance]) -> bool:
     assert isinstance(context.fleet, FakeFleet)
-    names = ("prefill_queued_s", "prefill_tokens", "legs", "decode_tokens", "pending_transfers")
+    names = (
+        "prefill_queued_s",
+        "prefill_tokens",
+        "legs",
+        "decode_tokens",
+        "reserved_tokens",
+        "pending_transfers",
+    )
     return not any(getattr(i.ledger, name) for i in context.fleet.instances for name in names)
 
 
 def test_a_request_is_prefilled_transferred_and_decoded() -> None:
     context = make_context()
     journey, action = begin(context)
-    assert (action, targets(journey), journey.state) == (Action.SEND_PREFILL, ("p1", None), State.PREFILL)
+    assert (action, targets(journey), journey.state) == (Action.SEND_PREFILL, ("p1", "d1"), State.PREFILL)
     assert context.fleet["p1"].ledger.prefill_tokens == TOKENS
+    assert context.fleet["d1"].ledger.reserved_tokens == TOKENS
     assert answer(journey, 0.1, tokens=90) is Action.SEND_DECODE
     assert (targets(journey), journey.state, journey.has_kv) == (("p1", "d1"), State.TRANSFERRING, True)
     assert (context.fleet["p1"].ledger.legs, context.fleet["p1"].ledger.pending_transfers) == (0, 1)
@@ -120,7 +128,7 @@ def test_a_failed_prefill_leg_goes_to_another_instance(failure: Failure) -> None
     context = make_context()
     journey, _ = begin(context)
     assert journey.prefill_failed(0.1, failure) is Action.SEND_PREFILL
-    assert targets(journey) == ("p2", None)
+    assert targets(journey)[0] == "p2"
     assert context.fleet["p1"].ledger.legs == 0
 
 
@@ -331,14 +339,14 @@ def test_a_request_waits_for_its_flip_and_takes_the_flipped_instance() -> None:
     assert (journey.proposal and journey.proposal.role, journey.wait_until_s) == (Role.PREFILL, FLIP_WAIT_S)
     context.fleet["d1"].role = Role.PREFILL
     assert journey.flip_done(0.02) is Action.SEND_PREFILL
-    assert targets(journey) == ("d1", None)
+    assert targets(journey)[0] == "d1"
 
 
 def test_without_the_flip_the_cheapest_instance_takes_the_request_after_the_wait() -> None:
     journey, _ = begin(make_late_context())
     assert journey.tick(FLIP_WAIT_S / 2) is Action.WAIT
     assert journey.tick(FLIP_WAIT_S) is Action.SEND_PREFILL
-    assert targets(journey) == ("p1", None)
+    assert targets(journey)[0] == "p1"
 
 
 def test_after_a_wait_without_a_flip_others_do_not_wait_for_a_while() -> None:
@@ -422,7 +430,7 @@ def test_a_pushing_prefill_leg_knows_its_decode_instance_and_reserves_it() -> No
     context = make_other_context(PUSH)
     journey, action = begin(context)
     assert (action, targets(journey)) == (Action.SEND_PREFILL, ("p1", "d1"))
-    assert (context.fleet["d1"].ledger.decode_legs, journey.decode_open) == (1, False)
+    assert (context.fleet["d1"].ledger.reserved_tokens, journey.decode_open) == (TOKENS, False)
     assert answer(journey, has_params=False) is Action.SEND_DECODE
     assert (targets(journey), journey.has_kv) == (("p1", "d1"), True)
     journey.first_byte(0.2)
@@ -435,7 +443,7 @@ def test_a_pushing_prefill_leg_is_repeated_if_its_decode_instance_stops_serving(
     journey, _ = begin(context)
     context.fleet["d1"].serving = False
     assert answer(journey, has_params=False) is Action.SEND_PREFILL
-    assert (targets(journey), context.fleet["d1"].ledger.decode_legs) == (("p1", "d2"), 0)
+    assert (targets(journey), context.fleet["d1"].ledger.reserved_tokens) == (("p1", "d2"), 0)
 
 
 def test_both_legs_start_at_once_in_a_room_protocol() -> None:

@@ -1,0 +1,228 @@
+"""The waiting room: order, limits, and which requests wait for which instances."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from fulcrum_core.values import Role
+from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.dispatch import FlipProposalRules
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State, StopReason
+from fulcrum_router.policy.waiting_room import Waiter, WaitingRoom
+from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+
+
+@dataclass(eq=False)
+class FakeWaiter:
+    """A request that leaves while `places` lasts."""
+
+    room: WaitingRoom
+    arrival_s: float
+    places: list[int]
+    left: list[float]
+    is_picky: bool = False
+    fits: bool = True
+
+    def reconsider(self, now_s: float) -> bool:  # noqa: ARG002  # Waiter's signature
+        if not self.fits or not self.places[0]:
+            return False
+        self.places[0] -= 1
+        self.left.append(self.arrival_s)
+        self.room.leave(self)
+        return True
+
+
+@dataclass
+class Crowd:
+    """Requests in one room, and the arrival times of those that have left."""
+
+    room: WaitingRoom = field(default_factory=WaitingRoom)
+    places: list[int] = field(default_factory=lambda: [0])
+    left: list[float] = field(default_factory=list)
+
+    def join(self, arrival_s: float, *, picky: bool = False, fits: bool = True) -> FakeWaiter:
+        waiter = FakeWaiter(self.room, arrival_s, self.places, self.left, picky, fits)
+        assert self.room.join(waiter, size_bytes=10, prefill_s=0.5)
+        return waiter
+
+    def open(self, places: int) -> list[float]:
+        """Let this many leave; return the arrival times of those that did."""
+        self.left.clear()
+        self.places[0] = places
+        self.room.reconsider(0.0)
+        return list(self.left)
+
+
+def test_requests_leave_in_the_order_of_their_arrival() -> None:
+    crowd = Crowd()
+    for arrival_s in (3.0, 1.0, 2.0):  # a retried request joins late and keeps its place
+        crowd.join(arrival_s)
+    assert (crowd.open(2), crowd.open(2)) == ([1.0, 2.0], [3.0])
+
+
+def test_another_order_is_one_function() -> None:
+    def latest_first(waiter: Waiter) -> float:
+        return -waiter.arrival_s
+
+    crowd = Crowd(WaitingRoom(order=latest_first))
+    for arrival_s in (1.0, 2.0):
+        crowd.join(arrival_s)
+    assert crowd.open(2) == [2.0, 1.0]
+
+
+def test_nobody_passes_a_request_that_any_instance_could_take() -> None:
+    crowd = Crowd()
+    first = crowd.join(1.0, fits=False)
+    crowd.join(2.0)
+    assert crowd.open(1) == []
+    first.fits = True
+    assert crowd.open(2) == [1.0, 2.0]
+
+
+def test_others_pass_a_request_that_has_failed_on_the_free_instance() -> None:
+    crowd = Crowd()
+    picky = crowd.join(1.0, picky=True, fits=False)
+    crowd.join(2.0)
+    assert crowd.open(1) == [2.0]
+    picky.fits = True
+    assert crowd.open(1) == [1.0], "it keeps its place"
+
+
+def test_the_room_counts_requests_bytes_and_seconds() -> None:
+    crowd = Crowd(WaitingRoom(max_requests=3, max_bytes=25))
+    waiters = [crowd.join(1.0), crowd.join(2.0)]
+    assert (len(crowd.room), crowd.room.bytes, crowd.room.prefill_s) == (2, 20, 1.0)
+    assert not crowd.room.join(FakeWaiter(crowd.room, 3.0, [0], []), size_bytes=10, prefill_s=0.5)
+    for waiter in waiters:
+        crowd.room.leave(waiter)
+    crowd.room.leave(waiters[0])
+    assert (len(crowd.room), crowd.room.bytes, crowd.room.prefill_s, crowd.open(5)) == (0, 0, 0.0, [])
+
+
+def test_a_room_with_too_many_requests_refuses_the_next() -> None:
+    crowd = Crowd(WaitingRoom(max_requests=1))
+    crowd.join(1.0)
+    assert not crowd.room.join(FakeWaiter(crowd.room, 2.0, [0], []), size_bytes=1, prefill_s=0.5)
+
+
+# --- journeys that wait --------------------------------------------------------------------------------
+
+TOKENS = 400
+"""0.4 s on the instances of the builder."""
+
+
+def make_context(*names: str, max_requests: int = 100) -> JourneyContext[FakeInstance]:
+    """Instances that get no more work from half a second of it."""
+    fleet = FakeFleet(instance(name) for name in names or ("p1", "p2", "d1"))
+    context = JourneyContext(fleet, TransferPairs())
+    context.waiting_room = WaitingRoom(prefill_ahead_s=0.5, max_requests=max_requests)
+    return context
+
+
+def begin(
+    context: JourneyContext[FakeInstance], now_s: float = 0.0
+) -> tuple[Journey[FakeInstance], list[Action]]:
+    """Begin a request; return it with its actions, those after it has waited included."""
+    journey = Journey(context, work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s), body_bytes=100)
+    actions: list[Action] = []
+    journey.on_moved = actions.append
+    actions.append(journey.begin(now_s))
+    return journey, actions
+
+
+def test_an_instance_gets_no_more_than_half_a_second_of_work_before_others_wait() -> None:
+    context = make_context()
+    started = [begin(context)[1] for _ in range(6)]
+    assert started == [[Action.SEND_PREFILL]] * 4 + [[Action.WAIT]] * 2
+    assert [context.fleet[name].ledger.prefill_legs for name in ("p1", "p2")] == [2, 2]
+    assert (len(context.waiting_room), context.waiting_room.bytes) == (2, 200)
+
+
+def test_the_end_of_a_prefill_lets_the_next_request_leave_to_the_free_instance() -> None:
+    context = make_context()
+    running = [begin(context)[0] for _ in range(4)]
+    journey, actions = begin(context)
+    second, _ = begin(context)
+    running[1].prefill_answered(0.1, lease_from_s=0.1, has_params=True)
+    assert actions == [Action.WAIT, Action.SEND_PREFILL]
+    assert journey.prefill_instance is running[1].prefill_instance
+    assert second.state is State.WAITING
+
+
+def test_time_alone_lets_a_request_leave_before_the_engine_runs_out_of_work() -> None:
+    context = make_context("p1", "d1")
+    begin(context), begin(context)
+    _, actions = begin(context)
+    context.waiting_room.reconsider(0.2)
+    assert actions == [Action.WAIT]
+    context.waiting_room.reconsider(0.35)
+    assert actions == [Action.WAIT, Action.SEND_PREFILL], "0.45 s of work are left"
+
+
+def test_a_newcomer_does_not_pass_those_who_wait() -> None:
+    context = make_context("p1", "d1")
+    begin(context), begin(context)
+    _, older_actions = begin(context)
+    _, newcomer_actions = begin(context, 0.35)
+    assert (older_actions, newcomer_actions) == ([Action.WAIT, Action.SEND_PREFILL], [Action.WAIT])
+
+
+def test_requests_that_wait_use_an_instance_that_was_flipped() -> None:
+    context = make_context("p1", "d1", "d2")
+    begin(context), begin(context)
+    journey, actions = begin(context)
+    context.fleet["d1"].role = Role.PREFILL
+    context.waiting_room.reconsider(0.0)
+    assert (actions[-1], journey.prefill_instance) == (Action.SEND_PREFILL, context.fleet["d1"])
+
+
+def test_requests_that_wait_are_decoded_with_a_local_prefill_when_no_prefill_instance_is_left() -> None:
+    context = make_context("p1", "d1")
+    begin(context), begin(context)
+    journey, actions = begin(context)
+    context.fleet["p1"].serving = False
+    context.waiting_room.reconsider(0.0)
+    assert (actions[-1], journey.local_prefill_reason) == (Action.SEND_DECODE, "no_prefill_instance")
+
+
+def test_a_request_that_fails_again_waits_and_others_pass_it() -> None:
+    context = make_context("p1", "p2", "d1")
+    running = [begin(context)[0] for _ in range(4)]
+    assert running[0].prefill_failed(0.1, Failure.STATUS, status=503) is Action.WAIT
+    _, actions = begin(context)
+    assert actions == [Action.SEND_PREFILL], "on the instance that has failed the other request"
+
+
+def test_a_full_room_fails_the_request() -> None:
+    context = make_context("p1", "d1", max_requests=1)
+    begin(context), begin(context), begin(context)
+    journey, actions = begin(context)
+    assert (actions, journey.stop_reason) == ([Action.FAIL], StopReason.FULL)
+
+
+def test_a_client_that_leaves_gives_up_its_place() -> None:
+    context = make_context("p1", "d1")
+    begin(context), begin(context)
+    journey, _ = begin(context)
+    assert journey.client_left(0.1) is Action.END
+    assert (len(context.waiting_room), context.waiting_room.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("waiting", [0, 6])
+def test_the_flip_is_asked_for_when_the_backlog_makes_requests_late(waiting: int) -> None:
+    context = make_context("p1", "d1", "d2")
+    for _ in range(2 + waiting):
+        begin(context)
+    for name in ("d1", "d2"):
+        context.fleet[name].itl_s = 0.0
+    context.flip_rules = FlipProposalRules(enabled=True)
+    context.waiting_room.prefill_ahead_s = 0.1
+    journey = Journey(context, work(10))
+    assert journey.begin(0.0) is (Action.ASK_FOR_FLIP if waiting else Action.WAIT)
+
+
+def test_without_a_bound_no_request_waits() -> None:
+    context = make_context()
+    context.waiting_room = WaitingRoom()
+    assert {begin(context)[1][0] for _ in range(50)} == {Action.SEND_PREFILL}
