@@ -21,8 +21,20 @@ settings.load_profile("fulcrum")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options `--seed` and `--rewrite-golden`."""
+    """Add the options of this repository's tests."""
     parser.addoption("--seed", type=int, default=None, help="seed of the run (default: a new one, printed)")
+    parser.addoption(
+        "--fuzz-seconds",
+        type=float,
+        default=10.0,
+        help="how long each fuzz target of tests/integration/fuzz runs (default: %(default)s)",
+    )
+    parser.addoption(
+        "--cancelled-requests",
+        type=int,
+        default=4_000,
+        help="requests of the test that cancels each at a random time (default: %(default)s)",
+    )
     parser.addoption(
         "--rewrite-golden",
         action="store_true",
