@@ -195,6 +195,9 @@ def simulate(
     ] = 0.05,
     failures: Annotated[float, typer.Option(help="Engine failures per instance and hour.")] = 0.0,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
+    ] = None,
 ) -> None:
     """Simulate a service under a recorded workload in virtual time: an hour takes seconds."""
     from fulcrum_cli.commands.simulate import run
@@ -205,7 +208,7 @@ def simulate(
             trace=trace, instances=instances, profile=profile, policy=policy, compare=compare,
             find_rate=find_rate, scale=scale, speed=speed, slo_ttft=slo_ttft, slo_tpot=slo_tpot, seed=seed,
             state_age=state_age, flip_latency=flip_latency, model_error=model_error, step_noise=step_noise,
-            failures=failures, json=json,
+            failures=failures, json=json, plot=plot,
         )
     )  # fmt: skip
 

@@ -12,58 +12,65 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fulcrum_cli.simulation.options import Contender, SimulateOptions
+from fulcrum_cli.simulation.plot import write_plot
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.load import prepare_load
 from fulcrum_simulator.fleet.options import Policy
 from fulcrum_simulator.fleet.rate_search import find_highest_speed
 from fulcrum_simulator.fleet.report import build_report, format_report
-from fulcrum_simulator.fleet.run import simulate
+from fulcrum_simulator.fleet.run import RunResult, simulate
 
 Report = dict[str, Any]
+Run = tuple[Report, RunResult]
 
 
 def run(options: SimulateOptions) -> None:
-    """Run the simulations, print the figures and write them to the file that was asked for."""
+    """Run the simulations, print the figures and write the files that were asked for."""
     started_s = time.monotonic()
     if options.overlong:
         print(f"{options.trace_name}: {options.overlong}", file=sys.stderr)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        reports = [_run_contender(contender, options, progress) for contender in options.contenders]
+        runs = [_run_contender(contender, options, progress) for contender in options.contenders]
+    reports = [report for report, _ in runs]
     for report in reports:
         print(_describe(report, options))
     if len(reports) > 1:
         print("\n".join(("", *_compare(reports))))
     if options.json is not None:
         _write(options.json, {"runs": reports, "wall_s": time.monotonic() - started_s})
+    if options.plot is not None:
+        title = f"{options.trace_name} on {options.run.instances} x {options.run.profile.name}"
+        write_plot(options.plot, title, [result for _, result in runs])
 
 
-def _run_contender(contender: Contender, options: SimulateOptions, progress: Progress) -> Report:
-    """Return the report of the contender's best policy."""
-    reports = [_run_policy(policy, options, progress) for policy in contender.policies]
-    best = max(reports, key=_rank)
-    return {"contender": contender.name, "trace": options.trace_name, **best}
+def _run_contender(contender: Contender, options: SimulateOptions, progress: Progress) -> Run:
+    """Return the run of the contender's best policy."""
+    runs = (_run_policy(policy, options, progress) for policy in contender.policies)
+    report, result = max(runs, key=_rank)
+    return {"contender": contender.name, "trace": options.trace_name, **report}, result
 
 
-def _rank(report: Report) -> tuple[float, float]:
+def _rank(run: Run) -> tuple[float, float]:
+    report, _ = run
     return report.get("speed", 0.0) or 0.0, report["attainment"] or 0.0
 
 
-def _run_policy(policy: Policy, options: SimulateOptions, progress: Progress) -> Report:
-    def run_at(speed: float) -> Report:
+def _run_policy(policy: Policy, options: SimulateOptions, progress: Progress) -> Run:
+    def run_at(speed: float) -> Run:
         return _run_once(policy, speed, options, progress)
 
     if options.find_rate_share is None:
         return run_at(1.0)
     bar = options.find_rate_share
-    found = find_highest_speed(run_at, lambda report: (report["attainment"] or 0.0) >= bar)
-    report = found.result or run_at(1.0)
-    return {**report, "speed": found.speed, "trials": found.trials}
+    found = find_highest_speed(run_at, lambda run: (run[0]["attainment"] or 0.0) >= bar)
+    report, result = found.result or run_at(1.0)
+    return {**report, "speed": found.speed, "trials": found.trials}, result
 
 
-def _run_once(policy: Policy, speed: float, options: SimulateOptions, progress: Progress) -> Report:
+def _run_once(policy: Policy, speed: float, options: SimulateOptions, progress: Progress) -> Run:
     task = progress.add_task(f"{policy}" + ("" if speed == 1.0 else f" at {speed:.3g} x speed"), total=1.0)
     load = prepare_load(
         options.recorded,
@@ -75,7 +82,7 @@ def _run_once(policy: Policy, speed: float, options: SimulateOptions, progress: 
     update: Callable[[float], None] = lambda share: progress.update(task, completed=share)  # noqa: E731
     result = simulate(load, replace(options.run, policy=policy), on_progress=update)
     progress.remove_task(task)
-    return build_report(result)
+    return build_report(result), result
 
 
 def _describe(report: Report, options: SimulateOptions) -> str:

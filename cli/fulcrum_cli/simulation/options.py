@@ -43,6 +43,7 @@ class SimulateArguments(TypedDict):
     step_noise: float
     failures: float
     json: Path | None
+    plot: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class SimulateOptions:
     scale: float
     speed: float
     json: Path | None
+    plot: Path | None
 
 
 def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
@@ -102,6 +104,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         scale=arguments["scale"],
         speed=arguments["speed"],
         json=arguments["json"],
+        plot=arguments["plot"],
     )
 
 

@@ -275,6 +275,11 @@ class Engine:
     # Gauges
 
     @property
+    def kv_usage(self) -> float:
+        """The used share of the KV cache, 0 to 1."""
+        return 1 - self._pool.available / self._pool.size
+
+    @property
     def gauges(self) -> EngineGauges:
         """The current queue lengths and KV cache usage."""
         waiting = [run for _, run in self._waiting if run.state is RequestRunState.WAITING]
@@ -287,7 +292,7 @@ class Engine:
             fetch_waiting_to_start=sum(run.pending_import is not None for run in waiting),
             fetch_in_progress=fetching,
             fetch_completed_waiting=ready,
-            kv_usage=1 - self._pool.available / self._pool.size,
+            kv_usage=self.kv_usage,
             leases=len(self._leases),
         )
 

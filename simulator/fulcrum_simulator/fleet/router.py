@@ -27,6 +27,7 @@ from fulcrum_simulator.engine import (
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.records import RequestRecord
 from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
+from fulcrum_simulator.fleet.timeline import Sample, take_sample
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
 
 PROBE_INTERVAL_S = 1.0
@@ -60,6 +61,8 @@ class SimulatedRouter:
         self.fleet = RoutedFleet(instances)
         self.generation = 1
         self.flip_request: FlipRequest | None = None
+        self.samples: list[Sample] = []
+        """The fleet once a second."""
         self.on_flip_request: Callable[[], None] = lambda: None
         self._flips = flips
         self._applied_at_s = 0.0
@@ -91,6 +94,7 @@ class SimulatedRouter:
         for view in self.fleet.instances:
             view.probe()
         self._context.pairs.refresh(self.fleet.instances, now_s=self.events.now_s)
+        self.samples.append(take_sample(self.fleet.instances, self.events.now_s))
         self.start_probes()
 
     def set_serving(self, view: RoutedInstance, serving: bool) -> None:

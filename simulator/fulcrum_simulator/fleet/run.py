@@ -23,6 +23,7 @@ from fulcrum_simulator.fleet.options import PolicyName, RunOptions
 from fulcrum_simulator.fleet.records import RequestRecord
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
+from fulcrum_simulator.fleet.timeline import Sample
 from fulcrum_simulator.workload import WorkloadRequest
 
 TYPICAL_REQUEST_TOKENS = 1_000
@@ -39,6 +40,7 @@ class RunResult:
     options: RunOptions
     records: tuple[RequestRecord, ...]
     flips: tuple[Flip, ...]
+    samples: tuple[Sample, ...]
     refused_flips: int
     flip_requests: int
     engine_failures: int
@@ -214,6 +216,7 @@ class _Simulation:
             options=self._options,
             records=tuple(self._records),
             flips=tuple(autoscaler.flips) if autoscaler else (),
+            samples=tuple(self._router.samples),
             refused_flips=autoscaler.refused if autoscaler else 0,
             flip_requests=request.seq if request else 0,
             engine_failures=self._engine_failures,

@@ -75,3 +75,15 @@ def test_a_bad_option_is_refused_in_one_line(trace: Path, arguments: tuple[str, 
     run = run_simulate("--trace", trace, *arguments)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert message in run.stderr
+
+
+def test_the_plot_is_one_page_with_a_figure_for_each_policy_and_no_address(
+    trace: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly", reason="plotly is not installed: it is in the extra `plot`")
+    out = tmp_path / "out.html"
+    policies = "arrow,static:1P2D"
+    run = run_simulate("--trace", trace, "--instances", 3, "--compare", policies, "--plot", out)
+    page = out.read_text(encoding="utf-8")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (page.count("Plotly.newPlot("), page.count("<script src")) == (2, 0)

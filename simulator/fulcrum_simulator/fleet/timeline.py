@@ -1,0 +1,60 @@
+"""What a run looked like over time: roles, queues, KV use, and the SLO attainment of its arrivals."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fulcrum_core.values import Role, Slo
+from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.routed_instance import RoutedInstance
+
+
+class Sample(NamedTuple):
+    """The fleet at one time."""
+
+    at_s: float
+    prefill_instances: int
+    decode_instances: int
+    prefill_queued_s: float
+    """Predicted time until the prefill work in flight is done, over all instances."""
+    decode_legs: int
+    kv_usage: float
+    """Mean over the instances, 0 to 1."""
+
+
+def take_sample(instances: Sequence[RoutedInstance], now_s: float) -> Sample:
+    """Describe the fleet as it is now. Instances that do not serve count in neither role."""
+    return Sample(
+        at_s=now_s,
+        prefill_instances=sum(view.serving and view.role is Role.PREFILL for view in instances),
+        decode_instances=sum(view.serving and view.role is Role.DECODE for view in instances),
+        prefill_queued_s=math.fsum(view.ledger.remaining_s(now_s) for view in instances),
+        decode_legs=sum(view.ledger.decode_legs for view in instances),
+        kv_usage=math.fsum(view.instance.engine.kv_usage for view in instances) / len(instances),
+    )
+
+
+def thin_out(samples: Sequence[Sample], count_max: int) -> list[Sample]:
+    """Keep at most `count_max` samples, at equal distances."""
+    step = max(1, math.ceil(len(samples) / count_max))
+    return list(samples[::step])
+
+
+def attainment_over_time(
+    records: Sequence[RequestRecord], slo: Slo, windows: int
+) -> list[tuple[float, float]]:
+    """Return the start of each window with arrivals, and its SLO attainment.
+
+    The windows have equal lengths, and there are at most `windows`.
+    """
+    if not records:
+        return []
+    first_s, last_s = records[0].request.arrival_s, records[-1].request.arrival_s
+    length_s = max((last_s - first_s) / windows, 1.0)
+    offered: dict[int, int] = {}
+    met: dict[int, int] = {}
+    for record in records:
+        window = int((record.request.arrival_s - first_s) / length_s)
+        offered[window] = offered.get(window, 0) + 1
+        met[window] = met.get(window, 0) + record.meets(slo)
+    return [(first_s + window * length_s, met[window] / count) for window, count in sorted(offered.items())]
