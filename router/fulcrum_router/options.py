@@ -21,9 +21,10 @@ class RouterOptions:
     service: str
     namespace: str
     host: str
-    """Address on which both ports listen."""
+    """Address on which all ports listen."""
     port: int
     state_port: int
+    metrics_port: int
     token: str | None
     """Token of the state port in a local run."""
     state_callers: tuple[str, ...]
@@ -55,7 +56,12 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
     given = _build_parser().parse_args(arguments)
     _check_sources(given)
     _check_cluster_options(given)
-    for name, port in (("--port", given.port), ("--state-port", given.state_port)):
+    ports = {
+        "--port": given.port,
+        "--state-port": given.state_port,
+        "--metrics-port": given.metrics_port,
+    }
+    for name, port in ports.items():
         if not 0 <= port <= 65535:
             raise InvalidInput(name, port, "is not between 0 and 65535")
     return RouterOptions(
@@ -64,6 +70,7 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         host=given.host,
         port=given.port,
         state_port=given.state_port,
+        metrics_port=given.metrics_port,
         token=None if given.token_file is None else _read_token(given.token_file),
         state_callers=_parse_subjects(given.state_callers),
         store=given.store,
@@ -160,13 +167,19 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="ROLE=HOST:PORT,…",
         help="fixed endpoints instead of a store, to measure the data path",
     )
-    add("--host", default="127.0.0.1", help="address on which both ports listen (%(default)s)")
+    add("--host", default="127.0.0.1", help="address on which all ports listen (%(default)s)")
     add("--port", type=int, default=0, help="port for clients; 0: any free port (%(default)s)")
     add(
         "--state-port",
         type=int,
         default=0,
         help="port on which operator and autoscaler read the router's state; 0: any free port (%(default)s)",
+    )
+    add(
+        "--metrics-port",
+        type=int,
+        default=0,
+        help="port with Prometheus metrics at /metrics, without a token; 0: any free port (%(default)s)",
     )
     add("--token-file", type=Path, help="file with the token of the state port, in a local run")
     add(

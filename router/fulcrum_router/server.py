@@ -20,6 +20,7 @@ from fulcrum_core.api.qostier import SloSpec
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
+from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.data_path.limits import raise_file_limit
@@ -57,7 +58,7 @@ class RouterServer:
     ) -> None:
         self.router, self.grace_s = router, grace_s
         self._sweep_s = sweep_s
-        self.clients = ClientServer(router, build_registry(router))
+        self.clients = ClientServer(router)
 
     async def _check_deadlines(self) -> None:
         """End requests and connections that exceed a time-out, until cancelled."""
@@ -106,6 +107,7 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     clients, state = bind_socket(options.host, options.port, option="--port"), None
     if options.has_state_port:
         state = bind_socket(options.host, options.state_port, option="--state-port")
+    metrics = bind_socket(options.host, options.metrics_port, option="--metrics-port")
     raise_file_limit()
     router, ports = Router(), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
@@ -118,6 +120,9 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         if state is not None:
             await _open_state_port(stack, router, cluster, options, state)
             ports["state_port"] = _port(state)
+        page = MetricsPage(build_registry(router))
+        await stack.enter_async_context(_serve_app(make_metrics_app(page), metrics))
+        ports["metrics_port"] = _port(metrics)
         if watcher is not None and options.lease is not None:
             await _wait_until_synced(watcher)
         server = RouterServer(router)
@@ -131,7 +136,9 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         if cluster is None or watcher is None or options.lease is None:
             await stopped.wait()
         else:
-            failover = _make_failover(router, cluster, options, **ports)
+            failover = _make_failover(
+                router, cluster, options, port=ports["port"], state_port=ports["state_port"]
+            )
             await _run_election(failover, watcher, stopped)
             server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
 
@@ -169,7 +176,7 @@ async def _open_state_port(
     authenticator = _make_authenticator(options, cluster)
     if isinstance(authenticator, ServiceAccountAuthenticator):
         await stack.enter_async_context(background_task(authenticator.keep_keys_fresh()))
-    await stack.enter_async_context(_serve_state_port(router, authenticator, bound))
+    await stack.enter_async_context(_serve_app(make_app(router, authenticator), bound))
 
 
 def _limit_garbage_collection() -> None:
@@ -250,12 +257,8 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _serve_state_port(
-    router: Router, authenticator: Authenticator, bound: socket.socket
-) -> AsyncIterator[None]:
-    runner = web.AppRunner(
-        make_app(router, authenticator), access_log=None, shutdown_timeout=0.1, handler_cancellation=True
-    )
+async def _serve_app(app: web.Application, bound: socket.socket) -> AsyncIterator[None]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()

@@ -5,7 +5,7 @@ import contracts see that a local run needs them. Each package's `__init__` impo
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,12 @@ class SharedOptions:
     token_file: Path
 
 
-def router_command(options: SharedOptions, port: int, state_port: int) -> tuple[str, ...]:
-    """Command line of the router on these ports; 0 is any free port."""
+def router_command(options: SharedOptions, ports: Mapping[str, int]) -> tuple[str, ...]:
+    """Command line of the router on these ports, by their names in the ready line; 0 is any free port."""
     return (
         *(sys.executable, "-m", fulcrum_router.__name__, *_shared_arguments(options)),
-        *("--port", str(port), "--state-port", str(state_port)),
+        *("--port", str(ports["port"]), "--state-port", str(ports["state_port"])),
+        *("--metrics-port", str(ports["metrics_port"])),
     )
 
 
@@ -55,5 +56,5 @@ class ProgramCommands:
     """What starts each program of a run; a test passes its own."""
 
     engine: Callable[[PDInstance, EngineContext], ProcessSpec] = build_process_spec
-    router: Callable[[SharedOptions, int, int], tuple[str, ...]] = router_command
+    router: Callable[[SharedOptions, Mapping[str, int]], tuple[str, ...]] = router_command
     autoscaler: Callable[[SharedOptions, int, str], tuple[str, ...]] = autoscaler_command

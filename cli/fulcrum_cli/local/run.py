@@ -232,10 +232,8 @@ class LocalRun:
 
     def _router_command(self, last_ports: Ports | None) -> tuple[str, ...]:
         """A restarted router keeps its ports, which clients and the autoscaler know."""
-        port, state_port = (
-            (last_ports["port"], last_ports["state_port"]) if last_ports else (self._options.port, 0)
-        )
-        return self._commands.router(self._shared_options, port, state_port)
+        first_ports = {"port": self._options.port, "state_port": 0, "metrics_port": 0}
+        return self._commands.router(self._shared_options, last_ports or first_ports)
 
     def _autoscaler_command(self, last_ports: Ports | None) -> tuple[str, ...]:
         """A restarted autoscaler keeps its port, which run.json names."""

@@ -14,6 +14,7 @@ from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_operator.manifests.names import (
     ENGINE_PART,
     HTTP_PORT,
+    ROUTER_METRICS_PORT,
     ROUTER_PART,
     SERVICE_PORT,
     SIDE_CHANNEL_PORT,
@@ -37,6 +38,10 @@ ROUTER_TEARDOWN_S = 10
 
 _READ_VERBS = ["list", "watch"]
 _WRITE_VERBS = ["get", "patch"]
+
+
+_SCRAPE_ANNOTATIONS = {"prometheus.io/scrape": "true", "prometheus.io/port": str(ROUTER_METRICS_PORT)}
+"""Annotations by which a Prometheus that discovers pods finds the metrics of each router."""
 
 
 def service_children(
@@ -138,9 +143,9 @@ def _endpoint_slice(service: PDService) -> dict[str, Any]:
 
 
 def _router_policy(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    """Anyone may reach the HTTP port; only operator and autoscaler may reach the state port."""
+    """Anyone may reach HTTP and metrics; only operator and autoscaler may reach the state port."""
     callers = [_operator_pods(settings), _autoscaler_pods(settings)]
-    ingress = [_ingress([], HTTP_PORT), _ingress(callers, STATE_PORT)]
+    ingress = [_ingress([], HTTP_PORT), _ingress([], ROUTER_METRICS_PORT), _ingress(callers, STATE_PORT)]
     return _network_policy(service, "router", router_selector(service), ingress)
 
 
@@ -223,7 +228,10 @@ def _deployment(service: PDService, settings: InstallationSettings) -> dict[str,
         "revisionHistoryLimit": 3,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 1}},
         "selector": {"matchLabels": selector},
-        "template": {"metadata": {"labels": labels}, "spec": _router_pod(service, settings)},
+        "template": {
+            "metadata": {"labels": labels, "annotations": _SCRAPE_ANNOTATIONS},
+            "spec": _router_pod(service, settings),
+        },
     }
     return _child(service, "apps/v1", "Deployment", "router", spec=spec)
 
@@ -262,6 +270,7 @@ def _router_container(service: PDService, settings: InstallationSettings) -> dic
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "state", "containerPort": STATE_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},
         ],
         "resources": settings.router_resources,
         "readinessProbe": readiness | {"failureThreshold": 3},
@@ -279,6 +288,7 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
         *("--host", "0.0.0.0", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
+        *("--metrics-port", str(ROUTER_METRICS_PORT)),
         *("--state-callers", callers, "--lease", f"{name}-router"),
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
     ]

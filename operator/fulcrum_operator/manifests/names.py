@@ -11,6 +11,7 @@ from fulcrum_operator.engines.vllm import POD_PLACEMENT
 
 HTTP_PORT = POD_PLACEMENT.port
 STATE_PORT = 9091
+ROUTER_METRICS_PORT = 9094
 SIDE_CHANNEL_PORT = POD_PLACEMENT.side_channel_port
 SERVICE_PORT = 80
 ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"

@@ -1,4 +1,4 @@
-"""`/metrics`: Prometheus families of the router, built at each scrape from counters, fleet and pairs.
+"""Prometheus families of the router, built at each rendering from counters, fleet and pairs.
 
 Per-instance series exist for the current instances only, so those of a removed instance disappear.
 """
@@ -12,10 +12,8 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from fulcrum_core.histogram import Histogram
@@ -24,8 +22,6 @@ from fulcrum_router.counters import Counters, LocalPrefillReason
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.router import Router
-
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4.encode()
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
     ("serving", "1 if the router sends new work to the instance, else 0.", lambda i: i.serving),
@@ -124,11 +120,6 @@ def build_registry(router: Router) -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     return registry
-
-
-def render_metrics(registry: CollectorRegistry) -> bytes:
-    """Render a registry in the Prometheus text format."""
-    return generate_latest(registry)
 
 
 def _build_tier_families(counters: Counters) -> Iterator[Metric]:

@@ -1,27 +1,21 @@
-"""Responses that the router builds itself on the clients' port: models, health, readiness, metrics."""
+"""Responses that the router builds itself on the clients' port: models, health, readiness."""
 
 import orjson
-from prometheus_client import CollectorRegistry
 
-from fulcrum_router.control.metrics import CONTENT_TYPE, render_metrics
 from fulcrum_router.http1 import responses
 from fulcrum_router.router import Router
 
-ROUTER_PATHS = frozenset({b"/v1/models", b"/health", b"/ready", b"/metrics"})
+ROUTER_PATHS = frozenset({b"/v1/models", b"/health", b"/ready"})
 
 
-def build_router_response(
-    router: Router, registry: CollectorRegistry, path: bytes, *, head_only: bool, close: bool
-) -> bytes:
+def build_router_response(router: Router, path: bytes, *, head_only: bool, close: bool) -> bytes:
     """Build the response to GET or HEAD of one of `ROUTER_PATHS`."""
-    status, body, content_type = 200, b"{}", b"application/json"
-    if path == b"/metrics":
-        body, content_type = render_metrics(registry), CONTENT_TYPE
-    elif path == b"/v1/models":
+    status, body = 200, b"{}"
+    if path == b"/v1/models":
         body = _build_model_list(router)
     elif path == b"/ready" and not router.ready:
         status, body = 503, responses.build_error_body(503, "no instance is serving")
-    return responses.build_response(status, body, content_type=content_type, close=close, head_only=head_only)
+    return responses.build_response(status, body, close=close, head_only=head_only)
 
 
 def _build_model_list(router: Router) -> bytes:

@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
-from prometheus_client import CollectorRegistry
-
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.limits import RequestMemory, find_max_connections
@@ -44,8 +42,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class ClientServer:
     """All client connections of one router; as a protocol factory it creates them."""
 
-    def __init__(self, router: Router, registry: CollectorRegistry) -> None:
-        self.router, self.registry = router, registry
+    def __init__(self, router: Router) -> None:
+        self.router = router
         self.connections: set[ClientConnection] = set()
         self.memory = RequestMemory()
         self.max_connections = find_max_connections()
@@ -219,11 +217,10 @@ class ClientConnection(asyncio.Protocol):
         elif method not in (b"GET", b"HEAD"):
             self._reject_method(request, b"GET, HEAD")
         else:
-            router, registry = self._server.router, self._server.registry
             head_only, close = method == b"HEAD", not request.keep_alive
             self._transport.write(
                 router_endpoints.build_router_response(
-                    router, registry, path, head_only=head_only, close=close
+                    self._server.router, path, head_only=head_only, close=close
                 )
             )
             self._release(len(request.body))

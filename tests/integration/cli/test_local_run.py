@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
 FAKE_PROGRAMS = ProgramCommands(
     engine=lambda _instance, _context: ProcessSpec(command=TINY),
-    router=lambda _shared, port, _state_port: (*TINY, "--port", str(port)),
+    router=lambda _shared, ports: (*TINY, "--port", str(ports["port"])),
     autoscaler=lambda _shared, port, _state: (*TINY, "--port", str(port)),
 )
 ENGINE_SERVERS = ProgramCommands(router=FAKE_PROGRAMS.router, autoscaler=FAKE_PROGRAMS.autoscaler)

@@ -328,13 +328,13 @@ async def test_a_tier_that_the_service_does_not_have_is_the_default_tier_and_cou
 
 async def test_the_model_is_listed_and_ready_needs_a_serving_instance() -> None:
     async with run_router(FakeEngine("p1")) as world:
-        paths = ("/v1/models", "/health", "/ready", "/metrics")
+        paths = ("/v1/models", "/health", "/ready")
         before = [(await send_pieces(world, build_get(path)))[0] for path in paths]
-        assert [status for status, _ in before] == [200] * 4
+        assert [status for status, _ in before] == [200] * 3
         assert json.loads(before[0][1])["data"][0]["id"] == "m"
         world.router.fleet["p1"].assign(None)
         after = [(await send_pieces(world, build_get(path)))[0][0] for path in paths]
-        assert after == [200, 200, 503, 200]
+        assert after == [200, 200, 503]
 
 
 async def test_an_idle_connection_is_closed_after_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ class RunningService:
     session: aiohttp.ClientSession
     port: int
     state_port: int
+    metrics_port: int
 
     async def complete(self, prompt: str, tokens: int = 4) -> tuple[int, str, dict[str, str]]:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens}
@@ -129,9 +130,26 @@ async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[R
     async with serve_store(store, path), aiohttp.ClientSession() as session:
         with router_process(*arguments) as process:
             ports = await read_ports(process)
-            running = RunningService(store, process, engines, session, ports["port"], ports["state_port"])
+            running = RunningService(
+                store,
+                process,
+                engines,
+                session,
+                ports["port"],
+                ports["state_port"],
+                ports["metrics_port"],
+            )
             assert (await running.get_state("/state?min_generation=1&timeout_s=20"))[0] == 200
             yield running
+
+
+async def test_metrics_are_on_their_own_port_without_a_token(service: RunningService) -> None:
+    await service.complete("the quick brown fox")
+    async with service.session.get(f"http://127.0.0.1:{service.metrics_port}/metrics") as response:
+        assert (response.status, response.content_type) == (200, "text/plain")
+        assert 'fulcrum_router_requests_total{outcome="ok",tier="default"} 1.0' in await response.text()
+    async with service.session.get(f"http://127.0.0.1:{service.port}/metrics") as response:
+        assert response.status == 404
 
 
 async def test_text_is_right_after_a_kv_transfer(service: RunningService) -> None:

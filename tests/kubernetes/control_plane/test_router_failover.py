@@ -83,7 +83,8 @@ def test_a_killed_router_is_replaced_in_time_by_one_with_a_new_ledger(
     state = service.state(standby)
     assert isinstance(state, RouterState)
     assert state.ledger_since_s > before_s
-    metrics = httpx.get(standby.url.replace("/v1/completions", "/metrics"), trust_env=False).text
+    metrics_url = f"http://127.0.0.1:{standby.process.ports['metrics_port']}/metrics"
+    metrics = httpx.get(metrics_url, trust_env=False).text
     assert "fulcrum_router_takeovers_total 1.0" in metrics
 
 

@@ -24,6 +24,7 @@ def test_a_local_router_takes_a_store_and_a_token_file(token: Path) -> None:
         host="127.0.0.1",
         port=8000,
         state_port=0,
+        metrics_port=0,
         token="secret",
         state_callers=(),
         store="unix:/s",
@@ -34,7 +35,7 @@ def test_a_local_router_takes_a_store_and_a_token_file(token: Path) -> None:
 OPERATOR = "system:serviceaccount:fulcrum:operator"
 IN_POD = (
     *("--service", "chat", "--namespace", "prod", "--store", "in-cluster", "--host", "0.0.0.0"),
-    *("--port", "8000", "--state-port", "9091", "--lease", "chat-router"),
+    *("--port", "8000", "--state-port", "9091", "--metrics-port", "9094", "--lease", "chat-router"),
     *("--state-callers", "system:serviceaccount:fulcrum:operator,system:serviceaccount:fulcrum:autoscaler"),
     *("--identity", "chat-router-x7", "--advertise-address", "10.0.0.7"),
 )
@@ -48,6 +49,7 @@ def test_a_router_in_a_pod_takes_a_lease_and_state_callers() -> None:
         host="0.0.0.0",
         port=8000,
         state_port=9091,
+        metrics_port=9094,
         token=None,
         state_callers=(
             "system:serviceaccount:fulcrum:operator",

@@ -43,9 +43,10 @@ def test_a_simulated_engines_identity_follows_from_model_and_profile() -> None:
 
 
 def test_the_router_gets_its_ports_and_the_shared_options() -> None:
+    ports = {"port": 8000, "state_port": 0, "metrics_port": 0}
     assert (
-        " ".join(router_command(SHARED_OPTIONS, 8000, 0)[1:])
-        == f"-m fulcrum_router {SHARED_ARGUMENTS} --port 8000 --state-port 0"
+        " ".join(router_command(SHARED_OPTIONS, ports)[1:])
+        == f"-m fulcrum_router {SHARED_ARGUMENTS} --port 8000 --state-port 0 --metrics-port 0"
     )
 
 

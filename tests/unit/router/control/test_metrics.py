@@ -3,10 +3,11 @@
 import time
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fulcrum_core.values import Role, Slo
-from fulcrum_router.control.metrics import build_registry, render_metrics
+from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.counters import TTFT_BUCKETS_S, LocalPrefillReason, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
@@ -18,7 +19,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(router: Router) -> Samples:
-    text = render_metrics(build_registry(router)).decode()
+    text = generate_latest(build_registry(router)).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
