@@ -166,9 +166,9 @@ class Candidate:
         )
 
     def unready_reason(self) -> str | None:
-        """Why the process is not ready; None for a leader after its first full list, and for a standby."""
+        """Why the process is not ready; None for a leader that watches all objects, and for a standby."""
         if self._leader is not None:
-            return None if self._leader.synced else "the first list of all objects is not complete"
+            return self._leader.unready_reason()
         return None if self._elector.holder is not None else "the Lease has not been read yet"
 
     def unhealthy_reason(self) -> str | None:

@@ -7,7 +7,7 @@ these by lists of its own.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import aiohttp
@@ -25,6 +25,7 @@ LABELLED_KINDS = (POD, *WATCHED_CHILDREN)
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 """All kinds of Fulcrum, pods, and the children that the operator creates for a service."""
 
+_CANCELLATIONS_MAX, _CANCELLATION_INTERVAL_S = 10, 0.2
 _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
 
@@ -70,7 +71,7 @@ class KopfFeed:
                 stop_flag=stop,
             )
             on_started()
-            await kopf.run_tasks(tasks, ignored=others)
+            await _run_until_stopped(tasks, stop, others)
         finally:
             await session.close()
 
@@ -99,6 +100,29 @@ class KopfFeed:
 
         group, _, version = kind.api_version.rpartition("/")
         kopf.on.event(group, version, kind.plural, registry=registry, id=kind.plural)(on_event)
+
+
+async def _run_until_stopped(
+    tasks: Collection[asyncio.Task[Any]], stop: asyncio.Event, others: set[asyncio.Task[Any]]
+) -> None:
+    """Run kopf until `stop` is set; raise the error of the first of its tasks that fails.
+
+    kopf would then wait for ever for its other watches, which swallow a cancellation.
+    """
+    running = asyncio.get_running_loop().create_task(kopf.run_tasks(tasks, ignored=others))
+    await asyncio.wait((running, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    ended = [task for task in tasks if task.done() and not task.cancelled()]
+    error = next((failure for task in ended if (failure := task.exception()) is not None), None)
+    if stop.is_set() or error is None:
+        await running
+        return
+    for _ in range(_CANCELLATIONS_MAX):
+        left = asyncio.all_tasks() - others - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_CANCELLATION_INTERVAL_S)
+    raise error
 
 
 def apply_event(cache: ObjectCache, kind: ObjectKind, event: Any) -> None:

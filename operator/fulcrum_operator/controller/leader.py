@@ -18,7 +18,8 @@ import structlog
 
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDPool, PDService
+from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDPool, PDService
+from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation, instance_key
@@ -91,6 +92,8 @@ class Leader:
     ) -> None:
         self._connection, self._options, self._metrics = connection, options, metrics
         self.synced = False
+        """Whether all kinds were listed and can be watched."""
+        self._listed, self._watching, self._unlisted_reason = asyncio.Event(), False, ""
         self._watch_restarted = asyncio.Event()
         """Set when a watch has restarted, which calls for a list."""
         self._last_engines: dict[ServiceKey, dict[str, EngineObservation]] = {}
@@ -126,17 +129,50 @@ class Leader:
             on_failure=self._record_failure,
         )
 
+    def unready_reason(self) -> str | None:
+        """Why not all objects are listed and watched; None if they are."""
+        if not self.synced:
+            return self._unlisted_reason or "the first list of all objects is not complete"
+        return None if self._watching else "the watches have not started"
+
     async def run(self, stop: asyncio.Event, *, on_started: Callable[[], None]) -> None:
         """Reconcile every service until `stop` is set."""
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
         list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
         try:
-            await self._feed.run(stop, on_started=on_started, on_object_listed=self._watch_restarted.set)
+            if await self._wait_until_listed(stop):
+                await self._watch(stop, on_started)
         finally:
             list_task.cancel()
             await asyncio.wait([list_task])
         if not list_task.cancelled():
             list_task.result()
+
+    async def _wait_until_listed(self, stop: asyncio.Event) -> bool:
+        """Wait until all kinds could be listed; False if `stop` is set first.
+
+        The feed finds out only at its start which kinds the API server has: a kind whose CRD is applied later
+        would never be watched.
+        """
+        loop = asyncio.get_running_loop()
+        waits = [loop.create_task(event.wait()) for event in (self._listed, stop)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return not stop.is_set()
+
+    async def _watch(self, stop: asyncio.Event, on_started: Callable[[], None]) -> None:
+        """Watch all kinds until `stop` is set; raises if a watch fails for good: its CRD was deleted."""
+
+        def start() -> None:
+            on_started()
+            self._watching = True
+            self._watch_restarted.set()  # what was deleted between list and watch is found by another list
+
+        try:
+            await self._feed.run(stop, on_started=start, on_object_listed=self._watch_restarted.set)
+        finally:
+            self._watching = False
 
     async def aclose(self) -> None:
         """Cancel all reconciles; nothing is written afterwards."""
@@ -152,13 +188,17 @@ class Leader:
         while True:
             self._watch_restarted.clear()
             try:
+                if not self.synced:
+                    await self._check_kinds_served()
                 await self._relist()
             except FulcrumError as error:
+                self._unlisted_reason = str(error)
                 _log.warning("cannot list objects, retrying", retry_s=_LIST_RETRY_S, error=str(error))
                 await asyncio.sleep(_LIST_RETRY_S)
                 continue
             if not self.synced:
                 self.synced = True
+                self._listed.set()
                 _log.info("initial list complete", services=len(self._cache.list_services()))
                 for key in self._cache.list_services():
                     self._queue.add(key)
@@ -166,6 +206,17 @@ class Leader:
                 async with asyncio.timeout(RELIST_S):
                     await self._watch_restarted.wait()
                     await asyncio.sleep(RELIST_AFTER_GAP_S)
+
+    async def _check_kinds_served(self) -> None:
+        """Raise `NotFound` unless the API server announces all kinds, by which the feed finds them."""
+        try:
+            response = await self._connection.objects.get_raw(f"/apis/{API_VERSION}")
+        except NotFound:
+            response = {}
+        served = {resource.get("name") for resource in response.get("resources", ())}
+        missing = [kind.plural for kind in KINDS if kind.plural not in served]
+        if missing:
+            raise NotFound(f"the API server does not serve {', '.join(missing)}: apply the CRDs")
 
     async def _relist(self) -> None:
         namespace = self._options.namespace
