@@ -22,6 +22,11 @@ _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
 _MAX_USAGE_BYTES = 1024
+_USUAL_USAGE = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d+),"total_tokens":\d+,"completion_tokens":(\d+),'
+    rb'"prompt_tokens_details":(?:null|\{"cached_tokens":(\d+))'
+)
+"""The usage in vLLM's order: one match takes half the time of three searches."""
 
 
 class Usage(NamedTuple):
@@ -39,6 +44,12 @@ def parse_usage(content: bytes) -> Usage | None:
     start = max(content.rfind(b'"usage":{'), content.rfind(b'"usage": {'))
     if start < 0:
         return None
+    found = _USUAL_USAGE.match(content, start)
+    if found is not None:
+        prompt_tokens, completion_tokens, cached_tokens = found.groups()
+        return Usage(
+            int(prompt_tokens), None if cached_tokens is None else int(cached_tokens), int(completion_tokens)
+        )
     usage = content[start : start + _MAX_USAGE_BYTES]
     prompt = _PROMPT_TOKENS.search(usage)
     if prompt is None:
