@@ -11,7 +11,7 @@ from enum import StrEnum
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstanceStatus
 from fulcrum_core.values import Phase, Role
-from fulcrum_simulator.client import percentile
+from fulcrum_simulator.percentile import percentile
 
 
 class HistoryCell(StrEnum):

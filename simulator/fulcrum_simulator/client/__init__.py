@@ -9,7 +9,6 @@ from fulcrum_simulator.client.outcomes import (
     LoadResults,
     OutcomeKind,
     RequestOutcome,
-    percentile,
     summarize_latencies,
 )
 
@@ -21,6 +20,5 @@ __all__ = [
     "LoadTarget",
     "OutcomeKind",
     "RequestOutcome",
-    "percentile",
     "summarize_latencies",
 ]

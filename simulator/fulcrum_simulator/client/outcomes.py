@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fulcrum_core.values import Slo
+from fulcrum_simulator.percentile import percentile
 
 
 class OutcomeKind(StrEnum):
@@ -144,13 +145,3 @@ def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
     ttft = [outcome.ttft_s for outcome in successful if outcome.ttft_s is not None]
     tpot = [outcome.tpot_s for outcome in successful if outcome.tpot_s is not None]
     return Latencies(percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99))
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Return the smallest value that at least `percent` % of the values do not exceed (nearest rank); None if
-    empty.
-    """
-    if not values:
-        return None
-    rank = -(-len(values) * percent // 100)
-    return sorted(values)[max(0, int(rank) - 1)]

@@ -6,7 +6,7 @@ prefill instance.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -88,7 +88,7 @@ class SimulatedInstance:
             lease_s=options.lease_s,
             step_jitter=(lambda: 1.0 + noise * (2.0 * draw() - 1.0)) if noise else None,
         )
-        self._steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
+        self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
         self._step_end: Event | None = None
         self._lease_timer: Event | None = None
@@ -101,7 +101,7 @@ class SimulatedInstance:
     def busy_s(self) -> tuple[float, float]:
         """Time of steps with a prompt chunk and of all other steps, since the start of the run."""
         prefill_s, decode_s = self._busy_s
-        return prefill_s + self._steps.prefill_busy_s, decode_s + self._steps.decode_busy_s
+        return prefill_s + self.steps.prefill_busy_s, decode_s + self.steps.decode_busy_s
 
     # Requests
 
@@ -123,16 +123,13 @@ class SimulatedInstance:
             self.engine.abort(request_id, self._events.now_s)
             self._start_if_idle()
 
-    def warm_up(self, peers: Iterable["SimulatedInstance"]) -> None:
-        """Have the handshakes with these instances done, as the router's canaries do before any load."""
-        for peer in peers:
-            self._handshakes.assume_known(peer.engine.engine_id)
+    def connect(self, source: "SimulatedInstance") -> None:
+        """Have the handshake with this prefill instance done, as by a canary."""
+        self._handshakes.assume_known(source.engine.engine_id)
 
     def advance(self) -> None:
         """Bring the engine to the present: pass on the tokens of all steps that have ended."""
-        if not self.alive:
-            return
-        ids, count = self._steps.advance(self._events.now_s)
+        ids, count = self.steps.advance(self._events.now_s)
         if count:
             legs = self._legs
             for request_id in ids:
@@ -150,6 +147,7 @@ class SimulatedInstance:
         if not self.alive:
             return
         self.alive = False
+        self.steps.truncate()
         del self._peers[self.engine.engine_id]
         for timer in (self._step_end, self._lease_timer):
             if timer is not None:
@@ -171,24 +169,24 @@ class SimulatedInstance:
         """Before a call that changes the engine's work: let the step under way be the last one planned."""
         if self.engine.busy:
             self.advance()
-            if self._steps.truncate():
+            if self.steps.truncate():
                 self._await_step_end()
 
     def _await_step_end(self) -> None:
         if self._step_end is not None:
             self._step_end.cancel()
-        self._step_end = self._events.schedule(self._steps.due_s, self._end_step, rank=STEP_END)
+        self._step_end = self._events.schedule(self.steps.due_s, self._end_step, rank=STEP_END)
 
     def _start_if_idle(self) -> None:
         if not self.engine.busy and self.alive:
             self._start_step()
 
     def _start_step(self) -> None:
-        started = self._steps.start(self._events.now_s)
+        started = self.steps.start(self._events.now_s)
         for fetch in self.engine.take_kv_fetches():
             self._start_fetch(fetch)
         if started:
-            self._step_end = self._events.schedule(self._steps.due_s, self._end_step, rank=STEP_END)
+            self._step_end = self._events.schedule(self.steps.due_s, self._end_step, rank=STEP_END)
         elif self._legs:
             self._await_lease_expiry()
 
@@ -203,7 +201,7 @@ class SimulatedInstance:
     def _end_step(self) -> None:
         self.advance()
         legs = self._legs
-        for event in self._steps.finish():
+        for event in self.steps.finish():
             if isinstance(event, OutputToken):
                 leg = legs.get(event.request_id)
                 if leg is not None:

@@ -31,28 +31,28 @@ class Policy:
     decode: int
 
     def __str__(self) -> str:
-        return self.name if self.name is PolicyName.ARROW else f"{self.name}:{self.prefill}P{self.decode}D"
+        return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_SPLIT = re.compile(r"static:(\d+)P(\d+)D", re.IGNORECASE)
+_POLICY = re.compile(r"(arrow|static):(\d+)P(\d+)D", re.IGNORECASE)
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
-    """Return the policy named `arrow` or `static:xPyD`. Arrow starts with an even split.
+    """Return the policy named `static:xPyD`, `arrow:xPyD` or `arrow`, which starts with an even split.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
     """
     if text.lower() == PolicyName.ARROW:
         return Policy(PolicyName.ARROW, instances // 2, instances - instances // 2)
-    match = _SPLIT.fullmatch(text)
+    match = _POLICY.fullmatch(text)
     if match is None:
-        raise InvalidInput("--policy", text, "is not arrow or static:xPyD, for example static:5P3D")
-    prefill, decode = int(match[1]), int(match[2])
+        raise InvalidInput("--policy", text, "is not arrow, arrow:xPyD or static:xPyD, as static:5P3D")
+    prefill, decode = int(match[2]), int(match[3])
     if prefill + decode != instances or not prefill or not decode:
         rule = f"must have at least one instance of each role and {instances} in all"
         raise InvalidInput("--policy", text, rule)
-    return Policy(PolicyName.STATIC, prefill, decode)
+    return Policy(PolicyName(match[1].lower()), prefill, decode)
 
 
 def list_splits(instances: int) -> list[Policy]:

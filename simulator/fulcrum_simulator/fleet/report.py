@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fulcrum_core.api.meta import format_duration
-from fulcrum_simulator.client.outcomes import percentile
 from fulcrum_simulator.fleet.records import RequestRecord
 from fulcrum_simulator.fleet.run import RunResult
+from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.routing import Outcome
 
 

@@ -3,8 +3,8 @@
 `routing` carries out the journeys. This module sends their legs, gives up those that time out, reads the
 engines' metrics and publishes flip requests.
 
-Not simulated: the estimate of a prompt's tokens (the number is known), canaries (all engines know one another
-at the start), and the measurement of slow pairs.
+Not simulated: the estimate of a prompt's tokens (the number is known), the load and the time of canaries, and
+the measurement of slow pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +32,9 @@ from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, 
 
 PROBE_INTERVAL_S = 1.0
 """Interval at which the router reads the engines' metrics."""
+CANARY_INTERVAL_S = 10.0
+CANARY_IDLE_S = 1_800.0
+"""Time without a transfer after which a pair gets a canary."""
 PREFILL_TIMEOUT_S = 60.0
 FIRST_BYTE_TIMEOUT_S = 60.0
 """The default timeouts of a PDService."""
@@ -74,17 +77,23 @@ class SimulatedRouter:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
             self._context.flip_waits.enabled = True
 
-    def warm_up(self) -> None:
-        """Have every pair of engines known to each other, as after the canaries."""
-        for source in self.fleet.instances:
-            source.instance.warm_up(view.instance for view in self.fleet.instances)
-            for view in self.fleet.instances:
-                self._record_transfer(source.name, view.name)
+    def run_canaries(self) -> None:
+        """Have the pairs that are due connected, now and every `CANARY_INTERVAL_S`; it takes no time."""
+        now_s = self.events.now_s
+        pairs = self._context.pairs
+        for key in pairs.list_due(self.fleet.instances, now_s=now_s, interval_s=CANARY_IDLE_S):
+            source, reader = self.fleet[key.prefill].instance, self.fleet[key.decode].instance
+            if source.alive and reader.alive:
+                reader.connect(source)
+                self._record_transfer(key.prefill, key.decode)
+        self.events.schedule(now_s + CANARY_INTERVAL_S, self.run_canaries)
 
     def advance(self) -> None:
         """Count the tokens that engines have produced by now, before a decision reads the ledgers."""
+        now_s = self.events.now_s
         for view in self.fleet.instances:
-            view.instance.advance()
+            if view.instance.steps.next_skipped_s <= now_s:
+                view.instance.advance()
 
     def start_probes(self) -> None:
         """Read the engines' metrics once a second from now on."""

@@ -144,7 +144,7 @@ class _Simulation:
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)
-        router.warm_up()
+        router.run_canaries()
         return router
 
     def _build_rules(self) -> AutoscalingRules:

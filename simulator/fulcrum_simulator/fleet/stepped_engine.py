@@ -4,6 +4,7 @@ Between two such steps lie identical decode steps, which are skipped together. T
 bit, as with `lookahead_steps` of 1, which executes every step.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ class SteppedEngine:
         """Time of steps with a prompt chunk so far."""
         self.decode_busy_s = 0.0
         """Time of all other steps so far."""
+        self.next_skipped_s = math.inf
+        """Time of the next step that `advance` can skip; before it there is nothing to do."""
         self._lookahead_steps = lookahead_steps
         self._ends_s: Sequence[float] = ()
         self._skipped = 0
@@ -44,6 +47,7 @@ class SteppedEngine:
             now_s, step, steps_max=self._lookahead_steps
         )
         self._skipped = 0
+        self.next_skipped_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
         if step.prefill_tokens:
             self.prefill_busy_s += step.duration_s
         else:
@@ -52,21 +56,21 @@ class SteppedEngine:
 
     def advance(self, now_s: float) -> tuple[Sequence[str], int]:
         """Skip the steps that have ended by now; returns the requests that got tokens and how many each."""
-        if not self.engine.busy or len(self._ends_s) - self._skipped == 1:
+        if now_s < self.next_skipped_s:
             return (), 0
         ends_s, skipped = self._ends_s, self._skipped
         until = bisect_right(ends_s, now_s, skipped, len(ends_s) - 1)
-        if until == skipped:
-            return (), 0
         self.engine.skip_steps(ends_s[skipped:until])
         self.decode_busy_s += ends_s[until] - ends_s[skipped]
         self._skipped = until
+        self.next_skipped_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
         return self._request_ids, until - skipped
 
     def truncate(self) -> bool:
         """Let the step under way be the last one planned; True if `due_s` has changed."""
         left = len(self._ends_s) - self._skipped
         self._ends_s, self._skipped = self._ends_s[self._skipped : self._skipped + 1], 0
+        self.next_skipped_s = math.inf
         return left > 1
 
     def finish(self) -> list[Event]:

@@ -13,7 +13,7 @@ import pytest
 from fulcrum_cli.assignment.writes import AssignmentWrite, flip_instance
 from fulcrum_cluster.client import open_store
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import percentile
+from fulcrum_simulator.percentile import percentile
 from tests.conftest import RecordMeasurement
 from tests.kubernetes.control_plane.cli_service import CommandLine
 from tests.kubernetes.nodes.components import find_leading_operator, has_restarted

@@ -56,6 +56,16 @@ CASES = [
         {"operator/fulcrum_operator/x.py": "import fulcrum_router"},
     ),
     ImportCase(
+        "the simulated fleet may not read a clock",
+        "virtual-time",
+        {"simulator/fulcrum_simulator/fleet/x.py": "import time"},
+    ),
+    ImportCase(
+        "simulated requests may not wait for sockets",
+        "virtual-time",
+        {"simulator/fulcrum_simulator/routing/x.py": "import asyncio"},
+    ),
+    ImportCase(
         "no shell may import the simulator",
         "layers",
         {"operator/fulcrum_operator/x.py": "import fulcrum_simulator"},

@@ -15,10 +15,10 @@ from fulcrum_simulator.client.outcomes import (
     LoadResults,
     OutcomeKind,
     RequestOutcome,
-    percentile,
     summarize_latencies,
 )
 from fulcrum_simulator.client.prompts import CHAT_TOKENS_MIN, PreparedRequest, prepare_request
+from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.text import count_tokens, output_token, prompt_digest, render_chat
 from fulcrum_simulator.workload import WorkloadRequest
 

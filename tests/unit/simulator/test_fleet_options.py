@@ -26,6 +26,7 @@ def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> Non
 def test_splits_are_named_as_they_are_parsed() -> None:
     assert [str(policy) for policy in list_splits(4)] == ["static:1P3D", "static:2P2D", "static:3P1D"]
     assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
+    assert str(parse_policy("arrow:3P1D", instances=4)) == "arrow:3P1D"
 
 
 def test_a_short_load_is_repeated_until_it_is_long_enough_to_be_scored() -> None:
