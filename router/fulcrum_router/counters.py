@@ -67,6 +67,8 @@ class Counters:
         self.tiers: dict[str, TierCounters] = {}
         self.legs: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Legs that ended, by phase and outcome (`ok` or a `Failure`)."""
+        self.leg_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
+        """Failed legs, by phase and `Blame`."""
         self.retries: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Failed attempts, by phase and `Failure`."""
         self.local_prefills: defaultdict[LocalPrefillReason, int] = defaultdict(int)

@@ -29,18 +29,12 @@ from fulcrum_router.policy import (
     choose_decode,
     predict_ttft,
 )
+from fulcrum_router.policy.blame import Blame, find_blame, is_sickness
 from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
 
-_COUNTS_AGAINST_HEALTH = frozenset(Failure) - {
-    Failure.NO_KV_TRANSFER_PARAMS,
-    Failure.EJECTED,
-    Failure.LEASE_EXPIRED,
-    Failure.TOO_LONG,
-}
-"""Failures of a leg that are evidence against the instance, and not only against this leg."""
-_EJECT_AT_ONCE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
+_GONE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
 """Failures of which one ejects an instance: there is no engine at the address."""
 
 
@@ -141,17 +135,28 @@ class Router:
     def record_leg_success(self, instance: Instance, phase: str) -> None:
         """Count a leg that got its response; a success ends a series of failures."""
         self.counters.legs[phase, "ok"] += 1
-        if instance.health.failures and instance.health.record_success():
+        health = instance.health
+        health.answered += 1
+        if (health.failures or health.error_share) and health.record_success():
             instance.update_serving()
 
     def record_leg_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
-        """Count a failed leg, and eject the instance if it has failed too often."""
-        self.counters.legs[phase, failed.failure] += 1
-        if failed.failure not in _COUNTS_AGAINST_HEALTH:
+        """Count a failed leg, and eject the instance if it is gone or has failed too often."""
+        failure, health = failed.failure, instance.health
+        blame = find_blame(failure, status=failed.status, probes_answered=instance.answers_probes)
+        self.counters.legs[phase, failure] += 1
+        self.counters.leg_failures[phase, blame] += 1
+        if not is_sickness(failure, blame):
+            if blame is Blame.LOAD:
+                health.record_error()
             return
-        eject_now, unresponsive = failed.failure in _EJECT_AT_ONCE, failed.failure is Failure.UNREACHABLE
-        if instance.health.record_failure(time.monotonic(), eject_now=eject_now, unresponsive=unresponsive):
-            self.record_ejection(instance, failed.failure)
+        now_s, unresponsive = time.monotonic(), failure is Failure.UNREACHABLE
+        too_many = health.record_failure(now_s=now_s, unresponsive=unresponsive)
+        if failure in _GONE:
+            if health.eject(now_s=now_s, judged=False, unresponsive=unresponsive):
+                self.record_ejection(instance, failure)
+        elif too_many and self.fleet.eject_by_judgement(instance, failure, now_s=now_s):
+            self.record_ejection(instance, failure)
 
     def rotate_cache_salt(self, instance: Instance, cache_salt: str | None) -> None:
         """Stop using the prefix cache that an instance filled under `cache_salt`: it may hold wrong KV.

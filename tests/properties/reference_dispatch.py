@@ -79,13 +79,13 @@ def _prefill_cost(instance: FakeInstance, work: Work, now_s: float, delay: Trans
     tokens = max(0, work.prompt_tokens - work.cached_tokens.get(instance.name, 0))
     seconds = _known(model.ttft_s(tokens) + ledger.remaining_s(now_s))
     transfer_s = delay.fixed_s + delay.s_per_token * work.prompt_tokens
-    return batch_s, seconds + transfer_s, ledger.decode_legs, instance.name
+    return instance.error_share + batch_s, seconds + transfer_s, ledger.decode_legs, instance.name
 
 
 def _decode_cost(instance: FakeInstance, work: Work, now_s: float, pairs: SourcePairs | None) -> Cost:
     ledger = instance.ledger
     excess_s = instance.decode_model.itl_s(_batch(instance, work)) - work.slo.tpot_s
-    prefill_s = _known(ledger.remaining_s(now_s))
+    prefill_s = _known(instance.error_share + ledger.remaining_s(now_s))
     if pairs is not None:
         prefill_s += pairs.compute_delay_s(pairs.by_decode.get(instance.name), work.prompt_tokens, now_s)
     return prefill_s, excess_s, ledger.decode_legs, instance.name

@@ -60,6 +60,7 @@ def fleets(draw: st.DrawFn) -> list[FakeInstance]:
             prefilling=draw(st.integers(0, 10_000)),
             decoding=draw(st.integers(0, 10_000)),
             reserved=draw(st.integers(0, 10_000)),
+            error_share=draw(st.sampled_from([0.0, 0.0, 0.25, 1.0])),
             serving=draw(st.booleans()),
             identity=draw(st.sampled_from([IDENTITY, OTHER_MODEL, None])),
             itl_s=draw(st.one_of(st.none(), st.floats(0, 1), st.just(math.nan))),

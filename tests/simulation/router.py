@@ -52,6 +52,7 @@ class RoutedInstance:
     identity: EngineIdentity | None = None
     ledger: Ledger = field(default_factory=Ledger)
     health: Health = field(default_factory=Health)
+    error_share: float = 0.0
     itl_s: float | None = None
     batch_tokens: int = 0
     missed_probes: int = 0
@@ -258,7 +259,7 @@ class SimulatedRouter:
             return
         if not process.alive or process.hung:
             instance.missed_probes += 1
-            instance.health.record_failure(self._clock.monotonic_s())
+            self._record_failure(instance, is_gone=False)
             instance.itl_s = None
             return
         instance.missed_probes = 0
@@ -270,6 +271,11 @@ class SimulatedRouter:
         instance.batch_tokens = now
         if instance.itl_s and before and now:
             instance.decode.learn(tokens=(before + now) // 2, itl_s=instance.itl_s)
+
+    def _record_failure(self, instance: RoutedInstance, *, is_gone: bool) -> None:
+        now_s = self._clock.monotonic_s()
+        if instance.health.record_failure(now_s=now_s) or is_gone:
+            instance.health.eject(now_s=now_s, judged=False)
 
     # Requests
 
@@ -331,7 +337,7 @@ class SimulatedRouter:
         """See `RoutingPort`."""
         now_s = self.now_s()
         if failure is not None:
-            instance.health.record_failure(now_s, eject_now=failure is Failure.REFUSED)
+            self._record_failure(instance, is_gone=failure is Failure.REFUSED)
             return
         instance.health.record_success()
         if leg.is_prefill and leg.was_idle:

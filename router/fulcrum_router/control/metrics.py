@@ -66,6 +66,12 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
         lambda i: i.ledger.pending_transfers,
     ),
     ("missed_probes", "Failed probes of the instance in a row.", lambda i: i.missed_probes),
+    ("ejected", "1 if the instance is ejected: it gets no new work, else 0.", lambda i: i.health.ejected),
+    (
+        "error_ratio",
+        "Recent share of failed legs of the instance, those shed under load included, 0 to 1.",
+        lambda i: i.error_share,
+    ),
 )
 
 
@@ -107,6 +113,12 @@ class RouterCollector(Collector):
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
         yield from _build_drift_families(self._router.fleet.instances)
+        yield _build_counter_by_label(
+            "ejections_withheld",
+            "Ejections left out because half of the instances of the role, or all others, were ejected.",
+            "reason",
+            self._router.fleet.withheld_ejections,
+        )
         yield _build_transfer_family(self._router.pairs)
         yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
         yield from _build_router_gauges(self._router)
@@ -182,6 +194,13 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         counters.legs,
     )
     yield _build_counter_by_phase(
+        "leg_failures",
+        "Requests to engines (legs) that failed, by phase and cause: engine, network, load (shed, or late "
+        "while the engine works), client (the request asks for too much), router.",
+        "cause",
+        counters.leg_failures,
+    )
+    yield _build_counter_by_phase(
         "retries", "Legs retried on another instance, by phase and failure.", "reason", counters.retries
     )
     yield _build_counter_by_phase(
@@ -206,8 +225,9 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     )
     yield _build_counter_by_label(
         "ejections",
-        "Ejections of an instance after failures, by the last failure; probe_ marks failures of a probe. An "
-        "ejected instance gets no new work until a probe of its health succeeds.",
+        "Ejections of an instance after failures, by the last failure; probe_ marks failures of a probe, "
+        "error_rate and latency comparisons with its peers. An ejected instance gets no new work until a "
+        "probe of its health succeeds, and for a time that grows with each ejection if it answers badly.",
         "reason",
         counters.ejections,
     )

@@ -1,5 +1,10 @@
 """Ejection of failing instances: when one gets no more requests, and when it is probed again.
 
+Two kinds of ejection. An engine that does not answer at all is *gone*: it comes back as soon as a probe
+succeeds. An engine that answers, but fails its legs or is far slower than its peers, is ejected *by
+judgement*: its probes may succeed all the time, so it stays out for a time that grows with each ejection, as
+in Envoy.
+
 Pure state; the data path and the prober record what happened, `Instance.update_serving` reads `ejected`.
 """
 
@@ -7,41 +12,104 @@ EJECT_AFTER_FAILURES = 3
 """Consecutive failures that eject an instance; the caller ejects at once where no connection is possible."""
 FIRST_PROBE_DELAY_S = 0.25
 MAX_PROBE_DELAY_S = 2.0
+BASE_EJECTION_S, MAX_EJECTION_S = 5.0, 300.0
+"""Duration of the first ejection by judgement, to be multiplied by the number of ejections; its limit."""
+FORGIVE_AFTER_S = 60.0
+"""Time without an ejection after which one ejection is forgotten."""
+_ERROR_WEIGHT = 0.1
+"""Weight of one leg in `error_share`."""
+_ERROR_DECAY = 0.8
+"""Part of `error_share` that is left after one probe interval."""
+_NO_ERRORS = 0.01
 
 
 class Health:
     """Failures of one endpoint. Times are monotonic seconds, given by the caller."""
 
-    __slots__ = ("_backoff_s", "ejected", "failures", "probe_at_s", "unresponsive_since_s")
+    __slots__ = (
+        "_backoff_s",
+        "_ejected_until_s",
+        "_ejections",
+        "_forgive_at_s",
+        "answered",
+        "ejected",
+        "error_share",
+        "failed",
+        "failures",
+        "judged",
+        "probe_at_s",
+        "unresponsive_since_s",
+    )
 
     def __init__(self) -> None:
         self.failures = 0
-        self.ejected = False
+        """Consecutive failures."""
+        self.answered = self.failed = 0
+        """Legs since the last judgement of outliers."""
+        self.error_share = 0.0
+        """Recent share of failed legs, load included: dispatch prefers instances without."""
+        self.ejected = self.judged = False
+        """Whether the instance is ejected, and whether by judgement."""
         self.unresponsive_since_s: float | None = None
         """Time since which the instance sends nothing; requests that wait for it are then moved or failed."""
         self.probe_at_s = 0.0
         self._backoff_s = FIRST_PROBE_DELAY_S
+        self._ejected_until_s = self._forgive_at_s = 0.0
+        self._ejections = 0
 
-    def record_failure(self, now_s: float, *, eject_now: bool = False, unresponsive: bool = False) -> bool:
-        """Count a failure (`unresponsive`: nothing was received); return True if it ejects the instance."""
+    def record_error(self) -> None:
+        """Count a failed leg that is no evidence of sickness: dispatch prefers others for a while."""
+        self.error_share += _ERROR_WEIGHT * (1.0 - self.error_share)
+
+    def record_failure(self, *, now_s: float, unresponsive: bool = False) -> bool:
+        """Count a failure (`unresponsive`: nothing was received); return whether it is one too many."""
         self.failures += 1
-        if self.failures < EJECT_AFTER_FAILURES and not eject_now and not self.ejected:
-            return False
+        self.failed += 1
+        self.record_error()
+        too_many = self.failures >= EJECT_AFTER_FAILURES or self.ejected
+        if unresponsive and too_many and self.unresponsive_since_s is None:
+            self.unresponsive_since_s = now_s
+        return too_many and not self.ejected
+
+    def eject(self, *, now_s: float, judged: bool, unresponsive: bool = False) -> bool:
+        """Eject the instance; return False if it is ejected already."""
         if unresponsive and self.unresponsive_since_s is None:
             self.unresponsive_since_s = now_s
         if self.ejected:
+            self.judged = self.judged and judged  # a judged one whose engine is gone returns with its engine
             return False
-        self.ejected = True
+        self.ejected, self.judged = True, judged
         self._backoff_s = FIRST_PROBE_DELAY_S
         self.probe_at_s = now_s + self._backoff_s
+        if judged:
+            self._ejections += 1
+            self._ejected_until_s = now_s + min(MAX_EJECTION_S, BASE_EJECTION_S * self._ejections)
+            self._forgive_at_s = self._ejected_until_s + FORGIVE_AFTER_S
+            self.probe_at_s = self._ejected_until_s
         return True
 
     def record_success(self) -> bool:
-        """Reset the failures after a response; return True if that readmits the instance."""
+        """Record the response of a leg; return True if that readmits the instance.
+
+        An instance that was ejected by judgement is readmitted by a probe only, after its time.
+        """
         self.failures = 0
+        self.error_share = _drop_tiny((1.0 - _ERROR_WEIGHT) * self.error_share)
         self.unresponsive_since_s = None
-        was_ejected, self.ejected = self.ejected, False
-        return was_ejected
+        if not self.ejected or self.judged:
+            return False
+        self.ejected = False
+        return True
+
+    def record_probe(self, *, now_s: float) -> bool:
+        """Record a successful probe; return True if that readmits the instance."""
+        self.unresponsive_since_s = None
+        if not self.ejected or (self.judged and now_s < self._ejected_until_s):
+            return False
+        self.failures = self.answered = self.failed = 0
+        self.error_share = 0.0
+        self.ejected = self.judged = False
+        return True
 
     def record_failed_probe(self, now_s: float, *, unresponsive: bool = False) -> None:
         """Double the time to the next probe, up to `MAX_PROBE_DELAY_S`."""
@@ -49,3 +117,18 @@ class Health:
             self.unresponsive_since_s = now_s
         self._backoff_s = min(MAX_PROBE_DELAY_S, 2 * self._backoff_s)
         self.probe_at_s = now_s + self._backoff_s
+
+    def decay(self, now_s: float) -> None:
+        """Forget a part of old errors, and ejections long ago; called once each probe interval.
+
+        Dispatch may send nothing to an instance with errors, so that only time can end them.
+        """
+        if self.error_share:
+            self.error_share = _drop_tiny(_ERROR_DECAY * self.error_share)
+        if self._ejections and not self.ejected and now_s >= self._forgive_at_s:
+            self._ejections -= 1
+            self._forgive_at_s = now_s + FORGIVE_AFTER_S
+
+
+def _drop_tiny(error_share: float) -> float:
+    return error_share if error_share >= _NO_ERRORS else 0.0

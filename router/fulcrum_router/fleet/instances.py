@@ -5,6 +5,7 @@ what engines report, the data path health and load. Dispatch reads an instance t
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -18,6 +19,7 @@ from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.outliers import may_eject
 from fulcrum_router.policy.prefill_samples import PrefillSampler
 
 SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
@@ -75,6 +77,7 @@ class Instance:
         "ledger",
         "missed_probes",
         "name",
+        "pool",
         "prefill_header",
         "prefill_model",
         "progress_at_s",
@@ -88,11 +91,12 @@ class Instance:
         self,
         name: str,
         *,
+        pool: str = "",
         prefill: PrefillModel = DEFAULT_PREFILL,
         decode: DecodeModel = DEFAULT_DECODE,
         simulated: bool = False,
     ) -> None:
-        self.name = name
+        self.name, self.pool = name, pool
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
         self.decode_header = b"x-fulcrum-decode: %b\r\n%b" % (
             name.encode(),
@@ -241,6 +245,16 @@ class Instance:
         self.serving = self.assigned and self.connection_pool is not None and not self.health.ejected
 
     @property
+    def answers_probes(self) -> bool:
+        """Whether the engine has answered its last probe: then a late leg waits in its queue."""
+        return not self.missed_probes and self.health.unresponsive_since_s is None
+
+    @property
+    def error_share(self) -> float:
+        """Recent share of failed legs; see `Health.error_share`."""
+        return self.health.error_share
+
+    @property
     def is_warming_up(self) -> bool:
         """Whether the instance gets no requests yet but its engine responds, so that canaries may be sent."""
         idle = self.starting and not self.serving
@@ -305,6 +319,8 @@ class Fleet:
         """Removed instances that still have legs in flight."""
         self.instances: tuple[Instance, ...] = ()
         """Sorted by name."""
+        self.withheld_ejections: defaultdict[str, int] = defaultdict(int)
+        """Ejections left out because too many instances of the role were ejected, by reason."""
         self._changes = _Changes()
         self._candidates: Candidates[Instance] = Candidates(())
         self._candidates_as_of = 0
@@ -339,6 +355,17 @@ class Fleet:
             removed.clear_endpoint()
             self._removed.append(removed)
         self._sort()
+
+    def eject_by_judgement(self, instance: Instance, reason: str, *, now_s: float) -> bool:
+        """Eject an instance that answers, but badly; False if too many of its role are ejected already."""
+        same_role = [i for i in self.instances if i.role is instance.role and i.assigned]
+        ejected = sum(i.health.ejected for i in same_role)
+        if instance.health.ejected or not may_eject(
+            serving=sum(i.serving for i in same_role), ejected=ejected
+        ):
+            self.withheld_ejections[reason] += not instance.health.ejected
+            return False
+        return instance.health.eject(now_s=now_s, judged=True)
 
     def enforce_timeouts(self, now_s: float) -> None:
         """Fail every leg whose deadline has passed, on removed instances too."""

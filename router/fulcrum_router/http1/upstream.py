@@ -8,6 +8,7 @@ are enforced by one periodic sweep over all busy connections instead of one time
 
 import asyncio
 import contextlib
+import errno
 import time
 from typing import Protocol, cast
 
@@ -24,6 +25,8 @@ from fulcrum_router.http1.framing import (
 )
 from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
 
+_NO_SOCKET_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+"""Errors of a connection attempt that are the router's own, and say nothing about the engine."""
 MAX_IDLE_S = 4.0
 """Longest idle time of a connection that is used again: engines close theirs after 5 s."""
 REUSE_RACE_S = 0.05
@@ -154,6 +157,8 @@ class EngineConnection(asyncio.Protocol):
                 if self._head is None or (not data and self._remaining_bytes):
                     return
             self._read_body(handler, data)
+        except ResponseTooLarge as error:
+            self._fail(Failure.TOO_LARGE, str(error))
         except FramingError as error:
             self._fail(Failure.MALFORMED, str(error))
 
@@ -369,8 +374,11 @@ class ConnectionPool:
             failure = Failure.TIMEOUT if self.last_data_s > began_s else Failure.UNREACHABLE
             raise LegFailed(failure, "no connection in time", may_have_started=False) from None
         except OSError as error:
-            refused = isinstance(error, ConnectionRefusedError)
-            failure = Failure.REFUSED if refused else Failure.UNREACHABLE
+            if error.errno in _NO_SOCKET_ERRORS:
+                failure = Failure.NO_SOCKET
+            else:
+                refused = isinstance(error, ConnectionRefusedError)
+                failure = Failure.REFUSED if refused else Failure.UNREACHABLE
             raise LegFailed(
                 failure, f"no connection: {error.strerror or error}", may_have_started=False
             ) from error
@@ -416,6 +424,10 @@ class ConnectionPool:
             connection.enforce_timeouts(now_s)
 
 
+class ResponseTooLarge(Exception):
+    """A response has more bytes than are buffered."""
+
+
 class BufferedResponse(Completion[bytes]):
     """Collects a whole response and completes with its content."""
 
@@ -434,7 +446,7 @@ class BufferedResponse(Completion[bytes]):
     def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
         self._body_bytes += len(data)
         if self._body_bytes > MAX_RESPONSE_BYTES:
-            raise FramingError(f"response longer than {MAX_RESPONSE_BYTES} bytes")
+            raise ResponseTooLarge(f"response longer than {MAX_RESPONSE_BYTES} bytes")
         self._body_parts.append(data)
 
     def on_end(self) -> None:

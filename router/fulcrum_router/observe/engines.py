@@ -25,6 +25,7 @@ from fulcrum_router.fleet.engine_metrics import (
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
+from fulcrum_router.observe.outliers import OutlierDetector
 
 log = structlog.get_logger()
 
@@ -70,6 +71,7 @@ class EngineProber:
         on_ejection: Callable[[Instance, str], None],
     ) -> None:
         self._fleet, self._on_ejection = fleet, on_ejection
+        self._outliers = OutlierDetector(fleet, on_ejection=on_ejection)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -77,6 +79,7 @@ class EngineProber:
         try:
             while True:
                 self._sync_tasks()
+                self._outliers.tick(time.monotonic())
                 await asyncio.sleep(PROBE_INTERVAL_S / 4)
         finally:
             for task in self._tasks.values():
@@ -103,6 +106,7 @@ class EngineProber:
                 await self._probe_ejected(instance)
             elif pool is not None:
                 previous = await self._scrape(instance, pool, previous)
+            instance.health.decay(time.monotonic())
             await asyncio.sleep(max(0.0, self._next_probe_s(instance, began_s) - time.monotonic()))
 
     @staticmethod
@@ -141,8 +145,8 @@ class EngineProber:
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:
             return
-        if instance.health.record_failure(
-            time.monotonic(), eject_now=True, unresponsive=failure in NO_RESPONSE_FAILURES
+        if instance.health.eject(
+            now_s=time.monotonic(), judged=False, unresponsive=failure in NO_RESPONSE_FAILURES
         ):
             self._on_ejection(instance, f"probe_{failure}")
 
@@ -163,7 +167,7 @@ class EngineProber:
             instance.health.record_failed_probe(time.monotonic(), unresponsive=unresponsive)
             return
         instance.missed_probes = 0
-        if instance.health.record_success():
+        if instance.health.record_probe(now_s=time.monotonic()):
             instance.update_serving()
             log.info("instance readmitted", instance=instance.name)
 

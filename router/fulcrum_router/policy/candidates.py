@@ -46,6 +46,10 @@ class InstanceView(Protocol):
         """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
 
     @property
+    def error_share(self) -> float:
+        """Recent share of failed legs, 0 to 1."""
+
+    @property
     def itl_s(self) -> float | None:
         """Mean inter-token latency over the last completed second.
 

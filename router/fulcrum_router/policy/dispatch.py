@@ -15,8 +15,9 @@ flipped. Of the instances that pass, the cheapest takes the request. If none pas
 the cheapest of all is the fallback.
 
 Decode legs whose prompt is still computed have a reservation on their decode instance, which counts like
-their tokens. KV transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the
-extra time of the pair to the first part of a decode instance.
+their tokens. An instance whose legs have failed has the expected loss of time added to the first part. KV
+transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the extra time of
+the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 """
 
@@ -82,6 +83,8 @@ _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow
 _WITHIN_SLO, _PREFILLED_HERE = DispatchReason.WITHIN_SLO, DispatchReason.PREFILLED_HERE
 
 
+FAILED_LEG_S = 1.0
+"""Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
 _UNKNOWN_COST = math.inf
 """Replaces a NaN cost (the only value that differs from itself): NaN cannot be ordered, so it ranks last."""
 
@@ -286,14 +289,19 @@ def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> 
         seconds += ledger.remaining_s(now_s)
     if seconds != seconds:
         seconds = _UNKNOWN_COST
-    return (instance.decode_model.itl_s(batch) if batch else 0.0, seconds, ledger.decode_legs, instance.name)
+    other_s = FAILED_LEG_S * instance.error_share
+    if batch:
+        other_s += instance.decode_model.itl_s(batch)
+    return (other_s, seconds, ledger.decode_legs, instance.name)
 
 
 def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
     ledger, model = instance.ledger, instance.decode_model
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
     excess_s = model.intercept + model.slope * batch - tpot_s  # I(n) − S_D
-    prefill_s = ledger.remaining_s(now_s) if ledger.prefill_queued_s else 0.0
+    prefill_s = FAILED_LEG_S * instance.error_share
+    if ledger.prefill_queued_s:
+        prefill_s += ledger.remaining_s(now_s)
     if prefill_s != prefill_s:
         prefill_s = _UNKNOWN_COST
     return (prefill_s, excess_s, ledger.decode_legs, instance.name)

@@ -18,6 +18,7 @@ class RoutedInstance:
         "_decode",
         "_prefill",
         "decode_model",
+        "error_share",
         "identity",
         "instance",
         "itl_s",
@@ -34,6 +35,7 @@ class RoutedInstance:
     ) -> None:
         self.instance, self.name, self.role = instance, instance.name, role
         self.serving = True
+        self.error_share = 0.0
         self.identity: EngineIdentity | None = None
         self.kv_lease_s = KV_LEASE_S
         self.ledger = Ledger()

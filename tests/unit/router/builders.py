@@ -28,6 +28,7 @@ class FakeInstance:
     ledger: Ledger = field(default_factory=Ledger)
     prefill_model: PrefillModel = PREFILL
     decode_model: DecodeModel = DECODE
+    error_share: float = 0.0
     itl_s: float | None = None
     kv_lease_s: float = KV_LEASE_S
 
@@ -55,6 +56,7 @@ def instance(
     decoding: int = 0,
     prefilling: int = 0,
     reserved: int = 0,
+    error_share: float = 0.0,
     serving: bool = True,
     identity: EngineIdentity | None = IDENTITY,
     itl_s: float | None = None,
@@ -63,7 +65,7 @@ def instance(
     view = FakeInstance(
         name, role or (Role.PREFILL if name.startswith("p") else Role.DECODE), serving, identity
     )
-    view.itl_s = itl_s
+    view.itl_s, view.error_share = itl_s, error_share
     if queued_s or prefilling:
         view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s, now_s=0.0)
     if decoding:

@@ -1,45 +1,104 @@
-"""Ejection of a failing instance, and the delays between probes."""
+"""Ejection of a failing instance: when, for how long, and what ends it."""
 
-from fulcrum_router.fleet.health import EJECT_AFTER_FAILURES, FIRST_PROBE_DELAY_S, MAX_PROBE_DELAY_S, Health
+from fulcrum_router.fleet.health import (
+    BASE_EJECTION_S,
+    EJECT_AFTER_FAILURES,
+    FIRST_PROBE_DELAY_S,
+    FORGIVE_AFTER_S,
+    MAX_EJECTION_S,
+    MAX_PROBE_DELAY_S,
+    Health,
+)
 
 
-def test_consecutive_failures_eject_the_instance_once() -> None:
+def make_ejected(*, judged: bool) -> Health:
     health = Health()
-    assert [health.record_failure(10.0) for _ in range(EJECT_AFTER_FAILURES + 1)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert (health.ejected, health.probe_at_s) == (True, 10.0 + FIRST_PROBE_DELAY_S)
+    health.eject(now_s=0.0, judged=judged)
+    return health
 
 
-def test_eject_now_ejects_at_the_first_failure() -> None:
-    assert Health().record_failure(0.0, eject_now=True)
+def test_consecutive_failures_are_too_many() -> None:
+    health = Health()
+    found = [health.record_failure(now_s=10.0) for _ in range(EJECT_AFTER_FAILURES + 1)]
+    assert found == [False, False, True, True]
 
 
 def test_a_success_resets_the_failure_count() -> None:
     health = Health()
-    health.record_failure(0.0)
-    health.record_failure(0.0)
+    health.record_failure(now_s=0.0)
+    health.record_failure(now_s=0.0)
     assert health.record_success() is False
-    assert health.record_failure(0.0) is False
+    assert health.record_failure(now_s=0.0) is False
+
+
+def test_an_instance_is_ejected_once() -> None:
+    health = Health()
+    assert [health.eject(now_s=10.0, judged=False) for _ in range(2)] == [True, False]
+    assert (health.ejected, health.probe_at_s) == (True, 10.0 + FIRST_PROBE_DELAY_S)
 
 
 def test_failed_probes_back_off_up_to_the_maximum_delay() -> None:
-    health = Health()
-    health.record_failure(0.0, eject_now=True)
-    waits = []
+    health, waits = make_ejected(judged=False), []
     for _ in range(8):
         health.record_failed_probe(0.0)
         waits.append(health.probe_at_s)
     assert waits == [0.5, 1.0, *[MAX_PROBE_DELAY_S] * 6]
 
 
-def test_a_successful_probe_readmits_the_instance_and_resets_the_backoff() -> None:
-    health = Health()
-    health.record_failure(0.0, eject_now=True)
+def test_an_engine_that_was_gone_is_readmitted_by_its_first_probe() -> None:
+    health = make_ejected(judged=False)
     health.record_failed_probe(0.0)
-    assert health.record_success() is True
-    health.record_failure(5.0, eject_now=True)
-    assert (health.failures, health.probe_at_s) == (1, 5.0 + FIRST_PROBE_DELAY_S)
+    assert health.record_probe(now_s=0.1) is True
+    health.eject(now_s=5.0, judged=False)
+    assert health.probe_at_s == 5.0 + FIRST_PROBE_DELAY_S
+
+
+def test_successful_probes_and_legs_do_not_shorten_an_ejection_by_judgement() -> None:
+    health = make_ejected(judged=True)
+    too_early = health.record_probe(now_s=BASE_EJECTION_S - 0.1), health.record_success()
+    assert (too_early, health.record_probe(now_s=BASE_EJECTION_S)) == ((False, False), True)
+
+
+def eject_times(health: Health, count: int, *, pause_s: float, now_s: float = 0.0) -> list[float]:
+    """Durations of ejections that follow one another after `pause_s` each."""
+    durations = []
+    for _ in range(count):
+        health.eject(now_s=now_s, judged=True)
+        durations.append(health.probe_at_s - now_s)
+        now_s = health.probe_at_s
+        health.record_probe(now_s=now_s)
+        for _ in range(int(pause_s)):
+            now_s += 1.0
+            health.decay(now_s)
+    return durations
+
+
+def test_the_ejection_time_grows_with_each_ejection_up_to_the_limit() -> None:
+    durations = eject_times(Health(), 80, pause_s=1.0)
+    assert durations[:3] == [BASE_EJECTION_S, 2 * BASE_EJECTION_S, 3 * BASE_EJECTION_S]
+    assert set(durations[int(MAX_EJECTION_S / BASE_EJECTION_S) :]) == {MAX_EJECTION_S}
+
+
+def test_ejections_are_forgotten_one_by_one() -> None:
+    durations = eject_times(Health(), 5, pause_s=FORGIVE_AFTER_S + 1.0)
+    assert durations == [BASE_EJECTION_S] * 5
+
+
+def test_an_ejected_instance_whose_engine_restarts_returns_with_its_engine() -> None:
+    health = make_ejected(judged=True)
+    health.eject(now_s=1.0, judged=False, unresponsive=True)
+    assert health.record_probe(now_s=1.5) is True
+
+
+def test_errors_are_forgotten_with_successes_and_with_time() -> None:
+    health = Health()
+    for _ in range(20):
+        health.record_error()
+    assert 0.8 < health.error_share < 1.0
+    for _ in range(60):
+        health.record_success()
+    by_success = health.error_share
+    health.record_error()
+    for second in range(20):
+        health.decay(float(second))
+    assert (by_success, health.error_share) == (0.0, 0.0)

@@ -223,7 +223,7 @@ async def test_an_instance_that_is_deleted_is_forgotten(watched: WatchedService)
 
 async def test_a_new_endpoint_clears_the_health_of_the_instance(watched: WatchedService) -> None:
     instance = watched.router.fleet["s-0"]
-    instance.health.record_failure(0.0, eject_now=True)
+    instance.health.eject(now_s=0.0, judged=False)
     instance.update_serving()
     await watched.set_status("s-0")
     await wait_for_fleet(watched, START)

@@ -305,6 +305,27 @@ def test_reservations_propose_no_flip() -> None:
     assert rounded(chosen) == least("d1", (0, 0.001))
 
 
+@pytest.mark.parametrize("phase", ["p", "d"])
+def test_an_engine_that_fails_fast_is_not_the_cheapest(phase: str) -> None:
+    failing = instance(f"{phase}1", error_share=0.5)
+    busy = instance(f"{phase}2", queued_s=0.1 if phase == "p" else 0.0, decoding=200 if phase == "d" else 0)
+    other = instance("d9" if phase == "p" else "p9")
+    choose = choose_prefill if phase == "p" else choose_decode
+    chosen = choose(Candidates([failing, busy, other]), work(100), now_s=0.0)
+    assert isinstance(chosen, Dispatch)
+    assert chosen.instance == f"{phase}2"
+
+
+def test_instances_on_different_hardware_compare_by_time() -> None:
+    """The fast one has five times the work, and would still start the prompt and the output sooner."""
+    fast_p = replace(instance("p1", queued_s=0.05), prefill_model=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
+    fast_d = replace(instance("d1", decoding=1000), decode_model=DecodeModel(intercept=0.002, slope=1e-6))
+    slow_p, slow_d = instance("p2", queued_s=0.01), instance("d2", decoding=200)
+    candidates = Candidates([fast_p, slow_p, fast_d, slow_d])
+    chosen = [choose(candidates, work(100), now_s=0.0) for choose in (choose_prefill, choose_decode)]
+    assert [d.instance for d in chosen if isinstance(d, Dispatch)] == ["p1", "d1"]
+
+
 def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     free = DecodeModel(intercept=0.01, slope=0.0)
     busy, idle = instance("d1", decoding=10), instance("d2")

@@ -1,0 +1,62 @@
+"""Who caused the failure of a leg: the engine, the load, the client, the network or the router.
+
+Only engine and network are evidence against the instance. An engine that sheds load, a request that asks for
+too large an answer and a router without sockets say nothing about the instance.
+"""
+
+from enum import StrEnum
+
+from fulcrum_router.policy.failures import Failure
+
+
+class Blame(StrEnum):
+    """Who caused the failure of a leg."""
+
+    ENGINE = "engine"
+    LOAD = "load"
+    """The engine works, and has more work than it can do in time."""
+    CLIENT = "client"
+    NETWORK = "network"
+    ROUTER = "router"
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
+
+_SHED_STATUSES = frozenset({429, 503})
+_BLAME = {
+    Failure.REFUSED: Blame.NETWORK,
+    Failure.UNREACHABLE: Blame.NETWORK,
+    Failure.NO_SOCKET: Blame.ROUTER,
+    Failure.EJECTED: Blame.ENGINE,
+    Failure.CLOSED: Blame.ENGINE,
+    Failure.ABORTED: Blame.ENGINE,
+    Failure.MALFORMED: Blame.ENGINE,
+    Failure.NO_KV_TRANSFER_PARAMS: Blame.ENGINE,
+    Failure.TOO_LARGE: Blame.CLIENT,
+    Failure.TOO_LONG: Blame.LOAD,
+    Failure.LEASE_EXPIRED: Blame.LOAD,
+}
+_CONSEQUENCES = frozenset({Failure.EJECTED, Failure.NO_KV_TRANSFER_PARAMS})
+"""Failures that are known of the instance already, or concern its settings and not its health."""
+
+
+def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame:
+    """Find who caused a failure.
+
+    Args:
+        failure: Why the leg failed.
+        status: HTTP status of the engine; 0: none.
+        probes_answered: Whether the engine answers probes: one that is late with a leg then has a queue.
+    """
+    if failure is Failure.STATUS:
+        if status in _SHED_STATUSES:
+            return Blame.LOAD
+        return Blame.CLIENT if 400 <= status < 500 else Blame.ENGINE
+    if failure is Failure.TIMEOUT:
+        return Blame.LOAD if probes_answered else Blame.ENGINE
+    return _BLAME[failure]
+
+
+def is_sickness(failure: Failure, blame: Blame) -> bool:
+    """Whether the failure is evidence that the instance cannot serve."""
+    return blame in (Blame.ENGINE, Blame.NETWORK) and failure not in _CONSEQUENCES

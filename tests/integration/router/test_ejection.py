@@ -1,0 +1,86 @@
+"""What ejects an instance: sickness does, load and clients do not, and never all of a role."""
+
+import aiohttp
+import pytest
+
+from fulcrum_router.observe.outliers import ERROR_RATE, INTERVAL_S, OutlierDetector
+from tests.integration.router.fake_engines import (
+    PROMPT,
+    FakeEngine,
+    ResponseWriter,
+    RunningRouter,
+    Script,
+    respond_with_status,
+    run_router,
+)
+
+REQUESTS = 12
+
+
+async def send_ten_megabytes(response: ResponseWriter) -> None:
+    await response.json(200, {"choices": [{"prompt_logprobs": "x" * (10 * 1024 * 1024)}]})
+
+
+async def post(client: aiohttp.ClientSession, world: RunningRouter, count: int = REQUESTS) -> list[int]:
+    statuses = []
+    for _ in range(count):
+        async with client.post(world.url(), json=PROMPT) as response:
+            await response.read()
+            statuses.append(response.status)
+    return statuses
+
+
+@pytest.mark.parametrize(
+    ("script", "blame"),
+    [
+        pytest.param(respond_with_status(503), "load", id="an engine that sheds load"),
+        pytest.param(send_ten_megabytes, "client", id="an answer with prompt_logprobs"),
+    ],
+)
+async def test_load_and_clients_eject_no_instance(
+    client: aiohttp.ClientSession, script: Script, blame: str
+) -> None:
+    engines = [FakeEngine("p1", prefill=script), FakeEngine("p2", prefill=script), FakeEngine("d1")]
+    async with run_router(*engines) as world:
+        assert await post(client, world) == [200] * REQUESTS, "the decode instance computes the prompts"
+        counters = world.router.counters
+        assert set(counters.leg_failures) == {("prefill", blame)}
+        assert (dict(counters.ejections), [i.serving for i in world.router.fleet.instances]) == (
+            {},
+            [True] * 3,
+        )
+
+
+async def test_engines_that_all_fail_are_not_all_ejected(client: aiohttp.ClientSession) -> None:
+    fails = respond_with_status(500)
+    engines = [*(FakeEngine(name, prefill=fails) for name in ("p1", "p2", "p3", "p4")), FakeEngine("d1")]
+    async with run_router(*engines) as world:
+        assert await post(client, world) == [200] * REQUESTS
+        assert sum(i.serving for i in world.router.fleet.instances if i.name.startswith("p")) == 2
+        assert world.router.counters.ejections == {"status": 2}
+        assert world.router.fleet.withheld_ejections["status"] > 0
+
+
+async def test_the_only_instance_of_a_role_is_not_ejected_for_errors(client: aiohttp.ClientSession) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=respond_with_status(500))) as world:
+        await post(client, world)
+        assert world.router.fleet["d1"].serving
+
+
+async def test_an_engine_that_fails_every_second_leg_is_ejected_as_an_outlier(
+    client: aiohttp.ClientSession,
+) -> None:
+    """It never fails three times in a row, and would be the least loaded one for ever."""
+    failing = FakeEngine("p1")
+    async with run_router(failing, FakeEngine("p2"), FakeEngine("d1")) as world:
+        router = world.router
+        p1, p2 = router.fleet["p1"], router.fleet["p2"]
+        for instance in (p1, p2):
+            instance.health.answered = 30
+        p1.health.answered, p1.health.failed = 10, 20
+        detector = OutlierDetector(router.fleet, on_ejection=router.record_ejection)
+        detector.tick(1_000.0)
+        detector.tick(1_000.0 + INTERVAL_S)  # without legs in between nothing is judged
+        assert (p1.serving, p2.serving, router.counters.ejections) == (False, True, {ERROR_RATE: 1})
+        assert await post(client, world, 3) == [200] * 3
+        assert failing.prefills == []
