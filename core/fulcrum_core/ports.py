@@ -175,6 +175,10 @@ class EngineObservation:
     """Time at which the engine entered this state, in unix seconds; None if not known."""
     terminating: bool = False
     """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
+    lacks_room: bool = False
+    """STARTING, but no node has room for it, or a quota is used up: another engine would have to end."""
+    node_cordoned: bool = False
+    """Its node takes no new pods, because somebody is about to drain it."""
     node_lost: bool = False
     """LOST because the node does not report. A caller that reaches the engine itself overrides this."""
 

@@ -14,6 +14,7 @@ from fulcrum_core.api import (
     PDPool,
     PDService,
     Resource,
+    conditions,
 )
 from fulcrum_core.assignment import group_by_compatibility, list_assigned
 from fulcrum_core.ports import EngineObservation, EngineState
@@ -41,6 +42,8 @@ class SimulatedEngine:
     ends_at_s: float | None = None
     endpoint: str | None = None
     """Endpoint that is known before the engine serves."""
+    placed: bool = True
+    """Whether a node has room for it; `ready_at_s` counts only then."""
     exit_reason: str | None = None
 
 
@@ -56,6 +59,12 @@ class SimulatedService:
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)
     accepted: PDAssignmentSpec | None = None
     router_up: bool = True
+    capacity: int | None = None
+    """Engines for which nodes that are not cordoned have room; None: any number."""
+    cordoned: set[str] = field(default_factory=set)
+    """Instances whose nodes are cordoned; these take no part of `capacity`."""
+    min_available: int = 0
+    """The disruption budget of the last plan."""
     disturbed: set[str] = field(default_factory=set)
     """Instances that lost their engine, or part of it, since the last reconcile."""
 
@@ -85,11 +94,14 @@ class SimulatedService:
         for instance in plan.start:
             name = instance.metadata.name
             if name not in self.engines:
-                self.engines[name] = SimulatedEngine(self.instances[name], self.now_s + STARTUP_S)
+                placed = self._has_room()
+                self.engines[name] = SimulatedEngine(
+                    self.instances[name], self.now_s + STARTUP_S, placed=placed
+                )
         for name in plan.stop:
             engine = self.engines[name]
             engine.ends_at_s = engine.ends_at_s or self.now_s + TERMINATION_S
-        self.accepted = plan.accepted_assignment
+        self.accepted, self.min_available = plan.accepted_assignment, plan.min_available
         self.disturbed.clear()
         return observed, plan
 
@@ -99,6 +111,9 @@ class SimulatedService:
         for name, engine in list(self.engines.items()):
             if engine.ends_at_s is not None and engine.ends_at_s <= self.now_s:
                 del self.engines[name]
+                self.cordoned.discard(name)
+            elif not engine.placed:
+                engine.placed, engine.ready_at_s = self._has_room(), self.now_s + STARTUP_S
             elif (
                 engine.state in (EngineState.STARTING, EngineState.EXITED) and engine.ready_at_s <= self.now_s
             ):
@@ -193,6 +208,25 @@ class SimulatedService:
         self.engines[name].ends_at_s = self.now_s + TERMINATION_S
         self.disturbed.add(name)
 
+    def cordon(self, *names: str) -> None:
+        """Cordon the nodes of these instances, which take their room with them."""
+        self.cordoned |= set(names)
+        if self.capacity is not None:
+            self.capacity -= len(names)
+
+    def evict_from_cordoned_nodes(self) -> None:
+        """Evict as `kubectl drain` does: as many as the disruption budget allows now."""
+        for name in sorted(self.cordoned & set(self.engines)):
+            healthy = [
+                e for e in self.engines.values() if e.state is EngineState.RUNNING and e.ends_at_s is None
+            ]
+            if self.engines[name].ends_at_s is None and len(healthy) > self.min_available:
+                self.evict(name)
+
+    def _has_room(self) -> bool:
+        placed = [name for name, e in self.engines.items() if e.placed and name not in self.cordoned]
+        return self.capacity is None or len(placed) < self.capacity
+
     def _finish_startup(self, engine: SimulatedEngine) -> None:
         if engine.created_from.spec.engine.profile == BAD_PROFILE:
             engine.restarts, engine.exit_reason = engine.restarts + 1, "exit code 2"
@@ -208,7 +242,10 @@ class SimulatedService:
             engine.restarts,
             endpoint="127.0.0.1:1" if runs else engine.endpoint,
             exit_reason=engine.exit_reason,
+            reason="" if engine.placed else conditions.UNSCHEDULABLE,
             message="its node n does not respond" if engine.state is EngineState.LOST else "",
+            lacks_room=not engine.placed,
+            node_cordoned=name in self.cordoned,
             node_lost=engine.state is EngineState.LOST,
             terminating=engine.ends_at_s is not None,
         )

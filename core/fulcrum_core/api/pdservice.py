@@ -216,6 +216,18 @@ class RolloutSpec(ApiModel):
         return self
 
 
+class DisruptionSpec(ApiModel):
+    """How many instances evictions may take away, as in a drain of a node."""
+
+    max_unavailable: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Instances that may be missing because of evictions (default: one, and none below the "
+        "floors, because new instances replace those on cordoned nodes first).",
+    )
+
+
 class TimeoutsSpec(ApiModel):
     """Longest waits of the router for an engine."""
 
@@ -301,6 +313,9 @@ class PDServiceSpec(ApiModel):
     rollout: RolloutSpec = Field(
         default_factory=RolloutSpec,
         description="How instances are replaced when their launch spec changes.",
+    )
+    disruption: DisruptionSpec = Field(
+        default_factory=DisruptionSpec, description="How many instances evictions may take away."
     )
     router: RouterSpec = Field(default_factory=RouterSpec, description="How requests are routed.")
 

@@ -49,6 +49,13 @@ control all of them. The operator creates these objects, so it has access to the
 {{ include "fulcrum.leaseRules" . }}
 {{- end -}}
 
+{{/* Nodes are of the cluster: an operator of one namespace does not see which are being drained. */}}
+{{- define "fulcrum.nodeRules" -}}
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [list]
+{{- end -}}
+
 {{- define "fulcrum.leaseRules" -}}
 - apiGroups: [coordination.k8s.io]
   resources: [leases]

@@ -110,16 +110,15 @@ class Children:
         """Resource version in which a child was last found, or applied, as it should be."""
         self._refusals: dict[_ChildKey, _Refusal] = {}
 
-    async def sync(self, service: PDService, *, desired_replicas: int) -> Problems:
+    async def sync(self, service: PDService, *, min_available: int) -> Problems:
         """Create and change the children that differ; returns what could not be made.
 
-        Deletion is left to owner references. `desired_replicas` is the desired number of instances of the
-        service, over all pools.
+        Deletion is left to owner references. `min_available`: least number of instances that evictions leave.
         """
         # One after the other, in this order: a RoleBinding needs its Role.
         found = [
             await self._sync_child(child, service)
-            for child in service_children(service, self._settings, desired_replicas=desired_replicas)
+            for child in service_children(service, self._settings, min_available=min_available)
         ]
         refusals = [refusal for refusal in found if refusal is not None]
         retry_s = min((refusal.retry_s for refusal in refusals), default=None)

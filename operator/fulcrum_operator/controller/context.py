@@ -92,6 +92,8 @@ class ReconcileContext:
     models: ModelReader | None = None
     engine_images: EngineImages | None = None
     """Default images of engines; None if engines are processes."""
+    sees_cordons: Callable[[], bool] = lambda: True
+    """Whether observations tell which engines are on cordoned nodes."""
     after_apply: Callable[[Observed, Plan], Awaitable[Problems]] | None = None
     """Runs after a plan was applied: children, role labels, model reader pod, Events."""
     on_failure: Callable[[PDService, FailureCause], Awaitable[None]] | None = None

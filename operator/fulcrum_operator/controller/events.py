@@ -32,9 +32,13 @@ _REMEMBERED_MAX = 1000
 _BURST = 25
 _REFILL_S = 5.0
 _COMPLETED = ("RolloutCompleted", NORMAL)
+_ROLLING_OUT = (conditions.ROLLOUT_PROGRESSING, conditions.ROLLING_OUT_IN_PLACE)
 _EVENT_BY_REASON = {
     conditions.TIER_NOT_FOUND: ("TierMissing", WARNING),
     conditions.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
+    conditions.ROLLING_OUT_IN_PLACE: ("RollingOutInPlace", WARNING),
+    conditions.MOVING_INSTANCES: ("MovingInstances", NORMAL),
+    conditions.EVICTION_ALLOWED: ("EvictionAllowed", WARNING),
     conditions.ROLLED_BACK: ("RolledBack", WARNING),
     conditions.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
     MODEL_UNKNOWN: ("ModelNotRead", WARNING),
@@ -232,9 +236,10 @@ def _status_change_events(before: Condition | None, now: Condition) -> Iterator[
 def _event_for_reasons(before: str, now: str) -> tuple[str, str] | None:
     """Event reason and type for a condition's change of reason; None if the change has no Event."""
     paused = conditions.ROLLOUT_PAUSED in (before, now)
-    if before == now or (paused and conditions.ROLLOUT_PROGRESSING in (before, now)):
+    resumed = (before, now) == (conditions.ROLLING_OUT_IN_PLACE, conditions.ROLLOUT_PROGRESSING)
+    if before == now or resumed or (paused and (before in _ROLLING_OUT or now in _ROLLING_OUT)):
         return None
-    return _EVENT_BY_REASON.get(now) or (_COMPLETED if before == conditions.ROLLOUT_PROGRESSING else None)
+    return _EVENT_BY_REASON.get(now) or (_COMPLETED if before in _ROLLING_OUT else None)
 
 
 class EventRecorder:

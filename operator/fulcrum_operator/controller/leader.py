@@ -18,7 +18,7 @@ import structlog
 
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDPool, PDService
+from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDService
 from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
@@ -30,6 +30,7 @@ from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
+from fulcrum_operator.controller.cordoned_nodes import CordonedNodes
 from fulcrum_operator.controller.events import EventRecorder, derive_events, reconcile_failed
 from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS, KopfFeed, label_selector
 from fulcrum_operator.controller.metrics import Metrics
@@ -46,7 +47,6 @@ from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm
 from fulcrum_operator.manifests.names import InstallationSettings
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.observed import EngineFacts, FailureCause
-from fulcrum_operator.plan.pools import desired_replicas
 
 RESYNC_S = 60.0
 """Longest time between two reconciles of a service, in seconds."""
@@ -108,8 +108,15 @@ class Leader:
         self._unreadable = UnreadableObjects(
             self._cache, self._recorder.record, objects, clock, is_leader=is_leader
         )
+        self._cordoned_nodes = CordonedNodes(objects, self._reconcile_all)
         self._runtime = PodRuntime(
-            objects, self._cache, self._probes, settings, is_leader=is_leader, on_change=self._enqueue
+            objects,
+            self._cache,
+            self._probes,
+            settings,
+            is_leader=is_leader,
+            is_cordoned=lambda node: node in self._cordoned_nodes.names,
+            on_change=self._enqueue,
         )
         self._router_view = ClusterRouterView(
             self._cache, token_file=options.token_file, state_url=options.router_state
@@ -125,6 +132,7 @@ class Leader:
             router=self._router_view,
             models=self._model_reader,
             engine_images=settings.engine_images,
+            sees_cordons=lambda: self._cordoned_nodes.allowed,
             after_apply=self._after_apply,
             on_failure=self._record_failure,
         )
@@ -139,12 +147,14 @@ class Leader:
         """Reconcile every service until `stop` is set."""
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
         list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
+        nodes_task = asyncio.get_running_loop().create_task(self._cordoned_nodes.run())
         try:
             if await self._wait_until_listed(stop):
                 await self._watch(stop, on_started)
         finally:
             list_task.cancel()
-            await asyncio.wait([list_task])
+            nodes_task.cancel()
+            await asyncio.wait([list_task, nodes_task])
         if not list_task.cancelled():
             list_task.result()
 
@@ -183,6 +193,10 @@ class Leader:
     def _enqueue(self, key: ServiceKey) -> None:
         if self.synced:  # before the first full list, a reconcile would recreate existing objects
             self._queue.add(key)
+
+    def _reconcile_all(self) -> None:
+        for key in self._cache.list_services():
+            self._enqueue(key)
 
     async def _relist_forever(self) -> None:
         while True:
@@ -251,9 +265,7 @@ class Leader:
     async def _after_apply(self, observed: Observed, plan: Plan) -> Problems:
         service = observed.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
-        pools = [obj for obj in plan.objects if isinstance(obj, PDPool)] or observed.pools
-        replicas = sum(desired_replicas(pool) for pool in pools)
-        problems = await self._children.sync(service, desired_replicas=replicas)
+        problems = await self._children.sync(service, min_available=plan.min_available)
         await self._model_reader.sync(service, plan.model_read)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)

@@ -207,6 +207,7 @@ async def _observe(
         engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,
         engine_images=context.engine_images,
+        sees_cordons=context.sees_cordons(),
         can_read_models=context.models is not None,
         model_read_attempt=context.models.reading(key) if context.models else None,
         accepted_assignment=memory.accepted,

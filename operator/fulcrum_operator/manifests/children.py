@@ -45,14 +45,14 @@ _SCRAPE_ANNOTATIONS = {"prometheus.io/scrape": "true", "prometheus.io/port": str
 
 
 def service_children(
-    service: PDService, settings: InstallationSettings, *, desired_replicas: int
+    service: PDService, settings: InstallationSettings, *, min_available: int
 ) -> tuple[dict[str, Any], ...]:
     """Return all objects that the service needs besides its instances, in the order of creation.
 
     Args:
         service: The owner of the objects.
         settings: Settings of the installation, the same for all services.
-        desired_replicas: Desired instances of the service, over all pools.
+        min_available: Least number of instances that evictions leave.
     """
     return (
         _service_account(service, "engine"),
@@ -65,7 +65,7 @@ def service_children(
         _router_policy(service, settings),
         _engine_policy(service, settings),
         _router_budget(service),
-        _engine_budget(service, desired_replicas),
+        _engine_budget(service, min_available),
         _deployment(service, settings),
     )
 
@@ -192,25 +192,21 @@ def _component_pods(name: str, namespace: str) -> dict[str, Any]:
 
 
 def _router_budget(service: PDService) -> dict[str, Any]:
-    return _disruption_budget(service, "router", router_selector(service), 1)
+    """Allow one eviction at a time: the Deployment replaces the router, and the active one hands over."""
+    return _disruption_budget(service, "router", router_selector(service), {"maxUnavailable": 1})
 
 
-def _engine_budget(service: PDService, desired_replicas: int) -> dict[str, Any]:
-    """Allow one eviction at a time, and none that would break the floors.
-
-    `minAvailable` is a number: percentages need an owner with /scale, which a PDInstance does not have. It
-    never exceeds the desired instances; floors above that number are reported in the service's status.
-    """
-    floors = service.spec.roles.to_floors()
-    min_available = min(desired_replicas, max(floors.prefill + floors.decode, desired_replicas - 1))
-    return _disruption_budget(service, "engines", engine_selector(service), min_available)
+def _engine_budget(service: PDService, min_available: int) -> dict[str, Any]:
+    """`minAvailable` is a number: other forms need an owner with /scale, which a PDInstance does not have."""
+    limit = {"minAvailable": min_available}
+    return _disruption_budget(service, "engines", engine_selector(service), limit)
 
 
 def _disruption_budget(
-    service: PDService, suffix: str, selector: dict[str, str], min_available: int
+    service: PDService, suffix: str, selector: dict[str, str], limit: dict[str, int]
 ) -> dict[str, Any]:
     spec = {
-        "minAvailable": min_available,
+        **limit,
         "selector": {"matchLabels": selector},
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }

@@ -64,19 +64,36 @@ def _remove_whole_pool(observed: Observed, pool: str) -> Removal:
 
 def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
     if not view.rolling_out:
-        excess = len(view.members) - view.desired_replicas
-        yield Removal(view.name, removal_order(observed, view.members), excess, "more instances than desired")
+        yield from _surplus_removals(observed, view)
         return
     idle = [member for member in view.outdated if not member.is_serving]
     serving = sum(member.is_serving for member in view.members)
-    spare = serving - (view.desired_replicas - observed.service.spec.rollout.max_unavailable)
+    max_unavailable = max(observed.service.spec.rollout.max_unavailable, int(view.in_place))
+    spare = serving - (view.desired_replicas - max_unavailable)
     leaving = len(idle) + max(0, min(spare, len(view.outdated) - len(idle)))
     reason, replaced = f"revision {view.revision} replaces it", view.enough_serving_in(view.updated)
     yield Removal(
         view.name, removal_order(observed, view.outdated), leaving, reason, may_flip_another=replaced
     )
-    excess = len(view.updated) - view.desired_replicas
-    yield Removal(view.name, removal_order(observed, view.updated), excess, "more instances than desired")
+    staying = view.without_moving(view.updated)
+    excess = len(staying) - view.desired_replicas
+    yield Removal(view.name, removal_order(observed, staying), excess, "more instances than desired")
+
+
+def _surplus_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
+    """Removals without a roll-out: of more instances than desired, and of those that others have replaced.
+
+    Of the instances on cordoned nodes as many leave as serve beyond the desired number, and those that serve
+    nothing.
+    """
+    excess = len(view.staying) - view.desired_replicas
+    yield Removal(view.name, removal_order(observed, view.staying), excess, "more instances than desired")
+    moving = view.on_cordoned_nodes
+    serving = sum(instance.is_serving for instance in moving)
+    spare = sum(member.is_serving for member in view.members) - view.desired_replicas
+    replaced = min(serving, max(0, spare - max(0, excess)))
+    reason, count = "its node is cordoned and a new instance replaces it", len(moving) - serving + replaced
+    yield Removal(view.name, removal_order(observed, moving), count, reason, may_flip_another=spare > 0)
 
 
 def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from fulcrum_operator.plan.instance_state import (
 )
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import desired_replicas
+from fulcrum_operator.plan.room import created_s, on_cordoned_nodes, that_cannot_start, without_room
 
 PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
@@ -52,6 +53,12 @@ class PoolView:
     """Members with another revision, which a roll-out replaces."""
     lost: int
     """Number of instances whose engine is lost and whose PDInstance still exists."""
+    on_cordoned_nodes: tuple[PDInstance, ...]
+    """Members whose nodes take no new pods: new instances replace them."""
+    without_room: tuple[PDInstance, ...]
+    """New members of the target revision for which no node has had room for `SURGE_WAIT_S`."""
+    cannot_start: tuple[PDInstance, ...]
+    """New members that something has prevented from starting for `EVICTION_WAIT_S`."""
     paused: bool
     """Whether `spec.rollout.paused` is set."""
     refused: RefusedRevision | None
@@ -66,6 +73,26 @@ class PoolView:
     def rolling_out(self) -> bool:
         """Whether outdated members are being replaced."""
         return bool(self.outdated) and not self.paused
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a roll-out has no room for one more instance, so that one fewer serves."""
+        return self.rolling_out and bool(self.without_room)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether new instances replace those on cordoned nodes, as far as is known."""
+        return not (self.on_cordoned_nodes and self.cannot_start)
+
+    @property
+    def staying(self) -> tuple[PDInstance, ...]:
+        """Members that are not on a cordoned node."""
+        return self.without_moving(self.members)
+
+    def without_moving(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
+        """Those of `members` that are not on a cordoned node."""
+        moving = {instance.metadata.name for instance in self.on_cordoned_nodes}
+        return tuple(member for member in members if member.metadata.name not in moving)
 
     @property
     def held_by_pause(self) -> bool:
@@ -94,11 +121,13 @@ class PoolView:
     def count_to_create(self, *, surge: int) -> int:
         """Number of instances to create now.
 
-        During a roll-out, the pool may exceed its desired number by `surge`. Lost instances lower the limit
-        of twice the desired number, so that repeated losses are replaced more slowly.
+        During a roll-out, the pool may exceed its desired number by `surge`, and at any time by its instances
+        on cordoned nodes. Lost instances lower the limit of twice the desired number, so that repeated losses
+        are replaced more slowly.
         """
-        room = self.desired_replicas + surge if self.rolling_out else self.desired_replicas
-        missing = self.desired_replicas - len(self.updated if self.rolling_out else self.members)
+        room = self.desired_replicas + len(self.on_cordoned_nodes) + (surge if self.rolling_out else 0)
+        current = self.without_moving(self.updated) if self.rolling_out else self.staying
+        missing = self.desired_replicas - len(current)
         return max(0, min(missing, room - len(self.members), 2 * self.desired_replicas - self.lost))
 
 
@@ -108,15 +137,19 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     members = members_of(active_instances(observed), pool.metadata.name)
     target, refused = _choose_target(observed, pool, members)
     revision = target.launch_revision
+    updated = tuple(member for member in members if revision_of(member) == revision)
     return PoolView(
         pool=pool,
         desired_replicas=desired_replicas(pool),
         target=target,
         revision=revision,
         members=members,
-        updated=tuple(member for member in members if revision_of(member) == revision),
+        updated=updated,
         outdated=tuple(member for member in members if revision_of(member) != revision),
         lost=sum(engine_lost(observed, instance) for instance in pool_members),
+        on_cordoned_nodes=on_cordoned_nodes(observed, members),
+        without_room=without_room(observed, updated),
+        cannot_start=that_cannot_start(observed, updated),
         paused=observed.service.spec.rollout.paused,
         refused=refused,
     )
@@ -137,7 +170,7 @@ def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
     if view.pool.status.last_good is None or not view.rolling_out:
         return None
     waiting = (i for i in view.updated if _never_served(i))
-    return min((_created_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
+    return min((created_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
 
 
 def _choose_target(
@@ -166,15 +199,10 @@ def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> s
         if engine and ended and engine.restarts >= FAILED_STARTS_MAX:
             return f"{name} exited {engine.restarts} times: {engine.exit_reason or engine.message or message}"
         timeout_s = progress_timeout_s(observed, instance)
-        if _never_served(instance) and observed.now_s >= _created_s(observed, instance) + timeout_s:
+        if _never_served(instance) and observed.now_s >= created_s(observed, instance) + timeout_s:
             return f"{name} did not serve within {timeout_s:g} s: {message or 'its engine is starting'}"
     return None
 
 
 def _never_served(instance: PDInstance) -> bool:
     return instance.status.phase in _NOT_YET_SERVING and not ever_served(instance)
-
-
-def _created_s(observed: Observed, instance: PDInstance) -> float:
-    created_s = instance.metadata.creation_timestamp
-    return observed.now_s if created_s is None else created_s

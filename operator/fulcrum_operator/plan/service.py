@@ -49,8 +49,9 @@ from fulcrum_operator.plan.instances import plan_new_instances, plan_removals
 from fulcrum_operator.plan.model import ModelPlan, ModelReadRequest, plan_model_read, with_model_status
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTransition, plan_transition
-from fulcrum_operator.plan.pools import desired_pools
+from fulcrum_operator.plan.pools import desired_pools, desired_replicas
 from fulcrum_operator.plan.rollout import PoolView, next_rollout_deadline_s, view_pool
+from fulcrum_operator.plan.room import plan_min_available, room_deadlines_s
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -81,6 +82,8 @@ class Plan:
     """The checked assignment, to be remembered once it is written."""
     model_read: ModelReadRequest | None = None
     """The model whose config.json a pod is to read; None if no read is needed."""
+    min_available: int = 0
+    """Least number of instances that evictions leave."""
     requeue_after_s: float | None = None
     """Seconds until the next plan without an event; None if no deadline is pending."""
 
@@ -131,7 +134,12 @@ def plan_service(observed: Observed) -> Plan:
     )
     known = {pool.metadata.name for pool in observed.pools}
     if any(pool.metadata.name not in known for pool in pools):
-        return Plan(objects=pools, accepted_assignment=observed.accepted_assignment, requeue_after_s=0.0)
+        return Plan(
+            objects=pools,
+            accepted_assignment=observed.accepted_assignment,
+            min_available=_min_available(observed, ()),
+            requeue_after_s=0.0,
+        )
     views = tuple(view_pool(observed, pool) for pool in pools)
     model = plan_model_read(observed, views)
     observed = with_model_status(observed, model.status)
@@ -196,9 +204,21 @@ def _assemble_plan(
         ),
         accepted_assignment=assignment,
         model_read=model.request,
+        min_available=_min_available(observed, views),
         requeue_after_s=_requeue_after_s(
             transitions, _deadlines(observed, views, model), now_s=observed.now_s
         ),
+    )
+
+
+def _min_available(observed: Observed, views: tuple[PoolView, ...]) -> int:
+    pools = tuple(view.pool for view in views) or _desired_pools(observed)
+    return plan_min_available(
+        observed.service,
+        desired=sum(map(desired_replicas, pools)),
+        serving=sum(member.is_serving for view in views for member in view.members),
+        can_move=all(view.can_move for view in views),
+        sees_cordons=observed.sees_cordons,
     )
 
 
@@ -214,7 +234,11 @@ def _show_failed_until_s(observed: Observed, views: tuple[PoolView, ...]) -> dic
 
 def _deadlines(observed: Observed, views: tuple[PoolView, ...], model: ModelPlan) -> list[float]:
     """Future deadlines only: this pass has acted on the past ones."""
-    known = (*(next_rollout_deadline_s(observed, view) for view in views), model.deadline_s)
+    known = (
+        *(next_rollout_deadline_s(observed, view) for view in views),
+        *(at_s for view in views for at_s in room_deadlines_s(observed, view.updated)),
+        model.deadline_s,
+    )
     return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > observed.now_s]
 
 

@@ -95,13 +95,11 @@ def chat(restricted: RestrictedNamespace) -> PDService:
 @pytest.fixture
 def children(restricted: RestrictedNamespace, chat: PDService) -> list[dict[str, Any]]:
     """The children of the service, created in the API server."""
-    return [restricted.create(child) for child in service_children(chat, SETTINGS, desired_replicas=4)]
+    return [restricted.create(child) for child in service_children(chat, SETTINGS, min_available=4)]
 
 
 def test_the_api_server_accepts_every_child(restricted: RestrictedNamespace, chat: PDService) -> None:
-    made = [
-        restricted.create(child, dry=True) for child in service_children(chat, SETTINGS, desired_replicas=4)
-    ]
+    made = [restricted.create(child, dry=True) for child in service_children(chat, SETTINGS, min_available=4)]
     assert sorted((child["kind"], child["metadata"]["name"]) for child in made) == [
         ("Deployment", "chat-router"),
         ("EndpointSlice", "chat-router"),

@@ -26,7 +26,8 @@ FORBIDDEN = [
     ("", "secrets", "get"),
     ("", "secrets", "list"),
     ("", "configmaps", "get"),
-    ("", "nodes", "list"),
+    ("", "nodes", "get"),
+    ("", "nodes", "patch"),
     ("", "pods/exec", "create"),
     ("", "pods/eviction", "create"),
     ("", "serviceaccounts/token", "create"),
@@ -143,7 +144,7 @@ def router_role(release: Release) -> str:
     meta = {"name": "chat", "namespace": release.namespace, "uid": "u"}
     chat = PDService.model_validate({"metadata": meta, "kind": "PDService", "spec": {"model": "m"}})
     (role,) = (
-        child for child in service_children(chat, settings, desired_replicas=2) if child["kind"] == "Role"
+        child for child in service_children(chat, settings, min_available=2) if child["kind"] == "Role"
     )
     del role["metadata"]["ownerReferences"]
     return json.dumps(role)

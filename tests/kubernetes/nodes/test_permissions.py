@@ -37,7 +37,7 @@ def expand_router_rules(service: DeployedService) -> set[Permission]:
     settings = InstallationSettings(image="i", operator=accounts[0], autoscaler=accounts[1])
     chat = PDService.model_validate(service.read("pdservices"))
     (role,) = (
-        child for child in service_children(chat, settings, desired_replicas=1) if child["kind"] == "Role"
+        child for child in service_children(chat, settings, min_available=1) if child["kind"] == "Role"
     )
     return expand_rules(role["rules"])
 

@@ -29,6 +29,8 @@ DRAINED_GRACE_S = 5.0
 With the pod's own grace period the engine would wait for the lease of KV that only the role probe left: half
 a minute for each flip by restart and each scale-down.
 """
+_QUOTA_EXCEEDED = "exceeded quota"
+"""In the API server's refusal of a pod."""
 PROBING = "its roles are probed"
 
 _PHASES_AT_WORK = (Phase.SERVING, Phase.DRAINING)
@@ -55,6 +57,7 @@ class PodRuntime:
         settings: Settings of the installation.
         is_leader: Returns whether this process may write now.
         on_change: Called with a service whose engines may be observed differently now.
+        is_cordoned: Returns whether a node takes no new pods.
     """
 
     def __init__(
@@ -66,7 +69,9 @@ class PodRuntime:
         *,
         is_leader: Callable[[], bool],
         on_change: Callable[[ServiceKey], None],
+        is_cordoned: Callable[[str], bool] = lambda _node: False,
     ) -> None:
+        self._is_cordoned = is_cordoned
         self._objects, self._cache, self._probes = objects, cache, probes
         self._settings, self._is_leader, self._on_change = settings, is_leader, on_change
         self._stopped_uids: dict[InstanceKey, str] = {}
@@ -137,6 +142,7 @@ class PodRuntime:
                     restarts=0,
                     reason=refused.reason,
                     message=refused.error,
+                    lacks_room=_QUOTA_EXCEEDED in refused.error,
                 )
         return tuple(engines[name] for name in sorted(engines))
 
@@ -169,6 +175,7 @@ class PodRuntime:
 
     def _observe_engine(self, key: InstanceKey, pod: Object) -> EngineObservation:
         engine = observe_pod(pod, stopped=self._is_stop_requested(key, pod))
+        engine = replace(engine, node_cordoned=self._is_cordoned(pod.get("spec", {}).get("nodeName", "")))
         if engine.state is not EngineState.RUNNING or engine.terminating or self._is_probed(key, pod):
             return engine
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)

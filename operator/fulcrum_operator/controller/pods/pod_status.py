@@ -23,6 +23,8 @@ _CRASH_LOOP = "CrashLoopBackOff"
 _OOM_KILLED = "OOMKilled"
 _SCHEDULING_ERRORS = frozenset({"Unschedulable", "SchedulerError"})
 """Reasons of the scheduler for a pod that it cannot place."""
+_TOO_LITTLE = "Insufficient "
+"""In the scheduler's message, before a resource of which no suitable node has enough left."""
 _DIGEST_LENGTH = 12
 _MESSAGE_LENGTH_MAX = 400
 """Longest message that is kept, in characters; the whole text is in the pod's status."""
@@ -60,6 +62,7 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         exit_reason=_last_exit(container),
         reason=start_failure.reason if start_failure else "",
         message=start_failure.message if start_failure else message,
+        lacks_room=start_failure is not None and _lacks_room(start_failure),
         out_of_memory=_last_termination(container).get("reason") == _OOM_KILLED,
         image=container.get("imageID") or None,
         since_s=parse_time(since) if since else None,
@@ -163,6 +166,11 @@ def _start_failure(cluster_reason: str, message: str | None) -> StartFailure:
     else:
         reason = conditions.ENGINE_START_FAILED
     return StartFailure(reason, _format_reason(cluster_reason, message))
+
+
+def _lacks_room(failure: StartFailure) -> bool:
+    """Whether the scheduler found nodes that suit the pod but have too little of a resource left."""
+    return failure.reason == conditions.UNSCHEDULABLE and _TOO_LITTLE in failure.message
 
 
 def _last_exit(container: dict[str, Any]) -> str | None:

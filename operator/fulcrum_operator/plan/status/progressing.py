@@ -3,6 +3,7 @@
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDService, conditions
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Phase
+from fulcrum_operator.plan.rollout import PoolView
 from fulcrum_operator.plan.status.condition import true_or_false
 from fulcrum_operator.plan.status.pool import PoolReport
 
@@ -19,11 +20,15 @@ def progressing(
     changing = [f"{i.metadata.name} {i.status.phase}" for i in desired if i.status.phase in _CHANGING_PHASES]
     rolling = [report.pool for report in pools if report.view.rolling_out]
     paused_pools = [report.view.name for report in pools if report.view.held_by_pause]
+    moving = [report.view for report in pools if report.view.on_cordoned_nodes]
     if rolling:
-        reason, message = (
-            conditions.ROLLOUT_PROGRESSING,
-            "; ".join(_describe_rollout(pool) for pool in rolling),
-        )
+        in_place = [report.view for report in pools if report.view.in_place]
+        reason = conditions.ROLLING_OUT_IN_PLACE if in_place else conditions.ROLLOUT_PROGRESSING
+        message = "; ".join((*map(_describe_rollout, rolling), *map(_describe_in_place, in_place)))
+    elif moving:
+        can_move = all(view.can_move for view in moving)
+        reason = conditions.MOVING_INSTANCES if can_move else conditions.EVICTION_ALLOWED
+        message = "; ".join(map(_describe_moving, moving))
     elif changing or len(desired) != desired_replicas:
         reason, message = (
             conditions.INSTANCES_CHANGING,
@@ -48,3 +53,18 @@ def _describe_rollout(pool: PDPool) -> str:
     status = pool.status
     have = format_count(status.replicas, "instance has", "instances have")
     return f"pool {pool.metadata.name}: {status.updated_replicas} of {have} revision {status.revision}"
+
+
+def _describe_in_place(view: PoolView) -> str:
+    return f"no node has room for {_list_names(view.without_room)}: one instance fewer serves meanwhile"
+
+
+def _describe_moving(view: PoolView) -> str:
+    where = f"{_list_names(view.on_cordoned_nodes)} on cordoned nodes"
+    if view.can_move:
+        return f"{where}: new instances replace them first"
+    return f"{where}: {_list_names(view.cannot_start)} cannot start instead, so an eviction may take one away"
+
+
+def _list_names(instances: tuple[PDInstance, ...]) -> str:
+    return ", ".join(instance.metadata.name for instance in instances)

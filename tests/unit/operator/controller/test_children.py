@@ -35,10 +35,10 @@ async def test_a_refused_child_is_tried_again_with_a_growing_delay() -> None:
     children = Children(api, ObjectCache(lambda _key: None), SETTINGS, clock, is_leader=lambda: True)
     delays_s = []
     for tries in range(1, 5):
-        problems = await children.sync(service(), desired_replicas=1)
+        problems = await children.sync(service(), min_available=1)
         delay_s = problems.retry_after_s or 0.0
         clock.at_s += delay_s - 0.1
-        early = await children.sync(service(), desired_replicas=1)
+        early = await children.sync(service(), min_available=1)
         assert objects.tries == tries
         assert early.retry_after_s == pytest.approx(0.1)
         clock.at_s += 0.2
@@ -50,7 +50,7 @@ async def test_a_refused_child_is_tried_again_at_once_when_its_manifest_changes(
     clock, objects = ManualClock(NOW_S), QuotaOnServices()
     api: Any = objects
     children = Children(api, ObjectCache(lambda _key: None), SETTINGS, clock, is_leader=lambda: True)
-    await children.sync(service(), desired_replicas=1)
+    await children.sync(service(), min_available=1)
     renamed = service().replace(metadata=service().metadata.model_copy(update={"uid": "u-another"}))
-    await children.sync(renamed, desired_replicas=1)
+    await children.sync(renamed, min_available=1)
     assert objects.tries == 2

@@ -6,7 +6,7 @@ import pytest
 
 from fulcrum_cluster.objects import POD, kind_of_resource
 from fulcrum_core.api import PDInstance, PDService
-from fulcrum_core.errors import InvalidInput
+from fulcrum_core.errors import Forbidden, InvalidInput
 from fulcrum_core.ports import EngineState, InstanceKey
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.controller.cache import ObjectCache
@@ -29,6 +29,7 @@ class World:
 
     def __init__(self) -> None:
         self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
+        self.cordoned: set[str] = set()
         self.probe_result: FlipStrategy | None = FlipStrategy.RELABEL
         self.probes = RoleProbes(self._probe)
         self.cache = ObjectCache(self.notified.append)
@@ -39,6 +40,7 @@ class World:
             self.probes,
             SETTINGS,
             is_leader=lambda: self.is_leader,
+            is_cordoned=lambda node: node in self.cordoned,
             on_change=self.notified.append,
         )
         self.version = 1
@@ -204,3 +206,25 @@ async def test_a_standby_deletes_and_labels_nothing(world: World) -> None:
 async def test_engines_are_observed_only_in_their_own_namespace(world: World) -> None:
     await world.start()
     assert (len(world.runtime.observe("default")), world.runtime.observe("other")) == (1, ())
+
+
+@pytest.mark.parametrize(
+    ("refusal", "lacks_room"),
+    [("exceeded quota: gpus, requested: 1, used: 8, limited: 8", True), ("violates PodSecurity", False)],
+)
+async def test_a_pod_beyond_a_quota_lacks_room(world: World, refusal: str, lacks_room: bool) -> None:
+    world.objects.refusal = Forbidden(refusal)
+    await world.start()
+    (engine,) = world.runtime.observe("default")
+    assert (engine.reason, engine.lacks_room) == ("EngineStartFailed", lacks_room)
+    await world.runtime.stop(KEY)
+
+
+async def test_an_engine_on_a_cordoned_node_is_observed_as_such(world: World) -> None:
+    await world.start()
+    world.cache.put_object(
+        POD, world.objects.put(world.objects.pods["chat-0"] | {"spec": {"nodeName": "n1"}})
+    )
+    before = [engine.node_cordoned for engine in world.runtime.observe("default")]
+    world.cordoned.add("n1")
+    assert (before, [e.node_cordoned for e in world.runtime.observe("default")]) == ([False], [True])

@@ -91,6 +91,7 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
             "state": STARTING,
             "reason": "Unschedulable",
             "message": "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.",
+            "lacks_room": True,
             "since_s": AT[T0],
         },
     ),

@@ -62,10 +62,10 @@ def pod(
 
 
 def children(
-    chat: PDService | None = None, *, desired_replicas: int = 4
+    chat: PDService | None = None, *, min_available: int = 3
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Child objects of the service by kind and name."""
-    made = service_children(chat or service(), SETTINGS, desired_replicas=desired_replicas)
+    made = service_children(chat or service(), SETTINGS, min_available=min_available)
     return {(child["kind"], child["metadata"]["name"]): child for child in made}
 
 
@@ -95,7 +95,7 @@ def test_engine_pod_matches_its_golden_manifest(
 
 
 def test_service_children_match_their_golden_manifests(golden: Callable[[str, str], None]) -> None:
-    made = service_children(service(), SETTINGS, desired_replicas=4)
+    made = service_children(service(), SETTINGS, min_available=3)
     golden("manifests/children.yaml", to_yaml(*made))
 
 
@@ -223,26 +223,11 @@ def test_engine_and_router_selectors_match_only_their_own_pods() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("desired_replicas", "floors", "least"),
-    [
-        pytest.param(8, (1, 1), 7, id="one of many may be evicted"),
-        pytest.param(3, (1, 1), 2, id="one of three may be evicted"),
-        pytest.param(2, (1, 1), 2, id="neither of two may be evicted: each is the last of its role"),
-        pytest.param(8, (3, 5), 8, id="none may be evicted at the floors"),
-        pytest.param(1, (1, 1), 1, id="a single instance may not be evicted"),
-        pytest.param(0, (1, 1), 0, id="no minimum without desired instances"),
-    ],
-)
-def test_disruption_budget_keeps_the_role_floors(
-    desired_replicas: int, floors: tuple[int, int], least: int
-) -> None:
-    chat = service(
-        instances=max(8, desired_replicas),
-        roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}},
-    )
-    budget = children(chat, desired_replicas=desired_replicas)["PodDisruptionBudget", "chat-engines"]["spec"]
-    assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (least, "AlwaysAllow")
+def test_disruption_budget_of_engines_is_a_number_and_that_of_routers_allows_one() -> None:
+    made = children(min_available=7)
+    engines, routers = (made["PodDisruptionBudget", f"chat-{part}"]["spec"] for part in ("engines", "router"))
+    assert (engines["minAvailable"], engines["unhealthyPodEvictionPolicy"]) == (7, "AlwaysAllow")
+    assert (routers["maxUnavailable"], "minAvailable" in routers) == (1, False)
 
 
 def test_side_channel_is_open_only_to_engines_of_the_service() -> None:

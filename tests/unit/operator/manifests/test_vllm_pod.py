@@ -179,7 +179,7 @@ def test_expected_identity_and_startup_equal_those_of_the_launch() -> None:
 def test_only_engines_of_the_service_reach_the_transfer_ports_of_a_vllm_engine() -> None:
     policies = [
         child
-        for child in service_children(service(), SETTINGS, desired_replicas=2)
+        for child in service_children(service(), SETTINGS, min_available=2)
         if child["kind"] == "NetworkPolicy"
     ]
     engines = next(policy for policy in policies if policy["metadata"]["name"] == "chat-engines")

@@ -68,7 +68,9 @@ def test_a_new_service_first_gets_its_pools() -> None:
     plan = plan_service(Observed(service=service(instances=3), now_s=NOW_S))
     made = pool(replicas=3)
     assert plan == Plan(
-        objects=(made.replace(metadata=made.metadata.model_copy(update={"uid": ""})),), requeue_after_s=0.0
+        objects=(made.replace(metadata=made.metadata.model_copy(update={"uid": ""})),),
+        min_available=2,
+        requeue_after_s=0.0,
     )
 
 

@@ -1,0 +1,162 @@
+"""Roll-outs and drains of nodes on clusters without room for one more instance."""
+
+from typing import Any
+
+import pytest
+
+from fulcrum_core.values import Phase
+from fulcrum_operator.plan.instance_state import revision_of
+from fulcrum_operator.plan.room import EVICTION_WAIT_S, SURGE_WAIT_S, plan_min_available
+from tests.properties.simulated_service import SimulatedService, make_settled_service
+from tests.unit.operator.builders import service
+
+STEP_S = 2.0
+
+
+def serving(fleet: SimulatedService) -> int:
+    return sum(i.status.phase is Phase.SERVING for i in fleet.instances.values())
+
+
+def progressing(fleet: SimulatedService) -> tuple[str, str]:
+    found = next(c for c in fleet.service.status.conditions if c.type == "Progressing")
+    return found.reason, found.message
+
+
+def run(fleet: SimulatedService, seconds: float, *, draining: bool = False) -> list[tuple[int, str]]:
+    """Serving instances and the reason of Progressing after each pass."""
+    seen = []
+    for _ in range(int(seconds / STEP_S)):
+        fleet.reconcile()
+        seen.append((serving(fleet), progressing(fleet)[0]))
+        if draining:
+            fleet.evict_from_cordoned_nodes()
+            fleet.reconcile()  # the operator sees the end of a pod begin
+        fleet.advance(STEP_S)
+    return seen
+
+
+def all_updated(fleet: SimulatedService) -> bool:
+    requested = fleet.pools["chat-flex"].spec.launch_revision
+    return {revision_of(i) for i in fleet.instances.values()} == {requested}
+
+
+def full_service(instances: int, **spec: Any) -> SimulatedService:
+    """A settled service on a cluster whose nodes have room for exactly its instances."""
+    fleet = make_settled_service({"instances": instances, **spec})
+    fleet.capacity = instances
+    return fleet
+
+
+def test_a_rollout_on_a_full_cluster_replaces_in_place_after_a_while() -> None:
+    fleet = full_service(4)
+    fleet.edit_service(engine={"image": "next"})
+    waiting = run(fleet, SURGE_WAIT_S - STEP_S)
+    assert {count for count, _ in waiting} == {4}
+    assert waiting[-1][1] == "RolloutProgressing"
+    replacing = run(fleet, 900)
+    assert min(count for count, _ in replacing) == 3
+    assert "RollingOutInPlace" in {reason for _, reason in replacing}
+    assert (all_updated(fleet), serving(fleet), progressing(fleet)[0]) == (True, 4, "Settled")
+
+
+def test_the_condition_names_the_instance_without_room() -> None:
+    fleet = full_service(4)
+    fleet.edit_service(engine={"image": "next"})
+    run(fleet, SURGE_WAIT_S + STEP_S)
+    assert progressing(fleet)[1].split("; ")[1] == (
+        "no node has room for chat-4: one instance fewer serves meanwhile"
+    )
+
+
+def test_replacing_in_place_keeps_the_floors() -> None:
+    fleet = full_service(4, roles={"prefill": {"min": 2}, "decode": {"min": 2}})
+    fleet.edit_service(engine={"image": "next"})
+    assert min(count for count, _ in run(fleet, 2 * SURGE_WAIT_S)) == 4
+
+
+def test_a_rollout_with_room_never_replaces_in_place() -> None:
+    fleet = full_service(4)
+    fleet.capacity = 5
+    fleet.edit_service(engine={"image": "next"})
+    seen = run(fleet, 600)
+    assert min(count for count, _ in seen) == 4
+    assert "RollingOutInPlace" not in {reason for _, reason in seen}
+    assert all_updated(fleet)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 3, 8])
+def test_instances_of_a_drained_node_are_replaced_first_where_there_is_room(instances: int) -> None:
+    fleet = make_settled_service({"instances": instances})
+    on_node = ["chat-0"] if instances < 8 else ["chat-0", "chat-1", "chat-2"]
+    fleet.cordon(*on_node)
+    fleet.reconcile()  # the operator sees the cordon; then pods are evicted
+    seen = run(fleet, 120, draining=True)
+    assert fleet.cordoned == set()
+    assert min(count for count, _ in seen) >= max(1, instances - 1)
+    assert (serving(fleet), len(fleet.instances), progressing(fleet)[0]) == (instances, instances, "Settled")
+
+
+@pytest.mark.parametrize("instances", [1, 2, 3, 8])
+def test_a_node_without_a_replacement_is_drained_after_a_while(instances: int) -> None:
+    fleet = full_service(instances)
+    on_node = ["chat-0"] if instances < 8 else ["chat-0", "chat-1", "chat-2"]
+    fleet.cordon(*on_node)
+    fleet.reconcile()
+    seen = run(fleet, 90, draining=True)
+    assert fleet.cordoned == set()
+    assert serving(fleet) == instances - len(on_node)
+    if instances < 3:
+        assert {count for count, _ in seen[: int(EVICTION_WAIT_S / STEP_S) - 1]} == {instances}
+        assert "EvictionAllowed" in {reason for _, reason in seen}
+
+
+def test_the_last_of_a_role_moves_too() -> None:
+    fleet = make_settled_service({"instances": 2})
+    fleet.cordon("chat-0")
+    run(fleet, 60)  # nobody evicts: the operator itself drains and removes the instance
+    assert sorted(fleet.instances) == ["chat-1", "chat-2"]
+    assert fleet.assignment is not None
+    assert {entry.role for entry in fleet.assignment.spec.roles.values()} == {"Prefill", "Decode"}
+
+
+def test_an_uncordoned_node_keeps_its_instance() -> None:
+    fleet = full_service(2)
+    fleet.cordon("chat-0")
+    run(fleet, 10)
+    fleet.cordoned.clear()
+    fleet.capacity = 2
+    run(fleet, 60)
+    assert sorted(fleet.instances) == ["chat-0", "chat-1"]
+
+
+@pytest.mark.parametrize(
+    ("desired", "floors", "fields", "least"),
+    [
+        pytest.param(8, (1, 1), {}, 7, id="one of many may be evicted"),
+        pytest.param(2, (1, 1), {}, 2, id="each of two is the last of its role"),
+        pytest.param(8, (3, 5), {}, 8, id="none below the floors"),
+        pytest.param(1, (1, 1), {}, 1, id="a single instance is replaced first"),
+        pytest.param(0, (1, 1), {}, 0, id="no instance"),
+        pytest.param(2, (1, 1), {"sees_cordons": False}, 1, id="an operator that does not see cordons"),
+        pytest.param(1, (1, 1), {"sees_cordons": False}, 0, id="and has a single instance"),
+        pytest.param(8, (3, 5), {"can_move": False}, 7, id="no replacement can start"),
+        pytest.param(8, (1, 1), {"can_move": False, "serving": 6}, 5, id="and one was evicted before"),
+        pytest.param(1, (1, 1), {"can_move": False}, 0, id="no replacement for a single instance"),
+    ],
+)
+def test_evictions_leave_the_floors_unless_that_would_block_a_drain(
+    desired: int, floors: tuple[int, int], fields: dict[str, Any], least: int
+) -> None:
+    chat = service(instances=8, roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}})
+    given = {"serving": desired, "can_move": True, "sees_cordons": True, **fields}
+    assert plan_min_available(chat, desired=desired, **given) == least
+
+
+@pytest.mark.parametrize(("max_unavailable", "least"), [(1, 7), (3, 5), (9, 0)])
+def test_disruption_in_the_manifest_replaces_the_floors(max_unavailable: int, least: int) -> None:
+    chat = service(
+        instances=8,
+        roles={"prefill": {"min": 4}, "decode": {"min": 4}},
+        disruption={"maxUnavailable": max_unavailable},
+    )
+    assert plan_min_available(chat, desired=8, serving=8, can_move=True, sees_cordons=True) == least
