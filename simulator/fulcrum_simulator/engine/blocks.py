@@ -9,6 +9,7 @@ expired gets the right KV until the block is reused, and another prompt's KV fro
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from fulcrum_core.errors import InvalidInput
@@ -28,6 +29,12 @@ class PromptKey(NamedTuple):
 
 
 _NO_PROMPT = PromptKey(bytes(16), ())
+
+
+@lru_cache(maxsize=8)
+def _list_numbers(size: int) -> tuple[int, ...]:
+    """List the numbers below `size`; pools of one size share them, which halves their memory."""
+    return tuple(range(size))
 
 
 class _BlockQueue:
@@ -65,13 +72,13 @@ class BlockPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free_uncached = _BlockQueue(range(size))  # free, and not in the prefix cache
+        self._free_uncached = _BlockQueue(_list_numbers(size))  # free, and not in the prefix cache
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but in the prefix cache
-        self._reference_counts = [0] * size  # of blocks in the prefix cache
+        self._reference_counts: dict[int, int] = {}  # of blocks in the prefix cache
         self._written_by = [_NO_PROMPT] * size  # prompt whose KV a block holds; its block index is below
         self._block_index = [0] * size
         self._cached: dict[bytes, int] = {}
-        self._cache_key: list[bytes | None] = [None] * size
+        self._cache_key: dict[int, bytes] = {}
 
     @property
     def available(self) -> int:
@@ -80,7 +87,7 @@ class BlockPool:
 
     def reference_count(self, block: int) -> int:
         """Return the number of requests and leases that hold this block."""
-        if self._cache_key[block] is not None:
+        if block in self._cache_key:
             return self._reference_counts[block]
         return int(block not in self._free_uncached)
 
@@ -125,7 +132,7 @@ class BlockPool:
             return
         uncached = []
         for block in reversed(blocks):
-            if self._cache_key[block] is None:
+            if block not in self._cache_key:
                 uncached.append(block)
                 continue
             self._reference_counts[block] -= 1
@@ -195,8 +202,6 @@ class BlockPool:
     def _evict(self) -> int:
         """Remove the least recently used block from the prefix cache and return it."""
         block, _ = self._free_cached.popitem(last=False)
-        key = self._cache_key[block]
-        assert key is not None, "a block in _free_cached has a cache key"
-        del self._cached[key]
-        self._cache_key[block] = None
+        del self._cached[self._cache_key.pop(block)]
+        del self._reference_counts[block]
         return block
