@@ -69,10 +69,12 @@ class Exchange:
         "_lease_check",
         "_local_prefill_entry",
         "_must_recompute",
+        "_paused_at_s",
         "_prefill_leg",
         "_router",
         "_tier",
         "_timeouts",
+        "_unread_s",
         "arrival_s",
     )
 
@@ -92,6 +94,8 @@ class Exchange:
         self._local_prefill_entry: PrefillEntry | None = None
         self._decode_leg: DecodeLeg | None = None
         self._first_byte_at_s: float | None = None
+        self._paused_at_s = self._unread_s = 0.0
+        """Since when the client reads too slowly, and for how long it has since the first byte."""
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
@@ -104,11 +108,14 @@ class Exchange:
 
     def pause(self) -> None:
         """Stop reading from the engine: the client reads too slowly."""
+        self._paused_at_s = time.monotonic()
         if self._decode_leg is not None and not self._decode_leg.connection_returned:
             self._decode_leg.connection.pause()
 
     def resume(self) -> None:
         """Read from the engine again."""
+        if self._first_byte_at_s is not None:
+            self._unread_s += time.monotonic() - max(self._paused_at_s, self._first_byte_at_s)
         if self._decode_leg is not None and not self._decode_leg.connection_returned:
             self._decode_leg.connection.resume()
 
@@ -152,7 +159,8 @@ class Exchange:
             )
         elif outcome is _OK:
             tokens = self._count_output_tokens(leg)
-            tpot_s = (time.monotonic() - first_byte_at_s) / (tokens - 1) if tokens > 1 else None
+            took_s = time.monotonic() - first_byte_at_s - self._unread_s
+            tpot_s = took_s / (tokens - 1) if tokens > 1 else None
             counters.record_request(
                 self._tier, outcome, ttft_s=first_byte_at_s - self.arrival_s, tpot_s=tpot_s
             )

@@ -146,11 +146,13 @@ async def test_the_engine_of_a_slow_client_does_not_time_out() -> None:
     engine = FakeEngine("d1", decode=send_more_than_buffers_hold)
     async with run_router(FakeEngine("p1"), engine, settings=DEFAULT) as world:
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1024)
+        began_s = time.monotonic()
         writer.write(build_post(json.dumps({**PROMPT, "stream": True}).encode()))
         await reader.readuntil(b"\r\n\r\n")
         (connection,) = world.server.clients.connections
         await wait_until(lambda: connection.paused, "the client's buffers are full")
         let_time_pass(world, 300)
+        await wait_until_time(time.monotonic() + 0.3, "a duration in which the client does not read")
         finish.set()
         received = b""
         while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
@@ -161,6 +163,8 @@ async def test_the_engine_of_a_slow_client_does_not_time_out() -> None:
         instance = world.router.fleet["d1"]
         await wait_until(world.ledgers_are_empty, "the ledgers are empty")
         assert (dict(world.router.counters.retries), instance.health.failures) == ({}, 0)
+        took_s = world.router.counters.get_tier("default").tpot.sum * (256 - 1)
+        assert took_s + 0.3 < time.monotonic() - began_s, "TPOT is without the time of the client"
 
 
 async def test_a_slow_client_leaves_no_paused_connection_in_the_pool(client: aiohttp.ClientSession) -> None:
