@@ -19,11 +19,12 @@ CHUNKED = -1
 UNTIL_CLOSE = -2
 """Special values of `ResponseHead.length`. Integers below zero: the length is compared on every read."""
 
-_HEAD = re.compile(
-    rb"HTTP/1\.[01] [1-5][0-9]{2}(?: [^\r\n\0]*)?\r\n(?:[-!#$%&'*+.^_`|~0-9A-Za-z]+:[^\r\n\0]*\r\n)*\r\n"
-)
+_TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
+_HEADER_LINE = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+:" + _TEXT + rb"\r\n"
+_HEAD = re.compile(rb"HTTP/1\.[01] [1-5][0-9]{2}(?: " + _TEXT + rb")?\r\n(?:" + _HEADER_LINE + rb")*\r\n")
+_TRAILER = re.compile(_HEADER_LINE)
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;[^\r\n\0]*)?\r")
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;" + _TEXT + rb")?\r")
 
 _HOP_BY_HOP = (
     b"connection:",
@@ -179,10 +180,12 @@ class ChunkScanner:
 
     def _read_trailer(self, line: bytes) -> bool:
         """Read a line of the trailers; return whether it is the empty line after them."""
+        if line == b"\r":
+            return True
         self._trailer_bytes += len(line)
-        if not line.endswith(b"\r") or self._trailer_bytes > MAX_TRAILER_BYTES:
+        if _TRAILER.fullmatch(line + b"\n") is None or self._trailer_bytes > MAX_TRAILER_BYTES:
             raise FramingError("trailers that are malformed or too long")
-        return line == b"\r"
+        return False
 
 
 def _check_chunk_end(data: bytes, position: int) -> None:

@@ -30,6 +30,8 @@ _REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
         b"x-request-id",
     }
 )
+_METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"CONNECT"})
+"""httptools knows others, some of them with protocols that are not HTTP."""
 _SINGLE_HEADERS = (b"content-length", b"host", b"transfer-encoding")
 
 
@@ -215,6 +217,8 @@ class RequestReader:
         version = self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise Rejection(505, "the router speaks HTTP/1.1")
+        if self._parser.get_method() not in _METHODS:
+            raise Rejection(501, "the request method is not known")
         if is_repeated:
             names = [name for name, _ in self._header_lines]
             for name in _SINGLE_HEADERS:
