@@ -216,6 +216,33 @@ def simulate(
 
 
 @app.command()
+def profile(
+    urls: Annotated[
+        list[str],
+        typer.Argument(help="Address of an idle engine; of a second one to measure KV transfers, too."),
+    ],
+    model_config: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")],
+    out: Annotated[Path, typer.Option(help="Profile file to write, ending in .yaml.")],
+    device: Annotated[
+        str | None, typer.Option(help="Device of the engine, e.g. H100-SXM, to check the result against.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Devices of the engine.")] = 1,
+    token_budget: Annotated[int, typer.Option(help="The engine's max_num_batched_tokens.")] = 8192,
+    max_seqs: Annotated[int, typer.Option(help="The engine's max_num_seqs.")] = 256,
+    max_batch: Annotated[int, typer.Option(help="Largest batch to measure.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Measurements of each point; the median counts.")] = 3,
+) -> None:
+    """Measure a running engine and write an engine profile. Exit code 1 if a curve does not fit."""
+    from fulcrum_cli.commands.measure_profile import ProfileOptions, run
+
+    options = ProfileOptions(
+        urls=tuple(urls), model_config=model_config, out=out, device=device, tensor_parallel=tensor_parallel,
+        token_budget=token_budget, max_seqs=max_seqs, max_batch=max_batch, repeats=repeats,
+    )  # fmt: skip
+    raise typer.Exit(run(options))
+
+
+@app.command()
 def status(
     service: ServiceArgument = None,
     output: OutputOption = None,

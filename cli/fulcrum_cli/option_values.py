@@ -1,6 +1,8 @@
 """Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option."""
 
+import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TypeVar, overload
 
 from fulcrum_core.api.meta import parse_duration
@@ -40,6 +42,20 @@ def check_port(number: int) -> None:
     """
     if not 0 <= number <= PORT_MAX:
         raise InvalidInput("--port", number, f"must be between 0 and {PORT_MAX}")
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Check before a long run that its result can be written to `file`.
+
+    Raises:
+        InvalidInput: if it cannot.
+    """
+    if file.is_dir():
+        raise InvalidInput(option, file, "must be a file, not a folder")
+    if not file.absolute().parent.is_dir():
+        raise InvalidInput(option, file, "must be in a folder that exists")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise InvalidInput(option, file, "must be writable")
 
 
 def parse_choice(option: str, text: str, choices: type[E], *allowed: E) -> E:

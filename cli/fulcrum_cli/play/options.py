@@ -1,6 +1,5 @@
 """Parses and checks the options of `fulcrum play` before anything starts."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -8,7 +7,7 @@ from typing import TypedDict, Unpack
 from fulcrum_cli.local.local_engine import simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
 from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
-from fulcrum_cli.option_values import check_port, parse_choice, parse_duration_s
+from fulcrum_cli.option_values import check_port, check_writable, parse_choice, parse_duration_s
 from fulcrum_cli.play.loads import LOAD_SHAPES
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
@@ -110,17 +109,7 @@ def _check_numbers(arguments: PlayArguments) -> None:
         raise InvalidInput("--speed, --scale", "no --trace", "need a recording: pass one with --trace")
     for option, file in (("--json", arguments["json"]), ("--snapshot", arguments["snapshot"])):
         if file is not None:
-            _check_writable(option, file)
-
-
-def _check_writable(option: str, file: Path) -> None:
-    """Check now that the file can be written: after the run its figures would be lost."""
-    if file.is_dir():
-        raise InvalidInput(option, file, "must be a file, not a folder")
-    if not file.absolute().parent.is_dir():
-        raise InvalidInput(option, file, "must be in a folder that exists")
-    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise InvalidInput(option, file, "must be writable")
+            check_writable(option, file)
 
 
 def _with_mode(service: PDService, mode: str | None) -> PDService:

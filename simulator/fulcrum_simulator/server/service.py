@@ -26,7 +26,8 @@ _DRAIN_POLL_S = 0.02
 class EngineService:
     """The engine, its runner, its puller, and the faults that are active."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        """`now_s` is the engine's clock; it must run at the same rate as the event loop's."""
         profile = options.profile
         cache_config = CacheConfig(
             block_tokens=profile.block_size,
@@ -42,7 +43,9 @@ class EngineService:
         )
         self.options = options
         self.runner = EngineRunner(
-            engine, EngineMetrics(model=options.model, cache=cache_config, created_s=time.time())
+            engine,
+            EngineMetrics(model=options.model, cache=cache_config, created_s=time.time()),
+            now_s=now_s,
         )
         self.puller = SideChannelPuller(self.runner, model=options.model, lease_s=options.lease_s)
         self.runner.puller = self.puller

@@ -1,0 +1,166 @@
+"""`fulcrum profile`: measures a running engine, and writes an engine profile that simulations can use."""
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from fulcrum_cli.local.engine_environment import read_model_config
+from fulcrum_cli.option_values import check_writable
+from fulcrum_cli.terminal.output import format_columns
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.hardware import HardwareFacts, find_hardware
+from fulcrum_core.profiles import parse_profile
+from fulcrum_simulator.profiling import (
+    CurveError,
+    EngineClient,
+    EngineLimits,
+    FittedLink,
+    FittedProfile,
+    Measurer,
+    ProfiledEngine,
+    fit_link,
+    fit_profile,
+    plan_measurement,
+    render_profile,
+)
+
+ERROR_MAX = 0.10
+"""Mean error of a curve above which figures computed from the profile should not be published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """The options, as typed."""
+
+    urls: tuple[str, ...]
+    model_config: Path
+    out: Path
+    device: str | None
+    tensor_parallel: int
+    token_budget: int
+    max_seqs: int
+    max_batch: int
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    limits: EngineLimits
+    fitted: FittedProfile
+    link: FittedLink | None
+
+
+def run(options: ProfileOptions) -> int:
+    """Measure, write the profile and print how well it fits; return 1 if a curve is off by more than 10 %.
+
+    Raises:
+        InvalidInput: for an option that breaks a rule, or a fit below the device's physical limits.
+        EngineUnusable: if an engine cannot be measured.
+    """
+    _check(options)
+    device = _find_device(options.device)
+    model = read_model_config(options.model_config)
+    measured = asyncio.run(_measure(options))
+    engine = ProfiledEngine(
+        name=options.out.stem,
+        limits=measured.limits,
+        model=model,
+        device=device,
+        tensor_parallel=options.tensor_parallel,
+        token_budget=options.token_budget,
+        max_seqs=options.max_seqs,
+    )
+    text = render_profile(engine, measured.fitted, measured.link)
+    parse_profile(text, source=str(options.out))
+    options.out.write_text(text, encoding="utf-8")
+    errors = (*measured.fitted.errors, *([measured.link.error] if measured.link else []))
+    print("\n".join(_format_report(errors, measured.fitted, options.out)))
+    return 1 if any(error.mape > ERROR_MAX for error in errors) else 0
+
+
+def _check(options: ProfileOptions) -> None:
+    if len(options.urls) > 2:
+        raise InvalidInput("URL", f"{len(options.urls)} addresses", "must be one or two")
+    for url in options.urls:
+        if not url.startswith(("http://", "https://")):
+            raise InvalidInput("URL", url, "must begin with http:// or https://")
+    for option, count in (
+        ("--tensor-parallel", options.tensor_parallel),
+        ("--max-seqs", options.max_seqs),
+        ("--max-batch", options.max_batch),
+        ("--repeats", options.repeats),
+    ):
+        if count < 1:
+            raise InvalidInput(option, count, "must be at least 1")
+    if options.max_batch > options.max_seqs:
+        raise InvalidInput("--max-batch", options.max_batch, f"is above --max-seqs ({options.max_seqs})")
+    if options.token_budget <= options.max_batch:
+        raise InvalidInput("--token-budget", options.token_budget, "must be above --max-batch")
+    if options.out.suffix not in (".yaml", ".yml"):
+        raise InvalidInput("--out", options.out, "must end in .yaml")
+    check_writable("--out", options.out)
+
+
+def _find_device(name: str | None) -> HardwareFacts | None:
+    if name is None:
+        return None
+    found = find_hardware(name)
+    if found is None or not (found.flops and found.bandwidth_bytes_per_s):
+        raise InvalidInput("--device", name, "is not a device with known peaks: leave it out")
+    return found
+
+
+async def _measure(options: ProfileOptions) -> _Measured:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(EngineClient.open(url)) for url in options.urls]
+        limits = await clients[0].read_limits()
+        for other in clients[1:]:
+            await other.read_limits()
+        plan = plan_measurement(
+            max_model_tokens=limits.max_model_tokens,
+            kv_tokens=limits.kv_tokens,
+            block_size=limits.block_size,
+            token_budget=options.token_budget,
+            max_batch=options.max_batch,
+        )
+        measurer = Measurer(
+            clients[0], limits, token_budget=options.token_budget, repeats=options.repeats, report=_report
+        )
+        await measurer.warm_up(plan)
+        fitted = fit_profile(
+            prefill=await measurer.measure_prefill(plan),
+            decode=await measurer.measure_decode(plan),
+            mixed=await measurer.measure_mixed(plan),
+            token_budget=options.token_budget,
+        )
+        link = None
+        if len(clients) > 1:
+            link = fit_link(*await measurer.measure_transfers(plan, clients[1]), fitted)
+        return _Measured(limits, fitted, link)
+
+
+def _report(line: str) -> None:
+    print(f"measuring {line}", file=sys.stderr, flush=True)
+
+
+def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: Path) -> list[str]:
+    steps = fitted.steps
+    off = [error.curve for error in errors if error.mape > ERROR_MAX]
+    warning = [
+        f"{', '.join(off)}: off by more than {ERROR_MAX:.0%} on average; publish no figure from this profile"
+    ]
+    return [
+        *format_columns(
+            ("CURVE", "POINTS", "MEAN ERROR"),
+            *((error.curve, str(error.points), f"{error.mape:.1%}") for error in errors),
+        ),
+        "",
+        f"empty step {steps.t0 * 1000:.3g} ms, prompt token {steps.b * 1e6:.3g} µs, "
+        f"decoding request {steps.d1 * 1e6:.3g} µs, token of context {steps.d2 * 1e9:.3g} ns, "
+        f"prefill beside decode × {steps.mixed_factor:.3g}; "
+        f"outside of steps {fitted.overhead_s * 1000:.3g} ms a request",
+        *(warning if off else []),
+        f"wrote {out}: pass it as a profile",
+    ]

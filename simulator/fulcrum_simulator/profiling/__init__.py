@@ -1,0 +1,27 @@
+"""Measures a running engine over vLLM's HTTP API, and fits the coefficients of an engine profile.
+
+`points` chooses what to measure, `measure` measures it through `engine_client`, and `fit` computes the
+coefficients; `document` writes them as a profile file.
+"""
+
+from fulcrum_simulator.profiling.document import ProfiledEngine, render_profile
+from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits, EngineUnusable
+from fulcrum_simulator.profiling.fit import CurveError, FittedLink, FittedProfile, fit_link, fit_profile
+from fulcrum_simulator.profiling.measure import Measurer
+from fulcrum_simulator.profiling.points import MeasurementPlan, plan_measurement
+
+__all__ = [
+    "CurveError",
+    "EngineClient",
+    "EngineLimits",
+    "EngineUnusable",
+    "FittedLink",
+    "FittedProfile",
+    "MeasurementPlan",
+    "Measurer",
+    "ProfiledEngine",
+    "fit_link",
+    "fit_profile",
+    "plan_measurement",
+    "render_profile",
+]

@@ -1,0 +1,149 @@
+"""Fits the coefficients of an engine profile to measured curves, and says how far each curve is from the fit.
+
+    step = t0 + f·(b·Σchunk + c·Σ[(done + chunk)² - done²]) + d1·B + d2·Σctx      (`core.latency.StepModel`)
+
+Decode steps give t0, d1 and d2. With t0 known, prefill gives b and c, and the time that a request spends
+outside steps (HTTP, tokenising, queueing), which is no part of a profile. Prompts among decodes give f.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
+
+from fulcrum_core.latency import StepModel
+from fulcrum_simulator.profiling.least_squares import fit_not_negative
+from fulcrum_simulator.profiling.samples import DecodeSample, MixedSample, PrefillSample, TransferSample
+
+S = TypeVar("S")
+
+LEAST_COEFFICIENT = 1e-12
+"""Stands for a coefficient too small to be measured, since a profile needs a positive one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveError:
+    """Mean absolute percentage error of one fitted curve (MAPE, 0.1 is 10 %), and its number of points."""
+
+    curve: str
+    mape: float
+    points: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedProfile:
+    """Coefficients of the steps; `overhead_s` is the time that a request spends outside of them."""
+
+    steps: StepModel
+    overhead_s: float
+    errors: tuple[CurveError, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLink:
+    """A KV transfer takes setup_s + s_per_token·n, and the first one between two engines handshake_s more."""
+
+    setup_s: float
+    s_per_token: float
+    handshake_s: float
+    error: CurveError
+
+
+def fit_profile(
+    *,
+    prefill: Sequence[PrefillSample],
+    decode: Sequence[DecodeSample],
+    mixed: Sequence[MixedSample],
+    token_budget: int,
+) -> FittedProfile:
+    """Fit the coefficients of a step; `token_budget` is the engine's largest step, in tokens."""
+    t0, d1, d2 = fit_not_negative(
+        [(1.0, sample.batch, sample.context_tokens) for sample in decode],
+        [sample.seconds for sample in decode],
+    )
+    in_steps = [max(sample.seconds - _steps(sample.tokens, token_budget) * t0, 1e-9) for sample in prefill]
+    overhead_s, b, c = fit_not_negative(
+        [(1.0, sample.tokens, sample.tokens**2) for sample in prefill], in_steps
+    )
+    b = max(b, LEAST_COEFFICIENT)
+    factor = _fit_factor([(b * sample.tokens + c * sample.tokens**2, sample.seconds) for sample in mixed])
+    steps = StepModel(max(t0, LEAST_COEFFICIENT), b, c, d1, max(d2, LEAST_COEFFICIENT), factor)
+    return FittedProfile(
+        steps, overhead_s, _compute_errors(steps, overhead_s, prefill, decode, mixed, token_budget)
+    )
+
+
+def fit_link(first: TransferSample, later: Sequence[TransferSample], fitted: FittedProfile) -> FittedLink:
+    """Fit the KV transfer between two engines; `first` was measured before any other contact of the two.
+
+    The decode step that follows a transfer, and the time outside steps, are taken out first.
+    """
+    steps = fitted.steps
+
+    def alone_s(sample: TransferSample) -> float:
+        after_s = steps.step_s((), (sample.tokens,)) + fitted.overhead_s
+        return max(sample.seconds - after_s, 1e-9)
+
+    setup_s, s_per_token = fit_not_negative(
+        [(1.0, sample.tokens) for sample in later], [alone_s(sample) for sample in later]
+    )
+    s_per_token = max(s_per_token, LEAST_COEFFICIENT)
+    predicted_s = setup_s + s_per_token * first.tokens
+    return FittedLink(
+        setup_s,
+        s_per_token,
+        max(0.0, alone_s(first) - predicted_s),
+        _error("transfer", later, alone_s, lambda sample: setup_s + s_per_token * sample.tokens),
+    )
+
+
+def _steps(tokens: int, token_budget: int) -> int:
+    return -(-tokens // token_budget)
+
+
+def _fit_factor(points: Sequence[tuple[float, float]]) -> float:
+    """Return f ≥ 1 that minimises Σ(1 - f·alone/mixed)² over (time alone, time among decodes)."""
+    ratios = [alone_s / mixed_s for alone_s, mixed_s in points if mixed_s > 0]
+    return max(1.0, sum(ratios) / sum(ratio**2 for ratio in ratios)) if ratios else 1.0
+
+
+def _compute_errors(
+    steps: StepModel,
+    overhead_s: float,
+    prefill: Sequence[PrefillSample],
+    decode: Sequence[DecodeSample],
+    mixed: Sequence[MixedSample],
+    token_budget: int,
+) -> tuple[CurveError, ...]:
+    def alone_s(tokens: int) -> float:
+        return steps.b * tokens + steps.c * tokens**2
+
+    return (
+        _error(
+            "prefill",
+            prefill,
+            lambda sample: sample.seconds,
+            lambda sample: (
+                overhead_s + _steps(sample.tokens, token_budget) * steps.t0 + alone_s(sample.tokens)
+            ),
+        ),
+        _error(
+            "decode",
+            decode,
+            lambda sample: sample.seconds,
+            lambda sample: steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens,
+        ),
+        _error(
+            "mixed",
+            mixed,
+            lambda sample: sample.seconds,
+            lambda sample: steps.mixed_factor * alone_s(sample.tokens),
+        ),
+    )
+
+
+def _error(
+    curve: str, samples: Sequence[S], measured: Callable[[S], float], predicted: Callable[[S], float]
+) -> CurveError:
+    errors = [abs(predicted(sample) / measured(sample) - 1) for sample in samples if measured(sample) > 0]
+    return CurveError(curve, fmean(errors) if errors else 0.0, len(errors))

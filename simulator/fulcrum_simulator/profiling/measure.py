@@ -1,0 +1,183 @@
+"""Measures the curves of one engine, and the KV transfer between two. The engines must be idle.
+
+Each point is measured several times, and the median counts. Durations of steps are differences between
+arrivals of tokens, so that the way of a token to the client cancels out.
+"""
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, TypeVar
+
+from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits, EngineUnusable, TokenTimes
+from fulcrum_simulator.profiling.points import DECODE_STEPS, MeasurementPlan
+from fulcrum_simulator.profiling.samples import DecodeSample, MixedSample, PrefillSample, TransferSample
+
+T = TypeVar("T")
+Report = Callable[[str], None]
+_STEPS_MIN = 8
+"""Fewest steps from which a duration is computed."""
+_PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Measurer:
+    """Measures one engine of known limits. `report` is called with a line before each point."""
+
+    def __init__(
+        self, client: EngineClient, limits: EngineLimits, *, token_budget: int, repeats: int, report: Report
+    ) -> None:
+        self._client, self._limits = client, limits
+        self._token_budget, self._repeats, self._report = token_budget, repeats, report
+
+    async def warm_up(self, plan: MeasurementPlan) -> None:
+        """Run the longest prompt and the largest batch once: engines compile and allocate on first use."""
+        self._report("warm-up")
+        await self._measure_prefill(plan.prefill[-1])
+        await self._measure_decode(plan.decode[-1][0], plan.decode[0][1])
+
+    async def measure_prefill(self, plan: MeasurementPlan) -> list[PrefillSample]:
+        """Measure the prefill curve."""
+        samples = []
+        for tokens in plan.prefill:
+            self._report(f"prefill of {tokens} tokens")
+            seconds = await self._repeat(partial(self._measure_prefill, tokens))
+            samples.append(PrefillSample(tokens, median(seconds)))
+        return samples
+
+    async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeSample]:
+        """Measure the decode grid."""
+        samples = []
+        for batch, context in plan.decode:
+            self._report(f"decode of {batch} requests of {context} tokens")
+            found = await self._repeat(partial(self._measure_decode, batch, context))
+            samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
+        return samples
+
+    async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedSample]:
+        """Measure prompts that join a batch of decodes."""
+        samples = []
+        for tokens in plan.mixed:
+            self._report(f"prefill of {tokens} tokens beside {plan.mixed_batch} decodes")
+            measure = partial(self._measure_mixed, plan.mixed_batch, tokens, context=plan.decode[0][1])
+            seconds = await self._repeat(measure)
+            samples.append(MixedSample(tokens, median(seconds)))
+        return samples
+
+    async def measure_transfers(
+        self, plan: MeasurementPlan, decode: EngineClient
+    ) -> tuple[TransferSample, list[TransferSample]]:
+        """Measure the first KV transfer to the engine `decode`, and later ones of every length."""
+        self._report(f"first KV transfer to {decode.url}")
+        first = await self._measure_transfer(plan.transfer[0], decode)
+        later = []
+        for tokens in plan.transfer:
+            self._report(f"KV transfer of {tokens} tokens")
+            found = await self._repeat(partial(self._measure_transfer, tokens, decode))
+            later.append(TransferSample(tokens, median(sample.seconds for sample in found)))
+        return first, later
+
+    async def _repeat(self, measure: Callable[[], Awaitable[T]]) -> list[T]:
+        return [await measure() for _ in range(self._repeats)]
+
+    async def _measure_prefill(self, tokens: int) -> float:
+        times = TokenTimes()
+        await self._client.stream(self._body(tokens, max_tokens=1), times)
+        return times.tokens_s[0] - times.sent_s
+
+    async def _measure_decode(self, batch: int, context: int) -> DecodeSample:
+        """Return the mean step while exactly these requests decode."""
+        max_tokens = self._steps_to_fill(batch, context) + DECODE_STEPS
+        runs = [TokenTimes() for _ in range(batch)]
+        await _run_all([self._client.stream(self._body(context, max_tokens=max_tokens), run) for run in runs])
+        start_s, end_s = max(run.tokens_s[0] for run in runs), min(run.tokens_s[-1] for run in runs)
+        before = [bisect_left(run.tokens_s, start_s) for run in runs]
+        steps, seconds = self._mean_step(runs[0].tokens_s, start_s, end_s)
+        # The step that makes token j of a request reads its prompt and j tokens.
+        context_tokens = sum(context + index + (steps + 1) / 2 for index in before)
+        return DecodeSample(batch, context_tokens, seconds)
+
+    async def _measure_mixed(self, batch: int, tokens: int, *, context: int) -> float:
+        """Return by how much a prompt of `tokens` delays `batch` requests that decode."""
+        room = self._token_budget - batch
+        decodes = self._steps_to_fill(batch, context) + 2 * DECODE_STEPS + -(-tokens // room)
+        runs = [TokenTimes() for _ in range(batch)]
+        settled = _watch_steps(runs, DECODE_STEPS // 2)
+        joining = TokenTimes()
+
+        async def join() -> None:
+            await settled.wait()
+            await self._client.stream(self._body(tokens, max_tokens=1), joining)
+
+        streams = [self._client.stream(self._body(context, max_tokens=decodes), run) for run in runs]
+        await _run_all([*streams, join()])
+        tokens_s = runs[0].tokens_s
+        first, last = bisect_right(tokens_s, joining.sent_s) - 1, bisect_left(tokens_s, joining.tokens_s[0])
+        if last >= len(tokens_s):
+            raise EngineUnusable(
+                self._client.url, f"ended its decodes before a prompt of {tokens} tokens: is it idle?"
+            )
+        start_s = max(run.tokens_s[0] for run in runs)
+        _, alone_s = self._mean_step(tokens_s, start_s, joining.sent_s)
+        return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 1e-9)
+
+    async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferSample:
+        body = self._body(tokens, max_tokens=1)
+        response = await self._client.complete({**body, "kv_transfer_params": _PREFILL_LEG})
+        params = response.get("kv_transfer_params")
+        if not isinstance(params, dict) or not params:
+            raise EngineUnusable(self._client.url, "returned no kv_transfer_params: has it a KV connector?")
+        # With this count vLLM would report how much the prefill engine, not this one, did not compute.
+        params = {key: value for key, value in params.items() if key != "remote_prefill_cached_tokens"}
+        times = TokenTimes()
+        await decode.stream({**body, "kv_transfer_params": params}, times)
+        if times.cached_tokens is not None and times.cached_tokens < tokens - self._limits.block_size:
+            raise EngineUnusable(decode.url, "computed the prompt itself instead of fetching its KV")
+        return TransferSample(tokens, times.tokens_s[0] - times.sent_s)
+
+    def _body(self, tokens: int, *, max_tokens: int) -> dict[str, Any]:
+        prompt = self._client.make_prompt(tokens)
+        return {"model": self._limits.model, "prompt": prompt, "max_tokens": max_tokens}
+
+    def _steps_to_fill(self, batch: int, context: int) -> int:
+        """Return the steps until all prompts of a batch are computed; earlier ones decode meanwhile."""
+        return -(-batch * context // (self._token_budget - batch)) + 4
+
+    def _mean_step(self, tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
+        """Return the number of steps between two times, and their mean duration."""
+        inside = tokens_s[bisect_left(tokens_s, start_s) : bisect_right(tokens_s, end_s)]
+        steps = len(inside) - 1
+        if steps < _STEPS_MIN:
+            raise EngineUnusable(
+                self._client.url,
+                f"decoded only {max(0, steps)} steps undisturbed: is it idle, and --token-budget right?",
+            )
+        return steps, (inside[-1] - inside[0]) / steps
+
+
+def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:
+    """Return an event that is set `steps` steps after all runs have their first token."""
+    settled = asyncio.Event()
+    begun: list[int] = []
+
+    def check() -> None:
+        if not begun and all(run.tokens_s for run in runs):
+            begun.append(len(runs[0].tokens_s))
+        if begun and len(runs[0].tokens_s) >= begun[0] + steps:
+            settled.set()
+
+    for run in runs:
+        run.on_token = check
+    return settled
+
+
+async def _run_all(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run them at the same time; the first failure ends all."""
+    tasks = [asyncio.ensure_future(each) for each in measurements]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,36 @@
+"""What was measured: one value for each point of a curve. Times are those of the client, in seconds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSample:
+    """From sending a prompt of `tokens` to an idle engine to its first token."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """One step that only decodes `batch` requests, which have `context_tokens` tokens of KV together."""
+
+    batch: int
+    context_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSample:
+    """How much longer decode steps took together because a prompt of `tokens` was computed in them."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSample:
+    """From sending a decode leg whose KV of `tokens` is on another engine to its first token."""
+
+    tokens: int
+    seconds: float

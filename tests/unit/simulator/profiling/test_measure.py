@@ -1,0 +1,280 @@
+"""The engine server, measured over HTTP on a virtual clock, gives the profile back that it runs on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from fulcrum_cluster.process import bind_socket
+from fulcrum_core.profiles import EngineProfile, load_profile
+from fulcrum_simulator.profiling import (
+    EngineClient,
+    EngineLimits,
+    EngineUnusable,
+    MeasurementPlan,
+    Measurer,
+    fit_link,
+    fit_profile,
+    plan_measurement,
+)
+from fulcrum_simulator.server.app import EngineApp
+from fulcrum_simulator.server.options import Options
+from fulcrum_simulator.server.service import EngineService
+from fulcrum_simulator.server.side_channel_server import SideChannelServer, start_side_channel_server
+
+pytestmark = pytest.mark.looptime(start=0.0)
+
+PROFILE = load_profile("laptop").model_copy(update={"mixed_factor": 1.3, "handshake_s": 0.05})
+
+
+@asynccontextmanager
+async def engine_server(profile: EngineProfile) -> AsyncIterator[str]:
+    """Serve an engine on the loop's clock; yields its address."""
+    loop = asyncio.get_running_loop()
+    service = EngineService(
+        Options(
+            name="a",
+            model="m",
+            profile=profile,
+            host="127.0.0.1",
+            port=0,
+            side_channel_port=0,
+            lease_s=1e6,
+            shutdown_timeout_s=0.0,
+            max_model_tokens=8192,
+            seed=0,
+        ),
+        now_s=loop.time,
+    )
+    side_channel = bind_socket("127.0.0.1", 0, option="")
+    service.side_channel_port = side_channel.getsockname()[1]
+    listener = await start_side_channel_server(
+        SideChannelServer(service.runner, model="m", wait_while_hung=service.wait_while_hung), side_channel
+    )
+    try:
+        async with http_server(EngineApp(service).build()) as url:
+            yield url
+    finally:
+        listener.close()
+        await listener.wait_closed()
+        await service.puller.close()
+
+
+@asynccontextmanager
+async def http_server(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    http = bind_socket("127.0.0.1", 0, option="")
+    await web.SockSite(runner, http).start()
+    try:
+        yield f"http://127.0.0.1:{http.getsockname()[1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_coefficients_of_a_known_engine_are_recovered() -> None:
+    lines: list[str] = []
+    async with AsyncExitStack() as stack:
+        prefill_url = await stack.enter_async_context(engine_server(PROFILE))
+        decode_url = await stack.enter_async_context(engine_server(PROFILE))
+        client = await stack.enter_async_context(EngineClient.open(prefill_url))
+        decode = await stack.enter_async_context(EngineClient.open(decode_url))
+        limits = await client.read_limits()
+        plan = plan_measurement(
+            max_model_tokens=limits.max_model_tokens,
+            kv_tokens=limits.kv_tokens,
+            block_size=limits.block_size,
+            token_budget=PROFILE.token_budget,
+            max_batch=8,
+        )
+        measurer = Measurer(client, limits, token_budget=PROFILE.token_budget, repeats=1, report=lines.append)
+        await measurer.warm_up(plan)
+        fitted = fit_profile(
+            prefill=await measurer.measure_prefill(plan),
+            decode=await measurer.measure_decode(plan),
+            mixed=await measurer.measure_mixed(plan),
+            token_budget=PROFILE.token_budget,
+        )
+        link = fit_link(*await measurer.measure_transfers(plan, decode), fitted)
+    steps = fitted.steps
+    assert [steps.t0, steps.b, steps.c, steps.d1, steps.d2, steps.mixed_factor] == pytest.approx(
+        [PROFILE.t0, PROFILE.b, PROFILE.c, PROFILE.d1, PROFILE.d2, PROFILE.mixed_factor], rel=0.1
+    )
+    assert [link.s_per_token, link.setup_s, link.handshake_s] == pytest.approx(
+        [
+            PROFILE.kv_bytes_per_token / PROFILE.link_bytes_per_s,
+            PROFILE.link_setup_s,
+            PROFILE.handshake_s,
+        ],
+        rel=0.1,
+    )
+    assert (max(error.mape for error in (*fitted.errors, link.error)) < 0.02, len(lines)) == (True, 45)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def respond_models(_: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "m", "max_model_len": 4096}]})
+
+
+async def respond_metrics(_: web.Request) -> web.Response:
+    return web.Response(text='vllm:cache_config_info{block_size="16",num_gpu_blocks="4096"} 1.0\n')
+
+
+def text_response(text: str, status: int = 200) -> Handler:
+    async def respond(_: web.Request) -> web.Response:
+        return web.Response(text=text, status=status)
+
+    return respond
+
+
+def stream_of(*events: str) -> Handler:
+    return text_response("".join(f"data: {event}\n\n" for event in events))
+
+
+async def measure_two_prompts(client: EngineClient) -> None:
+    limits = await client.read_limits()
+    measurer = Measurer(client, limits, token_budget=512, repeats=1, report=lambda _: None)
+    await measurer.measure_prefill(MeasurementPlan((64, 128), (), 1, (), ()))
+
+
+async def measure_bad_engine(completions: Handler, **routes: Handler) -> str:
+    """Measure one prompt of an engine with these handlers; returns the error after the address."""
+    app = web.Application()
+    app.router.add_get("/v1/models", routes.get("models", respond_models))
+    app.router.add_get("/metrics", routes.get("metrics", respond_metrics))
+    app.router.add_post("/v1/completions", completions)
+    async with http_server(app) as url, EngineClient.open(url) as client:
+        with pytest.raises(EngineUnusable) as caught:
+            await measure_two_prompts(client)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.startswith(f"{url}: ")
+    return text.removeprefix(f"{url}: ")
+
+
+TOKEN = '{"choices": [{"text": "a"}]}'
+
+
+@pytest.mark.parametrize(
+    ("completions", "routes", "message"),
+    [
+        pytest.param(
+            text_response(""),
+            {"models": text_response("nothing", 404)},
+            "/v1/models has status 404",
+            id="no models",
+        ),
+        pytest.param(
+            text_response(""),
+            {"metrics": text_response("up 1\n")},
+            "is not vLLM: no max_model_len or cache_config_info",
+            id="other metrics",
+        ),
+        pytest.param(
+            text_response(""),
+            {"models": text_response("[]")},
+            "is not vLLM: no max_model_len or cache_config_info",
+            id="models of another shape",
+        ),
+        pytest.param(
+            text_response('{"error": {"message": "too\\nbusy"}}', 503),
+            {},
+            "status 503: too busy",
+            id="refusal",
+        ),
+        pytest.param(
+            text_response("x" * 500, 500), {}, f"status 500: {'x' * 200}", id="an error that is no JSON"
+        ),
+        pytest.param(
+            stream_of("no JSON"), {}, "sends an event that is not a JSON object", id="broken events"
+        ),
+        pytest.param(
+            stream_of('{"error": {"message": "engine died"}}'),
+            {},
+            "ended the stream: engine died",
+            id="an error within the stream",
+        ),
+        pytest.param(
+            stream_of(TOKEN, "[DONE]"),
+            {},
+            "counted None and None tokens instead of 64 and 1",
+            id="no usage",
+        ),
+        pytest.param(
+            stream_of(TOKEN, TOKEN, TOKEN), {}, "sends more than the 1 tokens asked for", id="too many tokens"
+        ),
+        pytest.param(
+            stream_of('{"choices": [], "usage": {"prompt_tokens": 64, "completion_tokens": 1}}', "[DONE]"),
+            {},
+            "sent no token",
+            id="no token",
+        ),
+        pytest.param(
+            text_response("data: " + "x" * (2 << 20)), {}, "sends an event that does not end", id="no end"
+        ),
+    ],
+)
+async def test_an_engine_that_cannot_be_measured_is_one_line(
+    completions: Handler, routes: dict[str, Handler], message: str
+) -> None:
+    assert await measure_bad_engine(completions, **routes) == message
+
+
+async def test_an_engine_that_is_not_there_is_one_line() -> None:
+    async with EngineClient.open("http://127.0.0.1:9") as client:
+        with pytest.raises(EngineUnusable, match=r"^http://127.0.0.1:9: cannot be reached: ") as caught:
+            await client.read_limits()
+    assert "\n" not in str(caught.value)
+
+
+async def test_an_engine_that_does_not_respond_is_given_up() -> None:
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    assert await measure_bad_engine(hang) == "does not respond for 120 s"
+
+
+TRANSFERS = MeasurementPlan((), (), 1, (), (64, 128))
+
+
+async def test_an_engine_without_a_kv_connector_is_one_line() -> None:
+    app = web.Application()
+    app.router.add_post("/v1/completions", text_response("{}"))
+    async with http_server(app) as url, EngineClient.open(url) as client:
+        limits = EngineLimits("m", 4096, 65536, 16)
+        measurer = Measurer(client, limits, token_budget=512, repeats=1, report=lambda _: None)
+        with pytest.raises(EngineUnusable, match="returned no kv_transfer_params: has it a KV connector"):
+            await measurer.measure_transfers(TRANSFERS, client)
+
+
+async def test_a_prompt_that_is_computed_instead_of_transferred_is_noticed() -> None:
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(engine_server(PROFILE)) for _ in range(2)]
+        prefill, decode = [await stack.enter_async_context(EngineClient.open(url)) for url in urls]
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with session.post(
+            f"{decode.url}/simulator/fault", json={"kind": "fail_transfers", "count": 9}
+        ) as response:
+            assert response.status == 200
+        limits = await prefill.read_limits()
+        measurer = Measurer(prefill, limits, token_budget=512, repeats=1, report=lambda _: None)
+        with pytest.raises(EngineUnusable, match="computed the prompt itself instead of fetching its KV"):
+            await measurer.measure_transfers(TRANSFERS, decode)
+
+
+async def test_a_token_budget_above_the_engines_is_noticed() -> None:
+    small = PROFILE.model_copy(update={"token_budget": 64, "max_seqs": 16})
+    async with engine_server(small) as url, EngineClient.open(url) as client:
+        limits = await client.read_limits()
+        measurer = Measurer(client, limits, token_budget=8192, repeats=1, report=lambda _: None)
+        plan = plan_measurement(
+            max_model_tokens=8192, kv_tokens=65536, block_size=16, token_budget=8192, max_batch=16
+        )
+        with pytest.raises(EngineUnusable, match="steps undisturbed: is it idle, and --token-budget right"):
+            await measurer.measure_decode(plan)
