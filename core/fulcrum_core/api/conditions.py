@@ -34,6 +34,8 @@ IMAGE_PULL_ERRORS = frozenset(
 """Reasons of the kubelet for a container that waits because its image cannot be pulled."""
 UNSCHEDULABLE = "Unschedulable"
 ENGINE_START_FAILED = "EngineStartFailed"
+ROUTER_START_FAILED = "RouterStartFailed"
+"""No router pod can be created, or a router's container does not start."""
 NODE_LOST = "NodeLost"
 INSTANCE_LOST = "InstanceLost"
 ROLLED_BACK = "RolledBack"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
-from fulcrum_core.api.labels import SERVICE_LABEL
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.manifest import first_broken_rule
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_operator.controller.field_ownership import owned_fields
@@ -226,7 +226,8 @@ class ObjectCache:
             case QoSTier():
                 return self._services_of(namespace)
             case dict():
-                service = stored["metadata"].get("labels", {}).get(SERVICE_LABEL)
+                labels = stored["metadata"].get("labels", {})
+                service = labels.get(SERVICE_LABEL) or labels.get(ROUTER_LABEL)
                 return (ServiceKey(namespace, service),) if service else ()
             case _:
                 return ()

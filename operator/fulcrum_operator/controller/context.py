@@ -89,6 +89,8 @@ class ReconcileContext:
     engine_facts: Callable[[PDInstance], EngineFacts]
     """Identity, start-up time and fit of an instance's engine."""
     router: RouterView | None = None
+    router_failures: Callable[[ServiceKey], tuple[FailureCause, ...]] = lambda _key: ()
+    """Why routers of the service cannot start."""
     models: ModelReader | None = None
     engine_images: EngineImages | None = None
     """Default images of engines; None if engines are processes."""

@@ -114,6 +114,11 @@ def reconcile_failed(cause: FailureCause) -> Event:
     return Event(cause.reason, WARNING, f"{cause.message}; retrying", cause.message)
 
 
+def router_cannot_start(pod: str, cause: FailureCause) -> Event:
+    """A router cannot start."""
+    return Event(cause.reason, WARNING, cause.message, pod)
+
+
 def problem_found(cause: FailureCause) -> Event:
     """An object of the service cannot be made: its name is taken, or the API server refuses it."""
     reason = "ChildApplyFailed" if cause.reason == conditions.CHILD_REFUSED else cause.reason
@@ -208,6 +213,11 @@ def _problem_events(before: Observed, plan: Plan) -> Iterator[Event]:
     found = (c.message for c in before.service.status.conditions if c.type == conditions.DEGRADED)
     reported = next(found, "")
     yield from (problem_found(cause) for cause in find_problems(before) if cause.message not in reported)
+    for cause in before.router_failures:
+        router, detail, _ = cause.message.split(": ", 2)
+        alike = conditions.IMAGE_PULL_ERRORS if detail in conditions.IMAGE_PULL_ERRORS else (detail,)
+        if not any(f"{router}: {each}" in reported for each in alike):  # image pulls alternate
+            yield router_cannot_start(router, cause)
 
 
 def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:

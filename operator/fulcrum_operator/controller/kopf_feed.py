@@ -21,7 +21,9 @@ from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.children import WATCHED_CHILDREN
 
 LABELLED_KINDS = (POD, *WATCHED_CHILDREN)
-"""Kinds of which only objects with `SERVICE_LABEL` are watched."""
+"""Kinds of which only objects with a label of ours are watched."""
+_POD_SELECTOR = "app.kubernetes.io/managed-by=fulcrum-operator"
+"""Selects pods of engines, routers and model readers; router pods have no `SERVICE_LABEL`."""
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 """All kinds of Fulcrum, pods, and the children that the operator creates for a service."""
 
@@ -31,6 +33,8 @@ _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
 def label_selector(kind: ObjectKind) -> str:
     """Label selector for lists and watches of a kind; "" selects all objects."""
+    if kind == POD:
+        return _POD_SELECTOR
     return SERVICE_LABEL if kind in LABELLED_KINDS else ""
 
 
@@ -143,7 +147,7 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = 500
     for kind in LABELLED_KINDS:
         group, _, version = kind.api_version.rpartition("/")
-        settings.watching.label_selectors[group, version, kind.plural] = SERVICE_LABEL
+        settings.watching.label_selectors[group, version, kind.plural] = label_selector(kind)
     return settings
 
 

@@ -38,6 +38,7 @@ from fulcrum_operator.controller.pods.model_reader_pods import ModelReaderPods
 from fulcrum_operator.controller.pods.pod_runtime import PodRuntime
 from fulcrum_operator.controller.pods.pod_status import short_digest
 from fulcrum_operator.controller.pods.role_probe import RoleProbes, probe_roles
+from fulcrum_operator.controller.pods.router_pods import find_router_failures
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE, ClusterRouterView
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
@@ -130,6 +131,7 @@ class Leader:
             clock=clock,
             engine_facts=self._engine_facts,
             router=self._router_view,
+            router_failures=lambda key: find_router_failures(self._cache, key),
             models=self._model_reader,
             engine_images=settings.engine_images,
             sees_cordons=lambda: self._cordoned_nodes.allowed,

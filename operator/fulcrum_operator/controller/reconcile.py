@@ -214,6 +214,7 @@ async def _observe(
         taken_pools=owned.taken_pools,
         taken_names=owned.taken_names,
         problems=memory.problems,
+        router_failures=context.router_failures(key),
         now_s=context.clock.now_s(),
     )
     observed = mark_invalid_engines(observed, invalid)

@@ -99,5 +99,8 @@ class Observed:
     problems: tuple[FailureCause, ...] = ()
     """What the last pass could not do."""
 
+    router_failures: tuple[FailureCause, ...] = ()
+    """Why routers cannot start."""
+
     node_loss_disputed: bool = False
     """Whether a node is reported lost although the router reaches its engine: query the router again soon."""

@@ -144,6 +144,12 @@ def _was_ready(ready: dict[str, Any], state: dict[str, Any]) -> bool:
     return bool(started and changed and parse_time(changed) > parse_time(started))
 
 
+def last_exit_of(pod: Pod, container: str) -> str | None:
+    """Exit code and last log line of the last run of a container; None if no run has ended yet."""
+    found = pod.get("status", {}).get("containerStatuses", ())
+    return next((_last_exit(status) for status in found if status.get("name") == container), None)
+
+
 def start_failure_of(pod: Pod) -> StartFailure | None:
     """Why the pod cannot start; None in an ordinary start."""
     scheduled = _find_condition(pod, "PodScheduled")

@@ -16,7 +16,8 @@ _CAUSES_LISTED_MAX = 8
 
 _MOST_SEVERE_FIRST = (
     *(conditions.RECONCILE_FAILED, conditions.NAME_TAKEN, conditions.CHILD_REFUSED),
-    *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ENGINE_START_FAILED),
+    *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ROUTER_START_FAILED),
+    conditions.ENGINE_START_FAILED,
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
     *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED),
 )
@@ -54,6 +55,7 @@ def find_failure_causes(
     """All failure causes of the service, the most severe first."""
     found = [
         *find_problems(observed),
+        *observed.router_failures,
         *_find_in_rollouts(views),
         *(cause for i in desired for cause in _find_in_instance(observed, i)),
     ]

@@ -32,7 +32,7 @@ def ready_condition(
     if missing and not (desired_replicas == 1 and ready):
         reason, message = _too_few(floors, missing, desired_replicas, counts)
     elif endpoint is None:
-        reason, message = conditions.ROUTER_STARTING, "waiting for the router"
+        reason, message = conditions.ROUTER_STARTING, _waiting_for_router(observed)
     else:
         instances_serve = format_count(members, "instance serves", "instances serve")
         reason, message = conditions.INSTANCES_SERVING, f"{ready} of {instances_serve} at {endpoint}"
@@ -43,6 +43,11 @@ def ready_condition(
         reason=reason,
         message=message,
     )
+
+
+def _waiting_for_router(observed: Observed) -> str:
+    causes = "; ".join(cause.message for cause in observed.router_failures[:1])
+    return f"waiting for the router: {causes}" if causes else "waiting for the router"
 
 
 def _too_few(
