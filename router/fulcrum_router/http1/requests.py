@@ -79,24 +79,30 @@ class RequestReader:
         "_body_bytes",
         "_body_parts",
         "_expected_bytes",
-        "_head_complete",
         "_header_lines",
         "_headers",
         "_keep_alive",
         "_memory",
+        "_method",
         "_parser",
         "_piece_had_body",
         "_quiet_bytes",
         "_target",
+        "_version",
         "begun",
         "expects_continue",
         "held_bytes",
+        "on_header",
         "rejection",
         "requests",
     )
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
+        self._header_lines: list[tuple[bytes, bytes]] = []
+        """Header lines of the request as they arrived, trailers included."""
+        append = self._header_lines.append
+        self.on_header = lambda name, value: append((name, value))  # called most often: no attribute is read
         self._parser: Any = httptools.HttpRequestParser(self)
         self._keep_alive = True
         self.requests: deque[Request] = deque()
@@ -113,12 +119,13 @@ class RequestReader:
     def _clear(self) -> None:
         self.begun = True
         self.expects_continue = False
-        self._target = b""
-        self._header_lines: list[tuple[bytes, bytes]] = []
+        self._target = self._method = b""
+        self._version = ""
+        self._header_lines.clear()
         self._headers: dict[bytes, bytes] = {}
         self._body_parts: list[bytes] = []
         self._body_bytes = self._expected_bytes = self._quiet_bytes = 0
-        self._head_complete = self._piece_had_body = False
+        self._piece_had_body = False
 
     @property
     def ended(self) -> bool:
@@ -193,13 +200,10 @@ class RequestReader:
     def on_url(self, url: bytes) -> None:
         self._target += url
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_lines.append((name.lower(), value))
-
     def on_headers_complete(self) -> None:
-        self._head_complete = True
         lines = self._header_lines
-        self._headers = headers = dict(lines)
+        self._headers = headers = {name.lower(): value for name, value in lines}
+        self._method, self._version = self._parser.get_method(), self._parser.get_http_version()
         if self._quiet_bytes > MAX_HEAD_BYTES - PIECE_BYTES:
             self._limit_header_bytes()
         self._check_framing(headers, is_repeated=len(headers) != len(lines))
@@ -208,19 +212,19 @@ class RequestReader:
             if self._expected_bytes > MAX_BODY_BYTES:
                 raise Rejection(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
         expected = headers.get(b"expect")
-        if expected is not None and self._parser.get_http_version() == "1.1":
+        if expected is not None and self._version == "1.1":
             if expected.lower() != b"100-continue":
                 raise Rejection(417, "the only supported expectation is 100-continue")
             self.expects_continue = True
 
     def _check_framing(self, headers: dict[bytes, bytes], *, is_repeated: bool) -> None:
-        version = self._parser.get_http_version()
+        version = self._version
         if version not in ("1.1", "1.0"):
             raise Rejection(505, "the router speaks HTTP/1.1")
-        if self._parser.get_method() not in _METHODS:
+        if self._method not in _METHODS:
             raise Rejection(501, "the request method is not known")
         if is_repeated:
-            names = [name for name, _ in self._header_lines]
+            names = [name.lower() for name, _ in self._header_lines]
             for name in _SINGLE_HEADERS:
                 if names.count(name) > 1:
                     raise Rejection(400, f"the header {name.decode()} is repeated")
@@ -249,15 +253,15 @@ class RequestReader:
         if self.ended:
             return
         self.begun = self.expects_continue = False
-        parser, parts = self._parser, self._body_parts
-        self._keep_alive = keep_alive = parser.should_keep_alive()
+        parts = self._body_parts
+        self._keep_alive = keep_alive = self._parser.should_keep_alive()
         self.requests.append(
             Request(
-                parser.get_method(),
+                self._method,
                 self._target.partition(b"?")[0],
                 self._headers,
                 parts[0] if len(parts) == 1 else b"".join(parts),
-                b"1.0" if parser.get_http_version() == "1.0" else b"1.1",
+                b"1.0" if self._version == "1.0" else b"1.1",
                 keep_alive,
             )
         )
