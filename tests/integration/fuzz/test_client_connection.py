@@ -6,7 +6,6 @@ from typing import cast
 
 import h11
 
-from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.data_path.downstream import ClientConnection, ClientServer
 from fulcrum_router.router import Router
 from tests.integration.fuzz.conftest import RunFuzzer
@@ -70,7 +69,7 @@ def test_each_request_gets_one_response(run_fuzzer: RunFuzzer, seed: int) -> Non
     rng = random.Random(seed)
     router = Router()
     router.configure(settings_with_short_timeouts(), last_prefill_to_decode_s=None)
-    server = ClientServer(router, build_registry(router))
+    server = ClientServer(router)
     loop = asyncio.new_event_loop()
 
     async def feed(pieces: list[bytes]) -> bytes:
