@@ -76,7 +76,8 @@ class Health:
         if unresponsive and self.unresponsive_since_s is None:
             self.unresponsive_since_s = now_s
         if self.ejected:
-            self.judged = self.judged and judged  # a judged one whose engine is gone returns with its engine
+            if self.judged and not judged:  # its engine is gone now, and it returns with its engine
+                self.judged, self.probe_at_s = False, now_s + self._backoff_s
             return False
         self.ejected, self.judged = True, judged
         self._backoff_s = FIRST_PROBE_DELAY_S

@@ -102,7 +102,7 @@ class EngineProber:
                     instance.connection_pool,
                     None,
                 )  # another engine process, whose sums start at 0
-            if instance.health.ejected:
+            if instance.health.ejected and not self._serves_ejected_legs(instance):
                 await self._probe_ejected(instance)
             elif pool is not None:
                 previous = await self._scrape(instance, pool, previous)
@@ -110,8 +110,13 @@ class EngineProber:
             await asyncio.sleep(max(0.0, self._next_probe_s(instance, began_s) - time.monotonic()))
 
     @staticmethod
+    def _serves_ejected_legs(instance: Instance) -> bool:
+        """Whether the instance was ejected by judgement and still works on its legs: its probes judge them."""
+        return instance.health.judged and time.monotonic() < instance.health.probe_at_s
+
+    @staticmethod
     def _next_probe_s(instance: Instance, began_s: float) -> float:
-        if instance.health.ejected:
+        if instance.health.ejected and not instance.health.judged:
             return max(instance.health.probe_at_s, time.monotonic() + 0.01)
         return began_s + PROBE_INTERVAL_S
 

@@ -15,6 +15,7 @@ from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_router.data_path.downstream import STALLED_CLIENT_TIMEOUT_S
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.upstream import REUSE_RACE_S
+from fulcrum_router.observe import engines as engine_probes
 from tests.integration.router.fake_engines import (
     PROMPT,
     FakeEngine,
@@ -80,6 +81,34 @@ async def test_a_whole_response_of_five_minutes_arrives_after_one_decode_leg(
             assert (response.status, response.headers["x-fulcrum-decode"]) == (200, "d1")
         counters = world.router.counters
         assert (counters.retries, instance.health.failures, world["d2"].decodes) == ({}, 0, [])
+
+
+async def test_an_engine_ejected_by_judgement_may_finish_its_whole_responses(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ejected for minutes, and its probes go on: they show whether it computes, or is gone."""
+    monkeypatch.setattr(engine_probes, "PROBE_INTERVAL_S", 0.05)
+    done = asyncio.Event()
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=respond_after(done))) as world:
+        request = asyncio.ensure_future(client.post(world.url(), json={**PROMPT, "max_tokens": 1000}))
+        instance = await wait_for_decode_leg(world)
+        instance.health.eject(now_s=time.monotonic(), judged=True)
+        ejected_at_s = time.monotonic()
+        await wait_until(lambda: instance.progress_at_s > ejected_at_s, "a probe has shown progress")
+        done.set()
+        async with await request as response:
+            assert response.status == 200
+        assert (instance.health.ejected, instance.health.judged) == (True, True)
+        world.servers["d1"].close()
+        await wait_until(lambda: not close_idle_connections(instance).health.judged, "the engine is gone")
+
+
+def close_idle_connections(instance: Instance) -> Instance:
+    """Close the idle connections, as if the engine had."""
+    assert instance.connection_pool is not None
+    while (idle := instance.connection_pool.take_idle()) is not None:
+        idle.abort()
+    return instance
 
 
 async def test_a_whole_response_of_an_engine_that_computes_nothing_moves_to_another(
