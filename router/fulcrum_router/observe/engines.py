@@ -111,7 +111,7 @@ class EngineProber:
 
     @staticmethod
     def _serves_ejected_legs(instance: Instance) -> bool:
-        """Whether the instance was ejected by judgement and still works on its legs: its probes judge them."""
+        """Whether the instance was ejected by judgement: its probes judge the legs that it still has."""
         return instance.health.judged and time.monotonic() < instance.health.probe_at_s
 
     @staticmethod
