@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import KV_LEASE_S, Slo
@@ -18,41 +19,73 @@ class PolicyName(StrEnum):
 
     ARROW = "arrow"
     """The shipped flip policy."""
+    COLD = "cold"
+    """The shipped flip policy, but each flip takes the instance out of service, as a restart does."""
     STATIC = "static"
     """A fixed split; requests go to the instance with the least work, by the shipped dispatch."""
+    COLOCATED = "colocated"
+    """Every instance computes prompts and decodes them, with chunked prefill and without KV transfers."""
+
+
+FLIPPING = frozenset({PolicyName.ARROW, PolicyName.COLD})
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy and the split that it starts with."""
+    """A policy and the split that it starts with.
+
+    `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
+    """
 
     name: PolicyName
     prefill: int
     decode: int
+    flip_downtime_s: float = 0.0
+    token_budget: int | None = None
 
     def __str__(self) -> str:
+        if self.name is PolicyName.COLD:
+            return f"{self.name}:{format_duration(self.flip_downtime_s)}"
+        if self.name is PolicyName.COLOCATED:
+            return self.name if self.token_budget is None else f"{self.name}:{self.token_budget}"
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_POLICY = re.compile(r"(arrow|static):(\d+)P(\d+)D", re.IGNORECASE)
+_SPLIT = re.compile(r"(arrow|static):(\d+)p(\d+)d")
+_BUDGET = re.compile(r"colocated(?::(\d+))?")
+_COLD = re.compile(r"cold:(\w+)")
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
-    """Return the policy named `static:xPyD`, `arrow:xPyD` or `arrow`, which starts with an even split.
+    """Return the policy of this name: arrow, arrow:xPyD, static:xPyD, colocated, colocated:TOKENS, cold:TIME.
+
+    Without a split, flips start from an even one.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
     """
-    if text.lower() == PolicyName.ARROW:
-        return Policy(PolicyName.ARROW, instances // 2, instances - instances // 2)
-    match = _POLICY.fullmatch(text)
-    if match is None:
-        raise InvalidInput("--policy", text, "is not arrow, arrow:xPyD or static:xPyD, as static:5P3D")
-    prefill, decode = int(match[2]), int(match[3])
+    name = text.lower()
+    even = instances // 2, instances - instances // 2
+    if name == PolicyName.ARROW:
+        return Policy(PolicyName.ARROW, *even)
+    if found := _SPLIT.fullmatch(name):
+        return _parse_split(text, PolicyName(found[1]), int(found[2]), int(found[3]), instances)
+    if found := _BUDGET.fullmatch(name):
+        return Policy(PolicyName.COLOCATED, *even, token_budget=int(found[1]) if found[1] else None)
+    if found := _COLD.fullmatch(name):
+        try:
+            return Policy(PolicyName.COLD, *even, flip_downtime_s=parse_duration(found[1]))
+        except ValueError as error:
+            raise InvalidInput("--policy", text, str(error)) from None
+    known = "arrow, arrow:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, cold:TIME"
+    raise InvalidInput("--policy", text, f"is not one of {known}")
+
+
+def _parse_split(text: str, name: PolicyName, prefill: int, decode: int, instances: int) -> Policy:
     if prefill + decode != instances or not prefill or not decode:
         rule = f"must have at least one instance of each role and {instances} in all"
         raise InvalidInput("--policy", text, rule)
-    return Policy(PolicyName(match[1].lower()), prefill, decode)
+    return Policy(name, prefill, decode)
 
 
 def list_splits(instances: int) -> list[Policy]:

@@ -42,10 +42,14 @@ FIRST_BYTE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipSettings:
-    """When dispatch proposes flips; `cooldown_s` counts from the last flip to decode."""
+    """When dispatch proposes flips; `cooldown_s` counts from the last flip to decode.
+
+    A flipped instance serves nothing for `downtime_s`.
+    """
 
     max_decode_load: float
     cooldown_s: float
+    downtime_s: float = 0.0
 
 
 class SimulatedRouter:
@@ -117,7 +121,10 @@ class SimulatedRouter:
     def apply(self, assignment: PDAssignmentSpec, generation: int) -> None:
         """Dispatch by this assignment from now on, and let the requests go on that waited for it."""
         for name, entry in assignment.roles.items():
-            self.fleet[name].role = entry.role
+            view = self.fleet[name]
+            if view.role is not entry.role:
+                view.role = entry.role
+                self._take_out_of_service(view)
         self.fleet.refresh()
         self.generation, self._applied_at_s = generation, self.events.now_s
         last_s = assignment.last_prefill_to_decode
@@ -129,6 +136,15 @@ class SimulatedRouter:
             )
         self.advance()
         self._journeys.assignment_applied()
+
+    def _take_out_of_service(self, view: RoutedInstance) -> None:
+        """Let a flipped instance serve nothing for the downtime of a flip; its legs in flight go on."""
+        if self._flips is not None and self._flips.downtime_s:
+            view.serving = False
+            self.events.schedule(
+                self.events.now_s + self._flips.downtime_s,
+                lambda: self.set_serving(view, view.instance.alive),
+            )
 
     def report(self) -> RouterState:
         """Return the state that the autoscaler reads."""

@@ -15,11 +15,12 @@ from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, Role
 from fulcrum_simulator.fleet.autoscaler import Flip, SimulatedAutoscaler
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
-from fulcrum_simulator.fleet.options import PolicyName, RunOptions
+from fulcrum_simulator.fleet.options import FLIPPING, Policy, PolicyName, RunOptions
 from fulcrum_simulator.fleet.records import RequestRecord
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
@@ -99,7 +100,7 @@ class _Simulation:
     def _build_instances(self) -> list[SimulatedInstance]:
         options = self._options
         engine_options = InstanceOptions(
-            profile=options.profile,
+            profile=_set_token_budget(options.profile, options.policy.token_budget),
             step_noise=options.control.step_noise,
             lease_s=options.lease_s,
             lookahead_steps=options.lookahead_steps,
@@ -125,7 +126,7 @@ class _Simulation:
         views = [
             RoutedInstance(
                 instance,
-                Role.PREFILL if number < options.policy.prefill else Role.DECODE,
+                _choose_role(options.policy, number),
                 _distort(prefill, error, rng),
                 _distort(decode, error, rng),
             )
@@ -133,14 +134,16 @@ class _Simulation:
         ]
         rules = self._build_rules()
         flips = FlipSettings(
-            max_decode_load=rules.shrink, cooldown_s=rules.assignment_rules.prefill_to_decode_cooldown_s
+            max_decode_load=rules.shrink,
+            cooldown_s=rules.assignment_rules.prefill_to_decode_cooldown_s,
+            downtime_s=options.policy.flip_downtime_s,
         )
         router = SimulatedRouter(
             self._events,
             views,
             slo=options.slo,
             hop_s=options.control.hop_s,
-            flips=flips if options.policy.name is PolicyName.ARROW else None,
+            flips=flips if options.policy.name in FLIPPING else None,
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)
@@ -149,18 +152,21 @@ class _Simulation:
 
     def _build_rules(self) -> AutoscalingRules:
         """Return the rules of a PDService with default settings."""
+        names = (instance.name for instance in self._instances)
         spec = PDServiceSpec(model="simulated", instances=self._options.instances)
         rules = AutoscalingRules.from_spec(
             spec,
             assignment_rules=AssignmentRules(
-                spec.autoscaling.flip.prefill_to_decode_cooldown, floors=spec.roles.to_floors()
+                spec.autoscaling.flip.prefill_to_decode_cooldown,
+                floors=spec.roles.to_floors(),
+                restarted_by_flip=frozenset(names if self._options.policy.flip_downtime_s else ()),
             ),
         )
         return replace(rules, slo=self._options.slo)
 
     def _build_autoscaler(self) -> SimulatedAutoscaler | None:
         options = self._options
-        if options.policy.name is not PolicyName.ARROW:
+        if options.policy.name not in FLIPPING:
             return None
         roles = {
             view.name: RoleAssignment(role=view.role, since=0.0, by=Actor.OPERATOR)
@@ -228,6 +234,20 @@ class _Simulation:
             end_s=self._events.now_s,
             events=self._events.executed,
         )
+
+
+def _choose_role(policy: Policy, number: int) -> Role:
+    if policy.name is PolicyName.COLOCATED:
+        return Role.BOTH
+    return Role.PREFILL if number < policy.prefill else Role.DECODE
+
+
+def _set_token_budget(profile: EngineProfile, token_budget: int | None) -> EngineProfile:
+    """Replace the token budget; the batch must fit, as `load_profile` checks."""
+    if token_budget is None:
+        return profile
+    max_seqs = min(profile.max_seqs, token_budget)
+    return profile.model_copy(update={"token_budget": token_budget, "max_seqs": max_seqs})
 
 
 def _name_instances(count: int) -> list[str]:

@@ -93,6 +93,23 @@ def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> No
     assert static["flips"]["count"] == 0
 
 
+def test_a_cold_flip_takes_the_instance_out_of_service() -> None:
+    samples = simulate(moving_load(), options("cold:5s")).samples
+    serving = [sample.prefill_instances + sample.decode_instances for sample in samples]
+    warm = simulate(moving_load(), options("arrow")).samples
+    assert (min(serving) < 8, max(serving)) == (True, 8)
+    assert {sample.prefill_instances + sample.decode_instances for sample in warm} == {8}
+
+
+def test_colocated_instances_transfer_no_kv_and_keep_to_their_budget() -> None:
+    result = simulate(moving_load(30), options("colocated:256"))
+    assert {record.prefill for record in result.records} == {""}
+    assert count_outcomes(result) == {"ok": len(result.records)}
+    longer = simulate(moving_load(30), options("colocated"))
+    tpot_s = [build_report(each)["tpot_s"]["p99"] for each in (result, longer)]
+    assert tpot_s[0] < tpot_s[1]
+
+
 def test_no_flip_is_decided_on_state_older_than_three_ticks() -> None:
     control = ControlOptions(state_age_s=4.0)
     result = simulate(moving_load(), options(control=control))
