@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
-from fulcrum_router.policy.journey import LocalPrefillReason as LocalPrefillReason
+from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.settings import Tier
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -71,6 +71,8 @@ class Counters:
         """Failed legs, by phase and `Blame`."""
         self.retries: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Failed attempts, by phase and `Failure`."""
+        self.stopped_requests: defaultdict[StopReason, int] = defaultdict(int)
+        """Requests that failed and were not tried again, by reason."""
         self.local_prefills: defaultdict[LocalPrefillReason, int] = defaultdict(int)
         """Requests whose prompt the decode instance computed, by reason."""
         self.dispatches: defaultdict[tuple[str, str], int] = defaultdict(int)

@@ -1,6 +1,7 @@
 """Two values that others wait for: the applied PDAssignment generation, and the last flip request.
 
-The state port's long polls wait for both. A request that needs a flip waits a moment for the next generation.
+The state port's long polls wait for both. A request that asks for a flip waits a moment for the next
+generation; how long is decided by its journey (`policy.journey`).
 """
 
 import asyncio
@@ -8,11 +9,6 @@ import time
 
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-
-FLIP_WAIT_S = 0.05
-"""Seconds that a request waits for the flip that it requested."""
-FLIP_WAIT_BACKOFF_S = 1.0
-"""Seconds after a wait without a flip in which no request waits for the same role."""
 
 
 class Notifier:
@@ -74,12 +70,8 @@ class AppliedAssignment:
 class FlipRequests:
     """Flip requests for the autoscaler, which reads the last one by a long poll of the state port."""
 
-    def __init__(self, applied: AppliedAssignment) -> None:
-        self._applied = applied
+    def __init__(self) -> None:
         self.last: FlipRequest | None = None
-        self.wait_for_flip = False
-        """Whether the autoscaler acts on flip requests (mode Auto), so that a request may wait for a flip."""
-        self._no_wait_until_s: dict[Role, float] = {}
         self._submitted = Notifier()
 
     @property
@@ -87,14 +79,10 @@ class FlipRequests:
         """Number of the last flip request; 0: none yet."""
         return self.last.seq if self.last else 0
 
-    async def submit(self, role: Role, reason: str) -> None:
-        """Publish a flip request; with `wait_for_flip`, wait up to `FLIP_WAIT_S` for the next assignment."""
+    def submit(self, role: Role, reason: str) -> None:
+        """Publish a flip request."""
         self.last = FlipRequest(seq=self.seq + 1, role=role, reason=reason)
         self._submitted.notify_all()
-        if not self.wait_for_flip or time.monotonic() < self._no_wait_until_s.get(role, 0.0):
-            return
-        if not await self._applied.wait_until_next(FLIP_WAIT_S):
-            self._no_wait_until_s[role] = time.monotonic() + FLIP_WAIT_BACKOFF_S
 
     async def wait_after(self, seq: int, timeout_s: float) -> FlipRequest | None:
         """Wait for a flip request after number `seq`, return the last; None if `timeout_s` passes first."""

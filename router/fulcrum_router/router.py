@@ -16,20 +16,9 @@ from fulcrum_router.counters import Counters
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.policy import (
-    Dispatch,
-    FlipProposal,
-    FlipProposalRules,
-    PredictedTtft,
-    Reservation,
-    TokensPerByte,
-    TransferPairs,
-    TtftErrors,
-    Work,
-    choose_decode,
-    predict_ttft,
-)
+from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
 from fulcrum_router.policy.blame import Blame, find_blame, is_sickness
+from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
@@ -52,8 +41,8 @@ class Router:
         self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()
         self.applied_assignment = AppliedAssignment()
-        self.flip_requests = FlipRequests(self.applied_assignment)
-        self.flip_rules = FlipProposalRules()
+        self.flip_requests = FlipRequests()
+        self.journeys: JourneyContext[Instance] = JourneyContext(self.fleet, self.pairs)
         self.active = True
         """Whether traffic is directed to this router. A standby also serves the requests that it gets."""
         self.leaving = False
@@ -75,8 +64,8 @@ class Router:
             last_prefill_to_decode_s: Unix time of the last flip from prefill to decode; None: none.
         """
         self.settings = settings
-        self.flip_requests.wait_for_flip = settings.autoscaling_mode is AutoscalingMode.AUTO
-        self.flip_rules = FlipProposalRules(
+        self.journeys.flip_waits.enabled = settings.autoscaling_mode is AutoscalingMode.AUTO
+        self.journeys.flip_rules = FlipProposalRules(
             enabled=settings.autoscaling_mode is not AutoscalingMode.OFF,
             max_decode_load=settings.max_decode_load,
             to_decode_cooldown_until_s=-math.inf
@@ -87,12 +76,14 @@ class Router:
         )
 
     def tick(self, now_s: float) -> None:
-        """Advance `received_after_s` to the time of the previous call; called about ten times a second.
+        """Let requests leave the waiting room, and advance `received_after_s` to the time of the last call.
 
-        After a pause of the process, bytes that arrived during the pause are read before the second call.
-        So the time of the call before the last may be too early, but never too late.
+        Called about ten times a second. After a pause of the process, bytes that arrived during the pause are
+        read before the second call. So the time of the call before the last may be too early, but never too
+        late.
         """
         self.received_after_s, self._last_tick_s = self._last_tick_s, now_s
+        self.journeys.waiting_room.reconsider(now_s)
 
     def become_active(self) -> None:
         """Record that traffic is directed here from now on; requests of the previous router are unknown."""
@@ -111,26 +102,10 @@ class Router:
         """Make an id that is unique across routers and restarts."""
         return b"%b%x" % (self._id_prefix, next(self._ids))
 
-    async def request_flip(self, proposal: FlipProposal) -> None:
-        """Publish a flip request, and wait a moment for the flip if the autoscaler acts on requests."""
+    def request_flip(self, proposal: FlipProposal) -> None:
+        """Publish a flip request."""
         self.counters.flip_requests[proposal.role] += 1
-        await self.flip_requests.submit(proposal.role, proposal.reason)
-
-    def reserve_decode(
-        self, source: Instance, work: Work, *, now_s: float
-    ) -> tuple[Reservation, PredictedTtft] | None:
-        """Reserve room on a decode instance before `source` computes the prompt, and predict the TTFT.
-
-        Release the reservation right before the decode instance is chosen: by then another may be better.
-        None: no other instance can decode.
-        """
-        pairs = self.pairs.list_from(source.name)
-        decision = choose_decode(self.fleet.candidates, work, now_s=now_s, prefilled_on=source, pairs=pairs)
-        if type(decision) is not Dispatch:
-            return None
-        decode = self.fleet[decision.instance]
-        predicted = predict_ttft(work, source, decode, now_s=now_s, pairs=pairs)
-        return decode.ledger.reserve(tokens=work.prompt_tokens), predicted
+        self.flip_requests.submit(proposal.role, proposal.reason)
 
     def record_leg_success(self, instance: Instance, phase: str) -> None:
         """Count a leg that got its response; a success ends a series of failures."""

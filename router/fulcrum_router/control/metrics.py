@@ -18,9 +18,10 @@ from prometheus_client.registry import Collector
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
-from fulcrum_router.counters import Counters, LocalPrefillReason
+from fulcrum_router.counters import Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
+from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.router import Router
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
@@ -211,6 +212,13 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         counters.dispatches,
     )
     yield _build_counter_by_label(
+        "stopped_requests",
+        "Requests that failed, by the reason for which they were not tried again: no_instance, attempts, "
+        "query_of_death (two engines died), retry_budget, too_long, full (waiting room).",
+        "reason",
+        counters.stopped_requests,
+    )
+    yield _build_counter_by_label(
         "local_prefills",
         "Requests whose decode instance computed the prompt itself, without a KV transfer, by reason.",
         "reason",
@@ -276,7 +284,10 @@ def _build_counter_by_label(
     name: str,
     text: str,
     label: str,
-    counts: Mapping[str, int] | Mapping[Role, int] | Mapping[LocalPrefillReason, int],
+    counts: Mapping[str, int]
+    | Mapping[Role, int]
+    | Mapping[LocalPrefillReason, int]
+    | Mapping[StopReason, int],
 ) -> Metric:
     family = CounterMetricFamily(f"fulcrum_router_{name}", text, labels=[label])
     for value, count in sorted(counts.items()):

@@ -27,7 +27,7 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         acknowledged_at_s=router.applied_assignment.applied_at_s,
         at_s=now_s,
         ledger_since_s=router.since_s,
-        instances=tuple(_build_instance_state(instance) for instance in router.fleet.instances),
+        instances=tuple(_build_instance_state(router, instance) for instance in router.fleet.instances),
         flip_request_role=flip_request.role if flip_request else None,
         flip_request_seq=router.flip_requests.seq,
         prediction_error=router.ttft_errors.prefill_leg.value,
@@ -41,13 +41,13 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
     )
 
 
-def _build_instance_state(instance: Instance) -> InstanceState:
-    ledger = instance.ledger
+def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
+    ledger, waiting_s = instance.ledger, router.journeys.waiting_share_s(instance)
     return InstanceState(
         name=instance.name,
         role=instance.role,
         serving=instance.serving,
-        prefill_queued_s=ledger.remaining_s(time.monotonic()),
+        prefill_queued_s=ledger.remaining_s(time.monotonic()) + waiting_s,
         prefill_tokens=ledger.prefill_tokens,
         decode_tokens=ledger.decode_tokens,
         decode_legs=ledger.decode_legs,

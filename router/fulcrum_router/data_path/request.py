@@ -1,12 +1,20 @@
-"""The two sides that an exchange joins to engines: the client request, and the connection for its response.
+"""One client request as the exchange and its legs share it, and the connection for its response.
 
 Kept apart from `downstream`, so that the exchange does not depend on how requests are read.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
 from fulcrum_router.counters import RequestOutcome
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage
+from fulcrum_router.http1.failures import LegFailed
+from fulcrum_router.policy import Work
+from fulcrum_router.policy.journey import Action, Journey
+from fulcrum_router.router import Router
+from fulcrum_router.settings import ServiceSettings
 
 
 class Downstream(Protocol):
@@ -56,3 +64,92 @@ class EarlyResponse(Exception):
     def __init__(self, outcome: RequestOutcome, response: bytes, *, keep_alive: bool = True) -> None:
         super().__init__(outcome)
         self.outcome, self.response, self.keep_alive = outcome, response, keep_alive
+
+
+class ServedRequest:
+    """One client request in progress."""
+
+    __slots__ = (
+        "adds_usage",
+        "arrival_s",
+        "body",
+        "client",
+        "downstream",
+        "expired_before",
+        "failed",
+        "first_byte_at_s",
+        "journey",
+        "keep_alive",
+        "kv_transfer_params",
+        "outcome",
+        "received_after_s",
+        "router",
+        "tier",
+        "timeouts",
+    )
+
+    def __init__(
+        self, router: Router, settings: ServiceSettings, downstream: Downstream, client: ClientRequest
+    ) -> None:
+        self.arrival_s = time.monotonic()
+        """TTFT counts from here."""
+        self.router, self.downstream, self.client = router, downstream, client
+        self.tier, self.timeouts = settings.find_tier(client.tier), settings.timeouts
+        self.keep_alive = client.keep_alive
+        self.outcome = RequestOutcome.CANCELLED
+        """How the request ended; until then, how it would if its client left."""
+        self.first_byte_at_s: float | None = None
+        """When the first byte was sent to the client."""
+        self.failed: LegFailed | None = None
+        """The failure that an error to the client names."""
+        # Of the last prefill leg:
+        self.kv_transfer_params: bytes | None = None
+        """JSON object for the decode leg, used only if `Journey.has_kv`."""
+        self.received_after_s = 0.0
+        """Earliest time at which its response arrived: the lease began no earlier."""
+        self.expired_before: float | None = None
+        """Expired transfers of the prefill instance when the leg was sent; None: not known."""
+
+    def admit(self, body: RequestBody) -> Journey[Instance]:
+        """Begin the journey of the request, whose body was parsed."""
+        self.body = body
+        # An HTTP/1.0 stream has no chunks: its usage could not be removed.
+        self.adds_usage = self.client.http_version != b"1.0" and is_stream_without_usage(body)
+        slo, router = self.tier.slo, self.router
+        work = Work(
+            body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes),
+            slo,
+            deadline_s=self.arrival_s + slo.ttft_s,
+            tier=self.tier.name,
+        )
+        self.journey = journey = Journey(
+            router.journeys,
+            work,
+            local_prefill_reason=body.local_prefill_reason,
+            body_bytes=len(self.client.body),
+        )
+        return journey
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the request is for a chat completion."""
+        return self.client.path.endswith(b"/chat/completions")
+
+
+class Leg(Protocol):
+    """One request to one engine: an attempt of the prefill or of the decode."""
+
+    async def run(self) -> Action:
+        """Called in an inline task: send the leg, tell the journey how it ended, return its next action.
+
+        Cancelling aborts the leg.
+
+        Raises:
+            EarlyResponse: if the engine's response ends the request.
+        """
+
+    def pause(self) -> None:
+        """Stop reading what goes to the client: it reads too slowly."""
+
+    def resume(self) -> None:
+        """Read again."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import orjson
 
-from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.output_limits import count_choices
 from fulcrum_router.policy.estimate import measure_prompt
+from fulcrum_router.policy.journey import LocalPrefillReason
 
 RESERVED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
 """Fields that a client may not set: the first two make an engine connect to any address, or crash."""

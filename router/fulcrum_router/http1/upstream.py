@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import errno
 import time
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar, cast
 
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import (
@@ -465,6 +466,56 @@ class BufferedResponse(Completion[bytes]):
         return now_s
 
 
+class RequestHandler(ResponseHandler, Awaitable[object], Protocol):
+    """A `ResponseHandler` that can be awaited: it completes with the end of the response."""
+
+
+H = TypeVar("H", bound=RequestHandler)
+
+
+async def send_and_wait(
+    pool: ConnectionPool,
+    make_handler: Callable[[EngineConnection], H],
+    head: bytes,
+    body: bytes,
+    *,
+    connect_timeout_s: float,
+    first_byte_timeout_s: float,
+    idle_timeout_s: float,
+) -> H:
+    """Send a request and wait until its handler completes; time-outs are those of `EngineConnection.send`.
+
+    Must be called in an inline task.
+    If a reused connection was closed before the engine read the request, the request is sent once more on a
+    fresh connection, with a new handler. Cancelling the call aborts the request.
+
+    Raises:
+        LegFailed: without a connection, or whatever the handler raises.
+    """
+    connection = pool.take_idle()
+    if connection is None:
+        connection = await pool.open(connect_timeout_s)
+    while True:
+        handler = make_handler(connection)
+        connection.send(
+            handler, head, body, first_byte_timeout_s=first_byte_timeout_s, idle_timeout_s=idle_timeout_s
+        )
+        try:
+            await handler
+        except LegFailed:
+            if not connection.lost_reuse_race:
+                raise
+            # The engine closed its idle connection: not a failure. A fresh one cannot lose this race, so the
+            # loop runs at most twice.
+            connection = await pool.open(connect_timeout_s)
+            continue
+        except asyncio.CancelledError:
+            if connection.handler is handler:  # else the response is complete, and another leg may use it
+                connection.abort()
+            raise
+        return handler
+
+
 async def send_request(
     pool: ConnectionPool,
     head: bytes,
@@ -476,28 +527,16 @@ async def send_request(
 ) -> tuple[int, bytes, ResponseHead]:
     """Send a request, wait for the whole response, and return its status, content and head.
 
-    Must be called in an inline task.
-    If a reused connection was closed before the engine read the request, the request is sent once more on a
-    fresh connection. Cancelling the call aborts the request.
-
-    Raises:
-        LegFailed: if there is no response. A response with status 5xx does not raise.
+    As `send_and_wait`. A response with status 5xx does not raise.
     """
-    connection = pool.take_idle()
-    if connection is None:
-        connection = await pool.open(connect_timeout_s)
-    while True:
-        response = BufferedResponse(retryable=retryable)
-        connection.send(response, head, body, first_byte_timeout_s=response_timeout_s, idle_timeout_s=0.0)
-        try:
-            content = await response
-        except LegFailed:
-            if not connection.lost_reuse_race:
-                raise
-            connection = await pool.open(connect_timeout_s)
-            continue
-        except asyncio.CancelledError:
-            connection.abort()
-            raise
-        assert response.head is not None
-        return response.head.status, content, response.head
+    response = await send_and_wait(
+        pool,
+        lambda _: BufferedResponse(retryable=retryable),
+        head,
+        body,
+        connect_timeout_s=connect_timeout_s,
+        first_byte_timeout_s=response_timeout_s,
+        idle_timeout_s=0.0,
+    )
+    assert response.head is not None
+    return response.head.status, await response, response.head

@@ -168,6 +168,7 @@ class CanaryScheduler:
             decode,
             tokens=response.prompt_tokens or 0,
             received_after_s=received_after_s,
+            decode_was_idle=not decode.ledger.legs,
         )
         sent_s = time.monotonic()
         status, content = await self._post(decode, build_decode_body(request, response.kv_transfer_params))

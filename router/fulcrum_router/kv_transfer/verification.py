@@ -53,6 +53,7 @@ class KvTransfer:
         *,
         tokens: int,
         received_after_s: float,
+        decode_was_idle: bool,
         expired_before: float | None = None,
     ) -> Self:
         """Create the transfer of a prompt to `decode`; the lease began no earlier than `received_after_s`."""
@@ -63,7 +64,7 @@ class KvTransfer:
             pair=pair,
             tokens=tokens,
             needs_handshake=pair.warm_until_s <= time.monotonic(),
-            decode_was_idle=not decode.ledger.legs,
+            decode_was_idle=decode_was_idle,
             deadline_s=received_after_s + max_on_time_age_s(source.kv_lease_s),
             expired_before=expired_before,
         )

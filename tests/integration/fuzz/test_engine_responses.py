@@ -7,7 +7,7 @@ from typing import cast
 
 import h11
 
-from fulcrum_router.data_path.decode import MAX_BUFFERED_BODY_BYTES, DecodeLeg
+from fulcrum_router.data_path.decode_response import MAX_BUFFERED_BODY_BYTES, DecodeResponse
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.framing import frame_chunk
@@ -17,6 +17,7 @@ from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
 from tests.integration.fuzz.conftest import RunFuzzer
 from tests.integration.fuzz.fuzzing import split_randomly
+from tests.unit.router.builders import FakeLeg
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SSE = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -132,27 +133,27 @@ def feed(connection: EngineConnection, pieces: list[bytes]) -> None:
     connection.connection_lost(None)
 
 
-def decode(pieces: list[bytes]) -> tuple[DecodeLeg, bytes]:
+def decode(pieces: list[bytes]) -> tuple[DecodeResponse, bytes]:
     """Receive a response as that of a decode leg."""
     connection, downstream = open_connection(), FakeDownstream()
     prefill, instance = Instance("p-0"), Instance("d-0")
-    transfer = KvTransfer.create(TransferPairs(), prefill, instance, tokens=9, received_after_s=math.inf)
-    leg = DecodeLeg(
+    transfer = KvTransfer.create(
+        TransferPairs(), prefill, instance, tokens=9, received_after_s=math.inf, decode_was_idle=True
+    )
+    response = DecodeResponse(
         connection,
         downstream,
+        FakeLeg(),
         entry=Ledger().add_decode(tokens=9),
         fulcrum_headers=b"x-fulcrum-decode: d-0\r\n",
         instance=instance,
         cache_salt=instance.cache_salt,
-        on_first_byte=lambda _: None,
-        on_late_response=lambda: None,
-        on_silence=lambda _, now_s: now_s,
         transfer=transfer,
         strips_usage=False,
     )
-    connection.send(leg, b"", b"", first_byte_timeout_s=9.0, idle_timeout_s=9.0)
+    connection.send(response, b"", b"", first_byte_timeout_s=9.0, idle_timeout_s=9.0)
     feed(connection, pieces)
-    return leg, downstream.written
+    return response, downstream.written
 
 
 def test_what_is_forwarded_is_what_the_engine_sent(run_fuzzer: RunFuzzer, seed: int) -> None:
@@ -160,20 +161,21 @@ def test_what_is_forwarded_is_what_the_engine_sent(run_fuzzer: RunFuzzer, seed: 
 
     def run(data: bytes) -> tuple[object, ...]:
         pieces = split_randomly(data, rng)
-        leg, written = decode(pieces)
-        assert leg.done, "the end of the connection ends the leg"
-        error = getattr(leg, "_error", None)
+        response, written = decode(pieces)
+        assert response.done, "the end of the connection ends the leg"
+        error = getattr(response, "_error", None)
         if error is None:
             sent = read_with_h11(data, closed=True)
             assert read_with_h11(written, closed=True) == sent
             assert sent is not None
-        elif isinstance(error, LegFailed):
-            assert written == b"", "another instance can take over"
+        else:
+            assert isinstance(error, LegFailed)
+            assert not response.retryable or written == b"", "another instance can take over"
         assert len(written) <= len(data) + MAX_BUFFERED_BODY_BYTES
         return (
             type(error).__name__,
             getattr(error, "failure", None),
-            leg.head and leg.head.status,
+            response.head and response.head.status,
             len(pieces) > 1,
         )
 

@@ -14,10 +14,12 @@ from typing import Any, cast
 import pytest
 
 from fulcrum_router.data_path.decode import DecodeLeg
+from fulcrum_router.data_path.decode_response import DecodeResponse
 from fulcrum_router.data_path.downstream import ClientConnection
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.http1 import upstream
 from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.policy.journey import Journey
 from tests.conftest import RecordMeasurement
 from tests.integration.router.fake_engines import (
     FakeEngine,
@@ -39,7 +41,7 @@ STREAM = (
     frame_event("[DONE]"),
     b"0\r\n\r\n",
 )
-KEPT_TYPES = (ClientConnection, EngineConnection, Exchange, DecodeLeg)
+KEPT_TYPES = (ClientConnection, EngineConnection, Exchange, DecodeLeg, DecodeResponse, Journey)
 
 
 class EngineProtocol(asyncio.Protocol):

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from fulcrum_core.profiles import load_profile
-from fulcrum_router.counters import LocalPrefillReason
 from fulcrum_router.policy import PairKey
+from fulcrum_router.policy.journey import LocalPrefillReason
 from tests.integration.router.fake_engines import (
     PROMPT,
     FakeEngine,

@@ -12,6 +12,8 @@ from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.policy import PairKey, TransferOutcome
+from fulcrum_router.policy.journey import StopReason
+from fulcrum_router.policy.retry_budget import FLOOR
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     PROMPT,
@@ -230,26 +232,48 @@ async def test_kv_that_was_not_fetched_is_used_by_another_decode_instance(
         assert (status, text, len(world["p1"].prefills)) == (200, "p1 p1 p1 ", 1)
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        pytest.param(respond_with_status(503), "prefill_failed", id="every prefill instance returns 503"),
-        pytest.param(close_connection, "prefill_failed", id="every prefill instance closes"),
-    ],
-)
 async def test_decode_prefills_locally_when_every_prefill_instance_fails(
-    client: aiohttp.ClientSession, script: Script, reason: str
+    client: aiohttp.ClientSession,
 ) -> None:
+    script = respond_with_status(503)
     async with run_router(*build_four_engines(p1=script, p2=script)) as world:
         response = await request_completion(client, world, stream=True)
-        fulcrum_headers = {"x-fulcrum-decode": "d1", "x-fulcrum-local-prefill": reason}
+        fulcrum_headers = {"x-fulcrum-decode": "d1", "x-fulcrum-local-prefill": "prefill_failed"}
         assert response == (200, "own own own ", fulcrum_headers)
         assert (world.router.counters.local_prefills, world.router.counters.unexpected_local_prefills) == (
-            {reason: 1},
+            {"prefill_failed": 1},
             1,
         )
         usage = {"stream_options": {"include_usage": True}}
         assert world["d1"].decodes == [{**PROMPT, "stream": True, **usage}]
+        assert world.ledgers_are_empty()
+
+
+@pytest.mark.parametrize(
+    "closing", [("p1", "p2"), ("d1", "d2"), ("p1", "d1", "d2")], ids=["prefill", "decode", "both"]
+)
+async def test_a_request_after_which_two_engines_died_reaches_no_third(
+    client: aiohttp.ClientSession, closing: tuple[str, ...]
+) -> None:
+    scripts = dict.fromkeys(closing, close_connection)
+    async with run_router(*build_four_engines(**scripts)) as world:
+        prefer_first_prefill_instance(world)
+        status, text, _ = await request_completion(client, world)
+        reached = [name for name in closing if world[name].requests]
+        assert (status, len(reached)) == (502, 2)
+        assert "two engines failed by this request" in json.loads(text)["error"]["message"]
+        assert dict(world.router.counters.stopped_requests) == {StopReason.QUERY_OF_DEATH: 1}
+        assert world.ledgers_are_empty()
+
+
+async def test_retries_of_all_requests_stay_within_the_budget(client: aiohttp.ClientSession) -> None:
+    """A service that fails as a whole gets little more load than its clients send."""
+    engines = [FakeEngine(name, decode=respond_with_status(503)) for name in ("d1", "d2", "d3")]
+    async with run_router(*engines) as world:
+        responses = [await request_completion(client, world) for _ in range(60)]
+        assert {status for status, _, _ in responses} == {503}
+        assert sum(len(engine.requests) for engine in engines) <= 60 + FLOOR + 0.2 * 60
+        assert world.router.counters.stopped_requests[StopReason.RETRY_BUDGET] > 0
         assert world.ledgers_are_empty()
 
 

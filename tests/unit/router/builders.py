@@ -1,4 +1,4 @@
-"""Builder for the instances that dispatch chooses from."""
+"""Builders for the instances that dispatch chooses from, for requests, and for the leg of a response."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -78,3 +78,20 @@ def instance(
 def work(tokens: int, **fields: Any) -> Work:
     """Make a request for a prompt of `tokens` that arrived at 0 s."""
     return Work(tokens, SLO, deadline_s=SLO.ttft_s, **fields)
+
+
+class FakeLeg:
+    """The leg of a `DecodeResponse`: records what the response reports."""
+
+    def __init__(self) -> None:
+        self.first_bytes = self.lease_checks = 0
+
+    def record_first_byte(self, now_s: float) -> None:
+        assert now_s
+        self.first_bytes += 1
+
+    def start_lease_check(self) -> None:
+        self.lease_checks += 1
+
+    def extend_deadline(self, now_s: float) -> float:
+        return now_s

@@ -6,7 +6,7 @@ import pytest
 
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-from fulcrum_router.flip_requests import FLIP_WAIT_S, AppliedAssignment, FlipRequests
+from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
 from tests.waiting import run_pending_tasks
 
 pytestmark = pytest.mark.looptime
@@ -29,38 +29,23 @@ async def test_a_waiter_wakes_when_its_generation_is_applied() -> None:
     assert await waiting
 
 
+async def test_a_request_waits_for_the_next_assignment_or_its_time() -> None:
+    applied = AppliedAssignment()
+    waiting = asyncio.ensure_future(applied.wait_until_next(30.0))
+    await run_pending_tasks()
+    applied.advance(1, 1.0)
+    assert await waiting
+    assert not await applied.wait_until_next(0.01)
+
+
 async def test_waiting_for_a_generation_times_out() -> None:
     assert not await AppliedAssignment().wait_until_reached(1, 0.01)
 
 
 async def test_a_flip_request_wakes_the_long_poll_and_gets_the_next_number() -> None:
-    flip_requests = FlipRequests(AppliedAssignment())
+    flip_requests = FlipRequests()
     poll = asyncio.ensure_future(flip_requests.wait_after(0, 30.0))
     await run_pending_tasks()
-    await flip_requests.submit(Role.PREFILL, "SLO missed")
+    flip_requests.submit(Role.PREFILL, "SLO missed")
     assert await poll == FlipRequest(seq=1, role=Role.PREFILL, reason="SLO missed")
     assert await flip_requests.wait_after(1, 0.0) is None
-
-
-async def test_a_request_waits_for_its_flip_only_in_auto_mode() -> None:
-    applied = AppliedAssignment()
-    flip_requests = FlipRequests(applied)
-    began_s = asyncio.get_running_loop().time()
-    await flip_requests.submit(Role.DECODE, "the autoscaler does not act on it")
-    assert asyncio.get_running_loop().time() == began_s
-    flip_requests.wait_for_flip = True
-    submitting = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "the autoscaler acts on it"))
-    await run_pending_tasks()
-    assert not submitting.done()
-    applied.advance(1, 1.0)
-    await submitting
-    assert asyncio.get_running_loop().time() - began_s < FLIP_WAIT_S
-
-
-async def test_after_a_flip_request_times_out_the_next_request_does_not_wait() -> None:
-    flip_requests = FlipRequests(AppliedAssignment())
-    flip_requests.wait_for_flip = True
-    await flip_requests.submit(Role.DECODE, "no flip within the wait")
-    submitting = asyncio.ensure_future(flip_requests.submit(Role.DECODE, "returns at once"))
-    await run_pending_tasks()
-    assert (submitting.done(), flip_requests.seq) == (True, 2)

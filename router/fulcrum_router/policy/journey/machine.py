@@ -47,7 +47,14 @@ MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""
 
 _CHARGED = frozenset(
-    {Failure.STATUS, Failure.TIMEOUT, Failure.ABORTED, Failure.MALFORMED, Failure.NO_KV_TRANSFER_PARAMS}
+    {
+        Failure.STATUS,
+        Failure.TIMEOUT,
+        Failure.ABORTED,
+        Failure.MALFORMED,
+        Failure.TOO_LARGE,
+        Failure.NO_KV_TRANSFER_PARAMS,
+    }
 )
 """Failures after which the engine is still alive: their retries are charged to the retry budget."""
 
@@ -322,7 +329,7 @@ class Journey(Generic[V]):
     def _seek_prefill(self, now_s: float, rules: FlipProposalRules) -> Action:
         """Choose a prefill instance; without one, the decode instance computes the prompt."""
         context = self._context
-        self.source = None
+        self.source = self.predicted_ttft = None
         self.local_prefill_reason = reason = self._own_reason
         if reason is None and len(self._failed_prefill) >= MAX_ATTEMPTS:
             reason = LocalPrefillReason.PREFILL_FAILED

@@ -8,9 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fulcrum_core.values import Role, Slo
 from fulcrum_router.control.metrics import build_registry
-from fulcrum_router.counters import TTFT_BUCKETS_S, LocalPrefillReason, RequestOutcome
+from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
+from fulcrum_router.policy.journey import LocalPrefillReason
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from fulcrum_router.data_path.decode import MAX_BUFFERED_CHUNK_BYTES, DecodeLeg
+from fulcrum_router.data_path.chunk_buffer import MAX_BUFFERED_CHUNK_BYTES
+from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.http1.framing import frame_chunk
@@ -12,6 +13,7 @@ from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
+from tests.unit.router.builders import FakeLeg
 
 STATUS = b"HTTP/1.1 200 OK\r\n"
 FULCRUM_HEADERS = b"x-fulcrum-decode: d-0\r\n"
@@ -42,29 +44,38 @@ class FakeDownstream:
         self.finished_keep_alive = keep_alive
 
 
-def start_leg(
-    downstream: FakeDownstream, *, strips_usage: bool = False, headers: bytes = HEADERS
-) -> DecodeLeg:
-    """Start a leg whose connection has received the head of a stream."""
+def start_response(
+    downstream: FakeDownstream,
+    *,
+    strips_usage: bool = False,
+    headers: bytes = HEADERS,
+    late: bool = False,
+    leg: FakeLeg | None = None,
+) -> DecodeResponse:
+    """Start a response whose connection has received the head; `late`: its KV may be another prompt's."""
     prefill, decode = Instance("p-0"), Instance("d-0")
-    never_late = math.inf
-    transfer = KvTransfer.create(TransferPairs(), prefill, decode, tokens=9, received_after_s=never_late)
+    transfer = KvTransfer.create(
+        TransferPairs(),
+        prefill,
+        decode,
+        tokens=9,
+        received_after_s=-math.inf if late else math.inf,
+        decode_was_idle=True,
+    )
     connection = EngineConnection(ConnectionPool("127.0.0.1", 1))
-    connection.handler = leg = DecodeLeg(
+    connection.handler = response = DecodeResponse(
         connection,
         downstream,
+        leg or FakeLeg(),
         entry=Ledger().add_decode(tokens=9),
         fulcrum_headers=FULCRUM_HEADERS,
         instance=decode,
         cache_salt=decode.cache_salt,
-        on_first_byte=lambda _: None,
-        on_late_response=lambda: None,
-        on_silence=lambda _, now_s: now_s,
         transfer=transfer,
         strips_usage=strips_usage,
     )
     connection.data_received(STATUS + headers)
-    return leg
+    return response
 
 
 @pytest.mark.parametrize(
@@ -95,10 +106,10 @@ def test_a_stream_is_forwarded_in_whole_chunks_from_the_first_token_on(
     reads: tuple[bytes, ...], writes: list[bytes]
 ) -> None:
     downstream = FakeDownstream()
-    leg = start_leg(downstream)
+    response = start_response(downstream)
     for read in reads:
-        leg.connection.data_received(read)
-    assert (downstream.writes, leg.retryable) == (writes, not writes)
+        response.connection.data_received(read)
+    assert (downstream.writes, response.retryable) == (writes, not writes)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +121,21 @@ def test_a_stream_is_forwarded_in_whole_chunks_from_the_first_token_on(
 )
 def test_only_a_usage_event_that_the_router_added_is_removed(strips_usage: bool, sent: bytes) -> None:
     downstream = FakeDownstream()
-    leg = start_leg(downstream, strips_usage=strips_usage)
-    leg.connection.data_received(TOKEN + USAGE + DONE)
+    response = start_response(downstream, strips_usage=strips_usage)
+    response.connection.data_received(TOKEN + USAGE + DONE)
     assert downstream.writes == [HEAD_TO_CLIENT + sent]
-    assert leg.usage == Usage(9, None, 5), "the router reads the usage in either case"
+    assert response.usage == Usage(9, None, 5), "the router reads the usage in either case"
 
 
 def test_a_usage_event_that_cannot_be_removed_stays() -> None:
     """In a stream without chunks a read may end inside an event."""
     downstream = FakeDownstream()
-    leg = start_leg(downstream, strips_usage=True, headers=b"content-type: text/event-stream\r\n\r\n")
+    response = start_response(
+        downstream, strips_usage=True, headers=b"content-type: text/event-stream\r\n\r\n"
+    )
     event = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n'
-    leg.connection.data_received(b'data: {"choices":[{"text":"a"}]}\n\n' + event)
-    assert (downstream.writes[0].endswith(event), leg.usage) == (True, Usage(9, None, 5))
+    response.connection.data_received(b'data: {"choices":[{"text":"a"}]}\n\n' + event)
+    assert (downstream.writes[0].endswith(event), response.usage) == (True, Usage(9, None, 5))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +149,55 @@ def test_a_usage_event_that_cannot_be_removed_stays() -> None:
 def test_an_error_event_is_inserted_between_chunks_only(
     reads: tuple[bytes, ...], has_error_event: bool
 ) -> None:
-    leg = start_leg(FakeDownstream())
+    response = start_response(FakeDownstream())
     for read in reads:
-        leg.connection.data_received(read)
-    assert bool(leg.build_stream_error("the engine failed")) is has_error_event
+        response.connection.data_received(read)
+    assert bool(response.build_stream_error("the engine failed")) is has_error_event
+
+
+# --- the states of a response ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_valid", "writes", "state", "failed"),
+    [
+        pytest.param(True, [HEAD_TO_CLIENT + TOKEN, DONE], ResponseState.SENDING, False, id="KV was valid"),
+        pytest.param(False, [], ResponseState.CHECKING, True, id="the lease had expired"),
+    ],
+)
+def test_a_late_response_is_withheld_until_its_lease_check_ends(
+    *, kv_valid: bool, writes: list[bytes], state: ResponseState, failed: bool
+) -> None:
+    downstream, leg = FakeDownstream(), FakeLeg()
+    response = start_response(downstream, late=True, leg=leg)
+    response.connection.data_received(TOKEN)
+    response.connection.data_received(DONE)
+    assert (response.state, downstream.writes, leg.lease_checks) == (ResponseState.CHECKING, [], 1)
+    response.finish_lease_check(kv_valid=kv_valid)
+    assert (downstream.writes, response.state, response.done) == (writes, state, failed)
+    assert leg.first_bytes == bool(writes)
+
+
+def test_a_response_that_ends_during_its_lease_check_is_sent_after_it() -> None:
+    downstream, leg = FakeDownstream(), FakeLeg()
+    response = start_response(downstream, late=True, leg=leg, headers=b"content-length: 2\r\n\r\n")
+    connection = response.connection
+    connection.data_received(b"{}")
+    assert (response.done, connection.handler, leg.lease_checks) == (False, None, 1)
+    response.finish_lease_check(kv_valid=True)
+    assert (response.done, downstream.writes[0].endswith(b"{}"), leg.lease_checks) == (True, True, 1)
+
+
+def test_a_response_pauses_only_the_connection_that_it_still_uses() -> None:
+    """A client that is slow to its last byte must not pause the next leg on the connection."""
+    downstream = FakeDownstream()
+    downstream.paused = True
+    response = start_response(downstream, headers=b"content-length: 2\r\n\r\n")
+    connection = response.connection
+    connection.data_received(b"{}")
+    assert response.done
+    next_response = start_response(FakeDownstream())
+    connection.handler, before_s = next_response, connection.deadline_s
+    response.pause()
+    connection.resume()
+    assert connection.deadline_s == before_s, "no time has passed without reading"

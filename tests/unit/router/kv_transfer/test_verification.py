@@ -23,6 +23,7 @@ def create_transfer() -> KvTransfer:
         Instance("d-0"),
         tokens=TOKENS,
         received_after_s=time.monotonic(),
+        decode_was_idle=True,
     )
 
 

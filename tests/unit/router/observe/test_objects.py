@@ -261,7 +261,7 @@ async def test_the_cooldown_is_counted_from_the_assignment(watched: WatchedServi
     await watched.wait_until_acknowledged(
         await watched.patch_assignment(lastPrefillToDecode="2026-01-01T00:00:00Z")
     )
-    until_s = watched.router.flip_rules.to_decode_cooldown_until_s
+    until_s = watched.router.journeys.flip_rules.to_decode_cooldown_until_s
     assert until_s == pytest.approx(1767225600.0 + 10.0 - time.time() + time.monotonic(), abs=1.0)
 
 

@@ -1,0 +1,39 @@
+"""Assemble the chunks of a stream, so that an error event can follow any byte that was forwarded.
+
+A chunk that is too large to hold back is passed on in pieces; until its end no event can be inserted.
+"""
+
+MAX_BUFFERED_CHUNK_BYTES = 65_536
+"""A chunk up to this size is forwarded only when it is complete."""
+
+
+class ChunkBuffer:
+    """The received bytes of one stream that are not forwarded yet."""
+
+    __slots__ = ("held", "mid_chunk")
+
+    def __init__(self) -> None:
+        self.held = b""
+        """Chunks before the first token, the beginning of a chunk."""
+        self.mid_chunk = False
+        """Whether part of a chunk was passed on: no event can be inserted, and no event is whole."""
+
+    def take(self, data: bytes, boundary: int) -> bytes:
+        """Add bytes whose last whole chunk ends at `boundary`; return those that can be forwarded."""
+        if boundary == len(data):
+            if self.held or self.mid_chunk:
+                data, self.held, self.mid_chunk = self.held + data, b"", False
+            return data
+        if boundary:
+            ready, self.held, self.mid_chunk = self.held + data[:boundary], data[boundary:], False
+            return ready
+        self.held += data
+        if len(self.held) <= MAX_BUFFERED_CHUNK_BYTES:
+            return b""
+        ready, self.held, self.mid_chunk = self.held, b"", True
+        return ready
+
+    def put_back(self, chunks: bytes) -> bool:
+        """Hold chunks back that were taken and not forwarded; False: they are too many."""
+        self.held = chunks + self.held
+        return len(self.held) <= MAX_BUFFERED_CHUNK_BYTES

@@ -1,0 +1,39 @@
+"""The lease check: may a late response be forwarded, or was its KV fetched after the lease had expired?
+
+An expired lease does not show in the response, whose tokens may then belong to another prompt. So the prefill
+instances are asked whether any transfer has expired, while `DecodeResponse` withholds what it receives.
+"""
+
+import structlog
+
+from fulcrum_router.data_path.decode_response import DecodeResponse
+from fulcrum_router.fleet.engine_metrics import fetch_expired_transfers
+
+log = structlog.get_logger()
+
+
+async def check_kv_leases(response: DecodeResponse) -> None:
+    """Query the sources of the late transfers; forward the withheld response if no transfer has expired.
+
+    If a source counts more expired transfers than before its prefill leg, or does not respond, the leg fails.
+    No further source is queried then, since the client waits.
+    """
+    instance, expired_by_source = response.instance, dict[str, float | None]()
+    kv_valid = response.cache_salt == instance.cache_salt
+    for transfer in response.find_late_transfers() if kv_valid else ():
+        source, before = transfer.source, transfer.expired_before
+        if source.name not in expired_by_source:
+            expired_by_source[source.name] = await fetch_expired_transfers(source)
+        expired = expired_by_source[source.name]
+        kv_valid = expired is not None and expired == before
+        log.warning(
+            "response later than the KV lease",
+            prefill=source.name,
+            decode=instance.name,
+            kv_valid=kv_valid,
+            expired=expired,
+            expired_before=before,
+        )
+        if not kv_valid:
+            break
+    response.finish_lease_check(kv_valid=kv_valid)
