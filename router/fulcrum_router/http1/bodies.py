@@ -34,7 +34,17 @@ _RESPECIFIED_FIELDS = RESERVED_FIELDS | {EXTRA_ARGS_FIELD}
 _SINGLE = (1, None)
 _SEVERAL = frozenset({LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES})
 _COUNTED_FIELDS = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens"})
-_REASON_FIELDS = frozenset({"prompt_embeds", "n", "best_of", "use_beam_search", "prompt_logprobs", "echo"})
+_REASON_FIELDS = frozenset(
+    {
+        "prompt_embeds",
+        "n",
+        "best_of",
+        "use_beam_search",
+        "prompt_logprobs",
+        "echo",
+        "truncate_prompt_tokens",
+    }
+)
 """Fields that may be the reason for a local prefill."""
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 _REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
@@ -110,7 +120,18 @@ def _find_local_prefill_reason(fields: dict[str, Any]) -> LocalPrefillReason | N
         return LocalPrefillReason.MULTIPLE_CHOICES
     if fields.get("use_beam_search"):
         return LocalPrefillReason.MULTIPLE_CHOICES
+    if _truncates_to_the_rest(fields):
+        return LocalPrefillReason.TRUNCATED_PROMPT
     return LocalPrefillReason.PROMPT_LOGPROBS if _requests_prompt_logprobs(fields) else None
+
+
+def _truncates_to_the_rest(fields: dict[str, Any]) -> bool:
+    """Whether the engine truncates the prompt to the context less `max_tokens`; a prefill leg sets that to 1.
+
+    Decode would fetch the KV of another prompt, and cache it under the hash of its own, for all clients.
+    """
+    limit = fields.get("truncate_prompt_tokens")
+    return limit is not None and not (type(limit) is int and limit >= 0)
 
 
 def _requests_prompt_logprobs(fields: dict[str, Any]) -> bool:

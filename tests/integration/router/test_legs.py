@@ -305,6 +305,8 @@ async def test_malformed_kv_transfer_params_never_reach_decode(
         pytest.param({"prompt_logprobs": 0}, "prompt_logprobs", id="log-probabilities of the prompt"),
         pytest.param({"echo": True, "logprobs": 1}, "prompt_logprobs", id="echo with log-probabilities"),
         pytest.param({"echo": True, "messages": []}, "prompt_logprobs", id="echo of a chat"),
+        pytest.param({"truncate_prompt_tokens": -1}, "truncated_prompt", id="truncation by max_tokens"),
+        pytest.param({"truncate_prompt_tokens": "-1"}, "truncated_prompt", id="… as text, which vLLM reads"),
     ],
 )
 async def test_a_request_that_one_kv_transfer_cannot_serve_is_prefilled_locally(
@@ -323,6 +325,7 @@ async def test_a_request_that_one_kv_transfer_cannot_serve_is_prefilled_locally(
         pytest.param({"prompt_logprobs": None}, id="null"),
         pytest.param({"echo": True}, id="echo alone"),
         pytest.param({"echo": False, "logprobs": 1}, id="log-probabilities of the output"),
+        pytest.param({"truncate_prompt_tokens": 5}, id="truncation to the same length in both legs"),
     ],
 )
 async def test_without_log_probabilities_of_the_prompt_its_kv_is_transferred(

@@ -72,6 +72,8 @@ class LocalPrefillReason(StrEnum):
     """Several answers (`n`, `best_of`) or a beam search."""
     PROMPT_LOGPROBS = "prompt_logprobs"
     """The engine computes the whole prompt to return its log-probabilities, and uses no KV of another."""
+    TRUNCATED_PROMPT = "truncated_prompt"
+    """The engine truncates the prompt to what `max_tokens` leaves, which is not the same in both legs."""
     PROMPT_EMBEDS = "prompt_embeds"
     """The prompt has no tokens that a KV transfer could be counted by."""
     NO_PREFILL_INSTANCE = "no_prefill_instance"
@@ -101,6 +103,7 @@ _EXPECTED_REASONS = frozenset(
         LocalPrefillReason.MULTIPLE_PROMPTS,
         LocalPrefillReason.MULTIPLE_CHOICES,
         LocalPrefillReason.PROMPT_LOGPROBS,
+        LocalPrefillReason.TRUNCATED_PROMPT,
         LocalPrefillReason.PROMPT_EMBEDS,
     }
 )
