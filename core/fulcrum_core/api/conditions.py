@@ -45,6 +45,8 @@ CHILD_REFUSED = "ChildRefused"
 """The API server refuses an object of the service: a quota, a webhook, a permission or a rule."""
 RECONCILE_FAILED = "ReconcileFailed"
 """The operator cannot bring the service towards its spec; the rest of the status may be outdated."""
+CRDS_OUTDATED = "CRDsOutdated"
+"""The CRDs are older than the operator and lack fields that it writes."""
 RELABEL_NOT_SUPPORTED = "RelabelNotSupported"
 AS_EXPECTED = "AsExpected"
 

@@ -1,14 +1,14 @@
 """Store of the reconcile loop: reads come from the object cache, writes go to the API server."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, TypeVar
 
-from fulcrum_cluster.objects import kind_of_resource
+from fulcrum_cluster.objects import ObjectApi, kind_of_resource
 from fulcrum_core.api import Resource
-from fulcrum_core.errors import AlreadyExists, Conflict, NotFound, StoreUnavailable
+from fulcrum_core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import Listing, Store, WatchEvent
 from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.missing_fields import MissingFields
 
 R = TypeVar("R", bound=Resource)
 
@@ -36,10 +36,19 @@ class CachedStore:
         store: The API server.
         cache: Source of all reads.
         is_leader: Returns whether this process may write now.
+        objects: Creates objects without the fields that the API server lacks; None: its CRDs are current.
     """
 
-    def __init__(self, store: Store, cache: ObjectCache, is_leader: Callable[[], bool]) -> None:
-        self._store, self._cache, self._is_leader = store, cache, is_leader
+    def __init__(
+        self,
+        store: Store,
+        cache: ObjectCache,
+        is_leader: Callable[[], bool],
+        *,
+        objects: ObjectApi | None = None,
+    ) -> None:
+        self._store, self._cache, self._is_leader, self._objects = store, cache, is_leader, objects
+        self.missing_fields = MissingFields()
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
         """See `Store`; from the cache."""
@@ -60,7 +69,7 @@ class CachedStore:
         """See `Store`; raises `Conflict` if the object exists and was not in the cache."""
         check_is_leader(self._is_leader)
         try:
-            return self._cache_result(await self._store.create(obj))
+            return self._cache_result(await self._create(obj))
         except AlreadyExists as error:
             await self._refresh(type(obj), obj.metadata.namespace, obj.metadata.name)
             raise Conflict(str(error)) from error
@@ -80,8 +89,15 @@ class CachedStore:
         resource_version: str | None = None,
     ) -> R:
         """See `Store`."""
-        change = partial(self._store.patch, kind, name, patch, resource_version=resource_version)
-        return await self._write_through(kind, namespace, name, change)
+
+        async def write(known: Mapping[str, Any]) -> R:
+            if not known:
+                return await self.get(kind, name, namespace=namespace)
+            return await self._store.patch(
+                kind, name, known, namespace=namespace, resource_version=resource_version
+            )
+
+        return await self._write_through(kind, namespace, name, patch, write)
 
     async def patch_status(
         self,
@@ -93,8 +109,15 @@ class CachedStore:
         resource_version: str | None = None,
     ) -> R:
         """See `Store`."""
-        change = partial(self._store.patch_status, kind, name, patch, resource_version=resource_version)
-        return await self._write_through(kind, namespace, name, change)
+
+        async def write(known: Mapping[str, Any]) -> R:
+            if not known:
+                return await self.get(kind, name, namespace=namespace)
+            return await self._store.patch_status(
+                kind, name, known["status"], namespace=namespace, resource_version=resource_version
+            )
+
+        return await self._write_through(kind, namespace, name, {"status": patch}, write)
 
     async def delete(self, kind: type[R], name: str, *, namespace: str, uid: str | None = None) -> None:
         """See `Store`."""
@@ -106,15 +129,46 @@ class CachedStore:
             raise
         await self._refresh(kind, namespace, name)
 
+    async def _create(self, obj: R) -> R:
+        kind, document = type(obj), {key: part for key, part in obj.dump().items() if key != "status"}
+
+        async def create(known: Mapping[str, Any]) -> R:
+            if self._objects is None or known == document:
+                return await self._store.create(obj)
+            body = await self._objects.create(kind_of_resource(kind), known, namespace=obj.metadata.namespace)
+            return kind.model_validate(body, extra="ignore")
+
+        return await self._without_missing_fields(kind, document, create)
+
     async def _write_through(
-        self, kind: type[R], namespace: str, name: str, change: Callable[..., Awaitable[R]]
+        self,
+        kind: type[R],
+        namespace: str,
+        name: str,
+        patch: Mapping[str, Any],
+        write: Callable[[Mapping[str, Any]], Awaitable[R]],
     ) -> R:
         check_is_leader(self._is_leader)
         try:
-            return self._cache_result(await change(namespace=namespace))
+            return self._cache_result(await self._without_missing_fields(kind, patch, write))
         except (Conflict, NotFound) as error:
             await self._refresh(kind, namespace, name)
             raise Conflict(str(error)) from error
+
+    async def _without_missing_fields(
+        self, kind: type[R], document: Mapping[str, Any], write: Callable[[Mapping[str, Any]], Awaitable[R]]
+    ) -> R:
+        """Write the document without the fields that the CRDs lack, as refusals show them."""
+        while True:
+            known = self.missing_fields.prune(kind, document)
+            try:
+                result = await write(known)
+            except InvalidInput as error:
+                if self._objects is None or not self.missing_fields.note(kind, error):
+                    raise
+                continue
+            self.missing_fields.note_accepted(kind, known)
+            return result
 
     def _cache_result(self, obj: R) -> R:
         self._cache.put_resource(obj)

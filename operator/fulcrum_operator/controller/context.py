@@ -91,6 +91,8 @@ class ReconcileContext:
     router: RouterView | None = None
     router_failures: Callable[[ServiceKey], tuple[FailureCause, ...]] = lambda _key: ()
     """Why routers of the service cannot start."""
+    schema_problems: Callable[[], tuple[FailureCause, ...]] = tuple
+    """Fields that cannot be stored, because the CRDs lack them."""
     models: ModelReader | None = None
     engine_images: EngineImages | None = None
     """Default images of engines; None if engines are processes."""

@@ -125,13 +125,15 @@ class Leader:
         self._model_reader = ModelReaderPods(
             objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
         )
+        self._store = CachedStore(connection.store, self._cache, is_leader, objects=objects)
         self._context = ReconcileContext(
-            store=CachedStore(connection.store, self._cache, is_leader),
+            store=self._store,
             runtime=self._runtime,
             clock=clock,
             engine_facts=self._engine_facts,
             router=self._router_view,
             router_failures=lambda key: find_router_failures(self._cache, key),
+            schema_problems=self._store.missing_fields.causes,
             models=self._model_reader,
             engine_images=settings.engine_images,
             sees_cordons=lambda: self._cordoned_nodes.allowed,
@@ -242,6 +244,7 @@ class Leader:
             )
             self._cache.replace_all(kind, namespace, found, version)
         self._children.recheck_all()
+        self._store.missing_fields.retry_all()
 
     async def _reconcile_service(self, key: ServiceKey) -> float | None:
         began_s, outcome = time.perf_counter(), "error"

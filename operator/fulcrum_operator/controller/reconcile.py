@@ -120,7 +120,7 @@ def _remember_problems(
     key: ServiceKey, context: ReconcileContext, refused: tuple[FailureCause, ...], later: Problems
 ) -> float | None:
     """Keep the problems of this pass for the status; returns the seconds until the next pass, None: any."""
-    memory, causes = context.memory[key], (*refused, *later.causes)
+    memory, causes = context.memory[key], (*refused, *later.causes, *context.schema_problems())
     failures = memory.failures + 1 if refused else 0
     context.memory[key] = replace(memory, problems=causes, failures=failures)
     if causes != memory.problems:

@@ -1,0 +1,105 @@
+"""The operator works on CRDs of its last two schema versions and of a later one."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.kubernetes.conftest import StartCluster
+from tests.kubernetes.control_plane.operator_process import (
+    FakeKubelet,
+    NamespaceClient,
+    OperatorProcess,
+    operator_starter,
+    pick_loopback_address,
+    serve_engines,
+    wait_until,
+)
+from tests.paths import ROOT
+from tools.kubernetes.cluster import Cluster
+
+PREVIOUS = ROOT / "tests" / "kubernetes" / "previous_crds"
+LATER = {"type": "string", "default": "kept"}
+"""A field that only a later version knows."""
+
+
+@pytest.fixture
+def bare_cluster(start_cluster: StartCluster) -> Iterator[Cluster]:
+    """A control plane without CRDs, for one test: CRDs of several versions cannot be side by side."""
+    cluster = start_cluster(0, crds=False)
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def started(bare_cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
+    with operator_starter(bare_cluster, "", tmp_path) as start:
+        yield start
+
+
+def apply_manifest(cluster: Cluster, path: Path) -> None:
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(path))
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(path))
+
+
+def serve(api: NamespaceClient, started: Any) -> OperatorProcess:
+    """Start an operator and wait until a service of two instances serves."""
+    address = pick_loopback_address()
+    operator: OperatorProcess = started("op-a", "--lease-namespace", "default")
+    wait_until(operator.is_leader, "the operator to lead", timeout_s=30)
+    with serve_engines(address):
+        api.service(instances=2)
+        wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the pods", timeout_s=30)
+        FakeKubelet(api, address).set_ready("chat-0", "chat-1")
+        wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve", timeout_s=30)
+    return operator
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_newer_operator_serves_on_older_crds_and_names_the_fields_they_lack(
+    bare_cluster: Cluster, started: Any, version: str
+) -> None:
+    apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
+    api = NamespaceClient(bare_cluster, "default")
+    operator = serve(api, started)
+    if version == "2":
+        named = "pdinstances status.flipStrategy"
+        wait_until(lambda: named in api.condition("Degraded")["message"], "the fields", timeout_s=30)
+        wait_until(lambda: "CRDsOutdated" in api.events(), "the event")
+    api.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    wait_until(lambda: "chat-2" in api.names("pods"), "a change to be acted on")
+    assert "reconcile failed" not in operator.log.read_text()
+
+
+def with_later_fields(crd: dict[str, Any]) -> dict[str, Any]:
+    later = copy.deepcopy(crd)
+    schema = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    for part in ("spec", "status"):
+        if part in schema:
+            schema[part]["properties"]["later"] = LATER
+    return later
+
+
+def test_an_older_operator_serves_on_newer_crds_and_keeps_their_fields(
+    bare_cluster: Cluster, started: Any, tmp_path: Path
+) -> None:
+    crds = [
+        with_later_fields(yaml.safe_load(path.read_text())) for path in sorted((ROOT / "crds").glob("*.yaml"))
+    ]
+    newer = tmp_path / "crds.yaml"
+    newer.write_text(yaml.safe_dump_all(crds))
+    apply_manifest(bare_cluster, newer)
+    api = NamespaceClient(bare_cluster, "default")
+    operator = serve(api, started)
+    api.patch("pdpools", "chat-flex", {"spec": {"later": "mine"}})
+    api.patch("pdservices", "chat", {"spec": {"later": "mine", "instances": 3}})
+    wait_until(lambda: "chat-2" in api.names("pods"), "a change to be acted on")
+    kept = [
+        api.get(kind, name)["spec"]["later"]
+        for kind, name in (("pdservices", "chat"), ("pdpools", "chat-flex"))
+    ]
+    assert kept == ["mine", "mine"]
+    assert "reconcile failed" not in operator.log.read_text()
