@@ -19,6 +19,12 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
 from fulcrum_router.policy.blame import Blame, find_blame, is_sickness
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.learned_models import (
+    PoolModels,
+    collect_models,
+    have_changed,
+    parse_models,
+)
 from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
@@ -40,6 +46,8 @@ class Router:
         self.tokens_per_byte = TokensPerByte()
         self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()
+        self.learned_models: dict[str, PoolModels] = {}
+        """Models by pool, as the router before handed them over, or as they were last stored for the next."""
         self.applied_assignment = AppliedAssignment()
         self.flip_requests = FlipRequests()
         self.journeys: JourneyContext[Instance] = JourneyContext(self.fleet, self.pairs)
@@ -74,6 +82,23 @@ class Router:
             + settings.prefill_to_decode_cooldown_s
             + (time.monotonic() - time.time()),
         )
+
+    def find_models(self, pool: str) -> PoolModels:
+        """Find what was learned of the instances of a pool, by this router or the one before."""
+        return collect_models(self.fleet.instances, self.learned_models).get(pool, PoolModels())
+
+    def adopt_models(self, text: str) -> None:
+        """Adopt what the router before has learned, for all instances that this one has not measured."""
+        self.learned_models = parse_models(text)
+        for instance in self.fleet.instances:
+            prefill, decode = self.learned_models.get(instance.pool, PoolModels())
+            prefills, steps = instance.samples
+            instance.start_from(None if prefills else prefill, None if steps else decode)
+
+    def collect_models(self) -> dict[str, PoolModels] | None:
+        """Collect what a successor should know; None: that are the `learned_models`."""
+        models = collect_models(self.fleet.instances, self.learned_models)
+        return models if have_changed(self.learned_models, models) else None
 
     def tick(self, now_s: float) -> None:
         """Let requests leave the waiting room, and advance `received_after_s` to the time of the last call.

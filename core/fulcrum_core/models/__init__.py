@@ -13,6 +13,7 @@ from fulcrum_core.models.sizes import (
     transfer_buffer_bytes,
     weight_bytes,
 )
+from fulcrum_core.models.steps import estimate_step_model, step_costs_s
 
 __all__ = [
     "GPU_UTILIZATION",
@@ -23,6 +24,7 @@ __all__ = [
     "ModelFacts",
     "WeightPrecision",
     "check_fit",
+    "estimate_step_model",
     "excerpt_config",
     "format_gib",
     "kv_bytes",
@@ -31,6 +33,7 @@ __all__ = [
     "parse_model_config",
     "rank_kv_bytes_per_token",
     "rank_weight_bytes",
+    "step_costs_s",
     "transfer_buffer_bytes",
     "weight_bytes",
 ]

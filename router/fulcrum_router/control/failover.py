@@ -1,6 +1,7 @@
 """Elect the active router of a service by a Lease, and direct the service's traffic to it.
 
-The active router writes its address into the service's EndpointSlice; nothing else directs traffic. It stays
+The active router writes its address into the service's EndpointSlice; nothing else directs traffic. The slice
+also holds what the router has learned of the engines' speed, which its successor starts from. It stays
 active while the API server is unreachable, since no other router could replace it then. Two active routers
 for a moment do no harm: both serve requests.
 """
@@ -18,6 +19,7 @@ from fulcrum_cluster.objects import ENDPOINT_SLICE, Object, ObjectApi
 from fulcrum_core.errors import Conflict, StoreError
 from fulcrum_core.ports import Clock
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
+from fulcrum_router.policy.learned_models import render_models
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()
@@ -27,6 +29,10 @@ LINGER_S = 3.0
 nodes direct connections to the successor with a delay."""
 SLICE_CHECK_INTERVAL_S = 2.0
 """Seconds between two checks of the slice by the active router."""
+MODELS_ANNOTATION = "fulcrum.dev/learned-models"
+"""Annotation of the slice with the learned models, for the next active router."""
+MODELS_INTERVAL_S = 60.0
+"""Seconds between two writes of the learned models, at least: every node watches the slice."""
 SLICE_RETRY_S = 0.5
 """Seconds between two attempts to write the slice."""
 SUCCESSOR_POLL_S = 0.1
@@ -100,6 +106,9 @@ class Failover:
         self._last_active_s = float(-ROUTER_HANDOVER_TIMEOUT_S)
         self._failure_logged = False
         """Whether the current failure to direct traffic here was logged."""
+        self._adopts_models = True
+        """Whether the models of the router before are still to be read."""
+        self._models_stored_at_s = clock.monotonic_s()
         router.active = False
 
     async def run(self) -> None:
@@ -125,6 +134,7 @@ class Failover:
         """
         end_s = self._clock.monotonic_s() + ROUTER_HANDOVER_TIMEOUT_S
         if self._elector.leading:
+            await self._store_models_for_successor()
             await self._elector.release()
         elif self._clock.monotonic_s() - self._last_active_s > ROUTER_HANDOVER_TIMEOUT_S:
             return
@@ -135,6 +145,7 @@ class Failover:
 
     def _on_leadership_change(self, leading: bool) -> None:
         if leading:
+            self._adopts_models = True
             self._router.become_active()
         else:
             self._router.active = False
@@ -162,7 +173,11 @@ class Failover:
         """
         try:
             found = await self._get_slice()
-            if not self._endpoint.matches_slice(found):
+            self._adopt_models(found)
+            if self._endpoint.matches_slice(found):
+                if self._clock.monotonic_s() - self._models_stored_at_s >= MODELS_INTERVAL_S:
+                    await self._store_models(found)
+            else:
                 if _addresses(found):
                     # Another router's address: that router may be the active one by now, so check the Lease.
                     await self._elector.try_to_lead()
@@ -196,6 +211,34 @@ class Failover:
             address=endpoint.address,
             before=_addresses(found),
         )
+
+    def _adopt_models(self, found: Object) -> None:
+        """Start from what the router before has learned, once."""
+        if self._adopts_models:
+            self._adopts_models = False
+            annotations = found["metadata"].get("annotations") or {}
+            self._router.adopt_models(annotations.get(MODELS_ANNOTATION, ""))
+
+    async def _store_models(self, found: Object) -> None:
+        """Write what was learned into the slice if it has changed."""
+        self._models_stored_at_s = self._clock.monotonic_s()
+        models = self._router.collect_models()
+        if models is None:
+            return
+        await self._objects.patch(
+            ENDPOINT_SLICE,
+            self._endpoint.lease_name,
+            {"metadata": {"annotations": {MODELS_ANNOTATION: render_models(models)}}},
+            namespace=self._endpoint.namespace,
+            resource_version=found["metadata"]["resourceVersion"],
+        )
+        self._router.learned_models = models
+
+    async def _store_models_for_successor(self) -> None:
+        try:
+            await self._store_models(await self._get_slice())
+        except StoreError as error:
+            log.warning("learned models not handed over", reason=str(error))
 
     async def _has_successor(self) -> bool:
         try:

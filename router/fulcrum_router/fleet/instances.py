@@ -140,7 +140,8 @@ class Instance:
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes = 0
         self._prefill_sampler = PrefillSampler()
-        self.start_from(prefill, decode)
+        self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
+        self.prefill_model, self.decode_model = prefill, decode
 
     @property
     def role(self) -> Role:
@@ -260,10 +261,12 @@ class Instance:
         idle = self.starting and not self.serving
         return idle and self.engine_requests is not None and not self.health.ejected
 
-    def start_from(self, prefill: PrefillModel, decode: DecodeModel) -> None:
-        """Predict with these models, and learn from them on."""
-        self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
-        self.prefill_model, self.decode_model = prefill, decode
+    def start_from(self, prefill: PrefillModel | None, decode: DecodeModel | None) -> None:
+        """Predict with these models instead of what was learned, and learn from them on; None: no change."""
+        if prefill is not None:
+            self._prefill_predictor, self.prefill_model = PrefillPredictor(prefill), prefill
+        if decode is not None:
+            self._decode_predictor, self.decode_model = DecodePredictor(decode), decode
 
     def record_prefill(self, *, tokens: int, cached_tokens: int, computed_for_s: float | None) -> None:
         """Learn from the response of a prefill leg whose entry was released: see `PrefillSampler.add`.

@@ -15,14 +15,17 @@ import structlog
 
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import ObjectApi
+from fulcrum_core.api.engine import ParallelismSpec, QuantizationSpec
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
-from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdinstance import PDInstance, PDInstanceSpec
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.assignment import AssignmentRules, build_assignment_rules, may_apply
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.hardware import resolve_hardware
+from fulcrum_core.latency import DecodeModel, PrefillModel, StepModel
+from fulcrum_core.models import Layout, estimate_step_model, parse_model_config
 from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Role
@@ -35,6 +38,8 @@ from fulcrum_router.settings import resolve_settings
 
 log = structlog.get_logger()
 
+USUAL_STEP_TOKENS = 8_192
+"""Tokens of an engine's step if they are not set."""
 TYPICAL_REQUEST_TOKENS = 1_000
 """Tokens per request for which a profile's step model is converted to a decode model."""
 
@@ -136,9 +141,16 @@ class StoreWatcher:
         for name, observed in own.items():
             instance = fleet.get(name)
             if instance is None:
-                engine = observed.spec.engine
-                prefill, decode = _load_models(engine.profile)
-                instance = Instance(name, prefill=prefill, decode=decode, simulated=engine.is_simulated)
+                spec = observed.spec
+                prefill, decode = load_models(spec)
+                instance = Instance(
+                    name,
+                    pool=spec.pool,
+                    prefill=prefill,
+                    decode=decode,
+                    simulated=spec.engine.is_simulated,
+                )
+                instance.start_from(*self._router.find_models(spec.pool))
                 fleet.add(instance)
             if observed.status.endpoint is not None:
                 try:
@@ -223,11 +235,44 @@ def _name(subject: PDService | PDAssignment | None) -> str:
     return subject.metadata.name if subject is not None else ""
 
 
-def _load_models(profile: str) -> tuple[PrefillModel, DecodeModel]:
-    """Load the models of a shipped profile; any other profile is not known here: cautious defaults."""
-    try:
-        loaded = load_profile(profile)
-    except InvalidInput:
+def load_models(spec: PDInstanceSpec) -> tuple[PrefillModel, DecodeModel]:
+    """Load what to predict with before an engine was measured.
+
+    For a simulated engine that is its profile; for a real one an estimate from model and hardware. Where
+    these are not known: cautious defaults.
+    """
+    step, budget = _load_profile(spec) if spec.engine.is_simulated else _estimate_step_model(spec)
+    if step is None:
         return DEFAULT_PREFILL, DEFAULT_DECODE
-    step = loaded.step_model
-    return step.prefill_model(loaded.token_budget), step.decode_model(TYPICAL_REQUEST_TOKENS)
+    return step.prefill_model(budget), step.decode_model(TYPICAL_REQUEST_TOKENS)
+
+
+def _load_profile(spec: PDInstanceSpec) -> tuple[StepModel | None, int]:
+    try:
+        loaded = load_profile(spec.engine.profile)
+    except InvalidInput:
+        return None, 0
+    return loaded.step_model, loaded.token_budget
+
+
+def _estimate_step_model(spec: PDInstanceSpec) -> tuple[StepModel | None, int]:
+    settings, hardware = spec.settings, spec.hardware
+    budget = settings.max_batched_tokens if settings is not None else None
+    if spec.config_excerpt is None or hardware is None:
+        return None, 0
+    parallelism, quantization = spec.parallelism or ParallelismSpec(), spec.quantization or QuantizationSpec()
+    tensor = parallelism.tensor or max(1, hardware.count // (parallelism.pipeline * parallelism.data))
+    layout = Layout(
+        tensor=tensor,
+        pipeline=parallelism.pipeline,
+        data=parallelism.data,
+        expert=parallelism.expert,
+        weights=quantization.weights,
+        kv=quantization.kv_cache,
+    )
+    device = resolve_hardware(hardware.type, resource=hardware.resource)
+    try:
+        facts = parse_model_config(spec.config_excerpt)
+        return estimate_step_model(facts, device, layout), budget or USUAL_STEP_TOKENS
+    except InvalidInput:
+        return None, 0

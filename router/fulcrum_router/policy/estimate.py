@@ -2,8 +2,9 @@
 
 There is no tokeniser: the token count is the prompt's bytes times a ratio that the engines' `usage` corrects.
 Durations follow Arrow's two models, fitted to measured legs by least squares of the *relative* error. A prior
-keeps a small constant weight, so that samples of one prompt length cannot bend the curve elsewhere. NaN,
-infinite and negative samples are ignored.
+keeps a small constant weight, so that samples of one prompt length cannot bend the curve elsewhere. Only its
+shape counts: it is scaled to the samples, since hardware may be many times faster or slower than assumed.
+NaN, infinite and negative samples are ignored.
 """
 
 import itertools
@@ -98,7 +99,16 @@ class NonNegativeLeastSquares:
     coefficients) and returns the best solution without a negative one: exact, and without a library.
     """
 
-    __slots__ = ("_decay", "_prior_xtx", "_prior_xty", "_xtx", "_xty", "count")
+    __slots__ = (
+        "_decay",
+        "_log_scale",
+        "_log_weight",
+        "_prior_xtx",
+        "_prior_xty",
+        "_xtx",
+        "_xty",
+        "count",
+    )
 
     def __init__(self, prior: Sequence[tuple[Sequence[float], float]], *, decay: float = 0.99) -> None:
         size = len(prior[0][0])
@@ -110,12 +120,19 @@ class NonNegativeLeastSquares:
         self._prior_xtx, self._prior_xty = self._xtx, self._xty
         self._xtx = [[0.0] * size for _ in range(size)]
         self._xty = [0.0] * size
+        self._log_scale = self._log_weight = 0.0
+        """Decayed sums: logarithm of a sample divided by what the prior predicts, and weight."""
         self.count = 0
 
-    def learn(self, features: Sequence[float], value: float) -> bool:
-        """Add one sample; returns False, and changes nothing, if the sample is unusable."""
+    def learn(self, features: Sequence[float], value: float, *, prior_value: float) -> bool:
+        """Add one sample, of which the prior predicts `prior_value`.
+
+        Returns False, and changes nothing, if the sample is unusable.
+        """
         if not 0 < value < math.inf or not all(0 <= x < math.inf for x in features):
             return False
+        self._log_scale = self._decay * self._log_scale + math.log(value / max(prior_value, 1e-6))
+        self._log_weight = self._decay * self._log_weight + 1.0
         for row in self._xtx:
             row[:] = [self._decay * cell for cell in row]
         self._xty = [self._decay * cell for cell in self._xty]
@@ -126,11 +143,12 @@ class NonNegativeLeastSquares:
     def solve(self) -> tuple[float, ...]:
         """Compute the best coefficients for the samples so far."""
         size = len(self._xty)
+        scale = math.exp(self._log_scale / self._log_weight) if self._log_weight else 1.0
         xtx = [
-            [a + b for a, b in zip(r, p, strict=True)]
+            [a + b / scale**2 for a, b in zip(r, p, strict=True)]
             for r, p in zip(self._xtx, self._prior_xtx, strict=True)
         ]
-        xty = [a + b for a, b in zip(self._xty, self._prior_xty, strict=True)]
+        xty = [a + b / scale for a, b in zip(self._xty, self._prior_xty, strict=True)]
         best, best_gain = (0.0,) * size, 0.0
         for length in range(1, size + 1):
             for chosen in itertools.combinations(range(size), length):
@@ -182,10 +200,10 @@ _BATCH_UNIT = 10_000.0
 class PrefillPredictor:
     """Learned T(n) of one instance: `model` predicts the prefill time of n tokens."""
 
-    __slots__ = ("_fit", "drift", "model")
+    __slots__ = ("_fit", "_prior", "drift", "model")
 
     def __init__(self, prior: PrefillModel = DEFAULT_PREFILL) -> None:
-        self.model = prior
+        self.model = self._prior = prior
         self.drift = PredictionErrorMean()
         """How far `model` is from the last samples, before they are learned."""
         self._fit = NonNegativeLeastSquares(
@@ -199,13 +217,19 @@ class PrefillPredictor:
 
     def learn(self, sample: PrefillSample) -> None:
         """Learn from computed prompts; `model` changes when a refit is due."""
-        model = self.model
-        predicted_s = model.c0 + model.c1 * sample.tokens + model.c2 * sample.squares
+        predicted_s = _predict_prefill_s(self.model, sample)
         self.drift.learn(predicted_s=predicted_s, measured_s=sample.duration_s)
         features = _prefill_features(sample.tokens, sample.squares)
-        if self._fit.learn(features, sample.duration_s) and _is_refit_due(self._fit.count):
+        usable = self._fit.learn(
+            features, sample.duration_s, prior_value=_predict_prefill_s(self._prior, sample)
+        )
+        if usable and _is_refit_due(self._fit.count):
             c0, c1, c2 = self._fit.solve()
             self.model = PrefillModel(c0=c0, c1=c1 / _PROMPT_UNIT, c2=c2 / _PROMPT_UNIT**2)
+
+
+def _predict_prefill_s(model: PrefillModel, sample: PrefillSample) -> float:
+    return model.c0 + model.c1 * sample.tokens + model.c2 * sample.squares
 
 
 def _prefill_features(tokens: float, squares: float) -> tuple[float, float, float]:
@@ -215,10 +239,10 @@ def _prefill_features(tokens: float, squares: float) -> tuple[float, float, floa
 class DecodePredictor:
     """Learned I(n) of one instance: `model` predicts the inter-token latency with n tokens in the batch."""
 
-    __slots__ = ("_fit", "drift", "model")
+    __slots__ = ("_fit", "_prior", "drift", "model")
 
     def __init__(self, prior: DecodeModel = DEFAULT_DECODE) -> None:
-        self.model = prior
+        self.model = self._prior = prior
         self.drift = PredictionErrorMean()
         """How far `model` is from the last samples, before they are learned."""
         self._fit = NonNegativeLeastSquares(
@@ -237,7 +261,7 @@ class DecodePredictor:
         gets all requests until the model is corrected.
         """
         self.drift.learn(predicted_s=self.model.itl_s(tokens), measured_s=itl_s)
-        if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s):
+        if self._fit.learn((1.0, tokens / _BATCH_UNIT), itl_s, prior_value=self._prior.itl_s(tokens)):
             intercept, slope = self._fit.solve()
             self.model = DecodeModel(intercept=intercept, slope=slope / _BATCH_UNIT)
 

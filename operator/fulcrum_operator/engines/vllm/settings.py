@@ -11,13 +11,10 @@ from fulcrum_core.hardware import HardwareFacts, Vendor
 from fulcrum_core.models import (
     Fit,
     KvPrecision,
-    Layout,
     ModelFacts,
-    WeightPrecision,
     format_gib,
     kv_bytes_per_token,
-    linear_bits,
-    rank_weight_bytes,
+    step_costs_s,
 )
 from fulcrum_operator.engines.launch import Choice
 from fulcrum_operator.engines.launch_request import LaunchRequest
@@ -34,11 +31,6 @@ _TOKENS_PER_SEQUENCE = 1024
 _CPU_KV_BYTES_MIN, _CPU_KV_BYTES_MAX = 64 * 2**20, 4 * 2**30
 _CPU_KV_TOKENS = 4096
 """Tokens of a request for which a CPU's KV cache is sized."""
-
-PREFILL_EFFICIENCY = 0.45
-"""Share of the peak that prefill reaches (H100 and A100, fitted to public runs)."""
-READ_EFFICIENCY = 0.7
-"""Share of the memory bandwidth at which weights are read in a decode step."""
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -241,34 +233,6 @@ def _step_tokens_within_tpot(costs: tuple[float, float], tpot_s: float, *, minim
     if affordable < minimum:
         return minimum, f"{cost_text}: the smallest useful step takes longer than {tpot} allows"
     return max(minimum, min(_STEP_TOKENS_MAX, affordable)), f"{cost_text}, within {tpot}"
-
-
-def step_costs_s(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> tuple[float, float]:
-    """Seconds of a step: the fixed part, and the part of each prefill token.
-
-    A step reads the weights once; a token costs 2 FLOP for each active parameter. Tensor-parallel ranks
-    share both costs; pipeline stages run one after another and do not shorten a step.
-    """
-    flops = (
-        hardware.flops
-        * (2 if _multiplies_in_weight_precision(facts, hardware, layout) else 1)
-        * PREFILL_EFFICIENCY
-    )
-    read = rank_weight_bytes(
-        facts, tensor=layout.tensor, pipeline=1, data=layout.data, weights=layout.weights
-    )
-    fixed_s = read / (hardware.bandwidth_bytes_per_s * READ_EFFICIENCY)
-    return fixed_s, 2 * facts.active_params / (layout.tensor * flops)
-
-
-def _multiplies_in_weight_precision(facts: ModelFacts, hardware: HardwareFacts, layout: Layout) -> bool:
-    """Whether the device multiplies in the precision of the weights, at twice its 16-bit rate.
-
-    Most 4-bit formats only save memory: AWQ, GPTQ and MXFP4 are multiplied in 16 bits.
-    """
-    if layout.weights is WeightPrecision.FP4:
-        return hardware.supports_fp4
-    return hardware.supports_fp8 and linear_bits(facts, layout.weights) == 8
 
 
 def _choose_max_sequences(request: LaunchRequest, fit: Fit, step_tokens: int | None) -> _Setting[int]:

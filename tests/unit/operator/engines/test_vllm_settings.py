@@ -17,12 +17,12 @@ from fulcrum_core.api.engine import (
 from fulcrum_core.api.env import EnvVar
 from fulcrum_core.hardware import Fabric, HardwareFacts, resolve_hardware
 from fulcrum_core.kv_compatibility import can_transfer
+from fulcrum_core.models import step_costs_s
 from fulcrum_core.values import KV_LEASE_S, FlipStrategy, Role, Slo
 from fulcrum_operator.engines.launch import EnginePlacement
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm import POD_PLACEMENT, plan_engine
 from fulcrum_operator.engines.vllm.connectors import kv_lease_s, longest_transfer_s
-from fulcrum_operator.engines.vllm.settings import step_costs_s
 from fulcrum_operator.engines.vllm.ucx import ucx_environment
 from tests.unit.operator.engine_cases import (
     LEFT_TO_ENGINE,

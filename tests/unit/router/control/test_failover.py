@@ -10,10 +10,14 @@ import pytest
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_router.control.failover import (
     LINGER_S,
+    MODELS_ANNOTATION,
+    MODELS_INTERVAL_S,
     SLICE_CHECK_INTERVAL_S,
     Failover,
     RouterEndpoint,
 )
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.policy.estimate import DEFAULT_PREFILL
 from fulcrum_router.router import Router
 from tests.clocks import LoopClock
 from tests.unit.router.fake_object_api import FakeObjectApi
@@ -209,3 +213,70 @@ async def test_a_router_resumed_after_a_long_stop_does_not_take_the_traffic_back
         assert group.active == ["a", "b"], "the stopped router has not noticed"
         assert await group.failovers["a"].ensure_slice()
         assert (group.active, group.slice_addresses()) == (["b"], ["10.0.0.2"])
+
+
+def measure(router: Router, prefill_s: float) -> None:
+    """Have the router measure prompts of 1,000 tokens on its instance of the pool `flex`."""
+    instance = router.fleet["i"]
+    for _ in range(64):
+        instance.record_prefill(tokens=1000, cached_tokens=0, computed_for_s=prefill_s)
+
+
+def predict(router: Router) -> float:
+    return router.fleet["i"].prefill_model.ttft_s(1000)
+
+
+def add_instance(router: Router) -> None:
+    router.fleet.add(Instance("i", pool="flex"))
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "hands over"])
+async def test_a_successor_starts_from_what_the_router_before_has_learned(seed: int, dies: bool) -> None:
+    with routers(seed) as group:
+        for name in ("a", "b"):
+            group.start(name)
+            add_instance(group.routers[name])
+        await wait_until(lambda: len(group.active) == 1 and group.slice_writes(), "one is active")
+        first = group.active[0]
+        second = "b" if first == "a" else "a"
+        measure(group.routers[first], 0.5)
+        unmeasured_s = predict(group.routers[second])
+        if dies:
+            await advance(MODELS_INTERVAL_S + SLICE_CHECK_INTERVAL_S)
+        await group.stop(first)
+        if not dies:
+            await group.failovers[first].hand_over()
+        await group.wait_until_active(second, timeout_s=TAKEOVER_S)
+        assert unmeasured_s == pytest.approx(DEFAULT_PREFILL.ttft_s(1000))
+        assert predict(group.routers[second]) == pytest.approx(0.5, rel=0.1)
+
+
+async def test_models_are_written_at_most_once_a_minute_and_only_if_they_changed(seed: int) -> None:
+    with routers(seed) as group:
+        await group.start_active("a")
+        add_instance(group.routers["a"])
+        writes = []
+        for prefill_s in (0.5, 0.5, 2.0):
+            measure(group.routers["a"], prefill_s)
+            await advance(MODELS_INTERVAL_S)
+            writes.append(group.slice_writes())
+        await advance(SLICE_CHECK_INTERVAL_S)
+        assert [*writes, group.slice_writes()] in ([1, 2, 2, 3], [2, 2, 3, 3]), writes
+
+
+async def test_what_a_router_has_measured_itself_is_not_replaced(seed: int) -> None:
+    with routers(seed) as group:
+        group.objects.put(
+            "EndpointSlice",
+            NAME,
+            addressType="IPv4",
+            endpoints=[],
+            ports=[],
+            metadata={"annotations": {MODELS_ANNOTATION: '{"flex":{"prefill":[9,0,0],"decode":[3,0]}}'}},
+        )
+        group.start("a")
+        add_instance(group.routers["a"])
+        measure(group.routers["a"], 0.5)
+        await group.wait_until_active("a")
+        assert predict(group.routers["a"]) == pytest.approx(0.5, rel=0.1)
+        assert group.routers["a"].fleet["i"].decode_model.itl_s(0) == 3.0

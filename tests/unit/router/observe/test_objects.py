@@ -1,9 +1,11 @@
 """Fleet and settings of a router, from the store's objects."""
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.observe.objects import StoreWatcher
+from fulcrum_router.observe.objects import StoreWatcher, load_models
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.unit.router.fake_object_api import FakeObjectApi
@@ -284,3 +286,38 @@ async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched
         await asyncio.wait([running])
     assert serving == {"s-0": True, "s-1": True, "s-2": True, "s-3": False}
     assert watched.fleet()["s-2"] == (Role.DECODE, True), "a router without pods waits for the operator"
+
+
+LLAMA_8B = json.loads((Path(__file__).parents[3] / "fixtures/models/llama-3.1-8b/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("spec", "ttft_s"),
+    [
+        pytest.param(
+            {"hardware": {"resource": "nvidia.com/gpu", "type": "H100-SXM"}, "configExcerpt": LLAMA_8B},
+            0.042,
+            id="a real engine: by its model and hardware",
+        ),
+        pytest.param({"hardware": {"resource": "nvidia.com/gpu"}}, 0.121, id="unknown hardware: cautious"),
+        pytest.param(
+            {"engine": {"type": "Simulated", "profile": "l8-h100"}}, 0.029, id="a simulated one: its profile"
+        ),
+        pytest.param(
+            {"engine": {"type": "Simulated", "profile": "away.yaml"}}, 0.121, id="a profile that is elsewhere"
+        ),
+    ],
+)
+def test_predictions_start_from_the_hardware(spec: dict[str, Any], ttft_s: float) -> None:
+    full = {"service": "s", "pool": "p", "model": "m", "engine": {"type": "vLLM"}, **spec}
+    prefill, _ = load_models(parse_as(PDInstance, manifest("PDInstance", "i", full)).spec)
+    assert prefill.ttft_s(1000) == pytest.approx(ttft_s, rel=0.05)
+
+
+async def test_a_new_instance_starts_from_what_was_learned_of_its_pool(watched: WatchedService) -> None:
+    for _ in range(64):
+        watched.router.fleet["s-0"].record_prefill(tokens=1000, cached_tokens=0, computed_for_s=7.0)
+    own = {"service": "s", "pool": "s-flex", "model": "m", "engine": {}}
+    await watched.store.create(parse_as(PDInstance, manifest("PDInstance", "s-9", own)))
+    await wait_until(lambda: watched.router.fleet.get("s-9"), "the instance is known")
+    assert watched.router.fleet["s-9"].prefill_model.ttft_s(1000) == pytest.approx(7.0, rel=0.1)

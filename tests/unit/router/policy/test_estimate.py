@@ -83,6 +83,18 @@ def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> Non
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
 
+@pytest.mark.parametrize("factor", [0.01, 0.1, 10.0, 100.0])
+def test_hardware_of_any_speed_is_learned_within_a_few_samples(factor: float) -> None:
+    prior = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
+    prefill, decode = PrefillPredictor(prior), DecodePredictor(DecodeModel(0.01, 1e-6))
+    for _ in range(4):
+        prefill.learn(PrefillSample(1000, 1000**2, factor * prior.ttft_s(1000)))
+        decode.learn(tokens=10_000, itl_s=factor * 0.02)
+    expected = [factor * prior.ttft_s(n) for n in (100, 1000, 8000)]
+    assert [prefill.model.ttft_s(n) for n in (100, 1000, 8000)] == pytest.approx(expected, rel=0.05)
+    assert decode.model.itl_s(40_000) == pytest.approx(factor * 0.05, rel=0.05)
+
+
 def test_the_decode_model_converges_to_measured_steps() -> None:
     truth = DecodeModel(intercept=0.015, slope=2e-6)
     predictor = DecodePredictor()
