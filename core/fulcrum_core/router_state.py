@@ -10,8 +10,11 @@ from fulcrum_core.values import Role
 
 STATE_PORT_AUDIENCE = "fulcrum.dev/router-state"
 """Audience of the ServiceAccount tokens with which the state port is called."""
-ROUTER_HANDOVER_TIMEOUT_S = 5
-"""Seconds that a router that shuts down serves new requests, at most, while a successor takes over."""
+ROUTER_HANDOVER_TIMEOUT_S = 30
+"""Seconds that a router that shuts down serves new requests, at most, while a successor takes over.
+
+A single router has no standby: its successor is a pod that has to start.
+"""
 
 
 class _WireModel(BaseModel):

@@ -80,6 +80,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="file with the token for the routers' state ports; read again for each request",
     )
+    add(
+        "--metrics-callers",
+        type=_parse_peers,
+        default=(),
+        help="peers of a NetworkPolicy that may scrape engines, as a JSON list (default: none)",
+    )
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
     add("--router-replicas", type=int, default=2, help="routers for each service, one of which is active")
     add(
@@ -105,6 +111,16 @@ def _parse_engine_image(text: str) -> tuple[str, str]:
     if kind not in _ENGINE_IMAGE_KINDS or not (equals and image):
         raise argparse.ArgumentTypeError(f"{text} is not KIND=IMAGE with {', '.join(_ENGINE_IMAGE_KINDS)}")
     return kind, image
+
+
+def _parse_peers(text: str) -> tuple[dict[str, Any], ...]:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, list) or not all(isinstance(peer, dict) and peer for peer in parsed):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of NetworkPolicy peers as JSON")
+    return tuple(parsed)
 
 
 def _parse_resources(text: str) -> dict[str, Any]:
@@ -243,6 +259,7 @@ def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
             or ServiceAccount(args.lease_namespace, "fulcrum-autoscaler"),
             engine_images=replace(EngineImages(simulated=args.image), **dict(args.engine_image)),
             hub_endpoint=args.hub_endpoint,
+            metrics_callers=args.metrics_callers,
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
             router_resources=args.router_resources,

@@ -29,6 +29,7 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
     "engine": {
         "images": {"nvidia": "mirror.example/vllm@sha256:" + "1" * 64, "amd": "mirror.example/vllm-rocm:1"},
         "hubEndpoint": "https://hub.example",
+        "metricsFrom": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}],
     },
     "router": {"replicas": 3, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}}},
     "operator": {

@@ -24,13 +24,13 @@ class CordonedNodes:
     Args:
         objects: API to list nodes with.
         on_change: Called when nodes were cordoned or uncordoned.
+        allowed: Whether this operator may list nodes. A Role cannot grant that to one of a single namespace.
     """
 
-    def __init__(self, objects: ObjectApi, on_change: Callable[[], None]) -> None:
+    def __init__(self, objects: ObjectApi, on_change: Callable[[], None], *, allowed: bool = True) -> None:
         self._objects, self._on_change = objects, on_change
         self.names: frozenset[str] = frozenset()
-        self.allowed = True
-        """Whether this operator may list nodes; an operator of a single namespace usually may not."""
+        self.allowed = allowed
 
     async def run(self) -> None:
         """List the cordoned nodes every `INTERVAL_S` until cancelled, or until that is forbidden."""

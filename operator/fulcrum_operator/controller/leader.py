@@ -109,7 +109,7 @@ class Leader:
         self._unreadable = UnreadableObjects(
             self._cache, self._recorder.record, objects, clock, is_leader=is_leader
         )
-        self._cordoned_nodes = CordonedNodes(objects, self._reconcile_all)
+        self._cordoned_nodes = CordonedNodes(objects, self._reconcile_all, allowed=not options.namespace)
         self._runtime = PodRuntime(
             objects,
             self._cache,

@@ -154,7 +154,11 @@ def _engine_policy(service: PDService, settings: InstallationSettings) -> dict[s
 
     A real engine's transport listens on ports that the kernel chooses: its peers may reach all ports.
     """
-    callers = [_pod_selector(router_selector(service)), _operator_pods(settings)]
+    callers = [
+        _pod_selector(router_selector(service)),
+        _operator_pods(settings),
+        *settings.metrics_callers,
+    ]
     peers = [_pod_selector(engine_selector(service))]
     simulated = service.spec.engine.is_simulated
     peer_rule = _ingress(peers, SIDE_CHANNEL_PORT) if simulated else {"from": peers}

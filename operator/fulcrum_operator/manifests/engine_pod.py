@@ -17,6 +17,7 @@ from fulcrum_operator.manifests.names import (
     ENGINE_PART,
     InstallationSettings,
     container_security_context,
+    device_tolerations,
     engine_selector,
     image_pull_secrets,
     owner_references,
@@ -35,6 +36,8 @@ TEARDOWN_S = 10
 STARTUP_BUDGET_FACTOR = 10
 """Multiple of the expected start-up time that a start may take: a slow disk is no failure."""
 STARTUP_BUDGET_MIN_S = 60
+REAL_STARTUP_BUDGET_MIN_S = 1800
+"""A real engine may compile kernels and read weights over a busy network."""
 READINESS_PERIOD_S = 2
 """Seconds between readiness probes: the delay until a serving engine is observed."""
 LIVENESS_PROBE = {
@@ -45,6 +48,10 @@ LIVENESS_PROBE = {
 }
 """30 s without a response: a busy engine is alive, and one that hangs for longer would not drain either."""
 
+_IPC_LOCK_RULE = (
+    "has no effect: Linux gives capabilities only to root; set runAsUser: 0 and runAsNonRoot: false in the "
+    "container's securityContext, or raise the memlock limit of the nodes' container runtime instead"
+)
 SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi"}
 """Resource requests of a simulated engine: without them it would starve on a busy node."""
 
@@ -72,10 +79,38 @@ def engine_pod(
         "spec": _spec(instance, service, settings, startup_s),
     }
     pod = apply_template(manifest, instance.spec.template or {})
+    _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
+    _check_capabilities(pod)
     metadata = _require_map(pod.get("metadata"), "metadata")
     labels = {**_require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
     pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels}
     return pod
+
+
+def _keep_tolerations(pod: dict[str, Any], ours: list[dict[str, Any]]) -> None:
+    """Add our tolerations to those of the template, which replace the whole list."""
+    spec = pod.get("spec")
+    if isinstance(spec, dict) and isinstance(given := spec.get("tolerations", []), list):
+        spec["tolerations"] = [*given, *(toleration for toleration in ours if toleration not in given)]
+        if not spec["tolerations"]:
+            del spec["tolerations"]
+
+
+def _check_capabilities(pod: dict[str, Any]) -> None:
+    """Refuse IPC_LOCK without root: Linux gives a capability only to processes of root."""
+    spec = pod.get("spec")
+    if not isinstance(spec, dict):
+        return
+    context = spec.get("securityContext")
+    pod_user = context.get("runAsUser") if isinstance(context, dict) else None
+    containers = spec.get("containers")
+    for container in containers if isinstance(containers, list) else ():
+        own = container.get("securityContext") if isinstance(container, dict) else None
+        capabilities = own.get("capabilities") if isinstance(own, dict) else None
+        added = capabilities.get("add") if isinstance(capabilities, dict) else None
+        user = own.get("runAsUser", pod_user) if isinstance(own, dict) else pod_user
+        if isinstance(added, list) and "IPC_LOCK" in added and user not in (0, None):
+            raise InvalidInput("template: capability IPC_LOCK", f"user {user}", _IPC_LOCK_RULE)
 
 
 def _require_map(value: object, path: str) -> dict[str, Any]:
@@ -116,6 +151,7 @@ def _spec(
         "terminationGracePeriodSeconds": grace_period_s(service),
         "securityContext": pod_security_context(),
         **image_pull_secrets(settings),
+        **device_tolerations(instance.spec),
         "topologySpreadConstraints": [_topology_spread(service)],
         "containers": [_container(instance, engine, engine.startup_s or startup_s)],
         "volumes": [{"name": "tmp", "emptyDir": _temporary_folder(engine)}, *engine.volumes],
@@ -141,7 +177,7 @@ def _container(instance: PDInstance, engine: EngineContainer, startup_s: float) 
         "env": engine.env,
         "ports": engine.ports,
         "resources": _resources(instance, engine),
-        **_probes(startup_s),
+        **_probes(startup_s, min_s=_startup_budget_min_s(engine)),
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_S}}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),
@@ -176,9 +212,13 @@ def _temporary_folder(engine: EngineContainer) -> dict[str, str]:
     return {} if limit is None else {"sizeLimit": format_byte_quantity(limit)}
 
 
-def _probes(startup_s: float) -> dict[str, Any]:
+def _startup_budget_min_s(engine: EngineContainer) -> int:
+    return STARTUP_BUDGET_MIN_S if engine.resources is None else REAL_STARTUP_BUDGET_MIN_S
+
+
+def _probes(startup_s: float, *, min_s: int) -> dict[str, Any]:
     health = {"httpGet": {"path": "/health", "port": "http"}}
-    budget_s = max(STARTUP_BUDGET_MIN_S, STARTUP_BUDGET_FACTOR * startup_s)
+    budget_s = max(min_s, STARTUP_BUDGET_FACTOR * startup_s)
     period_s = max(1, min(READINESS_PERIOD_S, round(startup_s / 20)))
     startup = {
         "periodSeconds": period_s,

@@ -8,7 +8,6 @@ from typing import Any
 from fulcrum_core.api import LaunchSpec, PDService
 from fulcrum_core.api.engine import ModelSourceSpec
 from fulcrum_core.api.labels import SERVICE_LABEL
-from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.engines.launch import LaunchEnvVar, Volume
 from fulcrum_operator.engines.vllm import POD_PLACEMENT, model_folder, model_volume
 from fulcrum_operator.manifests.engine_container import (
@@ -20,6 +19,7 @@ from fulcrum_operator.manifests.engine_container import (
 from fulcrum_operator.manifests.names import (
     InstallationSettings,
     container_security_context,
+    device_tolerations,
     image_pull_secrets,
     owner_references,
     pod_security_context,
@@ -90,8 +90,7 @@ def _placement(start: LaunchSpec) -> dict[str, Any]:
         if isinstance(template_spec, dict)
         else {}
     )
-    resource = (start.hardware or DEFAULT_HARDWARE).resource
-    device = [{"key": resource, "operator": "Exists"}] if "/" in resource else []
+    device = device_tolerations(start).get("tolerations", [])
     tolerated = _merge_with_template(device, placement.get("tolerations"))
     return {
         **placement,

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from fulcrum_core.api import PDService
+from fulcrum_core.api import LaunchSpec, PDService
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.meta import Resource
+from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.engines.vllm import POD_PLACEMENT
 
@@ -50,6 +51,8 @@ class InstallationSettings:
     """Images of engines whose manifest names none."""
     hub_endpoint: str = ""
     """HF_ENDPOINT of engines and model readers; empty: the hub itself."""
+    metrics_callers: tuple[dict[str, Any], ...] = ()
+    """Peers of a NetworkPolicy that may scrape engines, such as Prometheus; none: only our own."""
     router_replicas: int = 2
     router_resources: dict[str, Any] = field(default_factory=dict)
 
@@ -88,6 +91,17 @@ def image_pull_secrets(settings: InstallationSettings) -> dict[str, Any]:
     """The field `imagePullSecrets` for a pod with one of our images; empty if no secret is needed."""
     names = settings.image_pull_secrets
     return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
+
+
+def device_tolerations(start: LaunchSpec) -> dict[str, Any]:
+    """The field `tolerations` for a pod that has to run on nodes with the engine's devices; empty for none.
+
+    Nodes are often reserved for their devices with a taint whose key is the extended resource.
+    """
+    hardware = start.hardware or (None if start.engine.is_simulated else DEFAULT_HARDWARE)
+    if hardware is None or "/" not in hardware.resource:
+        return {}
+    return {"tolerations": [{"key": hardware.resource, "operator": "Exists"}]}
 
 
 def pod_security_context() -> dict[str, Any]:

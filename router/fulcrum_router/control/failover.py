@@ -16,7 +16,7 @@ import structlog
 
 from fulcrum_cluster.leader_election import ROUTER_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.objects import ENDPOINT_SLICE, Object, ObjectApi
-from fulcrum_core.errors import Conflict, StoreError
+from fulcrum_core.errors import Conflict, NotFound, StoreError
 from fulcrum_core.ports import Clock
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_router.policy.learned_models import render_models
@@ -241,8 +241,11 @@ class Failover:
             log.warning("learned models not handed over", reason=str(error))
 
     async def _has_successor(self) -> bool:
+        """Whether a successor is active, or none will ever be because the service was deleted."""
         try:
             found = await self._get_slice()
+        except NotFound:
+            return True
         except StoreError:
             return False
         return bool(_addresses(found)) and not self._endpoint.matches_slice(found)

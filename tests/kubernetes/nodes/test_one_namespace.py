@@ -15,7 +15,7 @@ MANIFEST = """
 apiVersion: fulcrum.dev/v1alpha1
 kind: PDService
 metadata: {name: own}
-spec: {model: laptop-1b, instances: 2}
+spec: {model: laptop-1b, instances: 2, engine: {type: Simulated}}
 """
 
 

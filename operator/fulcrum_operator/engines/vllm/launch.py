@@ -49,6 +49,8 @@ POD_PLACEMENT = EnginePlacement(
 HEALTH_PATH = "/health"
 _LOAD_BYTES_S = 2e9
 """Assumed rate of reading weights, in bytes a second: a local disk."""
+_DOWNLOAD_BYTES_S = 2e8
+"""Assumed rate of downloads from the hub, in bytes a second."""
 _STARTUP_S = 60.0
 """Seconds of a start without reading weights: imports, graphs and compilation."""
 _UNKNOWN_STARTUP_S = 180.0
@@ -304,4 +306,8 @@ def _volumes(
 def _startup_s(request: LaunchRequest) -> float:
     if request.facts is None:
         return _UNKNOWN_STARTUP_S
-    return _STARTUP_S + math.ceil(weight_bytes(request.facts, request.quantization.weights) / _LOAD_BYTES_S)
+    weights = weight_bytes(request.facts, request.quantization.weights)
+    startup_s = _STARTUP_S + math.ceil(weights / _LOAD_BYTES_S)
+    if not request.model_source.is_at_hub:
+        return startup_s
+    return startup_s + math.ceil(weight_bytes(request.facts) / _DOWNLOAD_BYTES_S)

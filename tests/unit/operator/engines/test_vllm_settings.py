@@ -339,3 +339,12 @@ def test_unknown_device_leaves_settings_to_the_engine() -> None:
     assert chosen_value(launch_request, "attentionBackend") == LEFT_TO_ENGINE
     assert chosen_value(launch_request, "maxBatchedTokens") == LEFT_TO_ENGINE
     assert plan_launch(launch_request).fit.reason == "HardwareUnknown"
+
+
+def test_a_start_includes_the_download_from_the_hub() -> None:
+    startups_s = [
+        launch.startup_s
+        for source in (ModelSourceSpec(pvc="models"), ModelSourceSpec())
+        if (launch := plan_engine(make_launch_request(model_source=source), POD_PLACEMENT).launch) is not None
+    ]
+    assert startups_s == [69, 150]

@@ -187,3 +187,68 @@ def test_only_engines_of_the_service_reach_the_transfer_ports_of_a_vllm_engine()
     http, peers = engines["spec"]["ingress"]
     assert http["ports"] == [{"port": 8000, "protocol": "TCP"}]
     assert peers == {"from": [{"podSelector": selector}]}
+
+
+def reader(owner: PDService) -> dict[str, Any]:
+    read = ModelReadRequest(instance(owner).spec.launch_spec, "key", 1)
+    spec: dict[str, Any] = model_reader_pod(read, owner, SETTINGS)["spec"]
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("pool", "keys"),
+    [
+        ({}, ["nvidia.com/gpu"]),
+        ({"hardware": {"resource": "amd.com/gpu"}}, ["amd.com/gpu"]),
+        ({"hardware": {"resource": "cpu"}}, []),
+        ({"template": {"spec": {"tolerations": [{"key": "own"}]}}}, ["nvidia.com/gpu", "own"]),
+    ],
+    ids=["a GPU", "another device", "CPUs", "with a template"],
+)
+def test_engines_and_the_model_reader_tolerate_the_same_taints(pool: dict[str, Any], keys: list[str]) -> None:
+    owner = service(pool)
+    engine = engine_pod(instance(owner), owner, SETTINGS, startup_s=1.0)["spec"]
+    found = [sorted(t["key"] for t in spec.get("tolerations", [])) for spec in (engine, reader(owner))]
+    assert found == [keys, keys]
+
+
+def with_ipc_lock(**context: Any) -> PDService:
+    added = {"capabilities": {"add": ["IPC_LOCK"]}, **context}
+    return service({"template": {"spec": {"containers": [{"name": "engine", "securityContext": added}]}}})
+
+
+def test_ipc_lock_is_refused_for_a_user_that_it_does_not_help() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        container(with_ipc_lock())
+    assert str(refused.value) == (
+        "template: capability IPC_LOCK (user 65532) has no effect: Linux gives capabilities only to root; "
+        "set runAsUser: 0 and runAsNonRoot: false in the container's securityContext, or raise the memlock "
+        "limit of the nodes' container runtime instead"
+    )
+
+
+def test_ipc_lock_is_accepted_for_root() -> None:
+    made = container(with_ipc_lock(runAsUser=0, runAsNonRoot=False))["securityContext"]
+    assert (made["capabilities"]["add"], made["runAsUser"]) == (["IPC_LOCK"], 0)
+
+
+def startup_budget_s(**spec: Any) -> int:
+    probe = container(service(**spec))["startupProbe"]
+    return int(probe["periodSeconds"] * probe["failureThreshold"])
+
+
+def test_a_real_engine_may_take_half_an_hour_to_start() -> None:
+    assert startup_budget_s(modelSource={"pvc": "models"}) >= 1800
+
+
+def test_peers_of_the_installation_may_scrape_engines() -> None:
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    callers = [
+        rule["from"]
+        for settings in (SETTINGS, replace(SETTINGS, metrics_callers=(monitoring,)))
+        for child in service_children(service(), settings, min_available=1)
+        if child["kind"] == "NetworkPolicy" and child["metadata"]["name"] == "chat-engines"
+        for rule in child["spec"]["ingress"]
+        if rule.get("ports") == [{"port": 8000, "protocol": "TCP"}]
+    ]
+    assert [monitoring in allowed for allowed in callers] == [False, True]

@@ -154,6 +154,16 @@ async def test_the_last_router_leaves_after_the_handover_timeout(seed: int) -> N
         assert ROUTER_HANDOVER_TIMEOUT_S <= loop_time() - began_s < ROUTER_HANDOVER_TIMEOUT_S + 0.2
 
 
+async def test_the_last_router_of_a_deleted_service_waits_for_nobody(seed: int) -> None:
+    with routers(seed) as group:
+        await group.start_active("a")
+        await group.stop("a")
+        group.objects.remove("EndpointSlice", NAME)
+        began_s = loop_time()
+        await group.failovers["a"].hand_over()
+        assert loop_time() - began_s <= LINGER_S + 0.2
+
+
 async def test_a_standby_leaves_at_once(seed: int) -> None:
     with routers(seed) as group:
         await group.start_active("a")
