@@ -110,6 +110,7 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Build all families."""
         yield from _build_tier_families(self._router.counters)
+        yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
@@ -187,7 +188,7 @@ def _add_histogram(family: HistogramMetricFamily, tier: str, histogram: Histogra
     family.add_metric([tier], buckets, histogram.sum)
 
 
-def _build_counter_families(counters: Counters) -> Iterator[Metric]:
+def _build_leg_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_phase(
         "legs",
         "Requests to engines (legs) that ended, by phase and outcome: ok, or the failure.",
@@ -211,6 +212,9 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "reason",
         counters.dispatches,
     )
+
+
+def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_label(
         "stopped_requests",
         "Requests that failed, by the reason for which they were not tried again: no_instance, attempts, "

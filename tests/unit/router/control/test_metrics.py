@@ -1,6 +1,8 @@
 """Prometheus families of a router."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
@@ -136,3 +138,14 @@ def test_pair_gauges_leave_out_what_was_not_measured() -> None:
         ("seconds_per_1k_tokens", "d1"): pytest.approx(0.02),
         ("verified_age_seconds", "d1"): pytest.approx(60.0, abs=5.0),
     }
+
+
+def test_the_documentation_names_existing_families() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"fulcrum_router_\w+", page))
+    families = {
+        name
+        for family in build_registry(Router()).collect()
+        for name in (family.name, f"{family.name}_total", f"{family.name}_bucket")
+    }
+    assert (named - families, bool(named)) == (set(), True)
