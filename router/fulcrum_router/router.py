@@ -12,7 +12,7 @@ import time
 import structlog
 
 from fulcrum_core.values import AutoscalingMode
-from fulcrum_router.counters import Counters
+from fulcrum_router.counters import PREFILL, Counters
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.http1.failures import Failure, LegFailed
@@ -137,8 +137,11 @@ class Router:
         self.counters.legs[phase, "ok"] += 1
         health = instance.health
         health.answered += 1
-        if (health.failures or health.error_share) and health.record_success():
-            instance.update_serving()
+        if health.failures or health.error_share:
+            readmitted = health.record_success()
+            instance.update_error_share()
+            if readmitted:
+                instance.update_serving()
 
     def record_leg_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
         """Count a failed leg, and eject the instance if it is gone or has failed too often."""
@@ -146,11 +149,16 @@ class Router:
         blame = find_blame(failure, status=failed.status, probes_answered=instance.answers_probes)
         self.counters.legs[phase, failure] += 1
         self.counters.leg_failures[phase, blame] += 1
-        if not is_sickness(failure, blame):
-            if blame is Blame.LOAD:
-                health.record_error()
-            return
-        now_s, unresponsive = time.monotonic(), failure is Failure.UNREACHABLE
+        if phase == PREFILL:
+            instance.discard_prefill_samples()
+        if is_sickness(failure, blame):
+            self._record_sickness(instance, failure)
+        elif blame is Blame.LOAD:
+            health.record_error()
+        instance.update_error_share()
+
+    def _record_sickness(self, instance: Instance, failure: Failure) -> None:
+        health, now_s, unresponsive = instance.health, time.monotonic(), failure is Failure.UNREACHABLE
         too_many = health.record_failure(now_s=now_s, unresponsive=unresponsive)
         if failure in _GONE:
             if health.eject(now_s=now_s, judged=False, unresponsive=unresponsive):

@@ -67,6 +67,7 @@ class Instance:
         "decode_model",
         "engine_read_at_s",
         "engine_requests",
+        "error_share",
         "expired_transfers",
         "former_pools",
         "health",
@@ -117,6 +118,8 @@ class Instance:
         """Transfers that the instance was sent as decode instance and has not responded to."""
         self.ledger = Ledger()
         self.health = Health()
+        self.error_share = 0.0
+        """Copy of `Health.error_share`, which dispatch reads of every instance."""
         self.connection_pool: ConnectionPool | None = None
         self.former_pools: list[ConnectionPool] = []
         """Pools of earlier endpoints that still have legs in flight."""
@@ -185,6 +188,7 @@ class Instance:
         self.clear_endpoint()
         self.connection_pool = ConnectionPool(host, port)
         self.health = Health()
+        self.error_share = 0.0
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.expired_transfers = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
@@ -245,15 +249,14 @@ class Instance:
         """Recompute `serving` after a change of assignment, endpoint or health."""
         self.serving = self.assigned and self.connection_pool is not None and not self.health.ejected
 
+    def update_error_share(self) -> None:
+        """Copy `error_share` after a change of health."""
+        self.error_share = self.health.error_share
+
     @property
     def answers_probes(self) -> bool:
         """Whether the engine has answered its last probe: then a late leg waits in its queue."""
         return not self.missed_probes and self.health.unresponsive_since_s is None
-
-    @property
-    def error_share(self) -> float:
-        """Recent share of failed legs; see `Health.error_share`."""
-        return self.health.error_share
 
     @property
     def is_warming_up(self) -> bool:
@@ -285,6 +288,10 @@ class Instance:
         ):
             predictor.learn(sample)
             self.prefill_model = predictor.model
+
+    def discard_prefill_samples(self) -> None:
+        """Forget responses that are not learned from yet: a leg failed that the engine may still compute."""
+        self._prefill_sampler.clear()
 
     @property
     def drift(self) -> tuple[float | None, float | None]:

@@ -107,6 +107,7 @@ class EngineProber:
             elif pool is not None:
                 previous = await self._scrape(instance, pool, previous)
             instance.health.decay(time.monotonic())
+            instance.update_error_share()
             await asyncio.sleep(max(0.0, self._next_probe_s(instance, began_s) - time.monotonic()))
 
     @staticmethod

@@ -45,6 +45,7 @@ class Ledger:
     """Work in flight on one instance: see `LedgerView`."""
 
     __slots__ = (
+        "_oldest",
         "_oldest_since_s",
         "_prefills",
         "decode_legs",
@@ -71,6 +72,8 @@ class Ledger:
         """Called after each release of prefill work."""
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
         """In the order of arrival."""
+        self._oldest: PrefillEntry | None = None
+        """First of `_prefills`, which dispatch reads for every request."""
         self._oldest_since_s = 0.0
         """Time since which the oldest prefill is computed."""
 
@@ -80,15 +83,17 @@ class Ledger:
         An overdue prompt is expected to take as long again as it is overdue, at most its whole time: an
         engine that hangs does not look idle.
         """
-        if not self._prefills:
+        oldest = self._oldest
+        if oldest is None:
             return 0.0
-        predicted_s = next(iter(self._prefills)).predicted_s
+        predicted_s = oldest.predicted_s
         left_s = predicted_s - (now_s - self._oldest_since_s)
         if left_s < 0.0:
             left_s = min(-left_s, predicted_s)
         elif left_s > predicted_s:
             left_s = predicted_s
-        return max(0.0, self.prefill_queued_s - predicted_s) + left_s
+        waiting_s = self.prefill_queued_s - predicted_s
+        return left_s + waiting_s if waiting_s > 0.0 else left_s
 
     @property
     def legs(self) -> int:
@@ -106,8 +111,8 @@ class Ledger:
         return self._add(PrefillEntry(self, tokens, predicted_s, local=True), now_s)
 
     def _add(self, entry: "PrefillEntry", now_s: float) -> "PrefillEntry":
-        if not self._prefills:
-            self._oldest_since_s = now_s
+        if self._oldest is None:
+            self._oldest, self._oldest_since_s = entry, now_s
         self._prefills[entry] = None
         self.prefill_queued_s += entry.predicted_s
         self.prefill_tokens += entry.tokens
@@ -115,10 +120,10 @@ class Ledger:
 
     def _remove(self, entry: "PrefillEntry", now_s: float) -> float | None:
         prefills, oldest_for_s = self._prefills, None
-        if next(iter(prefills)) is entry:
-            oldest_for_s = now_s - self._oldest_since_s
-            self._oldest_since_s = now_s  # the next one starts now
         del prefills[entry]
+        if self._oldest is entry:
+            oldest_for_s = now_s - self._oldest_since_s
+            self._oldest, self._oldest_since_s = next(iter(prefills), None), now_s  # the next one starts now
         self.prefill_tokens -= entry.tokens
         # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0

@@ -45,6 +45,7 @@ async def test_load_and_clients_eject_no_instance(
         assert await post(client, world) == [200] * REQUESTS, "the decode instance computes the prompts"
         counters = world.router.counters
         assert set(counters.leg_failures) == {("prefill", blame)}
+        assert (world.router.fleet["p1"].error_share > 0) is (blame == "load"), "others are preferred"
         assert (dict(counters.ejections), [i.serving for i in world.router.fleet.instances]) == (
             {},
             [True] * 3,
