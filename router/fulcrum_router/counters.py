@@ -86,6 +86,8 @@ class Counters:
         self.takeovers = 0
         """Times that this router became active."""
         self.output_tokens = 0
+        self.passed_through: defaultdict[tuple[str, RequestOutcome], int] = defaultdict(int)
+        """Requests to other paths than completions that ended, by path and outcome."""
         self.unknown_tiers = 0
         """Requests that named a tier that the service does not have, and got the default tier."""
         self.refused_connections = 0

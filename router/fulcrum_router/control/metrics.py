@@ -112,6 +112,7 @@ class RouterCollector(Collector):
         yield from _build_tier_families(self._router.counters)
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
+        yield from _build_plain_counters(self._router.counters)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
         yield from _build_drift_families(self._router.fleet.instances)
@@ -243,6 +244,9 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "reason",
         counters.ejections,
     )
+
+
+def _build_plain_counters(counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "fulcrum_router_assignments_refused",
         "PDAssignments that the router refused to apply; the last good one stays in force.",
@@ -263,6 +267,15 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
 
 
 def _build_client_families(counters: Counters) -> Iterator[Metric]:
+    passed_through = CounterMetricFamily(
+        "fulcrum_router_passed_through_requests",
+        "Client requests to other paths than completions that ended, by path and outcome: ok, invalid, "
+        "failed, broken, cancelled. They are not part of the SLO attainment.",
+        labels=["path", "outcome"],
+    )
+    for (path, outcome), count in sorted(counters.passed_through.items()):
+        passed_through.add_metric([path, outcome], count)
+    yield passed_through
     yield CounterMetricFamily(
         "fulcrum_router_unknown_tiers",
         "Client requests that named a tier that the service does not list; they got the default tier.",

@@ -16,7 +16,8 @@ from fulcrum_router.http1.bodies import build_decode_body
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
-from fulcrum_router.http1.upstream import EngineConnection, send_and_wait
+from fulcrum_router.http1.sending import send_and_wait
+from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
 from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s

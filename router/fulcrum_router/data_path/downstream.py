@@ -13,6 +13,7 @@ from typing import cast
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.limits import RequestMemory, find_max_connections
+from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
 from fulcrum_router.data_path.request import ClientRequest
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.requests import Rejection, Request, RequestReader
@@ -85,7 +86,7 @@ class ClientConnection(asyncio.Protocol):
         self._server = server
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)  # set by connection_made
         self._reader = RequestReader(server.memory)
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | PassThrough | None = None
         self._request: ClientRequest | None = None
         """The request of the exchange."""
         self._unread: list[bytes] = []
@@ -207,7 +208,7 @@ class ClientConnection(asyncio.Protocol):
     def _start(self, request: Request) -> None:
         """Start an exchange for a request, or send the response to it if no engine is needed."""
         path, method = request.path, request.method
-        if path in _COMPLETION_PATHS:
+        if path in _COMPLETION_PATHS or path in PASS_THROUGH_PATHS:
             if method == b"POST":
                 self._start_exchange(request)
             else:
@@ -254,7 +255,8 @@ class ClientConnection(asyncio.Protocol):
         if client_request.tier is not None and not settings.has_tier(client_request.tier):
             router.counters.unknown_tiers += 1
         self._request = client_request
-        self._exchange = Exchange(router, settings, self, client_request)
+        kind = Exchange if request.path in _COMPLETION_PATHS else PassThrough
+        self._exchange = kind(router, settings, self, client_request)
         self._exchange.start()
 
     def _end(self) -> None:

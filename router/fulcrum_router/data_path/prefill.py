@@ -18,7 +18,7 @@ from fulcrum_router.http1.bodies import (
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
-from fulcrum_router.http1.upstream import send_request
+from fulcrum_router.http1.sending import send_request
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 
 _REASONS = {

@@ -9,7 +9,8 @@ import re
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import run_inline
-from fulcrum_router.http1.upstream import ConnectionPool, send_request
+from fulcrum_router.http1.sending import send_request
+from fulcrum_router.http1.upstream import ConnectionPool
 
 RESPONSE_TIMEOUT_S = 1.0
 """Time to connect, and then to respond, of a request for metrics or health, in seconds."""

@@ -1,17 +1,15 @@
 """Connections to engines: one request at a time on each, kept alive in a connection pool per endpoint.
 
-A connection finds the end of the response and passes what it reads to its `ResponseHandler`: `DecodeLeg`, or
-`BufferedResponse` for prefill legs, probes and canaries. Retries on another instance are the caller's; only
-`send_request` sends a request again, to the same engine, if the engine closed a reused connection. Time-outs
-are enforced by one periodic sweep over all busy connections instead of one timer per request.
+A connection finds the end of the response and passes what it reads to its `ResponseHandler`. `sending` sends
+requests; retries on another instance are the callers'. Time-outs are enforced by one periodic sweep over all
+busy connections instead of one timer per request.
 """
 
 import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import (
@@ -21,10 +19,9 @@ from fulcrum_router.http1.framing import (
     ChunkScanner,
     FramingError,
     ResponseHead,
-    dechunk,
     parse_head,
 )
-from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
+from fulcrum_router.http1.inline_task import run_in_asyncio_task
 
 _NO_SOCKET_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 """Errors of a connection attempt that are the router's own, and say nothing about the engine."""
@@ -36,8 +33,6 @@ SMALL_BODY_BYTES = 16_384
 """Below this size, copying head and body into one write is cheaper than `writelines`."""
 MAX_INTERIM_RESPONSES = 8
 """Responses such as `100 Continue` before the response itself."""
-MAX_RESPONSE_BYTES = 8 * 1024 * 1024
-"""Limit of a response that is buffered whole."""
 
 
 class ResponseHandler(Protocol):
@@ -427,116 +422,3 @@ class ConnectionPool:
 
 class ResponseTooLarge(Exception):
     """A response has more bytes than are buffered."""
-
-
-class BufferedResponse(Completion[bytes]):
-    """Collects a whole response and completes with its content."""
-
-    __slots__ = ("_body_bytes", "_body_parts", "head", "retryable")
-
-    def __init__(self, *, retryable: bool) -> None:
-        Completion.__init__(self)  # super() costs a lookup
-        self.retryable = retryable
-        self.head: ResponseHead | None = None
-        self._body_parts: list[bytes] = []
-        self._body_bytes = 0
-
-    def on_head(self, head: ResponseHead) -> None:
-        self.head = head
-
-    def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
-        self._body_bytes += len(data)
-        if self._body_bytes > MAX_RESPONSE_BYTES:
-            raise ResponseTooLarge(f"response longer than {MAX_RESPONSE_BYTES} bytes")
-        self._body_parts.append(data)
-
-    def on_end(self) -> None:
-        body = self._body_parts[0] if len(self._body_parts) == 1 else b"".join(self._body_parts)
-        assert self.head is not None
-        self.set_result(dechunk(body) if self.head.length == CHUNKED else body)
-
-    def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
-        self.head = head
-        self.set_result(content)
-
-    def on_failure(self, failure: Failure, detail: str) -> None:
-        self.set_exception(LegFailed(failure, detail))
-
-    def extend_deadline(self, now_s: float) -> float:
-        return now_s
-
-
-class RequestHandler(ResponseHandler, Awaitable[object], Protocol):
-    """A `ResponseHandler` that can be awaited: it completes with the end of the response."""
-
-
-H = TypeVar("H", bound=RequestHandler)
-
-
-async def send_and_wait(
-    pool: ConnectionPool,
-    make_handler: Callable[[EngineConnection], H],
-    head: bytes,
-    body: bytes,
-    *,
-    connect_timeout_s: float,
-    first_byte_timeout_s: float,
-    idle_timeout_s: float,
-) -> H:
-    """Send a request and wait until its handler completes; time-outs are those of `EngineConnection.send`.
-
-    Must be called in an inline task.
-    If a reused connection was closed before the engine read the request, the request is sent once more on a
-    fresh connection, with a new handler. Cancelling the call aborts the request.
-
-    Raises:
-        LegFailed: without a connection, or whatever the handler raises.
-    """
-    connection = pool.take_idle()
-    if connection is None:
-        connection = await pool.open(connect_timeout_s)
-    while True:
-        handler = make_handler(connection)
-        connection.send(
-            handler, head, body, first_byte_timeout_s=first_byte_timeout_s, idle_timeout_s=idle_timeout_s
-        )
-        try:
-            await handler
-        except LegFailed:
-            if not connection.lost_reuse_race:
-                raise
-            # The engine closed its idle connection: not a failure. A fresh one cannot lose this race, so the
-            # loop runs at most twice.
-            connection = await pool.open(connect_timeout_s)
-            continue
-        except asyncio.CancelledError:
-            if connection.handler is handler:  # else the response is complete, and another leg may use it
-                connection.abort()
-            raise
-        return handler
-
-
-async def send_request(
-    pool: ConnectionPool,
-    head: bytes,
-    body: bytes,
-    *,
-    connect_timeout_s: float,
-    response_timeout_s: float,
-    retryable: bool = True,
-) -> tuple[int, bytes, ResponseHead]:
-    """Send a request, wait for the whole response, and return its status, content and head.
-
-    As `send_and_wait`. A response with status 5xx does not raise.
-    """
-    response = await send_and_wait(
-        pool,
-        lambda _: BufferedResponse(retryable=retryable),
-        head,
-        body,
-        connect_timeout_s=connect_timeout_s,
-        first_byte_timeout_s=response_timeout_s,
-        idle_timeout_s=0.0,
-    )
-    assert response.head is not None
-    return response.head.status, await response, response.head

@@ -25,7 +25,8 @@ from fulcrum_router.http1.bodies import (
 from fulcrum_router.http1.engine_events import parse_usage
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import run_inline
-from fulcrum_router.http1.upstream import ConnectionPool, send_request
+from fulcrum_router.http1.sending import send_request
+from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.kv_transfer.verification import (
     KvTransfer,
     is_handshake_timeout,

@@ -11,7 +11,8 @@ from fulcrum_router.data_path.decode_response import MAX_BUFFERED_BODY_BYTES, De
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.framing import frame_chunk
-from fulcrum_router.http1.upstream import BufferedResponse, ConnectionPool, EngineConnection
+from fulcrum_router.http1.sending import BufferedResponse
+from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs

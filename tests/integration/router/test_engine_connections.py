@@ -9,7 +9,8 @@ import pytest
 from fulcrum_router.http1 import upstream
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.inline_task import run_inline
-from fulcrum_router.http1.upstream import BufferedResponse, ConnectionPool
+from fulcrum_router.http1.sending import BufferedResponse
+from fulcrum_router.http1.upstream import ConnectionPool
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     FakeEngine,

@@ -1,0 +1,278 @@
+"""Requests that one engine answers alone: embeddings, scores, tokens, and generation APIs without a hand-off.
+
+Such a request goes to the serving instance with the fewest legs in flight; its response is forwarded as it
+comes. Before the first byte a failure moves it to another instance, once. The limits on bodies and the fields
+that clients may not set are those of completions.
+"""
+
+import asyncio
+
+import structlog
+
+from fulcrum_core.values import Role
+from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.data_path.request import ClientRequest, Downstream
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.http1 import responses
+from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
+from fulcrum_router.http1.failures import Failure, LegFailed
+from fulcrum_router.http1.framing import UNTIL_CLOSE, ResponseHead
+from fulcrum_router.http1.inline_task import Completion, InlineTask
+from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.sending import send_and_wait
+from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.router import Router
+from fulcrum_router.settings import ServiceSettings
+
+log = structlog.get_logger()
+
+GENERATION_PATHS = frozenset({b"/v1/responses", b"/v1/messages"})
+"""Paths whose requests generate tokens: sent to instances that decode."""
+POOLING_PATHS = frozenset(
+    {
+        b"/v1/embeddings",
+        b"/v2/embed",
+        b"/v1/score",
+        b"/score",
+        b"/v1/rerank",
+        b"/v2/rerank",
+        b"/rerank",
+        b"/pooling",
+        b"/classify",
+        b"/tokenize",
+        b"/detokenize",
+        b"/v1/messages/count_tokens",
+    }
+)
+"""Paths whose requests are answered in one step, or in none."""
+PASS_THROUGH_PATHS = GENERATION_PATHS | POOLING_PATHS
+MAX_ATTEMPTS = 2
+MAX_RESPONSE_S = 3_600.0
+"""Longest time until the first byte, for a response that comes whole from an engine that makes progress."""
+
+_PREFILL = Role.PREFILL  # an attribute of an enum is slow to read
+
+
+class StreamBroken(Exception):
+    """The engine failed after the first byte was sent to the client."""
+
+    def __init__(self, failed: LegFailed) -> None:
+        super().__init__(failed.detail)
+        self.failed = failed
+
+
+class PassThroughLeg(Completion[None]):
+    """One attempt: forwards the response of one instance; completes with its end."""
+
+    __slots__ = ("_first_byte_timeout_s", "_on_first_byte", "committed", "connection", "head", "instance")
+
+    def __init__(
+        self, connection: EngineConnection, instance: Instance, exchange: "PassThrough", *, timeout_s: float
+    ) -> None:
+        Completion.__init__(self)
+        self.connection, self.instance = connection, instance
+        self._on_first_byte, self._first_byte_timeout_s = exchange.write_first, timeout_s
+        self.head: ResponseHead | None = None
+        self.committed = False
+        """Whether the first byte was sent to the client: no other instance can take over."""
+
+    @property
+    def retryable(self) -> bool:
+        """See `ResponseHandler`."""
+        return not self.committed
+
+    def on_head(self, head: ResponseHead) -> None:
+        self.head = head
+        if head.status >= 500:
+            self.connection.abort()
+            self._fail_with_status(head.status)
+
+    def _fail_with_status(self, status: int) -> None:
+        self.set_exception(LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status))
+
+    def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
+        if not self.done:
+            self._forward(data)
+
+    def _forward(self, data: bytes) -> None:
+        assert self.head is not None
+        self._on_first_byte(self, data)
+
+    def on_end(self) -> None:
+        if self.done:
+            return
+        if not self.committed:
+            self._forward(b"")
+        self.set_result(None)
+
+    def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
+        self.head = head
+        if head.status >= 500:
+            self._fail_with_status(head.status)
+            return
+        self._forward(content)
+        self.set_result(None)
+
+    def on_failure(self, failure: Failure, detail: str) -> None:
+        failed = LegFailed(failure, detail)
+        self.set_exception(StreamBroken(failed) if self.committed else failed)
+
+    def extend_deadline(self, now_s: float) -> float:
+        """Wait on while the engine makes progress; see `policy.whole_response`."""
+        if self.committed:
+            return now_s
+        last_s = max(self.connection.sent_s, self.instance.progress_at_s)
+        return min(self.connection.sent_s + MAX_RESPONSE_S, last_s + self._first_byte_timeout_s)
+
+
+class PassThrough:
+    """One client request in progress; used as an `Exchange` is."""
+
+    __slots__ = (
+        "_body",
+        "_client_request",
+        "_downstream",
+        "_inline_task",
+        "_keep_alive",
+        "_leg",
+        "_router",
+        "_settings",
+    )
+
+    def __init__(
+        self, router: Router, settings: ServiceSettings, downstream: Downstream, client_request: ClientRequest
+    ) -> None:
+        self._router, self._settings = router, settings
+        self._downstream, self._client_request = downstream, client_request
+        self._keep_alive = client_request.keep_alive
+        self._leg: PassThroughLeg | None = None
+        self._body: RequestBody | None = None
+        self._inline_task = InlineTask(self._run())
+
+    def start(self) -> None:
+        """Start the request. It may finish before this returns."""
+        self._inline_task.resume()
+
+    def cancel(self) -> None:
+        """Abort the leg: the client has disconnected."""
+        self._inline_task.cancel()
+
+    def pause(self) -> None:
+        """Stop reading from the engine: the client reads too slowly."""
+        if self._leg is not None and not self._leg.done:
+            self._leg.connection.pause()
+
+    def resume(self) -> None:
+        """Read from the engine again."""
+        if self._leg is not None and not self._leg.done:
+            self._leg.connection.resume()
+
+    async def _run(self) -> None:
+        outcome = RequestOutcome.FAILED
+        try:
+            outcome = await self._serve()
+        except InvalidBody as error:
+            outcome = RequestOutcome.INVALID
+            self._downstream.write(responses.build_error_response(400, str(error)))
+        except LegFailed as failed:
+            self._write_failure(failed)
+        except StreamBroken:
+            outcome, self._keep_alive = RequestOutcome.BROKEN, False
+        except asyncio.CancelledError:
+            outcome, self._keep_alive = RequestOutcome.CANCELLED, False
+        except Exception:
+            log.exception("request failed because of an internal error")
+            self._keep_alive = False
+            if self._leg is None or not self._leg.committed:
+                self._downstream.write(
+                    responses.build_error_response(500, "internal error of the router", close=True)
+                )
+        finally:
+            self._leg = None
+            self._router.counters.passed_through[self._client_request.path.decode(), outcome] += 1
+            self._downstream.finish_response(keep_alive=self._keep_alive)
+
+    async def _serve(self) -> RequestOutcome:
+        tier = self._settings.find_tier(self._client_request.tier)
+        request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
+        failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
+        excluded: set[str] = set()
+        while len(excluded) < MAX_ATTEMPTS:
+            instance = self._choose(excluded)
+            if instance is None:
+                break
+            excluded.add(instance.name)
+            try:
+                return await self._send(instance, request)
+            except LegFailed as error:
+                failed = error
+                self._router.record_leg_failure(instance, DECODE, error)
+                self._router.counters.retries[DECODE, error.failure] += 1
+            except StreamBroken as broken:
+                self._router.record_leg_failure(instance, DECODE, broken.failed)
+                raise
+        raise failed
+
+    def _choose(self, excluded: set[str]) -> Instance | None:
+        """The serving instance with the fewest legs; requests that generate avoid prefill instances."""
+        serving = [i for i in self._router.fleet.instances if i.serving and i.name not in excluded]
+        if self._client_request.path in GENERATION_PATHS:
+            serving = [i for i in serving if i.role is not _PREFILL] or serving
+        return min(serving, key=lambda i: (i.ledger.legs, i.name), default=None)
+
+    async def _send(self, instance: Instance, request: RequestBody) -> RequestOutcome:
+        """Send the request to one instance and forward its response.
+
+        Raises:
+            LegFailed: if it fails before the first byte was sent to the client.
+            StreamBroken: if it fails later.
+        """
+        pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
+        body = build_decode_body(request, None, cache_salt=instance.cache_salt)
+        head = self._client_request.build_leg_head(pool.address, len(body))
+        tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(body))
+        entry = instance.ledger.add_decode(tokens=tokens)
+        try:
+            leg = await send_and_wait(
+                pool,
+                lambda connection: self._start_leg(connection, instance),
+                head,
+                body,
+                connect_timeout_s=timeouts.connect_s,
+                first_byte_timeout_s=timeouts.first_byte_s,
+                idle_timeout_s=timeouts.idle_s,
+            )
+            self._router.record_leg_success(instance, DECODE)
+            assert leg.head is not None
+            return RequestOutcome.OK if leg.head.status < 400 else RequestOutcome.INVALID
+        finally:
+            entry.release()
+
+    def _start_leg(self, connection: EngineConnection, instance: Instance) -> PassThroughLeg:
+        timeout_s = self._settings.timeouts.first_byte_s
+        leg = self._leg = PassThroughLeg(connection, instance, self, timeout_s=timeout_s)
+        return leg
+
+    def write_first(self, leg: PassThroughLeg, data: bytes) -> None:
+        """Send bytes of the response, the first ones with the head."""
+        head = leg.head
+        if head is not None and not leg.committed:
+            leg.committed = True
+            if head.length == UNTIL_CLOSE:
+                self._keep_alive = False
+            lines = leg.instance.decode_header
+            if not self._keep_alive:
+                lines += b"connection: close\r\n"
+            data = head.prepend_headers(lines) + data
+            self._downstream.release_body()
+            if self._body is not None:
+                self._body.forget_prompt()
+            if self._downstream.paused:
+                self.pause()
+        self._downstream.write(data)
+
+    def _write_failure(self, failed: LegFailed) -> None:
+        """Send the error for a request that no instance could serve."""
+        status = 503 if failed.status == 503 else 504 if failed.failure is Failure.TIMEOUT else 502
+        message = failed.detail if status == 503 else f"no instance responded: {failed.detail}"
+        self._downstream.write(responses.build_error_response(status, message, close=not self._keep_alive))
