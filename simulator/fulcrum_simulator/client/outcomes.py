@@ -2,6 +2,8 @@
 
 Every offered request has exactly one outcome: ok, failed (no byte of a response arrived), broken (the
 response started and did not finish) or wrong (it finished with another text or token count than expected).
+The router judges by the same rules (docs/decisions/0016). Clients that leave and whole responses do not occur
+here: the generator waits for each response, and streams them all.
 """
 
 from collections import Counter

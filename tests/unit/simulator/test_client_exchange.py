@@ -76,6 +76,15 @@ def test_a_correct_response_is_ok_with_latencies_from_the_intended_time() -> Non
     ]
 
 
+def test_tpot_counts_tokens_and_not_events() -> None:
+    """An engine may send several tokens in one event."""
+    digest = make_request().digest
+    both = event({"choices": [{"index": 0, "text": output_token(digest, 1) + output_token(digest, 2)}]})
+    assert ScriptedResponse([token(0), both, usage() + DONE]).outcomes() == [
+        RequestOutcome(4, OutcomeKind.OK, 0.5, 103.0, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
+    ]
+
+
 def test_a_single_token_has_no_tpot() -> None:
     ends: list[RequestOutcome] = []
     exchange = HttpExchange(make_request(output_tokens=1), index=0, intended_s=0.0, on_end=ends.append)

@@ -135,10 +135,16 @@ def state(*tiers: TierState) -> RouterState:
     return router_state(tiers=tiers)
 
 
-def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> TierState:
-    failed = offered - met - in_flight - cancelled
+def tier(offered: int, met: int, *, in_flight: int = 0, cancelled: int = 0, left_late: int = 0) -> TierState:
     return TierState(
-        name="t", offered=offered, ok=met, failed=failed, broken=0, cancelled=cancelled, slo_met=met
+        name="t",
+        offered=offered,
+        ok=met,
+        failed=offered - met - in_flight - cancelled - left_late,
+        broken=0,
+        cancelled=cancelled,
+        left_late=left_late,
+        slo_met=met,
     )
 
 
@@ -165,6 +171,7 @@ def test_in_a_cluster_attainment_comes_from_the_status() -> None:
         pytest.param(state(tier(30, 30), tier(10, 9)), 97.5, id="over all tiers"),
         pytest.param(state(tier(5, 0, in_flight=5)), None, id="none has ended"),
         pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), 90.0, id="some are in flight"),
+        pytest.param(state(tier(10, 9, left_late=1)), 90.0, id="a client that left late is a miss"),
     ],
 )
 def test_attainment_counts_ended_requests_only(router: RouterState | None, expected: float | None) -> None:

@@ -31,10 +31,12 @@ from tests.unit.operator.controller.test_reconcile import world as world  # a fi
 POLL_S = 10.0
 
 
-def tier(name: str, ended: int, met: int, *, in_flight: int = 0, cancelled: int = 0) -> TierState:
+def tier(
+    name: str, ended: int, met: int, *, in_flight: int = 0, cancelled: int = 0, left_late: int = 0
+) -> TierState:
     offered = ended + in_flight + cancelled
-    counts = {"offered": offered, "ok": met, "failed": ended - met, "broken": 0, "cancelled": cancelled}
-    return TierState(name=name, slo_met=met, **counts)
+    counts = {"offered": offered, "ok": met, "failed": ended - met - left_late, "broken": 0}
+    return TierState(name=name, slo_met=met, cancelled=cancelled, left_late=left_late, **counts)
 
 
 def router_counts(*tiers: TierState, ledger_s: float = 0.0) -> RouterState:
@@ -159,6 +161,11 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
             ],
             MET,
             id="requests in flight and cancelled ones do not count",
+        ),
+        pytest.param(
+            [None, router_counts(), None, None, router_counts(tier("t", 200, 198, left_late=2))],
+            MET,
+            id="requests whose clients left late have missed",
         ),
         pytest.param(
             [default_tier_counts(0, 0), default_tier_counts(200, 0), *[default_tier_counts(400, 198)] * 34],
