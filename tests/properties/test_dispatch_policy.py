@@ -210,6 +210,24 @@ def test_releasing_all_work_empties_the_ledger(work: list[tuple[str, int]], rng:
     assert not any(left)
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10), st.integers(0, 9)), max_size=20),
+    st.floats(0, 1000),
+)
+def test_what_remains_of_prefill_work_is_never_more_than_all_of_it(
+    work: list[tuple[float, float, int]], later_s: float
+) -> None:
+    """Each step adds a prompt some time after the step before, and releases one of those in flight."""
+    ledger, open_, now_s = Ledger(), list[PrefillEntry](), 0.0
+    for predicted_s, pause_s, released in work:
+        now_s += pause_s
+        open_.append(ledger.add_prefill(tokens=1, predicted_s=predicted_s, now_s=now_s))
+        if released < len(open_):
+            open_.pop(released).release(now_s)
+        for at_s in (now_s, now_s + later_s):
+            assert 0.0 <= ledger.remaining_s(at_s) <= ledger.prefill_queued_s + 1e-9
+
+
 @given(st.floats(0.001, 1), st.floats(0, 1e-3), st.integers(0, 100_000), st.integers(0, 100_000))
 def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens: int, more: int) -> None:
     def cost(decoding: int) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import Candidates, Ledger, Work
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -95,3 +96,11 @@ class FakeLeg:
 
     def extend_deadline(self, now_s: float) -> float:
         return now_s
+
+
+def make_serving(name: str, role: Role, *, pool: str = "") -> Instance:
+    """Make an instance of the router's fleet that serves; nobody listens at its endpoint."""
+    made = Instance(name, pool=pool)
+    made.assign(role)
+    made.set_endpoint("127.0.0.1", 9)
+    return made
