@@ -25,6 +25,11 @@ MAX_SERVED_AT_ONCE = 64
 """Requests of one connection that are served before other connections have their turn."""
 MAX_REFUSED_CONNECTIONS = 64
 """Connections over the limit that wait for the 503 that says so."""
+CROWDED_SHARE = 0.75
+"""Share of the greatest number of connections above which `CROWDED_TIMEOUT_S` applies."""
+CROWDED_TIMEOUT_S = 5.0
+"""For a request, and between two, while very many connections are open, perhaps to keep others out."""
+MIN_CHECKED_AT_ONCE = 128
 REQUEST_TIMEOUT_S = 60.0
 """From the first to the last byte of a request."""
 IDLE_TIMEOUT_S = 75.0
@@ -48,13 +53,29 @@ class ClientServer:
         self.connections: set[ClientConnection] = set()
         self.memory = RequestMemory()
         self.max_connections = find_max_connections()
+        self._unchecked: list[ClientConnection] = []
+        """Connections whose time-outs are checked next."""
+        self._checked_at_once = MIN_CHECKED_AT_ONCE
 
     def __call__(self) -> "ClientConnection":
         return ClientConnection(self)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many connections are open that none may be kept for long without a request."""
+        return len(self.connections) > CROWDED_SHARE * self.max_connections
+
     def enforce_timeouts(self, now_s: float) -> None:
-        """Close connections that have exceeded a time-out."""
-        for connection in list(self.connections):
+        """Close connections that have exceeded a time-out.
+
+        Looks at a tenth of them in each call: looking at many would keep all clients waiting.
+        """
+        if not self._unchecked:
+            self._unchecked = list(self.connections)
+            self._checked_at_once = max(MIN_CHECKED_AT_ONCE, len(self._unchecked) // 10)
+        checked = self._unchecked[-self._checked_at_once :]
+        del self._unchecked[-self._checked_at_once :]
+        for connection in checked:
             connection.enforce_timeouts(now_s)
 
     def close(self) -> None:
@@ -329,7 +350,8 @@ class ClientConnection(asyncio.Protocol):
             return STALLED_CLIENT_TIMEOUT_S
         if self._reader.rejection is not None:
             return LINGER_S
-        return REQUEST_TIMEOUT_S if self._reader.begun else IDLE_TIMEOUT_S
+        timeout_s = REQUEST_TIMEOUT_S if self._reader.begun else IDLE_TIMEOUT_S
+        return min(timeout_s, CROWDED_TIMEOUT_S) if self._server.is_crowded else timeout_s
 
 
 def _build_client_request(request: Request, router: Router) -> ClientRequest:

@@ -8,6 +8,9 @@ from typing import Final
 
 MAX_HELD_BYTES: Final = 512 * 1024 * 1024
 """Bodies and unread bytes of all clients. A body is held until no leg can need it again."""
+LARGE_SHARE: Final = 0.75
+"""Share of `MAX_HELD_BYTES` that large bodies may take: clients that send them slowly leave some room."""
+LARGE_BODY_BYTES: Final = 65_536
 MAX_CONNECTIONS: Final = 16_384
 _RESERVED_FILES: Final = 256
 """Open files that are not connections of requests."""
@@ -21,11 +24,16 @@ class RequestMemory:
     def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
         self.max_bytes, self.held_bytes = max_bytes, 0
 
-    def hold(self, size: int) -> bool:
-        """Count `size` bytes more; False, and nothing is counted, if that exceeds the limit."""
-        if self.held_bytes + size > self.max_bytes:
+    def hold(self, size: int, *, body_bytes: int) -> bool:
+        """Count `size` bytes more, of a body that has `body_bytes` so far with them.
+
+        False, and nothing is counted, if that exceeds the limit.
+        """
+        held_bytes = self.held_bytes + size
+        share = 1.0 if body_bytes <= LARGE_BODY_BYTES else LARGE_SHARE
+        if held_bytes > self.max_bytes * share:
             return False
-        self.held_bytes += size
+        self.held_bytes = held_bytes
         return True
 
     @property

@@ -46,8 +46,8 @@ class Rejection(Exception):
 class BodyMemory(Protocol):
     """Limits the bytes of all bodies that are held at once."""
 
-    def hold(self, size: int) -> bool:
-        """Count `size` bytes more; False if there is no room for them."""
+    def hold(self, size: int, *, body_bytes: int) -> bool:
+        """Count `size` bytes more, of a body that has `body_bytes` with them; False if there is no room."""
         ...
 
 
@@ -244,7 +244,7 @@ class RequestReader:
         self._body_bytes += len(body)
         if self._body_bytes > MAX_BODY_BYTES:
             raise Rejection(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
-        if not self._memory.hold(len(body)):
+        if not self._memory.hold(len(body), body_bytes=self._body_bytes):
             raise Rejection(503, "the router holds as many bytes of requests as it may; try again")
         self.held_bytes += len(body)
         self._body_parts.append(body)

@@ -14,6 +14,7 @@ from tests.integration.router.fake_engines import (
     ResponseWriter,
     RunningRouter,
     build_post,
+    never_respond,
     run_router,
     send_source_name,
     stream_tokens_then,
@@ -288,6 +289,44 @@ async def test_a_connection_over_the_limit_gets_a_503_that_says_so() -> None:
         await wait_until(lambda: not world.server.clients.connections, "both are closed")
         assert statuses(await send_pieces(world, build_post(BODY))) == [200]
         assert world.router.counters.refused_connections == 1
+
+
+async def test_connections_without_a_request_make_room_when_very_many_are_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "CROWDED_TIMEOUT_S", 0.1)
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=never_respond)) as world:
+        clients = world.server.clients
+        clients.max_connections = 16
+        _, busy = await asyncio.open_connection("127.0.0.1", world.port)
+        busy.write(build_post(BODY))
+        await wait_until(lambda: bool(world["d1"].requests), "a request is served")
+        held = [await asyncio.open_connection("127.0.0.1", world.port) for _ in range(15)]
+        for _, writer in held[:7]:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nx-slow: ")
+        await wait_until(lambda: len(clients.connections) <= 12, "there is room")
+        assert statuses(await send_pieces(world, build_get("/health"))) == [200]
+        assert not world["d1"].abandoned, "the request goes on"
+        for writer in (busy, *(writer for _, writer in held)):
+            writer.transport.abort()
+
+
+async def test_large_bodies_that_come_slowly_leave_room_for_others() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        memory = world.server.clients.memory
+        memory.max_bytes = 1_000_000
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n"
+        slow = [(await asyncio.open_connection("127.0.0.1", world.port))[1] for _ in range(20)]
+        for writer in slow:
+            writer.write(head + b"x" * 300_000)
+        await wait_until(
+            lambda: len(world.server.clients.connections) == 20 and memory.held_bytes > 600_000,
+            "much is held",
+        )
+        assert statuses(await send_pieces(world, build_post(BODY))) == [200]
+        for writer in slow:
+            writer.transport.abort()
+        await wait_until(lambda: memory.held_bytes == 0, "nothing is held")
 
 
 async def test_a_rejected_client_that_still_sends_can_read_why() -> None:
