@@ -147,7 +147,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
-        fixed = {"temperature": 0, "ignore_eos": True}
+        fixed = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         async with self._request("POST", "/v1/completions", json={**fixed, **body}) as response:
             if response.status != 200:
                 raise EngineUnusable(
@@ -173,7 +173,8 @@ class EngineClient:
             raise EngineUnusable(self.url, f"does not respond for {IDLE_TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise EngineUnusable(self.url, f"cannot be reached: {cause}") from error
+            happened = "broke off" if isinstance(error, aiohttp.ClientPayloadError) else "cannot be reached"
+            raise EngineUnusable(self.url, f"{happened}: {cause}") from error
 
     async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
         raw = bytearray()
@@ -205,15 +206,14 @@ class _EventReader:
             return ""
         try:
             message = json.loads(payload)
-        except ValueError:
-            message = None
-        if not isinstance(message, dict):
-            return "sends an event that is not a JSON object"
-        if "error" in message:
-            return f"ended the stream: {_message(payload)}"
-        self._usage = message.get("usage") or self._usage
-        if message.get("choices") and not message["choices"][0].get("role"):
-            self._times.tokens_s.append(now_s)
+            if "error" in message:
+                return f"ended the stream: {_message(payload)}"
+            self._usage = dict(message.get("usage") or self._usage)
+            tokens = sum(map(_count_tokens, message.get("choices") or ()))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return "sends an event that is not a completion"
+        if tokens:
+            self._times.tokens_s += [now_s] * tokens
             self._times.on_token()
         return ""
 
@@ -228,6 +228,12 @@ class _EventReader:
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
         self._times.cached_tokens = cached if isinstance(cached, int) else None
         return ""
+
+
+def _count_tokens(choice: Mapping[str, Any]) -> int:
+    """Return the tokens of one choice of an event: several, if the client was slow. Without ids it is one."""
+    token_ids = choice.get("token_ids")
+    return 1 if token_ids is None else len(token_ids)
 
 
 def _message(raw: bytes) -> str:

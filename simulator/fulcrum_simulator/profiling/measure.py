@@ -19,6 +19,7 @@ T = TypeVar("T")
 Report = Callable[[str], None]
 _STEPS_MIN = 8
 """Fewest steps from which a duration is computed."""
+DECODE_STEPS_MAX = 64 * DECODE_STEPS
 _PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -30,6 +31,7 @@ class Measurer:
     ) -> None:
         self._client, self._limits = client, limits
         self._token_budget, self._repeats, self._report = token_budget, repeats, report
+        self._decode_steps = DECODE_STEPS
 
     async def warm_up(self, plan: MeasurementPlan) -> None:
         """Run the longest prompt and the largest batch once: engines compile and allocate on first use."""
@@ -88,39 +90,57 @@ class Measurer:
 
     async def _measure_decode(self, batch: int, context: int) -> DecodeSample:
         """Return the mean step while exactly these requests decode."""
-        max_tokens = self._steps_to_fill(batch, context) + DECODE_STEPS
-        runs = [TokenTimes() for _ in range(batch)]
-        await _run_all([self._client.stream(self._body(context, max_tokens=max_tokens), run) for run in runs])
-        start_s, end_s = max(run.tokens_s[0] for run in runs), min(run.tokens_s[-1] for run in runs)
-        before = [bisect_left(run.tokens_s, start_s) for run in runs]
-        steps, seconds = self._mean_step(runs[0].tokens_s, start_s, end_s)
-        # The step that makes token j of a request reads its prompt and j tokens.
-        context_tokens = sum(context + index + (steps + 1) / 2 for index in before)
-        return DecodeSample(batch, context_tokens, seconds)
+
+        async def measure(steps: int) -> DecodeSample:
+            max_tokens = self._steps_to_fill(batch, context) + steps
+            runs = [TokenTimes() for _ in range(batch)]
+            body = partial(self._body, context, max_tokens=max_tokens)
+            await _run_all([self._client.stream(body(), run) for run in runs])
+            start_s, end_s = max(run.tokens_s[0] for run in runs), min(run.tokens_s[-1] for run in runs)
+            before = [bisect_left(run.tokens_s, start_s) for run in runs]
+            together, seconds = _mean_step(runs[0].tokens_s, start_s, end_s)
+            # The step that makes token j of a request reads its prompt and j tokens.
+            context_tokens = sum(context + index + (together + 1) / 2 for index in before)
+            return DecodeSample(batch, context_tokens, seconds)
+
+        return await self._with_enough_steps(measure, batch, context)
 
     async def _measure_mixed(self, batch: int, tokens: int, *, context: int) -> float:
         """Return by how much a prompt of `tokens` delays `batch` requests that decode."""
-        room = self._token_budget - batch
-        decodes = self._steps_to_fill(batch, context) + 2 * DECODE_STEPS + -(-tokens // room)
-        runs = [TokenTimes() for _ in range(batch)]
-        settled = _watch_steps(runs, DECODE_STEPS // 2)
-        joining = TokenTimes()
 
-        async def join() -> None:
-            await settled.wait()
-            await self._client.stream(self._body(tokens, max_tokens=1), joining)
+        async def measure(steps: int) -> float:
+            max_tokens = self._steps_to_fill(batch, context) + 2 * steps + -(-tokens // self._room(batch))
+            runs, joining = [TokenTimes() for _ in range(batch)], TokenTimes()
+            settled = _watch_steps(runs, steps)
 
-        streams = [self._client.stream(self._body(context, max_tokens=decodes), run) for run in runs]
-        await _run_all([*streams, join()])
-        tokens_s = runs[0].tokens_s
-        first, last = bisect_right(tokens_s, joining.sent_s) - 1, bisect_left(tokens_s, joining.tokens_s[0])
-        if last >= len(tokens_s):
-            raise EngineUnusable(
-                self._client.url, f"ended its decodes before a prompt of {tokens} tokens: is it idle?"
-            )
-        start_s = max(run.tokens_s[0] for run in runs)
-        _, alone_s = self._mean_step(tokens_s, start_s, joining.sent_s)
-        return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 1e-9)
+            async def join() -> None:
+                await settled.wait()
+                await self._client.stream(self._body(tokens, max_tokens=1), joining)
+
+            body = partial(self._body, context, max_tokens=max_tokens)
+            await _run_all([*(self._client.stream(body(), run) for run in runs), join()])
+            return _compute_delay(runs, joining)
+
+        return await self._with_enough_steps(measure, batch, context)
+
+    async def _with_enough_steps(self, measure: Callable[[int], Awaitable[T]], batch: int, context: int) -> T:
+        """Measure with twice as many steps until enough of them are undisturbed; later points begin there.
+
+        On a busy machine the last request of a batch may come when the first one has almost ended, and an
+        engine that shares its thread with its server sends many tokens at once.
+        """
+        room = min(self._limits.max_model_tokens, self._limits.kv_tokens // batch) - context
+        most = max(DECODE_STEPS, min(room // 4, DECODE_STEPS_MAX))
+        while True:
+            try:
+                return await measure(min(self._decode_steps, most))
+            except _TooFewSteps as error:
+                self._decode_steps *= 2
+                if self._decode_steps > most:
+                    cause = (
+                        f"decoded only {error.steps} steps undisturbed: is it idle, and --token-budget right?"
+                    )
+                    raise EngineUnusable(self._client.url, cause) from None
 
     async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferSample:
         body = self._body(tokens, max_tokens=1)
@@ -140,20 +160,41 @@ class Measurer:
         prompt = self._client.make_prompt(tokens)
         return {"model": self._limits.model, "prompt": prompt, "max_tokens": max_tokens}
 
+    def _room(self, batch: int) -> int:
+        """Return the prompt tokens of a step in which `batch` requests decode."""
+        return self._token_budget - batch
+
     def _steps_to_fill(self, batch: int, context: int) -> int:
         """Return the steps until all prompts of a batch are computed; earlier ones decode meanwhile."""
-        return -(-batch * context // (self._token_budget - batch)) + 4
+        return -(-batch * context // self._room(batch)) + 4
 
-    def _mean_step(self, tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
-        """Return the number of steps between two times, and their mean duration."""
-        inside = tokens_s[bisect_left(tokens_s, start_s) : bisect_right(tokens_s, end_s)]
-        steps = len(inside) - 1
-        if steps < _STEPS_MIN:
-            raise EngineUnusable(
-                self._client.url,
-                f"decoded only {max(0, steps)} steps undisturbed: is it idle, and --token-budget right?",
-            )
-        return steps, (inside[-1] - inside[0]) / steps
+
+class _TooFewSteps(Exception):
+    """A point has too few steps from which its duration can be computed."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.steps = steps
+
+
+def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
+    """Return the number of steps between two times, and their mean duration."""
+    inside = tokens_s[bisect_left(tokens_s, start_s) : bisect_right(tokens_s, end_s)]
+    steps = len(inside) - 1
+    apart = len(set(inside)) - 1  # tokens that a late client reads together look like one
+    if apart < _STEPS_MIN:
+        raise _TooFewSteps(max(0, apart))
+    return steps, (inside[-1] - inside[0]) / steps
+
+
+def _compute_delay(runs: Sequence[TokenTimes], joining: TokenTimes) -> float:
+    """Return how much longer the steps took in which a joining prompt was computed."""
+    tokens_s = runs[0].tokens_s
+    first, last = bisect_right(tokens_s, joining.sent_s) - 1, bisect_left(tokens_s, joining.tokens_s[0])
+    if last >= len(tokens_s):
+        raise _TooFewSteps(len(tokens_s) - first)
+    _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), joining.sent_s)
+    return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 1e-9)
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

@@ -20,6 +20,7 @@ from fulcrum_simulator.profiling import (
     fit_profile,
     plan_measurement,
 )
+from fulcrum_simulator.profiling.engine_client import TokenTimes
 from fulcrum_simulator.server.app import EngineApp
 from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.service import EngineService
@@ -190,8 +191,10 @@ TOKEN = '{"choices": [{"text": "a"}]}'
         pytest.param(
             text_response("x" * 500, 500), {}, f"status 500: {'x' * 200}", id="an error that is no JSON"
         ),
-        pytest.param(
-            stream_of("no JSON"), {}, "sends an event that is not a JSON object", id="broken events"
+        pytest.param(stream_of("no JSON"), {}, "sends an event that is not a completion", id="broken events"),
+        *(
+            pytest.param(stream_of(event), {}, "sends an event that is not a completion", id=event[:20])
+            for event in ("[]", "1", '{"choices": 1}', '{"choices": [1]}', '{"usage": 1}', "[" * 100_000)
         ),
         pytest.param(
             stream_of('{"error": {"message": "engine died"}}'),
@@ -230,6 +233,19 @@ async def test_an_engine_that_is_not_there_is_one_line() -> None:
         with pytest.raises(EngineUnusable, match=r"^http://127.0.0.1:9: cannot be reached: ") as caught:
             await client.read_limits()
     assert "\n" not in str(caught.value)
+
+
+async def test_an_engine_that_ends_within_a_response_is_one_line() -> None:
+    async def end(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        await response.write(f"data: {TOKEN}\n\n".encode())
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    assert (await measure_bad_engine(end)).startswith("broke off: ")
 
 
 async def test_an_engine_that_does_not_respond_is_given_up() -> None:
@@ -278,3 +294,21 @@ async def test_a_token_budget_above_the_engines_is_noticed() -> None:
         )
         with pytest.raises(EngineUnusable, match="steps undisturbed: is it idle, and --token-budget right"):
             await measurer.measure_decode(plan)
+
+
+async def test_several_tokens_in_one_event_count_as_several() -> None:
+    events = ('{"choices": [{"token_ids": [1, 2]}]}', '{"choices": [{"text": "", "token_ids": []}]}')
+    usage = '{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}}'
+    app = web.Application()
+    app.router.add_post("/v1/completions", stream_of(*events, TOKEN, usage, "[DONE]"))
+    times = TokenTimes()
+    async with http_server(app) as url, EngineClient.open(url) as client:
+        await client.stream({"prompt": client.make_prompt(3), "max_tokens": 3}, times)
+    assert len(times.tokens_s) == 3
+
+
+async def test_no_two_prompts_begin_alike() -> None:
+    async with EngineClient.open("http://127.0.0.1:9") as client:
+        prompts = [client.make_prompt(64) for _ in range(500)]
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 500
+    assert {len(prompt) for prompt in prompts} == {64}
