@@ -23,6 +23,8 @@ from fulcrum_router.policy.journey import Action
 from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s
 from fulcrum_router.router import make_cache_salt
 
+_OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read
+
 
 class DecodeLeg:
     """A `Leg` to a decode instance."""
@@ -66,11 +68,20 @@ class DecodeLeg:
 
     async def run(self) -> Action:
         """See `Leg`."""
-        router, journey = self._request.router, self._request.journey
-        router.counters.dispatches[DECODE, journey.dispatch_reason] += 1
+        request, timeouts = self._request, self._request.timeouts
+        request.router.counters.dispatches[DECODE, request.journey.dispatch_reason] += 1
         failed: LegFailed | None = None
         try:
-            await self._send()
+            pool, body = self._instance.require_connection_pool(), self._build_body()
+            await send_and_wait(
+                pool,
+                self._expect_response,
+                request.client.build_leg_head(pool.address, len(body)),
+                body,
+                connect_timeout_s=timeouts.connect_s,
+                first_byte_timeout_s=timeouts.first_byte_s,
+                idle_timeout_s=timeouts.idle_s,
+            )
         except LegFailed as error:
             failed = error
         except asyncio.CancelledError:
@@ -79,29 +90,19 @@ class DecodeLeg:
                 raise
         finally:
             # Also when cancelled: the engine may still fetch the KV of a transfer that no leg waits for.
-            self._end_transfer()
+            if self._transfer is not None:
+                self._end_transfer(self._transfer)
             if self._lease_check is not None:
                 self._lease_check.cancel()
         return self._finish() if failed is None else self._fail(failed)
 
-    async def _send(self) -> None:
-        request, timeouts = self._request, self._request.timeouts
-        pool = self._instance.require_connection_pool()
-        salt = self._cache_salt
-        body = build_decode_body(
+    def _build_body(self) -> bytes:
+        request, salt = self._request, self._cache_salt
+        return build_decode_body(
             request.body,
             request.kv_transfer_params if self._transfer is not None else None,
             include_usage=request.adds_usage,
             cache_salt=make_cache_salt() if salt is None else salt,
-        )
-        await send_and_wait(
-            pool,
-            self._expect_response,
-            request.client.build_leg_head(pool.address, len(body)),
-            body,
-            connect_timeout_s=timeouts.connect_s,
-            first_byte_timeout_s=timeouts.first_byte_s,
-            idle_timeout_s=timeouts.idle_s,
         )
 
     def _expect_response(self, connection: EngineConnection) -> DecodeResponse:
@@ -173,11 +174,8 @@ class DecodeLeg:
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def _end_transfer(self) -> None:
+    def _end_transfer(self, transfer: KvTransfer) -> None:
         """Stop waiting for the transfer; rotate the cache salt if its KV may still be fetched too late."""
-        transfer = self._transfer
-        if transfer is None:
-            return
         self._instance.incoming_transfers.discard(transfer)
         # The first byte shows that the KV was fetched. Without it the engine may still fetch and cache it.
         if self._request.first_byte_at_s is None and transfer.may_be_late:
@@ -198,7 +196,7 @@ class DecodeLeg:
             router.counters.local_prefills[journey.local_prefill_reason] += 1
         if head.length == UNTIL_CLOSE:
             request.keep_alive = False
-        request.outcome = RequestOutcome.INVALID if head.status >= 400 else RequestOutcome.OK
+        request.outcome = _INVALID if head.status >= 400 else _OK
         return journey.decode_ended(time.monotonic())
 
     def _fail(self, error: LegFailed) -> Action:

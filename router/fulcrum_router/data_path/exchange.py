@@ -15,7 +15,6 @@ from fulcrum_router.data_path.decode import DecodeLeg
 from fulcrum_router.data_path.decode_response import DecodeResponse
 from fulcrum_router.data_path.prefill import PrefillLeg
 from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse, Leg, ServedRequest
-from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
@@ -23,7 +22,7 @@ from fulcrum_router.http1.failures import Failure
 from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
-from fulcrum_router.policy.journey import Action, Journey, State, StopReason
+from fulcrum_router.policy.journey import Action, State, StopReason
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -90,19 +89,18 @@ class Exchange:
                     responses.build_error_response(500, "internal error of the router", close=True)
                 )
         finally:
-            self._finish()
+            journey = request.journey
+            if journey is not None and journey.state is not _DONE:
+                journey.client_left(time.monotonic())
+            self._record_end()
+            # The leg refers to the request: without this only a garbage collection would free both.
+            self._leg = None
+            request.downstream.finish_response(keep_alive=request.keep_alive)
 
     async def _serve(self) -> None:
-        """Carry out the request's journey."""
-        journey = self._request.admit(self._parse_body())
-        try:
-            await self._carry_out(journey)
-        finally:
-            if journey.state is not _DONE:
-                journey.client_left(time.monotonic())
-
-    async def _carry_out(self, journey: Journey[Instance]) -> None:
+        """Carry out the actions of the request's journey, one after another."""
         request = self._request
+        journey = request.admit(self._parse_body())
         action = journey.begin(request.arrival_s)
         while action is not _END:
             if action is _SEND_PREFILL:
@@ -152,20 +150,10 @@ class Exchange:
 
     # --- the end -------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
-        request = self._request
-        self._record_end(self._get_response())
-        # The leg refers to the request: without this only a garbage collection would free both.
-        self._leg = None
-        request.downstream.finish_response(keep_alive=request.keep_alive)
-
-    def _get_response(self) -> DecodeResponse | None:
-        """The response that the client got; None if it got none of an engine."""
-        leg = self._leg
-        return leg.response if type(leg) is DecodeLeg else None
-
-    def _record_end(self, response: DecodeResponse | None) -> None:
+    def _record_end(self) -> None:
         """Count the request, and its latencies as far as the response shows them."""
+        leg = self._leg
+        response = leg.response if type(leg) is DecodeLeg else None
         request, outcome = self._request, self._request.outcome
         counters, first_byte_at_s = request.router.counters, request.first_byte_at_s
         if response is None or first_byte_at_s is None or not (response.streaming or outcome is _OK):
@@ -232,7 +220,8 @@ class Exchange:
 
     def _end_broken_stream(self) -> None:
         """Send an error event if one can be inserted, and close the connection without a regular end."""
-        request, response = self._request, self._get_response()
+        request, leg = self._request, self._leg
+        response = leg.response if type(leg) is DecodeLeg else None
         request.outcome, request.keep_alive = RequestOutcome.BROKEN, False
         if response is not None and request.failed is not None:
             last = response.build_stream_error(

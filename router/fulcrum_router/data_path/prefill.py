@@ -18,7 +18,8 @@ from fulcrum_router.http1.bodies import (
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
-from fulcrum_router.http1.sending import send_request
+from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
+from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 
 _REASONS = {
@@ -26,6 +27,10 @@ _REASONS = {
     PrefillProblem.WRONG_REMOTE_HOST: LocalPrefillReason.WRONG_REMOTE_HOST,
 }
 """Problems that another prefill instance would have, too: the decode instance computes the prompt."""
+
+
+def _expect_response(connection: EngineConnection) -> BufferedResponse:  # noqa: ARG001  # see send_and_wait
+    return BufferedResponse(retryable=True)
 
 
 class PrefillLeg:
@@ -89,16 +94,20 @@ class PrefillLeg:
         pool, timeouts = instance.require_connection_pool(), request.timeouts
         body = build_prefill_body(request.body, cache_salt=instance.cache_salt)
         request.expired_before = instance.expired_transfers  # before the lease begins, for a lease check
-        status, content, head = await send_request(
+        received = await send_and_wait(
             pool,
+            _expect_response,
             request.client.build_leg_head(pool.address, len(body)),
             body,
             connect_timeout_s=timeouts.connect_s,
-            response_timeout_s=timeouts.prefill_s,
+            first_byte_timeout_s=timeouts.prefill_s,
+            idle_timeout_s=0.0,
         )
-        if status != 200:
-            self._reject(status, content, head)
-        response = parse_prefill_response(content, pool.host)
+        head = received.head
+        assert head is not None
+        if head.status != 200:
+            self._reject(head.status, received.content, head)
+        response = parse_prefill_response(received.content, pool.host)
         problem = response.problem
         if problem is PrefillProblem.ABORTED:
             raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")

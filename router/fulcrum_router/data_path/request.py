@@ -5,7 +5,7 @@ Kept apart from `downstream`, so that the exchange does not depend on how reques
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.fleet.instances import Instance
@@ -15,6 +15,8 @@ from fulcrum_router.policy import Work
 from fulcrum_router.policy.journey import Action, Journey
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
+
+_CANCELLED = RequestOutcome.CANCELLED  # an attribute of an enum is slow to read
 
 
 class Downstream(Protocol):
@@ -96,7 +98,8 @@ class ServedRequest:
         self.router, self.downstream, self.client = router, downstream, client
         self.tier, self.timeouts = settings.find_tier(client.tier), settings.timeouts
         self.keep_alive = client.keep_alive
-        self.outcome = RequestOutcome.CANCELLED
+        self.journey: Journey[Instance] = cast("Journey[Instance]", None)  # set by admit
+        self.outcome = _CANCELLED
         """How the request ended; until then, how it would if its client left."""
         self.first_byte_at_s: float | None = None
         """When the first byte was sent to the client."""

@@ -24,12 +24,14 @@ MAX_RESPONSE_BYTES = 8 * 1024 * 1024
 class BufferedResponse(Completion[bytes]):
     """Collects a whole response and completes with its content."""
 
-    __slots__ = ("_body_bytes", "_body_parts", "head", "retryable")
+    __slots__ = ("_body_bytes", "_body_parts", "content", "head", "retryable")
 
     def __init__(self, *, retryable: bool) -> None:
         Completion.__init__(self)  # super() costs a lookup
         self.retryable = retryable
         self.head: ResponseHead | None = None
+        self.content = b""
+        """Content of the response, once it is complete."""
         self._body_parts: list[bytes] = []
         self._body_bytes = 0
 
@@ -45,10 +47,11 @@ class BufferedResponse(Completion[bytes]):
     def on_end(self) -> None:
         body = self._body_parts[0] if len(self._body_parts) == 1 else b"".join(self._body_parts)
         assert self.head is not None
-        self.set_result(dechunk(body) if self.head.length == CHUNKED else body)
+        self.content = dechunk(body) if self.head.length == CHUNKED else body
+        self.set_result(self.content)
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
-        self.head = head
+        self.head, self.content = head, content
         self.set_result(content)
 
     def on_failure(self, failure: Failure, detail: str) -> None:
@@ -131,4 +134,4 @@ async def send_request(
         idle_timeout_s=0.0,
     )
     assert response.head is not None
-    return response.head.status, await response, response.head
+    return response.head.status, response.content, response.head

@@ -60,10 +60,10 @@ class WaitingRoom:
         "_is_busy",
         "_max_bytes",
         "_max_requests",
-        "_members",
         "_next_number",
         "_order",
         "bytes",
+        "members",
         "prefill_ahead_s",
         "prefill_s",
     )
@@ -81,8 +81,8 @@ class WaitingRoom:
         self._max_requests, self._max_bytes, self._order = max_requests, max_bytes, order
         self._heap: list[tuple[Any, int, Waiter]] = []
         """May hold requests that have left; they are dropped when they come to the top."""
-        self._members: dict[Waiter, tuple[int, int, float]] = {}
-        """By request: its number, its bytes and its predicted prefill time."""
+        self.members: dict[Waiter, tuple[int, int, float]] = {}
+        """By request that waits: its number, its bytes and its predicted prefill time."""
         self._next_number = 0
         self._is_busy = self._again = False
         self.bytes = 0
@@ -91,14 +91,14 @@ class WaitingRoom:
         """Predicted prefill time of the requests that wait, in seconds."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def join(self, waiter: Waiter, *, size_bytes: int, prefill_s: float) -> bool:
         """Let a request wait; False: the room is full."""
-        if len(self._members) >= self._max_requests or self.bytes + size_bytes > self._max_bytes:
+        if len(self.members) >= self._max_requests or self.bytes + size_bytes > self._max_bytes:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
-        self._members[waiter] = (number, size_bytes, prefill_s)
+        self.members[waiter] = (number, size_bytes, prefill_s)
         heapq.heappush(self._heap, (self._order(waiter), number, waiter))
         self.bytes += size_bytes
         self.prefill_s += prefill_s
@@ -106,10 +106,10 @@ class WaitingRoom:
 
     def leave(self, waiter: Waiter) -> None:
         """Take a request out: it can be placed, or its client has left."""
-        member = self._members.pop(waiter, None)
+        member = self.members.pop(waiter, None)
         if member is not None:
             self.bytes -= member[1]
-            self.prefill_s = self.prefill_s - member[2] if self._members else 0.0
+            self.prefill_s = self.prefill_s - member[2] if self.members else 0.0
 
     def reconsider(self, now_s: float) -> None:
         """Let requests leave, in order, as long as instances can take them.
@@ -132,7 +132,7 @@ class WaitingRoom:
 
     def _let_leave(self, now_s: float) -> None:
         passed: list[tuple[Any, int, Waiter]] = []
-        heap, members = self._heap, self._members
+        heap, members = self._heap, self.members
         while heap:
             entry = heap[0]
             waiter = entry[2]

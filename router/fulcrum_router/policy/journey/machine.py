@@ -59,8 +59,9 @@ _CHARGED = frozenset(
 """Failures after which the engine is still alive: their retries are charged to the retry budget."""
 
 # An attribute of an enum is slow to read.
-_ARRIVED, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
+_ARRIVED, _WAITING, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
     State.ARRIVED,
+    State.WAITING,
     State.FLIP_WANTED,
     State.PREFILL,
     State.TRANSFERRING,
@@ -69,7 +70,8 @@ _ARRIVED, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
     State.DONE,
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
-_ROLE_BOTH, _PREFILLED_HERE, _CLOSED = Role.BOTH, DispatchReason.PREFILLED_HERE, Failure.CLOSED
+_ROLE_BOTH, _CLOSED = Role.BOTH, Failure.CLOSED
+_PREFILLED_HERE, _LEAST_COST = DispatchReason.PREFILLED_HERE, DispatchReason.LEAST_COST
 
 
 class Journey(Generic[V]):
@@ -135,7 +137,7 @@ class Journey(Generic[V]):
         """Target of the prefill leg that was sent last."""
         self.decode_instance: V | None = None
         """Target of the decode leg that was sent last; before it, the one that has a reservation."""
-        self.dispatch_reason = DispatchReason.LEAST_COST
+        self.dispatch_reason = _LEAST_COST
         """The rule that chose the last target."""
         self.source: V | None = None
         """Instance that computed the prompt last."""
@@ -178,7 +180,7 @@ class Journey(Generic[V]):
         """The request was admitted at `now_s`."""
         context = self._context
         context.retry_budget.record_request(now_s)
-        if context.waiting_room:
+        if context.waiting_room.members:
             context.waiting_room.reconsider(now_s)  # others have waited longer
         return self._seek_prefill(now_s, context.flip_rules)
 
@@ -246,7 +248,8 @@ class Journey(Generic[V]):
         if self.state is _TRANSFERRING or self.state is _PREFILL:
             self.state = _DECODE
             self._drop_kv()
-            self._release_local(now_s)
+            if self._local_entry is not None:
+                self._release_local(now_s)
 
     def decode_ended(self, now_s: float) -> Action:
         """The response of the decode leg is complete."""
@@ -368,7 +371,8 @@ class Journey(Generic[V]):
         instance = context.fleet[decision.instance]
         if instance.role is _ROLE_BOTH:  # it prefills within its decode leg
             return self._seek_decode(now_s, context.flip_rules)
-        self.protocol = protocol = find_protocol(context.protocols, instance.identity)
+        protocol = find_protocol(context.protocols, instance.identity) if context.protocols else NIXL_PULL
+        self.protocol = protocol
         decode = self._reserve_decode(now_s, instance)
         if decode is None and protocol.decode_chosen_first:
             self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
@@ -492,7 +496,7 @@ class Journey(Generic[V]):
         if not room.join(self, size_bytes=self._body_bytes, prefill_s=prefill_s):
             self.stop_reason = StopReason.FULL
             return self._end(now_s, Action.FAIL)
-        self.state = State.WAITING
+        self.state = _WAITING
         return _WAIT
 
     @property
@@ -576,10 +580,12 @@ class Journey(Generic[V]):
         if self.state is _DONE:
             return _END
         aborts = self.prefill_open or self.decode_open
-        if self.state is State.WAITING:
+        if self.state is _WAITING:
             self._context.waiting_room.leave(self)
-        self._close_prefill(now_s)
-        self._drop_kv()
+        if self._prefill_entry is not None:
+            self._close_prefill(now_s)
+        if self._transfer_entry is not None:
+            self._drop_kv()
         self._release_decode(now_s)
         self.decode_open = False
         if not aborts:
@@ -592,11 +598,13 @@ class Journey(Generic[V]):
 
     def _close_prefill(self, now_s: float) -> None:
         self.prefill_open = False
-        self._release_reservation()
+        if self._reservation is not None:
+            self._release_reservation()
         if self._prefill_entry is not None:
             self.prefill_computed_for_s = self._prefill_entry.release(now_s)
             self._prefill_entry = None
-            self._let_others_leave(now_s)
+            if self._context.waiting_room.members:
+                self._context.waiting_room.reconsider(now_s)
 
     def _release_reservation(self) -> None:
         if self._reservation is not None:
@@ -607,19 +615,15 @@ class Journey(Generic[V]):
         if self.decode_entry is not None:
             self.decode_entry.release()
             self.decode_entry = None
-        self._release_local(now_s)
+        if self._local_entry is not None:
+            self._release_local(now_s)
 
     def _release_local(self, now_s: float) -> None:
-        if self._local_entry is not None:
-            self._local_entry.release(now_s)
-            self._local_entry = None
-            self._let_others_leave(now_s)
-
-    def _let_others_leave(self, now_s: float) -> None:
-        """Prefill work has ended: the next request may leave the waiting room."""
-        room = self._context.waiting_room
-        if room:
-            room.reconsider(now_s)
+        entry, self._local_entry = self._local_entry, None
+        if entry is not None:
+            entry.release(now_s)
+            if self._context.waiting_room.members:
+                self._context.waiting_room.reconsider(now_s)
 
     def _drop_kv(self) -> None:
         """End the pending transfer: the KV was fetched, or will not be."""
