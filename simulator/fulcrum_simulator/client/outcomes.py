@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 
 from fulcrum_core.values import Slo
 from fulcrum_simulator.percentile import percentile
@@ -51,12 +52,14 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Percentiles over the ok requests; None if there are none."""
+    """Percentiles and means over the ok requests; None if there are none."""
 
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tpot_p50_s: float | None
     tpot_p99_s: float | None
+    ttft_mean_s: float | None = None
+    tpot_mean_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,12 @@ class LoadResults:
 
 
 def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
-    """Compute the median and the 99th percentile of TTFT and TPOT over the ok requests."""
+    """Compute the median, the 99th percentile and the mean of TTFT and TPOT over the ok requests."""
     successful = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.OK]
     ttft = [outcome.ttft_s for outcome in successful if outcome.ttft_s is not None]
     tpot = [outcome.tpot_s for outcome in successful if outcome.tpot_s is not None]
-    return Latencies(percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99))
+    return Latencies(
+        *(percentile(ttft, 50), percentile(ttft, 99), percentile(tpot, 50), percentile(tpot, 99)),
+        ttft_mean_s=fmean(ttft) if ttft else None,
+        tpot_mean_s=fmean(tpot) if tpot else None,
+    )

@@ -81,7 +81,8 @@ class SimulatedInstance:
         self._start_engine()
 
     def _start_engine(self) -> None:
-        options, noise, draw = self._options, self._options.step_noise, self._rng.random
+        options, noise = self._options, self._options.step_noise
+        draw = random.Random(self._rng.getrandbits(64)).random  # its own: steps planned ahead draw ahead
         self.engine = Engine(
             options.profile,
             engine_id=f"{self.name}/{self.restarts}",

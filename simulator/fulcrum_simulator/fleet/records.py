@@ -33,6 +33,7 @@ class RequestRecord:
         """When the router had the response of the prefill leg."""
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        """None: the response is not complete."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -173,12 +173,13 @@ class SimulatedRouter:
         self._records[request.id] = record
 
         def take_token(_token: OutputToken) -> None:
-            record.last_token_s = self.events.now_s + self.hop_s
             if record.first_token_s is None:
-                record.first_token_s = record.last_token_s
+                record.first_token_s = self.events.now_s + self.hop_s
 
         def end(outcome: Outcome) -> None:
             record.outcome = outcome
+            if outcome is Outcome.OK:
+                record.last_token_s = self.events.now_s + self.hop_s
             del self._records[request.id]
             self._computed.pop(request.id, None)
             on_end()

@@ -22,6 +22,7 @@ from fulcrum_simulator.workload import (
 )
 
 SLO = Slo(1.0, 0.05)
+SMALL_CACHE = load_profile("laptop").model_copy(update={"kv_capacity_tokens": 4_096})
 EXACT = ControlOptions(model_error=0.0, step_noise=0.0)
 
 
@@ -68,10 +69,20 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     assert record.tpot_s == pytest.approx((decode_s[1] + decode_s[2]) / 2)
 
 
-def test_executing_each_step_gives_the_same_run() -> None:
-    load = moving_load()
-    skipping = build_report(simulate(load, options()))
-    each = build_report(simulate(load, options(lookahead_steps=1)))
+@pytest.mark.parametrize(
+    ("policy", "changes"),
+    [
+        ("arrow", {}),
+        ("arrow", {"control": ControlOptions(failures_per_hour=100.0)}),
+        ("arrow", {"profile": SMALL_CACHE}),
+        ("colocated", {"profile": SMALL_CACHE}),
+    ],
+    ids=["arrow", "engines that fail", "a small KV cache", "colocated with a small KV cache"],
+)
+def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
+    load = moving_load(30)
+    skipping = build_report(simulate(load, options(policy, **changes)))
+    each = build_report(simulate(load, options(policy, lookahead_steps=1, **changes)))
     for report in (skipping, each):
         del report["events"], report["instance_time"]  # fewer events, and sums in another order
     assert skipping == each
