@@ -41,7 +41,7 @@ class QoSTierSpec(ApiModel):
 
 
 class QoSTier(Resource):
-    """A class of requests, named by services in spec.qosTiers and by requests in x-customer-tier."""
+    """A class of requests, named by services in spec.qosTiers and by any client in x-customer-tier."""
 
     plural: ClassVar[str] = "qostiers"
     short_name: ClassVar[str] = "qos"
