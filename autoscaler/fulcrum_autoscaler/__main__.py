@@ -21,7 +21,7 @@ from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.logs import configure_logging
-from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
+from fulcrum_cluster.process import announce_ready, bind_socket, die_with_parent, exit_with_error
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client_for_all
 from fulcrum_core.errors import InvalidInput
 
@@ -76,7 +76,7 @@ async def _serve_http(app: web.Application, host: str, port: int) -> AsyncIterat
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.SockSite(runner, bind_socket(host, port, option="--port"))
         await site.start()
         yield int(runner.addresses[0][1])
     finally:

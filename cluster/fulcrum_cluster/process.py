@@ -36,16 +36,26 @@ def die_with_parent(*, parent_pid: int | None = None, end_signal: signal.Signals
         os._exit(0)
 
 
+ANY_ADDRESS = "*"
+"""Host that stands for all addresses of this machine, IPv4 and IPv6."""
+
+
 def bind_socket(host: str, port: int, *, option: str) -> socket.socket:
     """Return a bound TCP socket that does not listen yet, so that a port in use is reported at the start.
+
+    With `ANY_ADDRESS` it accepts IPv4 and IPv6, or only IPv4 if the kernel has no IPv6.
 
     Raises:
         InvalidInput: naming the option, if the address cannot be bound.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    both = host == ANY_ADDRESS and socket.has_dualstack_ipv6()
+    address = ("::" if both else "0.0.0.0") if host == ANY_ADDRESS else host
+    bound = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if both:
+        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     try:
-        bound.bind((host, port))
+        bound.bind((address, port))
     except (OSError, UnicodeError) as error:
         bound.close()
         reason = getattr(error, "strerror", None) or str(error)

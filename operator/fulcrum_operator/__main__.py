@@ -23,7 +23,13 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.logs import configure_logging
 from fulcrum_cluster.objects import ObjectApi
-from fulcrum_cluster.process import ArgumentParser, announce_ready, exit_with_error
+from fulcrum_cluster.process import (
+    ANY_ADDRESS,
+    ArgumentParser,
+    announce_ready,
+    bind_socket,
+    exit_with_error,
+)
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.controller.metrics import Metrics, make_http_app
 from fulcrum_operator.engines.images import EngineImages
@@ -94,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         default={},
         help="resources of the router containers, as JSON (default: none)",
     )
-    add("--host", default="0.0.0.0", help="address for /healthz, /readyz and /metrics")
+    add("--host", default=ANY_ADDRESS, help="address for /healthz, /readyz and /metrics (default: all)")
     add("--port", type=int, default=9093, help="port for /healthz, /readyz and /metrics; 0: any free port")
     return parser
 
@@ -288,7 +294,7 @@ async def _serve_http(app: web.Application, host: str, port: int) -> AsyncIterat
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
+        site = web.SockSite(runner, bind_socket(host, port, option="--port"))
         await site.start()
         yield runner.addresses[0][1]
     finally:

@@ -188,8 +188,21 @@ class Children:
             await self._change(key, body, stored)
         return None
 
+    async def _address_family(self, service: PDService) -> str | None:
+        """Family of the Service's address, which the cluster chooses; None while there is no Service."""
+        meta = service.metadata
+        try:
+            stored = await self._objects.get(SERVICE, meta.name, namespace=meta.namespace)
+        except NotFound:
+            return None
+        families: list[str] = stored.get("spec", {}).get("ipFamilies") or ["IPv4"]
+        return families[0]
+
     async def _find_or_create(self, key: _ChildKey, body: Object, service: PDService) -> Object | None:
-        """The object of this name that exists; None if it was created now, or is known to be ours."""
+        """The object of this name that exists.
+
+        None if it was created now, is known to be ours, or has to wait for the Service.
+        """
         kind, namespace, name = key
         held = self._cache.get_object(*key)
         if held is not None:
@@ -201,6 +214,11 @@ class Children:
                 return await self._objects.get(kind, name, namespace=namespace)
             except NotFound:
                 pass
+        if kind == ENDPOINT_SLICE:
+            family = await self._address_family(service)
+            if family is None:
+                return None
+            body = {**body, "addressType": family}
         check_is_leader(self._is_leader)
         try:
             created = await self._objects.create(kind, body, namespace=namespace)

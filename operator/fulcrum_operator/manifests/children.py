@@ -129,7 +129,10 @@ def _service(service: PDService) -> dict[str, Any]:
 
 
 def _endpoint_slice(service: PDService) -> dict[str, Any]:
-    """Its ports have the names of the Service's ports, by which kube-proxy matches them."""
+    """Its ports have the names of the Service's ports, by which kube-proxy matches them.
+
+    The family of its addresses is that of the Service; it is replaced when the slice is created.
+    """
     made = _child(service, "discovery.k8s.io/v1", "EndpointSlice", "router", addressType="IPv4", endpoints=[])
     made["metadata"]["labels"] |= {
         "kubernetes.io/service-name": service.metadata.name,
@@ -287,7 +290,7 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
-        *("--host", "0.0.0.0", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
+        *("--host", "*", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
         *("--metrics-port", str(ROUTER_METRICS_PORT)),
         *("--state-callers", callers, "--lease", f"{name}-router"),
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
