@@ -16,6 +16,7 @@ from fulcrum_router.http1.bodies import build_decode_body
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
+from fulcrum_router.http1.remote_media import has_remote_media
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
@@ -98,11 +99,13 @@ class DecodeLeg:
 
     def _build_body(self) -> bytes:
         request, salt = self._request, self._cache_salt
+        if salt is None or (self._transfer is not None and has_remote_media(request.body.fields)):
+            salt = make_cache_salt()  # no other request reads what the engine caches
         return build_decode_body(
             request.body,
             request.kv_transfer_params if self._transfer is not None else None,
             include_usage=request.adds_usage,
-            cache_salt=make_cache_salt() if salt is None else salt,
+            cache_salt=salt,
         )
 
     def _expect_response(self, connection: EngineConnection) -> DecodeResponse:

@@ -193,6 +193,22 @@ async def test_usage_without_a_kv_transfer_counts_tokens_only(client: aiohttp.Cl
         assert (world.router.counters.output_tokens, dict(world.router.pairs.pairs)) == (48, {})
 
 
+async def test_what_decode_caches_of_remote_media_is_read_by_no_other_request(
+    client: aiohttp.ClientSession,
+) -> None:
+    """A server may send each engine another image: the KV would be cached under the hash of the wrong one."""
+    part = {"type": "image_url", "image_url": {"url": "https://example.com/logo.png"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [part]}], "max_tokens": 3}
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        for _ in range(2):
+            async with client.post(world.url("/v1/chat/completions"), json=body) as response:
+                assert response.status == 200
+        salts = [decode.get("cache_salt") for decode in world["d1"].decodes]
+        assert (None in salts, len(set(salts))) == (False, 2)
+        assert all("kv_transfer_params" in decode for decode in world["d1"].decodes)
+        assert all("cache_salt" not in prefill for prefill in world["p1"].prefills)
+
+
 # --- the lease ---------------------------------------------------------------------------------------------
 
 
