@@ -159,7 +159,8 @@ class Router:
 
     def _record_sickness(self, instance: Instance, failure: Failure) -> None:
         health, now_s, unresponsive = instance.health, time.monotonic(), failure is Failure.UNREACHABLE
-        too_many = health.record_failure(now_s=now_s, unresponsive=unresponsive)
+        closed = failure is Failure.CLOSED
+        too_many = health.record_failure(now_s=now_s, unresponsive=unresponsive, closed=closed)
         if failure in _GONE:
             if health.eject(now_s=now_s, judged=False, unresponsive=unresponsive):
                 self.record_ejection(instance, failure)

@@ -8,6 +8,8 @@ in Envoy.
 Pure state; the data path and the prober record what happened, `Instance.update_serving` reads `ejected`.
 """
 
+import math
+
 EJECT_AFTER_FAILURES = 3
 """Consecutive failures that eject an instance; the caller ejects at once where no connection is possible."""
 FIRST_PROBE_DELAY_S = 0.25
@@ -16,6 +18,8 @@ BASE_EJECTION_S, MAX_EJECTION_S = 5.0, 300.0
 """Duration of the first ejection by judgement, to be multiplied by the number of ejections; its limit."""
 FORGIVE_AFTER_S = 60.0
 """Time without an ejection after which one ejection is forgotten."""
+SAME_END_S = 0.1
+"""Connections that an engine closes at most this far apart are closed for one reason."""
 _ERROR_WEIGHT = 0.1
 """Weight of one leg in `error_share`."""
 _ERROR_DECAY = 0.8
@@ -28,6 +32,7 @@ class Health:
 
     __slots__ = (
         "_backoff_s",
+        "_closed_at_s",
         "_ejected_until_s",
         "_ejections",
         "_forgive_at_s",
@@ -56,13 +61,26 @@ class Health:
         self._backoff_s = FIRST_PROBE_DELAY_S
         self._ejected_until_s = self._forgive_at_s = 0.0
         self._ejections = 0
+        self._closed_at_s = -math.inf
 
     def record_error(self) -> None:
         """Count a failed leg that is no evidence of sickness: dispatch prefers others for a while."""
         self.error_share += _ERROR_WEIGHT * (1.0 - self.error_share)
 
-    def record_failure(self, *, now_s: float, unresponsive: bool = False) -> bool:
-        """Count a failure (`unresponsive`: nothing was received); return whether it is one too many."""
+    def record_failure(self, *, now_s: float, unresponsive: bool = False, closed: bool = False) -> bool:
+        """Count a failure; return whether it is one too many.
+
+        Args:
+            now_s: Time of the failure.
+            unresponsive: Whether nothing was received.
+            closed: Whether the engine closed the connection. An engine that ends closes all at once, which
+                counts as one failure: it may be back, and well, in a moment.
+        """
+        if closed:
+            same_end = now_s - self._closed_at_s < SAME_END_S
+            self._closed_at_s = now_s
+            if same_end:
+                return False
         self.failures += 1
         self.failed += 1
         self.record_error()

@@ -23,6 +23,15 @@ def test_consecutive_failures_are_too_many() -> None:
     assert found == [False, False, True, True]
 
 
+def test_all_connections_that_an_engine_closes_at_its_end_are_one_failure() -> None:
+    health = Health()
+    ends_s = [5.0, 8.0, 11.0]
+    found = [
+        health.record_failure(now_s=end_s + i / 1000, closed=True) for end_s in ends_s for i in range(50)
+    ]
+    assert (found.index(True), found.count(True), health.failed) == (100, 1, 3)
+
+
 def test_a_success_resets_the_failure_count() -> None:
     health = Health()
     health.record_failure(now_s=0.0)
