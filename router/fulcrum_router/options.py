@@ -10,6 +10,7 @@ from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import parse_endpoint
+from fulcrum_router.tls import TlsFiles
 
 _NOT_GIVEN = "not given"
 
@@ -33,6 +34,8 @@ class RouterOptions:
     """Address of the store; None: `static` is used."""
     static: tuple[tuple[Role, str, int], ...]
     """Fixed endpoints with their roles, instead of a store."""
+    tls: TlsFiles | None = None
+    """Certificate of the clients' port; None: plain HTTP."""
     lease: str | None = None
     """Name of the Lease and the EndpointSlice with which several routers elect one; None: a single router."""
     identity: str = ""
@@ -75,6 +78,7 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         state_callers=_parse_subjects(given.state_callers),
         store=given.store,
         static=tuple(_parse_endpoints(given.static or ())),
+        tls=_parse_tls(given.tls_certificate, given.tls_key),
         lease=given.lease,
         identity=given.identity or "",
         advertise_address=given.advertise_address or "",
@@ -116,6 +120,15 @@ def _check_cluster_options(given: argparse.Namespace) -> None:
             raise InvalidInput(
                 "--advertise-address", given.advertise_address, "is not an IP address"
             ) from None
+
+
+def _parse_tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        option = "--tls-key" if key is None else "--tls-certificate"
+        raise InvalidInput(option, _NOT_GIVEN, "is required with the other option for TLS")
+    return TlsFiles(certificate, key)
 
 
 def _parse_subjects(text: str | None) -> tuple[str, ...]:
@@ -181,6 +194,8 @@ def _build_parser() -> argparse.ArgumentParser:
         default=0,
         help="port with Prometheus metrics at /metrics, without a token; 0: any free port (%(default)s)",
     )
+    add("--tls-certificate", type=Path, help="PEM file: serve clients with TLS by this certificate and chain")
+    add("--tls-key", type=Path, help="PEM file with the key of --tls-certificate")
     add("--token-file", type=Path, help="file with the token of the state port, in a local run")
     add(
         "--state-callers",

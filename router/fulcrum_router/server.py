@@ -5,6 +5,7 @@ import contextlib
 import gc
 import random
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
@@ -31,6 +32,7 @@ from fulcrum_router.observe.objects import StoreWatcher
 from fulcrum_router.options import RouterOptions
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
+from fulcrum_router.tls import HANDSHAKE_TIMEOUT_S, make_tls_context, reload_certificate
 
 log = structlog.get_logger()
 
@@ -70,11 +72,19 @@ class RouterServer:
             self.clients.enforce_timeouts(now_s)
 
     @contextlib.asynccontextmanager
-    async def listening(self, bound: socket.socket) -> AsyncIterator[None]:
+    async def listening(
+        self, bound: socket.socket, *, tls: ssl.SSLContext | None = None
+    ) -> AsyncIterator[None]:
         """Serve clients on a bound socket inside the block; at its end, requests in flight get `grace_s`."""
         loop = asyncio.get_running_loop()
         prober = EngineProber(self.router.fleet, on_ejection=self.router.record_ejection)
-        server = await loop.create_server(self.clients, sock=bound, backlog=4096)
+        server = await loop.create_server(
+            self.clients,
+            sock=bound,
+            backlog=4096,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
+        )
         async with background_task(self._check_deadlines()), background_task(prober.run()):
             try:
                 yield
@@ -108,10 +118,13 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     if options.has_state_port:
         state = bind_socket(options.host, options.state_port, option="--state-port")
     metrics = bind_socket(options.host, options.metrics_port, option="--metrics-port")
+    tls = None if options.tls is None else make_tls_context(options.tls)
     raise_file_limit()
     router, ports = Router(), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
         cluster = watcher = None
+        if tls is not None and options.tls is not None:
+            await stack.enter_async_context(background_task(reload_certificate(tls, options.tls)))
         if options.store is not None:
             cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
             watcher = await _watch_store(stack, router, cluster, options)
@@ -126,7 +139,7 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         if watcher is not None and options.lease is not None:
             await _wait_until_synced(watcher)
         server = RouterServer(router)
-        await stack.enter_async_context(server.listening(clients))
+        await stack.enter_async_context(server.listening(clients, tls=tls))
         if cluster is not None:
             await stack.enter_async_context(
                 background_task(CanaryScheduler(router, rng=random.Random()).run())

@@ -291,6 +291,9 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         self._transport.write(responses.build_error_response(rejection.status, rejection.message, close=True))
+        if not self._transport.can_write_eof():  # TLS
+            self._close()
+            return
         self._transport.write_eof()
         self._closing, self._waiting_since_s = True, time.monotonic()
 

@@ -29,6 +29,9 @@ class FakeTransport:
         assert not self.closed, "written after the end"
         self.written += data
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def write_eof(self) -> None:
         self.closed = True
 

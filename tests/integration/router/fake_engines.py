@@ -6,6 +6,7 @@ instead.
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -304,7 +305,10 @@ class RunningRouter:
 
 @asynccontextmanager
 async def run_router(
-    *engines: FakeEngine, settings: ServiceSettings | None = None, grace_s: float = 0.0
+    *engines: FakeEngine,
+    settings: ServiceSettings | None = None,
+    grace_s: float = 0.0,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[RunningRouter]:
     """Run a router over these engines; names that begin with `p` have the role prefill, all others decode."""
     router = Router()
@@ -321,7 +325,7 @@ async def run_router(
     served = RouterServer(router, sweep_s=0.01, grace_s=grace_s)
     world = RunningRouter(router, served, {e.name: e for e in engines}, bound.getsockname()[1], servers)
     try:
-        async with served.listening(bound):
+        async with served.listening(bound, tls=tls):
             yield world
     finally:
         for server in servers.values():

@@ -126,6 +126,11 @@ def test_static_endpoints_are_listed_with_their_roles() -> None:
             id="port out of range",
         ),
         pytest.param(
+            ["--static", "decode=a:1", "--tls-certificate", "/c"],
+            "--tls-key (not given) is required with the other option for TLS",
+            id="certificate without a key",
+        ),
+        pytest.param(
             ["--store", "unix:/s", "--token-file", "/nowhere/token"],
             "--token-file (/nowhere/token) cannot be read: no such file or directory",
             id="missing token file",

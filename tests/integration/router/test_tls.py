@@ -1,0 +1,116 @@
+"""TLS on the clients' port: requests, streams, rejections, and a certificate that is renewed."""
+
+import asyncio
+import datetime
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_router import tls
+from fulcrum_router.server import background_task
+from fulcrum_router.tls import TlsFiles, make_tls_context, reload_certificate
+from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
+from tests.waiting import wait_until
+
+BEGIN, END = datetime.datetime(2020, 1, 1), datetime.datetime(2100, 1, 1)
+
+
+def write_certificate(folder: Path, *, serial: int) -> TlsFiles:
+    """Write a certificate of this machine's, signed by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(serial)
+        .not_valid_before(BEGIN)
+        .not_valid_after(END)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    files = TlsFiles(folder / "tls.crt", folder / "tls.key")
+    files.key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return files
+
+
+def trust(files: TlsFiles) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=files.certificate)
+
+
+async def read_serial(port: int, files: TlsFiles) -> int | None:
+    """Serial number of the certificate that the router presents; None if it is not that of the files."""
+    try:
+        _, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=trust(files), server_hostname="localhost"
+        )
+    except ssl.SSLError:
+        return None
+    certificate = writer.get_extra_info("ssl_object").getpeercert()
+    writer.close()
+    await writer.wait_closed()
+    return int(certificate["serialNumber"], 16)
+
+
+async def test_requests_and_streams_are_served_with_tls(tmp_path: Path) -> None:
+    files = write_certificate(tmp_path, serial=1)
+    async with (
+        run_router(FakeEngine("p1"), FakeEngine("d1"), tls=make_tls_context(files)) as world,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust(files))) as client,
+    ):
+        url = f"https://localhost:{world.port}/v1/completions"
+        for stream in (False, True):
+            async with client.post(url, json={"prompt": "hi", "stream": stream}) as response:
+                assert (response.status, (await response.text()).count("p1 ")) == (200, 3)
+
+
+async def test_a_rejected_client_and_one_without_tls_are_disconnected(tmp_path: Path) -> None:
+    files = write_certificate(tmp_path, serial=1)
+    async with (
+        run_router(FakeEngine("d1"), tls=make_tls_context(files)) as world,
+        asyncio.timeout(DEADLINE_S),
+    ):
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", world.port, ssl=trust(files), server_hostname="localhost"
+        )
+        writer.write(b"NONSENSE\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(build_post(b"{}"))
+        assert b"HTTP" not in await reader.read()
+        writer.close()
+
+
+async def test_a_renewed_certificate_is_used_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "RELOAD_INTERVAL_S", 0.02)
+    files = write_certificate(tmp_path, serial=1)
+    context = make_tls_context(files)
+    async with run_router(tls=context) as world, background_task(reload_certificate(context, files)):
+        assert await read_serial(world.port, files) == 1
+        files = write_certificate(tmp_path, serial=2)
+
+        async def is_renewed() -> bool:
+            return await read_serial(world.port, files) == 2
+
+        await wait_until(is_renewed, "the new certificate is presented")
+
+
+def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
+    missing = TlsFiles(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(InvalidInput, match=r"--tls-certificate \(.*a\) cannot be used: No such file"):
+        make_tls_context(missing)
