@@ -145,7 +145,7 @@ class Run:
 
 
 @given(calls=CALLS, blocks=st.integers(10, 40), seed=st.none() | st.integers(0, 99))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_skipping_steps_changes_nothing(calls: list[Call], blocks: int, seed: int | None) -> None:
     each, skipping = Run(blocks, seed, 1), Run(blocks, seed, 128)
     each.play(calls)

@@ -80,7 +80,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     ids=["arrow", "engines that fail", "a small KV cache", "colocated with a small KV cache"],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
-    load = moving_load(30)
+    load = moving_load(20)
     skipping = build_report(simulate(load, options(policy, **changes)))
     each = build_report(simulate(load, options(policy, lookahead_steps=1, **changes)))
     for report in (skipping, each):
@@ -89,14 +89,14 @@ def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, 
 
 
 def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
-    load = moving_load(30)
+    load = moving_load(12)
     first, second, other = (build_report(simulate(load, options(seed=seed))) for seed in (1, 1, 2))
     assert json.dumps(first) == json.dumps(second)
     assert first["ttft_s"] != other["ttft_s"]
 
 
 def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> None:
-    load = moving_load(200, factor=0.9, period_s=50.0)
+    load = moving_load(100, factor=0.9, period_s=50.0)
     arrow, static = (build_report(simulate(load, options(policy))) for policy in ("arrow", "static:4P4D"))
     assert arrow["flips"]["to_prefill"] > 0
     assert arrow["flips"]["to_decode"] > 0
@@ -105,34 +105,35 @@ def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> No
 
 
 def test_a_cold_flip_takes_the_instance_out_of_service() -> None:
-    samples = simulate(moving_load(), options("cold:5s")).samples
+    samples = simulate(moving_load(20), options("cold:5s")).samples
     serving = [sample.prefill_instances + sample.decode_instances for sample in samples]
-    warm = simulate(moving_load(), options("arrow")).samples
+    warm = simulate(moving_load(20), options("arrow")).samples
     assert (min(serving) < 8, max(serving)) == (True, 8)
     assert {sample.prefill_instances + sample.decode_instances for sample in warm} == {8}
 
 
 def test_colocated_instances_transfer_no_kv_and_keep_to_their_budget() -> None:
-    result = simulate(moving_load(30), options("colocated:256"))
+    result = simulate(moving_load(15), options("colocated:256"))
     assert {record.prefill for record in result.records} == {""}
     assert count_outcomes(result) == {"ok": len(result.records)}
-    longer = simulate(moving_load(30), options("colocated"))
+    longer = simulate(moving_load(15), options("colocated"))
     tpot_s = [build_report(each)["tpot_s"]["p99"] for each in (result, longer)]
     assert tpot_s[0] < tpot_s[1]
 
 
 def test_no_flip_is_decided_on_state_older_than_three_ticks() -> None:
     control = ControlOptions(state_age_s=4.0)
-    result = simulate(moving_load(), options(control=control))
+    result = simulate(moving_load(20), options(control=control))
     assert (result.flips, result.flip_requests > 0) == ((), True)
 
 
 def test_every_request_ends_once_while_engines_fail() -> None:
     control = ControlOptions(failures_per_hour=100.0)
-    result = simulate(moving_load(), options(control=control))
+    load = moving_load(40)
+    result = simulate(load, options(control=control))
     outcomes = count_outcomes(result)
     assert result.engine_failures > 5
-    assert sum(outcomes.values()) == len(moving_load())
+    assert sum(outcomes.values()) == len(load)
     assert outcomes["ok"] > 0.8 * len(result.records)
     assert "unfinished" not in outcomes
 
