@@ -5,7 +5,7 @@ It merges the autoscaler's journal with the roles that a person or the operator 
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fulcrum_autoscaler.policy.decisions import Action
@@ -15,9 +15,10 @@ from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_cli.target.snapshot import ServiceSnapshot, read_snapshot
 from fulcrum_cli.terminal.output import condition_lines, refusal_lines
 from fulcrum_core.api.pdassignment import PDAssignment
+from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.formatting import format_count
-from fulcrum_core.values import Actor
+from fulcrum_core.values import Actor, Role
 
 DecisionRecord = Mapping[str, Any]
 """One decision as JSON, with the keys of the autoscaler's journal."""
@@ -66,6 +67,7 @@ async def _format_latest(connection: TargetConnection, snapshot: ServiceSnapshot
     except AutoscalerUnavailable as error:
         errors = [f"the autoscaler's decisions are missing: {error}"]
     assigned = decisions_from_assignment(snapshot.assignment, decisions)
+    assigned += first_roles(snapshot.assignment, snapshot.instances, [*decisions, *assigned])
     if errors and not assigned:
         return errors
     return [
@@ -99,6 +101,36 @@ def decisions_from_assignment(
             **_NUMBERS_UNKNOWN,
         }
         for (by, role, reason, _), assigned in groups.items()
+    ]
+
+
+def first_roles(
+    assignment: PDAssignment | None, instances: Iterable[PDInstance], decisions: Sequence[DecisionRecord]
+) -> list[DecisionRecord]:
+    """Return the first role of each instance that was flipped since: an assignment has the last role only.
+
+    The first role is the other one than that of the instance's first flip. It is unknown, and left out, if
+    `decisions` do not contain all flips of the service.
+    """
+    flips = [decision for decision in decisions if decision["action"] == Action.FLIP.value]
+    if assignment is None or len(flips) < assignment.spec.flips:
+        return []
+    first_flips: dict[str, DecisionRecord] = {}
+    for flip in sorted(flips, key=lambda decision: decision["at_s"]):
+        first_flips.setdefault(flip["instance"], flip)
+    created = ((i.metadata.name, i.metadata.creation_timestamp) for i in instances)
+    return [
+        {
+            "at_s": at_s,
+            "action": ASSIGN,
+            "instance": name,
+            "to": Role(first_flips[name]["to"]).other.value,
+            "reason": "first role",
+            "trigger": f"by {Actor.OPERATOR}",
+            **_NUMBERS_UNKNOWN,
+        }
+        for name, at_s in created
+        if name in first_flips and at_s is not None
     ]
 
 

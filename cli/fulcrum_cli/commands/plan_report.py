@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fulcrum_core.api import PDPool, PDService
+from fulcrum_core.api.engine import Connector
 from fulcrum_core.formatting import format_count
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.models import (
@@ -101,12 +102,14 @@ class ServicePlan:
             return {}
         tokens = (source.max_length if source else None) or facts.context_tokens
         per_token = kv_bytes_per_token(facts)
+        transfer = self.service.spec.kv_transfer
+        buffered = transfer is not None and transfer.connector is Connector.LMCACHE
         return {
             "shape": _format_shape(facts),
             "parameters": _format_parameters(facts),
             "weights": f"{format_gib(weight_bytes(facts))}, {facts.quantization or facts.dtype}",
             "KV": f"{per_token:,} bytes a token, {format_gib(kv_bytes(facts, tokens))} for {tokens:,} tokens",
-            "transfer buffer": _format_transfer_buffers(facts, tokens),
+            **({"transfer buffer": _format_transfer_buffers(facts, tokens)} if buffered else {}),
         }
 
     def document(self) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def _format_transfer_buffers(facts: ModelFacts, tokens: int) -> str:
         for kv in KvPrecision
     }
     listed = ", ".join(f"{size} in {kv}" for kv, size in sizes.items())
-    return f"{listed}, rounded up to multiples of 256 MiB, if the connector needs one"
+    return f"{listed}, rounded up to multiples of 256 MiB"
 
 
 def _yes_or_no(allowed: bool) -> str:

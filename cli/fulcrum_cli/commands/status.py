@@ -19,7 +19,7 @@ from fulcrum_cli.terminal.output import (
 )
 from fulcrum_core.api.conditions import KV_TRANSFER_VERIFIED
 from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
-from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdinstance import DRAINED, PDInstance
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.router_state import InstanceState, RouterState
@@ -142,8 +142,13 @@ def _format_assigned_by(entry: RoleAssignment, *, now_s: float) -> str:
 
 
 def _format_phase(instance: PDInstance, *, now_s: float) -> str:
-    """Return the phase; while the engine starts also the elapsed time, and the expected time or a reason."""
+    """Return the phase; `Drained` once a cordoned instance has no request and no KV transfer left.
+
+    While the engine starts, the elapsed time is added, and the expected time or a reason.
+    """
     status = instance.status
+    if status.phase is Phase.DRAINING and status.reason == DRAINED:
+        return DRAINED
     if status.phase is not Phase.STARTING or status.phase_since is None:
         return status.phase
     since_s = f"{max(0.0, now_s - status.phase_since):.0f}"

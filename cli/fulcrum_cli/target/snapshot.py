@@ -8,6 +8,7 @@ from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import InstanceState, RouterState
+from fulcrum_operator.plan.slo_window import MIN_REQUESTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,10 @@ def attainment_percent(state: RouterState | None) -> float | None:
     """Return the requests that met TTFT and TPOT, in per cent of all that ended, by the router's count.
 
     As in the live view, requests in flight do not count yet, and cancelled requests never count.
-    None if no request has ended.
+    None if fewer have ended than the condition SLOMet requires for a figure.
     """
     ended = sum(tier.ended for tier in state.tiers) if state else 0
-    if state is None or not ended:
+    if state is None or ended < MIN_REQUESTS:
         return None
     return round(100 * sum(tier.slo_met for tier in state.tiers) / ended, 1)
 

@@ -110,6 +110,7 @@ class PDInstance(Resource):
         PrinterColumn(name="Service", type="string", json_path=".spec.service"),
         PrinterColumn(name="Role", type="string", json_path=".status.role"),
         PrinterColumn(name="Phase", type="string", json_path=".status.phase"),
+        PrinterColumn(name="Reason", type="string", json_path=".status.reason"),
         PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint"),
         PrinterColumn(name="Restarts", type="integer", json_path=".status.restarts"),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),

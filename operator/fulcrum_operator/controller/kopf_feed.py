@@ -27,6 +27,10 @@ _POD_SELECTOR = "app.kubernetes.io/managed-by=fulcrum-operator"
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 """All kinds of Fulcrum, pods, and the children that the operator creates for a service."""
 
+WATCH_TIMEOUT_S = 25
+"""Seconds after which the API server ends a watch, and it goes on with another one where it was."""
+WATCH_SILENCE_MAX_S = 28.0
+"""Silence after which a watch is broken, in seconds: the API server would have ended it."""
 _CANCELLATIONS_MAX, _CANCELLATION_INTERVAL_S = 10, 0.2
 _BACKOFFS_S = (0.2, 0.5, 1.0, 1.0, 2.0)
 
@@ -145,6 +149,8 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.networking.error_backoffs = _BACKOFFS_S
     settings.watching.chunk_size = 500
+    settings.watching.server_timeout = WATCH_TIMEOUT_S
+    settings.watching.inactivity_timeout = WATCH_SILENCE_MAX_S
     for kind in LABELLED_KINDS:
         group, _, version = kind.api_version.rpartition("/")
         settings.watching.label_selectors[group, version, kind.plural] = label_selector(kind)

@@ -25,7 +25,7 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
 )
-from fulcrum_operator.plan.model import READ_TIMEOUT_S, ModelReadRequest, hub_env
+from fulcrum_operator.plan.model import READ_TIMEOUT_S, ModelReadRequest, hub_env, model_revision
 
 MODEL_KEY_ANNOTATION = "fulcrum.dev/model-key"
 ATTEMPT_ANNOTATION = "fulcrum.dev/attempt"
@@ -126,8 +126,8 @@ def _arguments(start: LaunchSpec) -> list[str]:
     source = start.model_source or ModelSourceSpec()
     if (folder := model_folder(source, POD_PLACEMENT)) is not None:
         return ["--folder", folder]
-    revision = ["--revision", source.revision] if source.revision else []
-    return ["--model", start.model, *revision]
+    revision = model_revision(start)
+    return ["--model", start.model, *(["--revision", revision] if revision else [])]
 
 
 def _hub_variables(start: LaunchSpec, settings: InstallationSettings) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.pdservice import ModelStatus
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.models import ModelFacts, parse_model_config
+from fulcrum_operator.engines.vllm.user_args import user_identity_fields
 from fulcrum_operator.plan.observed import ModelReadAttempt, Observed
 from fulcrum_operator.plan.rollout import PoolView
 
@@ -59,13 +60,19 @@ class ModelPlan:
 def model_key(start: LaunchSpec) -> str:
     """Hash of the model's name, its location and the hub settings: different models have different keys."""
     source = start.model_source or ModelSourceSpec()
-    location = (source.pvc, source.host_path, source.path, source.revision, source.token_secret)
+    location = (source.pvc, source.host_path, source.path, model_revision(start), source.token_secret)
     settings = sorted(
         ((v.name, v.value_from.dump() if v.value_from else v.value) for v in hub_env(start)),
         key=lambda setting: setting[0],
     )
     text = json.dumps((start.model, location, settings))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def model_revision(start: LaunchSpec) -> str | None:
+    """Revision of the model at the hub, as the engine has it: the user's own arguments win."""
+    of_arguments = user_identity_fields(start.engine.args).get("revision")
+    return str(of_arguments) if of_arguments else (start.model_source or ModelSourceSpec()).revision
 
 
 def hub_env(start: LaunchSpec) -> tuple[EnvVar, ...]:

@@ -53,8 +53,6 @@ def test_plan_prints_sizes_settings_and_command_with_reasons(plan: Plan) -> None
         "  KV: 327,680 bytes a token, 10.0 GiB for 32,768 tokens",
         "  fits: True, Fits: 32.9 GiB of weights and 33.3 GiB of KV cache a device, 435,865 tokens: "
         "13.3 requests of 32,768 tokens",
-        "  transfer buffer: 10.0 GiB in bfloat16, 5.0 GiB in fp8, 3.0 GiB in fp4, "
-        "rounded up to multiples of 256 MiB, if the connector needs one",
         "  weights bfloat16 as the checkpoint has them: 131.4 GiB",
         "  kvCache bfloat16 the data type of the model: 327,680 bytes a token",
         "  maxSequences 256 KV capacity for 425 requests of 1,024 tokens",

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from fulcrum_cli.commands.explain import decisions_from_assignment, format_decisions
+from fulcrum_cli.commands.explain import decisions_from_assignment, first_roles, format_decisions
 from fulcrum_cli.commands.status import detail_lines, instance_table, service_table
 from fulcrum_cli.target.snapshot import ServiceSnapshot, attainment_percent
 from fulcrum_core.api.manifest import parse_object
@@ -89,6 +89,29 @@ def test_explain_lists_decisions_of_person_operator_and_autoscaler() -> None:
     ]
 
 
+def flipped_instance(name: str, created_s: float) -> PDInstance:
+    meta = ObjectMeta(name=name, creation_timestamp=created_s)
+    return instance(phase="Serving").replace(metadata=meta)
+
+
+@pytest.mark.parametrize(
+    ("flips", "expected"),
+    [
+        pytest.param(2, [("chat-3", "Prefill", "first role")], id="all flips are known"),
+        pytest.param(3, [], id="an earlier flip is forgotten"),
+    ],
+)
+def test_explain_names_the_first_role_of_a_flipped_instance(
+    flips: int, expected: list[tuple[str, str, str]]
+) -> None:
+    back = {**FLIP, "at_s": 1_700_000_060.0, "to": "Prefill"}
+    spec = PDAssignmentSpec(service="chat", roles={}, flips=flips)
+    assignment = PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec)
+    instances = [flipped_instance("chat-3", 1_600_000_000.0), flipped_instance("chat-4", 1_600_000_000.0)]
+    first = first_roles(assignment, instances, [back, FLIP, HELD])
+    assert [(found["instance"], found["to"], found["reason"]) for found in first] == expected
+
+
 def printed(lines: list[str]) -> list[list[str]]:
     return [line.split() for line in lines]
 
@@ -170,8 +193,10 @@ def test_in_a_cluster_attainment_comes_from_the_status() -> None:
         pytest.param(state(tier(0, 0)), None, id="no request yet"),
         pytest.param(state(tier(30, 30), tier(10, 9)), 97.5, id="over all tiers"),
         pytest.param(state(tier(5, 0, in_flight=5)), None, id="none has ended"),
-        pytest.param(state(tier(20, 9, in_flight=8, cancelled=2)), 90.0, id="some are in flight"),
-        pytest.param(state(tier(10, 9, left_late=1)), 90.0, id="a client that left late is a miss"),
+        pytest.param(state(tier(30, 18, in_flight=8, cancelled=2)), 90.0, id="some are in flight"),
+        pytest.param(state(tier(20, 18, left_late=1)), 90.0, id="a client that left late is a miss"),
+        pytest.param(state(tier(1, 0)), None, id="one request is too few"),
+        pytest.param(state(tier(19, 19)), None, id="19 requests are too few"),
     ],
 )
 def test_attainment_counts_ended_requests_only(router: RouterState | None, expected: float | None) -> None:
@@ -204,6 +229,11 @@ def test_instances_without_a_router_are_still_listed() -> None:
 def test_a_starting_instance_shows_elapsed_time_or_start_failure(given: dict[str, str], shown: str) -> None:
     line = instance_table([instance(phase="Starting", **given)], None, None, now_s=NOW_S)[1]
     assert re.split(r" {3,}", line)[1] == shown
+
+
+def test_a_drained_instance_is_shown_as_drained() -> None:
+    lines = instance_table([instance(phase="Draining", reason="Drained")], None, None, now_s=NOW_S)
+    assert re.split(r" {3,}", lines[1])[1] == "Drained"
 
 
 @pytest.mark.parametrize(

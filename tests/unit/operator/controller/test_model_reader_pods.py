@@ -87,6 +87,13 @@ def test_the_reader_takes_only_the_hub_variables_of_the_engine() -> None:
     assert reader_pod["spec"]["containers"][0]["env"] == env[:2]
 
 
+def test_the_reader_reads_the_revision_of_the_engines_own_arguments() -> None:
+    """They come after the generated ones, and the last one wins in the engine."""
+    args = ["--revision=v3"]
+    reader_pod = pod(chat(engine={"type": "vLLM", "args": args}, modelSource={"revision": "v2"}))
+    assert reader_pod["spec"]["containers"][0]["args"][-2:] == ["--revision", "v3"]
+
+
 def test_the_reader_takes_placement_and_security_context_from_the_pool() -> None:
     template = {
         "spec": {

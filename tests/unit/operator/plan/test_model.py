@@ -242,6 +242,7 @@ def test_new_model_is_read_before_its_rollout_starts() -> None:
         {"model": "other"},
         {"modelSource": {"pvc": "models"}},
         {"modelSource": {"revision": "v2"}},
+        {"engine": {"type": "vLLM", "args": ["--revision", "v2"]}},
         {"modelSource": {"tokenSecret": "hub"}},
         {"engine": {"type": "vLLM", "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]}},
     ],
