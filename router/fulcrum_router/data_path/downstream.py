@@ -228,6 +228,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _start(self, request: Request) -> None:
         """Start an exchange for a request, or send the response to it if no engine is needed."""
+        self._waiting_since_s = time.monotonic()
         path, method = request.path, request.method
         if path in _COMPLETION_PATHS or path in PASS_THROUGH_PATHS:
             if method == b"POST":
@@ -344,8 +345,12 @@ class ClientConnection(asyncio.Protocol):
     def enforce_timeouts(self, now_s: float) -> None:
         """Close the connection if the client has exceeded a time-out."""
         waits = self._exchange is None or self.paused
-        if waits and now_s - self._waiting_since_s > self._find_timeout_s():
-            self._transport.abort()
+        if not waits or now_s - self._waiting_since_s <= self._find_timeout_s():
+            return
+        if self.paused or self._closing:
+            self._transport.abort()  # what was not sent will not be read
+        else:
+            self._close()
 
     def _find_timeout_s(self) -> float:
         """How long the router waits for the client to send or to read."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.integration.router.fake_engines import (
     send_source_name,
     stream_tokens_then,
 )
-from tests.waiting import run_pending_tasks, wait_until
+from tests.waiting import run_pending_tasks, wait_until, wait_until_time
 
 BODY = b'{"model": "m", "prompt": "hello"}'
 
@@ -380,6 +381,19 @@ async def test_an_idle_connection_is_closed_after_its_timeout(monkeypatch: pytes
     monkeypatch.setattr(client_module, "IDLE_TIMEOUT_S", 0.05)
     async with run_router() as world:
         assert await read_until_closed(world, b"") == b""
+
+
+async def test_a_connection_that_is_used_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "IDLE_TIMEOUT_S", 1.0)
+    async with run_router() as world:
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 2.0:
+            writer.write(build_get("/health"))
+            async with asyncio.timeout(DEADLINE_S):
+                assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
+            await wait_until_time(time.monotonic() + 0.1, "as a load balancer probes")
+        writer.close()
 
 
 async def test_requests_in_flight_may_finish_during_the_shutdown_grace_period() -> None:
