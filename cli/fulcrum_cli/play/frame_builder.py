@@ -60,7 +60,7 @@ def build_frame(
     recent = results.since(progress.clock_s - RECENT_WINDOW_S)
     return Frame(
         service=observation.service.metadata.name,
-        model=spec.model,
+        model=f"{spec.model}, simulated" if spec.engine.is_simulated else spec.model,
         endpoint=endpoint,
         mode=spec.autoscaling.mode.value,
         seed=seed,

@@ -22,6 +22,8 @@ class RunFigures:
     mode: str
     seed: int
     instances: int
+    engine: str
+    """Type of the engines: `Simulated` or `vLLM`."""
     started_at_s: float
     duration_s: float
     requests: LoadReport
@@ -43,6 +45,7 @@ class RunFigures:
             "load": self.load,
             "mode": self.mode,
             "seed": self.seed,
+            "engine": self.engine,
             "duration_s": round(self.duration_s, 3),
             "requests": {
                 "offered": requests.offered,
@@ -75,7 +78,7 @@ class RunFigures:
         requests, latencies = self.requests, self.requests.latencies
         to_prefill, to_decode = (self.recorder.flips_to(role) for role in (Role.PREFILL, Role.DECODE))
         lines = [
-            f"{self.load}, mode {self.mode}, {format_count(self.instances, 'instance')}, "
+            f"{self.load}, mode {self.mode}, {format_count(self.instances, 'instance')} ({self.engine}), "
             f"{self.duration_s:.0f} s, seed {self.seed}",
             f"requests    {requests.offered} offered = {requests.ok} ok + {requests.failed} failed "
             f"+ {requests.broken} broken + {requests.wrong} wrong{self._format_in_flight()}",

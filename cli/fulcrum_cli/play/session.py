@@ -163,6 +163,7 @@ class Session:
             mode=options.service.spec.autoscaling.mode.value,
             seed=options.seed,
             instances=len(self._observer.instances),
+            engine=options.service.spec.engine.type,
             started_at_s=self._started_at_s,
             duration_s=duration_s,
             requests=self._load.results.report(),

@@ -34,6 +34,7 @@ def figures(*, lateness_p99_ms: float | None = 4.0) -> RunFigures:
         mode="Auto",
         seed=7,
         instances=1,
+        engine="Simulated",
         started_at_s=100.0,
         duration_s=60.0,
         requests=results.report(),
