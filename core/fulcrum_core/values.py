@@ -67,6 +67,15 @@ class AutoscalingMode(StrEnum):
     AUTO = "Auto"
 
 
+class DispatchMode(StrEnum):
+    """When a request is given to a prefill instance."""
+
+    DIRECT = "Direct"
+    """At once: it waits in the engine."""
+    QUEUE = "Queue"
+    """When the instance is about to run out of prefill work: it waits in the router."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Latency objectives of a service or a tier.

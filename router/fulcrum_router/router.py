@@ -72,6 +72,7 @@ class Router:
             last_prefill_to_decode_s: Unix time of the last flip from prefill to decode; None: none.
         """
         self.settings = settings
+        self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
         self.journeys.flip_waits.enabled = settings.autoscaling_mode is AutoscalingMode.AUTO
         self.journeys.flip_rules = FlipProposalRules(
             enabled=settings.autoscaling_mode is not AutoscalingMode.OFF,

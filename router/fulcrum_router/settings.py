@@ -3,13 +3,14 @@
 The data path reads them at every request, so they are plain frozen dataclasses and not models of the API.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
 from fulcrum_core.api.pdservice import PDService, TimeoutsSpec
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.values import AutoscalingMode, Slo
+from fulcrum_core.values import AutoscalingMode, DispatchMode, Slo
 
 DEFAULT_TIER = "default"
 """Name of the tier of requests that name none; its SLO is the service's own."""
@@ -67,6 +68,9 @@ class ServiceSettings:
     """See `FlipProposalRules.max_decode_load`."""
     prefill_to_decode_cooldown_s: float = 0.0
     """Seconds after a flip from prefill to decode in which no other is proposed."""
+    prefill_ahead_s: float = math.inf
+    """Prefill work in seconds from which an instance gets no more, see `policy.waiting_room`; infinite: no
+    request waits in the router."""
     drain_timeout_s: float = 0.0
     """Seconds that requests in flight get to finish when the router shuts down."""
 
@@ -83,7 +87,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
     """Resolve the settings of `service`. A listed tier that does not exist is left out: its requests get the
     default tier."""
     spec = service.spec
-    slo = spec.slo.to_slo()
+    slo, dispatch = spec.slo.to_slo(), spec.router.dispatch
     mode = AutoscalingMode.OFF if spec.autoscaling.flip.paused else spec.autoscaling.mode
     known = {tier.metadata.name: tier for tier in tiers}
     return ServiceSettings(
@@ -95,6 +99,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         autoscaling_mode=mode,
         max_decode_load=spec.autoscaling.arrow.shrink,
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
+        prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
         drain_timeout_s=spec.drain.timeout,
     )
 

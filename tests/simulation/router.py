@@ -19,7 +19,7 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Clock
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
-from fulcrum_core.values import AutoscalingMode, EngineIdentity, Phase, Role
+from fulcrum_core.values import AutoscalingMode, DispatchMode, EngineIdentity, Phase, Role
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_router.fleet.health import Health
 from fulcrum_router.observe.objects import TYPICAL_REQUEST_TOKENS
@@ -98,6 +98,7 @@ class SimulatedRouter:
         self.state_available = True
         self.clock_error_s = 0.0
         self.refused_assignments = 0
+        self.most_waiting_requests = 0
         self._acknowledged_at_s = 0.0
         self._desired: PDAssignment | None = None
         self._service: PDService | None = None
@@ -290,7 +291,16 @@ class SimulatedRouter:
         scaling, context = self._service.spec.autoscaling, self._journeys.context
         context.flip_rules = self._flip_rules()
         context.flip_waits.enabled = scaling.mode is AutoscalingMode.AUTO
+        dispatch = self._service.spec.router.dispatch
+        ahead_s = dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf
+        context.waiting_room.prefill_ahead_s = ahead_s
         self._journeys.start(request, self._service.spec.slo.to_slo(), on_token=on_token, on_end=on_end)
+        self.most_waiting_requests = max(self.most_waiting_requests, self.waiting_requests)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests in the waiting room."""
+        return len(self._journeys.context.waiting_room)
 
     # RoutingPort
 

@@ -34,7 +34,7 @@ _LONG_ANSWERS = DECODE_HEAVY.scaled(input=0.2, output=0.4)
 _LIGHT_CHAT = CHAT.scaled(input=0.2, output=0.3)
 
 
-def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
+def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Direct") -> dict[str, Any]:
     """Return the spec of a service of eight laptop engines, with thresholds that fit their minimum step time
     of 18 ms.
     """
@@ -43,6 +43,7 @@ def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
         "instances": 8,
         "engine": {"type": "Simulated", "profile": "laptop"},
         "slo": {"ttft": "1s", "tpot": "50ms"},
+        "router": {"dispatch": {"mode": dispatch}},
         "roles": {"prefill": {"min": floor}, "decode": {"min": floor}},
         "autoscaling": {
             "mode": mode,
@@ -52,11 +53,11 @@ def service_spec(mode: str = "Auto", *, floor: int = 1) -> dict[str, Any]:
     }
 
 
-def moving_scenario(seed: int, mode: str) -> Scenario:
+def moving_scenario(seed: int, mode: str, dispatch: str = "Direct") -> Scenario:
     """Long prompts and long outputs alternate every 12 s; each overloads half of the instances."""
     periods = (MixPeriod(_LONG_PROMPTS, 15, 12), MixPeriod(_LONG_ANSWERS, 13, 12))
     load = _shift_arrivals(generate_moving(periods=periods, duration_s=48, seed=seed), LOAD_START_S)
-    return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode))
+    return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode, dispatch=dispatch))
 
 
 def steady_scenario(seed: int) -> Scenario:
@@ -67,7 +68,7 @@ def steady_scenario(seed: int) -> Scenario:
     return Scenario(seed=seed, load=load, end_s=42, spec=service_spec())
 
 
-def faulty_scenario(seed: int) -> Scenario:
+def faulty_scenario(seed: int, dispatch: str = "Direct") -> Scenario:
     """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then a steady load without
     faults.
     """
@@ -79,7 +80,7 @@ def faulty_scenario(seed: int) -> Scenario:
         seed=seed,
         load=(*_shift_arrivals(heavy, LOAD_START_S), *_shift_arrivals(light, FAULTS_END_S)),
         end_s=FAULTS_END_S + 15,
-        spec=service_spec(floor=2),
+        spec=service_spec(floor=2, dispatch=dispatch),
         faults=tuple(_draw_fault(rng) for _ in range(12)),
     )
 

@@ -44,6 +44,16 @@ def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int) -> N
     assert len(result.flips(since_s=FAULTS_END_S + 6)) <= 3, "roles do not converge"
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+def test_faults_violate_no_safety_check_while_requests_wait_in_the_router(seed: int) -> None:
+    print(f"FULCRUM_SEED={seed}")
+    result = simulate(faulty_scenario(seed, "Queue"))
+    assert violations(result, *SAFETY, *LIVENESS) == []
+    assert {record.outcome for record in result.requests} <= {"ok", "broken"}
+    assert not result.router.waiting_requests, "nobody is left in the waiting room"
+    assert result.router.most_waiting_requests > 0, "somebody has waited"
+
+
 def test_the_faulty_scenarios_inject_faults_that_cause_restarts_and_flips() -> None:
     """The scenarios of the test above contain the faults that the test is about."""
     results = [faulty_result(seed) for seed in seeds(3)]

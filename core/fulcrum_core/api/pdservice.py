@@ -17,7 +17,7 @@ from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
 from fulcrum_core.api.qostier import SloSpec
-from fulcrum_core.values import AutoscalingMode
+from fulcrum_core.values import AutoscalingMode, DispatchMode
 
 DEFAULT_INSTANCES = 2
 
@@ -248,9 +248,28 @@ class TimeoutsSpec(ApiModel):
     )
 
 
+class DispatchSpec(ApiModel):
+    """Where requests wait for prefill."""
+
+    mode: DispatchMode = Field(
+        default=DispatchMode.DIRECT,
+        description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
+        "waits in the router until an instance is about to run out of work (default Direct).",
+    )
+    prefill_ahead: Duration = Field(
+        default=0.5,
+        gt=0,
+        description="With Queue: prefill work from which an instance gets no more. It covers the way of the "
+        "next prompt to the engine and the error of predictions (default 500ms).",
+    )
+
+
 class RouterSpec(ApiModel):
     """How requests are routed."""
 
+    dispatch: DispatchSpec = Field(
+        default_factory=DispatchSpec, description="Where requests wait for prefill."
+    )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
     )

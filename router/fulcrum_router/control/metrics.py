@@ -372,6 +372,12 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
         "Generation of the PDAssignment that the router uses.",
         router.applied_assignment.generation,
     )
+    room = router.journeys.waiting_room
+    yield gauge("waiting_requests", "Requests that wait in the router for a prefill instance.", len(room))
+    yield gauge(
+        "waiting_prefill_seconds", "Predicted prefill time of the requests that wait.", room.prefill_s
+    )
+    yield gauge("waiting_bytes", "Bytes of the bodies of the requests that wait.", room.bytes)
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
     errors = GaugeMetricFamily(

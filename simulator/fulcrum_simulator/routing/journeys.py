@@ -27,6 +27,9 @@ from fulcrum_simulator.engine import (
     OutputToken,
 )
 
+WAITING_ROOM_CHECK_S = 0.1
+"""Seconds between two checks of the waiting room, as in the shipped router."""
+
 
 class Outcome(Enum):
     """How a request ended for its client."""
@@ -123,6 +126,7 @@ class SimulatedJourneys(Generic[V]):
     def __init__(self, context: JourneyContext[V], port: RoutingPort[V]) -> None:
         self.context, self.port = context, port
         self._waiting_for_flip: dict[_Run, None] = {}
+        self._checks_waiting_room = False
 
     def start(
         self,
@@ -150,6 +154,17 @@ class SimulatedJourneys(Generic[V]):
     def fleet_changed(self) -> None:
         """Let requests leave the waiting room: an instance came or went, or time has passed."""
         self.context.waiting_room.reconsider(self.port.now_s())
+
+    def check_waiting_room(self) -> None:
+        """Check again after `WAITING_ROOM_CHECK_S`, as long as requests wait."""
+        if not self._checks_waiting_room and self.context.waiting_room.members:
+            self._checks_waiting_room = True
+            self.port.call_at(self.port.now_s() + WAITING_ROOM_CHECK_S, self._end_waiting_room_check)
+
+    def _end_waiting_room_check(self) -> None:
+        self._checks_waiting_room = False
+        self.fleet_changed()
+        self.check_waiting_room()
 
     def wait_for_flip(self, run: "_Run") -> None:
         """Publish a run's flip request; the run goes on at the next assignment or at the end of its wait."""
@@ -221,7 +236,9 @@ class _Run:
             self._on_end(Outcome.BROKEN)
         elif action is Action.END:
             self._on_end(Outcome.OK)
-        elif action is not Action.WAIT:
+        elif action is Action.WAIT:
+            self._routing.check_waiting_room()
+        else:
             raise NotImplementedError(f"the engine model has no protocol with {action}")
 
     def leave(self) -> None:
