@@ -152,6 +152,9 @@ def bounds(
         str | None,
         typer.Option(help="Add the best splits: fixed, and changed at this interval with arrivals known."),
     ] = None,
+    prefix_cache: Annotated[
+        bool, typer.Option("--prefix-cache", help="Leave out what an endless prefix cache would serve.")
+    ] = False,
     output: OutputOption = None,
 ) -> None:
     """Show the highest rates of a workload that any scheduler could serve within the SLO."""
@@ -159,14 +162,14 @@ def bounds(
 
     run(
         trace, instances=instances, profile=profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        attainment=attainment, resplit=resplit, output=output,
+        attainment=attainment, resplit=resplit, prefix_cache=prefix_cache, output=output,
     )  # fmt: skip
 
 
 @app.command()
 def simulate(
     trace: Annotated[
-        Path, typer.Option(help="Recorded workload: CSV (or gzip) of arrival_s, input_tokens, output_tokens.")
+        Path, typer.Option(help="Recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen.")
     ],
     instances: Annotated[int, typer.Option(help="Number of instances.")] = 8,
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",

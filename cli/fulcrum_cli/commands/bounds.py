@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,12 @@ from fulcrum_simulator.bounds import (
     find_prefill_burst_rate,
     mean_rate,
 )
-from fulcrum_simulator.workload import Recording, WorkloadRequest, load_recording
+from fulcrum_simulator.workload import (
+    Recording,
+    WorkloadRequest,
+    leave_out_prefix_hits,
+    load_recording,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ def run(
     slo_tpot: str,
     attainment: float,
     resplit: str | None,
+    prefix_cache: bool,
     output: str | None,
 ) -> None:
     """Print the bounds and references of the workload as a table or a document.
@@ -59,6 +65,8 @@ def run(
         raise InvalidInput("--attainment", attainment, "must be above 0 and at most 100")
     interval_s = parse_duration_s("--resplit", resplit)
     recording = load_recording(trace)
+    if prefix_cache:
+        recording = replace(recording, requests=tuple(leave_out_prefix_hits(recording.requests)))
     requests = recording.requests
     rows = _compute_rows(requests, fleet, attainment=attainment / 100)
     if interval_s is not None:

@@ -154,7 +154,10 @@ def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: P
     return [
         *format_columns(
             ("CURVE", "POINTS", "MEAN ERROR"),
-            *((error.curve, str(error.points), f"{error.mape:.1%}") for error in errors),
+            *(
+                (error.curve, str(error.points), f"{error.mape:.1%}" if error.points else "-")
+                for error in errors
+            ),
         ),
         "",
         f"empty step {steps.t0 * 1000:.3g} ms, prompt token {steps.b * 1e6:.3g} µs, "

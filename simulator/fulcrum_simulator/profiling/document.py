@@ -32,9 +32,10 @@ class ProfiledEngine:
 def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> str:
     """Return the text of the profile file; `link` is None if no KV transfer was measured."""
     errors = (*fitted.errors, link.error) if link else fitted.errors
+    described = ", ".join(_describe_error(error) for error in errors if error.points)
     fields = {
         "name": engine.name,
-        "description": f"{engine.limits.model}, measured: {', '.join(map(_describe_error, errors))}.",
+        "description": f"{engine.limits.model}, measured: {described}.",
         **_step_fields(fitted),
         "kv_capacity_tokens": engine.limits.kv_tokens,
         "block_size": engine.limits.block_size,
@@ -48,7 +49,7 @@ def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLi
         **_link_fields(engine, link),
         "startup_s": _ASSUMED_STARTUP_S,
     }
-    return "\n".join([*_comments(engine, link), yaml.safe_dump(fields, sort_keys=False, width=110)])
+    return "\n".join([*_comments(engine, fitted, link), yaml.safe_dump(fields, sort_keys=False, width=110)])
 
 
 def _describe_error(error: CurveError) -> str:
@@ -93,8 +94,10 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
     }
 
 
-def _comments(engine: ProfiledEngine, link: FittedLink | None) -> list[str]:
+def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> list[str]:
     lines = ["# Written by `fulcrum profile`. Assumed, not measured: startup_s."]
+    if any(error.curve == "mixed" and not error.points for error in fitted.errors):
+        lines.append("# Assumed, not measured: mixed_factor; the engine computed no prompt beside decodes.")
     if link is None:
         lines.append("# Assumed, not measured: the three link and handshake values (one engine was given).")
     if engine.device is None:

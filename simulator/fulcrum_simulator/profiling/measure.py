@@ -58,13 +58,18 @@ class Measurer:
         return samples
 
     async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedSample]:
-        """Measure prompts that join a batch of decodes."""
+        """Measure prompts that join a batch of decodes.
+
+        A point is left out if the engine takes up the prompt only when the decodes have ended.
+        """
         samples = []
         for tokens in plan.mixed:
             self._report(f"prefill of {tokens} tokens beside {plan.mixed_batch} decodes")
             measure = partial(self._measure_mixed, plan.mixed_batch, tokens, context=plan.decode[0][1])
-            seconds = await self._repeat(measure)
-            samples.append(MixedSample(tokens, median(seconds)))
+            try:
+                samples.append(MixedSample(tokens, median(await self._repeat(measure))))
+            except _NotMixed:
+                self._report(f"nothing: the engine did not compute {tokens} tokens beside decodes")
         return samples
 
     async def measure_transfers(
@@ -135,12 +140,14 @@ class Measurer:
             try:
                 return await measure(min(self._decode_steps, most))
             except _TooFewSteps as error:
+                if self._decode_steps >= most:
+                    if isinstance(error, _NotMixed):
+                        raise
+                    raise EngineUnusable(
+                        self._client.url,
+                        f"decoded only {error.steps} steps undisturbed: is it idle, is --token-budget right?",
+                    ) from None
                 self._decode_steps *= 2
-                if self._decode_steps > most:
-                    cause = (
-                        f"decoded only {error.steps} steps undisturbed: is it idle, and --token-budget right?"
-                    )
-                    raise EngineUnusable(self._client.url, cause) from None
 
     async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferSample:
         body = self._body(tokens, max_tokens=1)
@@ -177,6 +184,10 @@ class _TooFewSteps(Exception):
         self.steps = steps
 
 
+class _NotMixed(_TooFewSteps):
+    """A prompt had its first token only after the decodes that it joined."""
+
+
 def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
     """Return the number of steps between two times, and their mean duration."""
     inside = tokens_s[bisect_left(tokens_s, start_s) : bisect_right(tokens_s, end_s)]
@@ -192,7 +203,7 @@ def _compute_delay(runs: Sequence[TokenTimes], joining: TokenTimes) -> float:
     tokens_s = runs[0].tokens_s
     first, last = bisect_right(tokens_s, joining.sent_s) - 1, bisect_left(tokens_s, joining.tokens_s[0])
     if last >= len(tokens_s):
-        raise _TooFewSteps(len(tokens_s) - first)
+        raise _NotMixed(len(tokens_s) - first)
     _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), joining.sent_s)
     return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 1e-9)
 

@@ -17,6 +17,7 @@ from fulcrum_simulator.workload.generated import (
     generate_moving,
     generate_steady,
 )
+from fulcrum_simulator.workload.prefix_hits import leave_out_prefix_hits
 from fulcrum_simulator.workload.recorded import Recording, load_recording, load_trace
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
 from fulcrum_simulator.workload.transforms import (
@@ -47,6 +48,7 @@ __all__ = [
     "generate_moving",
     "generate_steady",
     "jitter_arrivals",
+    "leave_out_prefix_hits",
     "load_recording",
     "load_trace",
     "repeat_until",

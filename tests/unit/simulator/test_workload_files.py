@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_simulator.workload import load_trace
+from fulcrum_simulator.workload import leave_out_prefix_hits, load_trace
 
 FOLDER = os.environ.get("FULCRUM_TRACES")
 
@@ -25,3 +25,9 @@ def test_a_recording_has_the_figures_published_with_it(
         round(sum(r.output_tokens for r in loaded) / len(loaded)),
     )
     assert (len(loaded), *means) == (requests, mean_input, mean_output)
+
+
+def test_an_endless_prefix_cache_serves_the_published_share_of_a_recording() -> None:
+    loaded = load_trace(Path(str(FOLDER)) / "mooncake_conversation.csv.gz")
+    left = sum(request.input_tokens for request in leave_out_prefix_hits(loaded))
+    assert round(1 - left / sum(request.input_tokens for request in loaded), 3) == 0.374

@@ -74,6 +74,7 @@ def test_resplit_adds_the_best_fixed_and_moving_splits(bounds: Bounds) -> None:
         (("--attainment", "101"), "error: --attainment (101.0) must be above 0 and at most 100\n"),
         (("--trace", "nowhere.csv"), "error: nowhere.csv (missing) must be a file that exists\n"),
         (("--resplit", "0s"), "error: --resplit (0s) must be longer than 0s\n"),
+        (("--prefix-cache",), "error: workload (no block ids) must have them to count prefix hits\n"),
         (("-o", "xml"), "error: --output (xml) is not one of json, yaml\n"),
     ],
 )

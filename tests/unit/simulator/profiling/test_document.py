@@ -1,5 +1,7 @@
 """A fitted profile becomes a file that the loader accepts, and that names what was not measured."""
 
+from dataclasses import replace
+
 import pytest
 
 from fulcrum_core.errors import InvalidInput
@@ -57,6 +59,13 @@ def test_a_link_that_was_not_measured_is_named_in_the_file() -> None:
     text = render_profile(engine(None), FITTED, None)
     assert "# Assumed, not measured: the three link and handshake values (one engine was given)." in text
     assert parse_profile(text, source="mine").link_bytes_per_s == 1e10
+
+
+def test_a_factor_that_was_not_measured_is_named_in_the_file() -> None:
+    unmixed = replace(FITTED, errors=(*FITTED.errors, CurveError("mixed", 0.0, 0)))
+    text = render_profile(engine(None), unmixed, LINK)
+    assert "# Assumed, not measured: mixed_factor" in text
+    assert "mixed within" not in text
 
 
 def test_a_fit_faster_than_the_device_is_refused() -> None:

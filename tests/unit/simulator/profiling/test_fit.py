@@ -55,6 +55,17 @@ def test_noise_shows_as_error_of_its_size_and_moves_the_fit_by_less(seed: int) -
     assert all(0.001 < error.mape < 0.03 for error in fitted.errors), fitted.errors
 
 
+def test_without_prompts_beside_decodes_the_published_factor_stands() -> None:
+    decode = [DecodeSample(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
+    fitted = fit_profile(
+        prefill=[PrefillSample(n, 0.02 + 1e-4 * n) for n in (64, 128, 256)],
+        decode=decode,
+        mixed=[],
+        token_budget=BUDGET,
+    )
+    assert (fitted.steps.mixed_factor, fitted.errors[2].points) == (1.1, 0)
+
+
 def test_coefficients_are_never_negative(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):

@@ -21,6 +21,7 @@ from fulcrum_simulator.profiling import (
     plan_measurement,
 )
 from fulcrum_simulator.profiling.engine_client import TokenTimes
+from fulcrum_simulator.profiling.samples import DecodeSample
 from fulcrum_simulator.server.app import EngineApp
 from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.service import EngineService
@@ -284,16 +285,26 @@ async def test_a_prompt_that_is_computed_instead_of_transferred_is_noticed() -> 
             await measurer.measure_transfers(TRANSFERS, decode)
 
 
-async def test_a_token_budget_above_the_engines_is_noticed() -> None:
+async def measure_small_engine(max_model_tokens: int) -> list[DecodeSample]:
+    """Measure 16 requests on an engine whose steps are 128 times smaller than the plan believes."""
     small = PROFILE.model_copy(update={"token_budget": 64, "max_seqs": 16})
     async with engine_server(small) as url, EngineClient.open(url) as client:
-        limits = await client.read_limits()
+        limits = EngineLimits("m", max_model_tokens, PROFILE.kv_capacity_tokens, PROFILE.block_size)
         measurer = Measurer(client, limits, token_budget=8192, repeats=1, report=lambda _: None)
-        plan = plan_measurement(
-            max_model_tokens=8192, kv_tokens=65536, block_size=16, token_budget=8192, max_batch=16
-        )
-        with pytest.raises(EngineUnusable, match="steps undisturbed: is it idle, and --token-budget right"):
-            await measurer.measure_decode(plan)
+        return await measurer.measure_decode(MeasurementPlan((), ((16, 512),), 1, (), ()))
+
+
+async def test_a_token_budget_above_the_engines_is_made_up_for_by_longer_runs() -> None:
+    (sample,) = await measure_small_engine(8192)
+    expected_s = PROFILE.step_model.step_from_sums_s(
+        prefill_tokens=0, attention=0, decodes=16, context_tokens=round(sample.context_tokens)
+    )
+    assert sample.seconds == pytest.approx(expected_s, rel=0.02)
+
+
+async def test_an_engine_without_room_for_longer_runs_is_one_line() -> None:
+    with pytest.raises(EngineUnusable, match="steps undisturbed: is it idle, is --token-budget right"):
+        await measure_small_engine(700)
 
 
 async def test_several_tokens_in_one_event_count_as_several() -> None:
