@@ -188,6 +188,9 @@ def simulate(
     slo_ttft: Annotated[str, typer.Option(help="TTFT objective.")] = "3s",
     slo_tpot: Annotated[str, typer.Option(help="TPOT objective.")] = "100ms",
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same result.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(help="Repeat with this many seeds, from --seed on, and show the spread.")
+    ] = 1,
     state_age: Annotated[
         str, typer.Option(help="Age of the state that the autoscaler decides on.")
     ] = "100ms",
@@ -212,8 +215,8 @@ def simulate(
         parse_options(
             trace=trace, instances=instances, profile=profile, policy=policy, compare=compare,
             find_rate=find_rate, scale=scale, speed=speed, slo_ttft=slo_ttft, slo_tpot=slo_tpot, seed=seed,
-            state_age=state_age, flip_latency=flip_latency, model_error=model_error, step_noise=step_noise,
-            failures=failures, json=json, plot=plot,
+            seeds=seeds, state_age=state_age, flip_latency=flip_latency, model_error=model_error,
+            step_noise=step_noise, failures=failures, json=json, plot=plot,
         )
     )  # fmt: skip
 

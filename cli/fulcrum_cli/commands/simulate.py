@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from fulcrum_cli.simulation.plot import write_plot
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.load import prepare_load
-from fulcrum_simulator.fleet.options import Policy
+from fulcrum_simulator.fleet.options import Policy, RunOptions
 from fulcrum_simulator.fleet.rate_search import find_highest_speed
 from fulcrum_simulator.fleet.report import build_report, format_report
 from fulcrum_simulator.fleet.run import RunResult, simulate
@@ -47,20 +48,34 @@ def run(options: SimulateOptions) -> None:
 
 
 def _run_contender(contender: Contender, options: SimulateOptions, progress: Progress) -> Run:
-    """Return the run of the contender's best policy."""
-    runs = (_run_policy(policy, options, progress) for policy in contender.policies)
-    report, result = max(runs, key=_rank)
+    """Return the first run of the contender's best policy, with the figures of all seeds."""
+    found: list[tuple[tuple[float, float], Run]] = []
+    for policy in contender.policies:
+        runs = [_run_policy(policy, seed, options, progress) for seed in options.seeds]
+        reports = [report for report, _ in runs]
+        seeds = [
+            {"seed": report["seed"], "attainment": report["attainment"], "requests_per_s": _get_rate(report)}
+            for report in reports
+        ]
+        found.append((_rank(reports), ({**reports[0], "seeds": seeds}, runs[0][1])))
+    report, result = max(found, key=lambda ranked: ranked[0])[1]
     return {"contender": contender.name, "trace": options.trace_name, **report}, result
 
 
-def _rank(run: Run) -> tuple[float, float]:
-    report, _ = run
-    return report.get("speed", 0.0) or 0.0, report["attainment"] or 0.0
+def _rank(reports: list[Report]) -> tuple[float, float]:
+    return (
+        fmean(report.get("speed") or 0.0 for report in reports),
+        fmean(report["attainment"] or 0.0 for report in reports),
+    )
 
 
-def _run_policy(policy: Policy, options: SimulateOptions, progress: Progress) -> Run:
+def _get_rate(report: Report) -> float:
+    return float(report["goodput"]["offered_requests_per_s"] or 0.0)
+
+
+def _run_policy(policy: Policy, seed: int, options: SimulateOptions, progress: Progress) -> Run:
     def run_at(speed: float) -> Run:
-        return _run_once(policy, speed, options, progress)
+        return _run_once(replace(options.run, policy=policy, seed=seed), speed, options, progress)
 
     if options.find_rate_share is None:
         return run_at(1.0)
@@ -70,22 +85,40 @@ def _run_policy(policy: Policy, options: SimulateOptions, progress: Progress) ->
     return {**report, "speed": found.speed, "trials": found.trials}, result
 
 
-def _run_once(policy: Policy, speed: float, options: SimulateOptions, progress: Progress) -> Run:
-    task = progress.add_task(f"{policy}" + ("" if speed == 1.0 else f" at {speed:.3g} x speed"), total=1.0)
+def _run_once(run: RunOptions, speed: float, options: SimulateOptions, progress: Progress) -> Run:
+    at_speed = "" if speed == 1.0 else f" at {speed:.3g} x speed"
+    task = progress.add_task(f"{run.policy}, seed {run.seed}{at_speed}", total=1.0)
     load = prepare_load(
         options.recorded,
         scale=options.scale,
         speed=options.speed * speed,
-        slo=options.run.slo,
-        seed=options.run.seed,
+        slo=run.slo,
+        seed=run.seed,
     )
     update: Callable[[float], None] = lambda share: progress.update(task, completed=share)  # noqa: E731
-    result = simulate(load, replace(options.run, policy=policy), on_progress=update)
+    result = simulate(load, run, on_progress=update)
     progress.remove_task(task)
     return build_report(result), result
 
 
 def _describe(report: Report, options: SimulateOptions) -> str:
+    return "\n".join((_describe_run(report, options), *_describe_spread(report["seeds"])))
+
+
+def _describe_spread(seeds: list[dict[str, float]]) -> list[str]:
+    """Return the smallest and the largest figure of all seeds; nothing for one seed."""
+    if len(seeds) == 1:
+        return []
+    attainment = [100 * (each["attainment"] or 0.0) for each in seeds]
+    rates = [each["requests_per_s"] for each in seeds]
+    return [
+        f"  {len(seeds)} seeds          SLO attainment {min(attainment):.1f} to {max(attainment):.1f} %, "
+        f"mean {fmean(attainment):.1f} %; offered {min(rates):.2f} to {max(rates):.2f} requests/s, "
+        f"mean {fmean(rates):.2f}"
+    ]
+
+
+def _describe_run(report: Report, options: SimulateOptions) -> str:
     if options.find_rate_share is None:
         return format_report(report)
     bar = f"{100 * options.find_rate_share:g} %"

@@ -21,6 +21,7 @@ from fulcrum_simulator.fleet.options import (
 from fulcrum_simulator.workload import OverlongRequests, WorkloadRequest, load_trace
 
 INSTANCES_MAX = 1024
+SEEDS_MAX = 100
 
 
 class SimulateArguments(TypedDict):
@@ -37,6 +38,7 @@ class SimulateArguments(TypedDict):
     slo_ttft: str
     slo_tpot: str
     seed: int
+    seeds: int
     state_age: str
     flip_latency: str
     model_error: float
@@ -64,6 +66,7 @@ class SimulateOptions:
     trace_name: str
     overlong: OverlongRequests | None
     find_rate_share: float | None
+    seeds: range
     scale: float
     speed: float
     json: Path | None
@@ -101,6 +104,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         trace_name=arguments["trace"].name,
         overlong=overlong,
         find_rate_share=None if find_rate is None else find_rate / 100,
+        seeds=range(arguments["seed"], arguments["seed"] + arguments["seeds"]),
         scale=arguments["scale"],
         speed=arguments["speed"],
         json=arguments["json"],
@@ -114,6 +118,10 @@ def _check_numbers(arguments: SimulateArguments) -> None:
             raise InvalidInput(option, factor, "must be above 0, and at most 1000")
     if not 2 <= arguments["instances"] <= INSTANCES_MAX:
         raise InvalidInput("--instances", arguments["instances"], f"must be between 2 and {INSTANCES_MAX}")
+    if arguments["seed"] < 0:
+        raise InvalidInput("--seed", arguments["seed"], "must not be negative")
+    if not 1 <= arguments["seeds"] <= SEEDS_MAX:
+        raise InvalidInput("--seeds", arguments["seeds"], f"must be between 1 and {SEEDS_MAX}")
     for option, share in (
         ("--model-error", arguments["model_error"]),
         ("--step-noise", arguments["step_noise"]),

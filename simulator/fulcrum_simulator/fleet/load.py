@@ -8,6 +8,7 @@ from fulcrum_simulator.workload import (
     LengthLimit,
     OverlongRequests,
     WorkloadRequest,
+    jitter_arrivals,
     repeat_until,
     scale_rate,
     shift_arrivals,
@@ -22,11 +23,14 @@ TTFT_OBJECTIVES_MIN = 50
 def prepare_load(
     recorded: Sequence[WorkloadRequest], *, scale: float, speed: float, slo: Slo, seed: int
 ) -> list[WorkloadRequest]:
-    """Multiply the rate by `scale`, divide all times by `speed`, start at 0, and repeat a load too short."""
+    """Multiply the rate by `scale`, divide all times by `speed`, start at 0, and repeat a load too short.
+
+    Arrivals move by up to half the gap to the next one, as the seed says; with seed 0 none moves.
+    """
     scaled = recorded if scale == 1.0 else scale_rate(recorded, scale, seed=seed)
     if not scaled:
         return []
-    started = shift_arrivals(scaled, -scaled[0].arrival_s)
+    started = shift_arrivals(jitter_arrivals(scaled, seed=seed), -scaled[0].arrival_s)
     duration_s = max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s)
     return repeat_until(list(speed_up_arrivals(started, speed)), duration_s)
 

@@ -32,7 +32,7 @@ def test_splits_are_named_as_they_are_parsed() -> None:
 
 def test_a_short_load_is_repeated_until_it_is_long_enough_to_be_scored() -> None:
     recorded = [WorkloadRequest(float(second), 10, 1) for second in range(5, 105)]
-    load = prepare_load(recorded, scale=1.0, speed=2.0, slo=Slo(20.0, 0.1), seed=1)
+    load = prepare_load(recorded, scale=1.0, speed=2.0, slo=Slo(20.0, 0.1), seed=0)
     assert (load[0].arrival_s, len(load)) == (0.0, 2000)
     assert load[-1].arrival_s == 999.5
     assert [b.arrival_s - a.arrival_s for a, b in pairwise(load)] == [0.5] * 1999
