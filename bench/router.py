@@ -13,8 +13,8 @@ client got an error.
 With `--against` the other system is the router of another checkout that has a `.venv`: before and after a
 change, in one run.
 
-Exit code 2 without DIR; 1 without a valid run, or if CPU per request in `ns` is not below half of
-vllm-router's, or above 1.03 times that of the other checkout.
+Exit code 2 without DIR. Exit code 1 if a system has no valid run of a scenario, or if the ratio of CPU per
+request in `ns` is not below 0.5 (vllm-router) or 1.03 (other checkout). Other scenarios are only printed.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def _describe_vllm_router(cache: Path) -> dict[str, Any]:
 
 
 def _report(results: Sequence[dict[str, Any]], other: str, *, bar: float) -> int:
-    """Print the least disturbed half of the runs, a line per system and scenario; return the exit code."""
+    """Print medians over the half of the valid runs with the least foreign CPU; return the exit code."""
     meets_limit = True
     for scenario in dict.fromkeys(run["scen"] for run in results):
         cpu: dict[str, float] = {}

@@ -3,7 +3,7 @@
     python tools/generate_chart.py CRDS CHART
 
 rewrites CHART/templates/crds/ from the folder CRDS, and the table in CHART/README.md. CRDs are templates
-because Helm neither upgrades nor deletes what is in a chart's `crds/`.
+because Helm never upgrades what is in a chart's `crds/`.
 """
 
 import json

@@ -1,7 +1,8 @@
 """A machine of a test cluster: a set of Linux namespaces, identified by its first process.
 
-When that process ends, the kernel ends every process, mount and interface in the set. With
-`die_with_parent` this happens also when the tests crash. Control groups and log files belong to the cluster.
+When that process ends, the kernel ends every process, mount and interface in the set. With `die_with_parent`
+it ends with the thread that booted it, so also when the tests crash. The cluster creates the control groups
+and chooses the log files.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Self
 from tools.kubernetes.program import HERE, ClusterUnavailable, build_environment
 from tools.kubernetes.waiting import wait_for
 
-# Kernel settings that the kubelet would write for the whole machine; each node gets private files instead.
+# Kernel settings that the kubelet would write for the whole host; hub and nodes get private files instead.
 KERNEL_SETTINGS = {
     "vm-overcommit_memory": 1,
     "vm-panic_on_oom": 0,
@@ -77,7 +78,7 @@ class Machine:
 
     def _configure(self) -> None:
         self.run_shell(
-            # Private copies of what programs write to by default, so that nodes need no paths of their own.
+            # Private copies of what programs write to by default: all nodes use the same paths.
             "for d in /run /var/lib /var/log; do mount -t tmpfs -o mode=755 tmpfs $d; done",
             "mkdir /run/kubernetes /run/sysctl; ip link set lo up; echo 1 > /proc/sys/net/ipv4/ip_forward",
             f"echo {self.name} > /proc/sys/kernel/hostname",

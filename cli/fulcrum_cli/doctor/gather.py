@@ -1,7 +1,7 @@
 """Reads the facts for doctor's checks; judges nothing.
 
-Cluster objects that the user may not read are None. Objects of our own kinds that the user may not read count
-as none, because the check of permissions reports them.
+A fact about cluster objects is None if the user may not read them, a single object also if it does not exist.
+Our own kinds give an empty list then, because the checks of permissions and CRDs report that.
 """
 
 import time
@@ -154,7 +154,10 @@ class _ClusterReader:
         return here or None  # the component may run in another namespace
 
     async def _list_pods(self, deployments: Bodies | None) -> Bodies | None:
-        """List the pods that the Deployments select; None without permission, none without Deployments."""
+        """List the pods that the Deployments select.
+
+        None if pods cannot be read; empty if no Deployment is known.
+        """
         from fulcrum_cluster.objects import POD
 
         found: list[Body] = []
@@ -190,7 +193,10 @@ async def _none_if_refused(read: Awaitable[T]) -> T | None:
 
 
 def deployments_for_namespace(deployments: Bodies, namespace: str) -> Bodies:
-    """Return the Deployments that manage the namespace: those in it, else for it only, else for all."""
+    """Return the Deployments that manage the namespace.
+
+    Those in it; if there are none, those for it only; if there are none, those for all namespaces.
+    """
     for manages in (
         lambda body: body["metadata"]["namespace"] == namespace,
         lambda body: _option_of(body, "--namespace") == namespace,
@@ -222,7 +228,7 @@ def _group_by_label(bodies: Bodies, label: str) -> dict[str, Bodies]:
 
 
 def _first_by_service(bodies: Bodies | None) -> dict[str, Body | None] | None:
-    """Return the first object of each service; None for None."""
+    """Return the first object of each service; None if `bodies` is None."""
     if bodies is None:
         return None
     return {service: found[0] for service, found in _group_by_label(bodies, SERVICE_LABEL).items()}

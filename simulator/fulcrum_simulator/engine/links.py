@@ -1,4 +1,4 @@
-"""When KV transfers and handshakes between two engines end; computes times only.
+"""Computes when KV transfers and handshakes between two engines end; transfers nothing.
 
 `reserve_transfer` and `HandshakeQueue` are for simulations that hold both engines of a transfer. An engine
 server holds one end of each link, reserves that end alone, and does real handshakes.
@@ -80,8 +80,8 @@ class HandshakeQueue:
         self._known[engine_id] = 0.0
 
     def reserve_handshake(self, engine_id: str, *, reachable: bool, now_s: float) -> HandshakeResult:
-        """Return when the engine's blocks can be pulled: now if it is known, else after the handshakes queued
-        before it.
+        """Return when the engine's blocks can be pulled: now if its handshake is done, else when that
+        handshake ends.
         """
         if engine_id in self._known:
             return HandshakeResult(end_s=max(now_s, self._known[engine_id]), ok=True)

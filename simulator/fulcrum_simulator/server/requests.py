@@ -1,7 +1,7 @@
 """Parses the bodies of completion, chat and tokenize requests, and rejects them with vLLM's error objects.
 
-Most checks and messages are vLLM's. Rejected only here: more than one prompt or answer, and work that does
-not fit the role that the engine was started with.
+Most checks and messages are vLLM's. Rejected by the simulator, but not by vLLM: more than one prompt or
+answer, and work that does not fit the role that the engine was started with.
 
 Parsed by hand: a validation library would cost more than the rest of the request. Fields that do not change
 what the engine does are ignored, as vLLM ignores unknown fields.

@@ -2,11 +2,12 @@
 
 The router verifies KV transfers pair by pair, from the number of cached prompt tokens that the decode engine
 reports. The condition is True if a pair is verified and none fails. It is False if a pair fails, or if no two
-serving instances are compatible, also before any traffic. This module also keeps the time of each
-instance's first verification. The message has no counts, so that the status is written only when a result
-changes.
+serving instances are compatible, also before any traffic. It is Unknown with one desired instance, before the
+first transfer, and if the decode engine reports nothing. It stays as it was while the router has no result.
+Its message names pairs, not numbers of transfers, so that traffic alone does not change the status.
 
-The operator queries the router for these results; `router_poll_interval_s` says how often.
+This module also computes since when each instance counts as verified, and how often the operator queries the
+router for these results and for request counts.
 """
 
 from collections.abc import Collection, Iterable
@@ -94,7 +95,7 @@ def _format_pair(prefill: str, decode: str) -> str:
 
 
 def _previous_condition(observed: Observed) -> Condition:
-    """The previous condition, because nothing new was reported."""
+    """The previous condition if it still applies, else NoTrafficYet: the router has no result."""
     for before in observed.service.status.conditions:
         stale = before.reason in (conditions.NOT_APPLICABLE, conditions.INCOMPATIBLE)
         if before.type == conditions.KV_TRANSFER_VERIFIED and not stale:
@@ -131,7 +132,7 @@ def _severity(pair: PairState) -> tuple[int, tuple[int, str], tuple[int, str]]:
 
 
 def _incompatibility(serving: tuple[PDInstance, ...]) -> str:
-    """Why no instance can read KV of another one; empty if one can, or if that is not known."""
+    """Why no instance can read KV of another one; empty if some pair can, or if an identity is missing."""
     known = {
         i.metadata.name: i.status.identity.to_identity() for i in serving if i.status.identity is not None
     }
@@ -142,7 +143,7 @@ def _incompatibility(serving: tuple[PDInstance, ...]) -> str:
     if any(verdict.allowed for verdict in verdicts.values()):
         return ""
     return format_list(
-        [f"{way}: {verdict.reason}" for way, verdict in verdicts.items()], at_most=PAIRS_LISTED_MAX
+        [f"{pair}: {verdict.reason}" for pair, verdict in verdicts.items()], at_most=PAIRS_LISTED_MAX
     )
 
 

@@ -1,4 +1,4 @@
-"""Doctor's checks of one service, and the grouping of all findings by cause."""
+"""Doctor's checks of one service, and `examine`: findings of a whole cluster or run, grouped by cause."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -344,7 +344,7 @@ def cluster_without_permissions() -> ClusterFacts:
     )
 
 
-def test_without_permissions_they_are_the_only_problem() -> None:
+def test_missing_permissions_are_the_only_problem() -> None:
     findings = examine(
         facts(services=(), instances=(), assignments={}, cluster=cluster_without_permissions())
     )

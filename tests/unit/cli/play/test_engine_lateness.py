@@ -1,4 +1,4 @@
-"""Histograms of step lateness are merged over engines and their restarts."""
+"""Step lateness is parsed from metrics, merged over engines and restarts, and read as a percentile."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_a_percentile_is_the_upper_edge_of_its_bucket(percent: float, edge: floa
     assert percentile_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, percent) == edge
 
 
-def test_a_percentile_above_all_finite_edges_is_the_last_of_them() -> None:
+def test_a_percentile_above_all_finite_edges_is_the_largest_of_them() -> None:
     assert percentile_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, 100) == 0.01
 
 
