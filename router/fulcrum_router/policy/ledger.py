@@ -1,15 +1,13 @@
 """Ledger of the work that this router has in flight on one instance; dispatch reads its sums.
 
 Every `add_…` returns an entry. Its `release()` takes the work out again, once; a second call changes nothing,
-so that the sums are right whatever way a request ends. The end of prefill work is announced to
-`on_prefill_end`, so that work which waits for it can be sent.
+so that the sums are right whatever way a request ends.
 
 Prefill work shrinks while it is computed. An engine computes prompts in the order of arrival, so only the
 oldest one shrinks. Times are seconds of the caller's monotonic clock.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -51,7 +49,6 @@ class Ledger:
         "decode_legs",
         "decode_tokens",
         "local_prefills",
-        "on_prefill_end",
         "pending_transfers",
         "prefill_legs",
         "prefill_queued_s",
@@ -68,8 +65,6 @@ class Ledger:
         self.decode_legs = 0
         self.pending_transfers = 0
         self.reserved_tokens = 0
-        self.on_prefill_end: Callable[[], None] | None = None
-        """Called after each release of prefill work."""
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
         """In the order of arrival."""
         self._oldest: PrefillEntry | None = None
@@ -127,8 +122,6 @@ class Ledger:
         self.prefill_tokens -= entry.tokens
         # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
-        if self.on_prefill_end is not None:
-            self.on_prefill_end()
         return oldest_for_s
 
     def add_decode(self, *, tokens: int) -> "DecodeEntry":

@@ -92,6 +92,7 @@ class Journey(Generic[V]):
         "_prefill_entry",
         "_reservation",
         "_transfer_entry",
+        "cached_on",
         "decode_entry",
         "decode_instance",
         "decode_open",
@@ -137,6 +138,8 @@ class Journey(Generic[V]):
         """Target of the prefill leg that was sent last."""
         self.decode_instance: V | None = None
         """Target of the decode leg that was sent last; before it, the one that has a reservation."""
+        self.cached_on: V | None = None
+        """Instance from which the prefill leg fetches the KV of an earlier turn (`fetches_cached`)."""
         self.dispatch_reason = _LEAST_COST
         """The rule that chose the last target."""
         self.source: V | None = None
@@ -377,6 +380,8 @@ class Journey(Generic[V]):
         if decode is None and protocol.decode_chosen_first:
             self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
             return self._seek_decode(now_s, context.flip_rules)
+        if protocol.fetches_cached:
+            self.cached_on = self._find_cached(instance)
         self.dispatch_reason = decision.reason
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         compute_s = instance.prefill_model.ttft_s(tokens)
@@ -388,6 +393,15 @@ class Journey(Generic[V]):
         self._release_reservation()
         self._open_decode(now_s, decode)
         return Action.SEND_BOTH
+
+    def _find_cached(self, prefill: V) -> V | None:
+        """Find the serving instance that holds most of the prompt, if it holds more than `prefill` does."""
+        cached, candidates = self.work.cached_tokens, self._context.fleet.candidates
+        able = [i for i in (*candidates.decode, *candidates.other_role) if cached.get(i.name)]
+        best = max(able, key=lambda i: (cached[i.name], i.name), default=None)
+        if best is None or cached[best.name] <= cached.get(prefill.name, 0):
+            return None
+        return best
 
     def _reserve_decode(self, now_s: float, source: V) -> V | None:
         """Reserve room for the decode leg before `source` computes the prompt, and predict the TTFT.

@@ -482,3 +482,22 @@ def test_in_a_room_protocol_the_failure_of_one_leg_aborts_the_other(
     assert (journey.prefill_open, journey.decode_open) == (False, False)
     assert journey.proceed(0.1) is Action.SEND_BOTH
     assert targets(journey) == targets_after
+
+
+@pytest.mark.parametrize(
+    ("cached", "cached_on"),
+    [
+        pytest.param({}, None, id="an earlier turn is nowhere"),
+        pytest.param({"d2": 60}, "d2", id="d2 decoded the last turn"),
+        pytest.param({"d2": 60, "p1": 60}, None, id="the prefill instance holds as much itself"),
+    ],
+)
+def test_a_prefill_leg_may_fetch_the_last_turn_from_where_it_was_decoded(
+    cached: dict[str, int], cached_on: str | None
+) -> None:
+    protocol = TransferProtocol(name="turns", fetches_cached=True)
+    context = make_other_context(protocol)
+    journey = Journey(context, work(TOKENS, cached_tokens=cached))
+    assert journey.begin(0.0) is Action.SEND_PREFILL
+    assert targets(journey)[0] == "p1"
+    assert (journey.cached_on.name if journey.cached_on else None) == cached_on

@@ -92,13 +92,3 @@ def test_the_next_prompt_starts_when_the_oldest_one_ends() -> None:
     assert ledger.remaining_s(11.0) == 4.0
     first.release(14.0)
     assert ledger.remaining_s(15.0) == 2.0
-
-
-def test_the_end_of_prefill_work_is_announced_once() -> None:
-    ledger, left = Ledger(), list[float]()
-    ledger.on_prefill_end = lambda: left.append(ledger.remaining_s(5.0))
-    entries = [ledger.add_prefill(tokens=1, predicted_s=1.0, now_s=5.0) for _ in range(2)]
-    for entry in (*entries, *entries):
-        entry.release(5.0)
-    ledger.add_decode(tokens=1).release()
-    assert left == [1.0, 0.0]
