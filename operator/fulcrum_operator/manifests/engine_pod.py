@@ -40,13 +40,18 @@ REAL_STARTUP_BUDGET_MIN_S = 1800
 """A real engine may compile kernels and read weights over a busy network."""
 READINESS_PERIOD_S = 2
 """Seconds between readiness probes: the delay until a serving engine is observed."""
-LIVENESS_PROBE = {
-    "periodSeconds": 5,
-    "timeoutSeconds": 5,
-    "failureThreshold": 6,
-    "terminationGracePeriodSeconds": 5,
-}
-"""30 s without a response: a busy engine is alive, and one that hangs for longer would not drain either."""
+LIVENESS_PERIOD_S = 1
+LIVENESS_TIMEOUT_MIN_S, LIVENESS_TIMEOUT_MAX_S = 3, 5
+"""Bounds of the time until a liveness probe fails: a busy engine responds late, a hung one never."""
+LIVENESS_FAILURES = 6
+"""Number of failed probes in the silence of a hung engine, if the bounds allow."""
+HUNG_AFTER_MIN_S, HUNG_AFTER_MAX_S = 6.0, 30.0
+"""Bounds of the silence after which an engine is killed, in seconds; between them it is the start-up time.
+
+A false alarm costs a restart, and waiting longer than a restart takes gains nothing.
+"""
+HUNG_GRACE_S = 1
+"""Grace period of a hung engine: it does not drain. The kubelet adds two seconds to a preStop hook."""
 
 _IPC_LOCK_RULE = (
     "has no effect: Linux gives capabilities only to root; set runAsUser: 0 and runAsNonRoot: false in the "
@@ -229,5 +234,18 @@ def _probes(startup_s: float, *, min_s: int) -> dict[str, Any]:
     return {
         "startupProbe": health | startup,
         "readinessProbe": health | readiness,
-        "livenessProbe": health | LIVENESS_PROBE,
+        "livenessProbe": health | _liveness(startup_s),
+    }
+
+
+def _liveness(startup_s: float) -> dict[str, Any]:
+    hung_after_s = min(HUNG_AFTER_MAX_S, max(HUNG_AFTER_MIN_S, startup_s))
+    timeout_s = min(
+        LIVENESS_TIMEOUT_MAX_S, max(LIVENESS_TIMEOUT_MIN_S, round(hung_after_s / LIVENESS_FAILURES))
+    )
+    return {
+        "periodSeconds": LIVENESS_PERIOD_S,
+        "timeoutSeconds": timeout_s,
+        "failureThreshold": math.ceil(hung_after_s / timeout_s),
+        "terminationGracePeriodSeconds": HUNG_GRACE_S,
     }

@@ -16,6 +16,7 @@ from tools.kubernetes.waiting import wait_for
 
 ROUTER_OUTAGE_MAX_S = 5.0
 FLIP_END_MAX_S = 15.0
+HUNG_ENGINE_BACK_MAX_S = 15.0
 
 FIND_POD: dict[str, Callable[[Cluster], Pod]] = {
     "operator": find_leading_operator,
@@ -93,3 +94,4 @@ def test_hung_engine_fails_no_request_before_its_first_byte(
         ready_s = service.wait_until_ready(timeout_s=90)
     record_measurement(f"engine hung: noticed after {noticed_s:.1f} s, ready again {ready_s:.1f} s later")
     assert (window.failed, window.wrong, window.broken_silently) == (0, 0, 0)
+    assert noticed_s + ready_s <= HUNG_ENGINE_BACK_MAX_S

@@ -305,3 +305,18 @@ def test_merging_a_template_changes_neither_input(base: dict[str, Any], patch: d
     before = repr((base, patch))
     apply_template(base, patch)
     assert repr((base, patch)) == before
+
+
+@pytest.mark.parametrize(
+    ("startup_s", "silence_s"),
+    [
+        pytest.param(0.3, (3, 2), id="restarts at once: killed after 6 s"),
+        pytest.param(12.0, (3, 4), id="killed after as long as it needs to start"),
+        pytest.param(600.0, (5, 6), id="a restart is expensive: killed after 30 s"),
+    ],
+)
+def test_a_hung_engine_is_killed_after_as_long_as_a_restart_takes_within_bounds(
+    startup_s: float, silence_s: tuple[int, int]
+) -> None:
+    probe = pod(startup_s=startup_s)["spec"]["containers"][0]["livenessProbe"]
+    assert (probe["timeoutSeconds"], probe["failureThreshold"]) == silence_s
