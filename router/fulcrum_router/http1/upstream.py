@@ -25,6 +25,8 @@ from fulcrum_router.http1.inline_task import run_in_asyncio_task
 
 _NO_SOCKET_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 """Errors of a connection attempt that are the router's own, and say nothing about the engine."""
+LATE_FACTOR = 1.5
+"""Multiple of a time-out after which the router's event loop was late, and not the engine."""
 MAX_IDLE_S = 4.0
 """Longest idle time of a connection that is used again: engines close theirs after 5 s."""
 REUSE_RACE_S = 0.05
@@ -365,9 +367,9 @@ class ConnectionPool:
             connection.abort()
             raise
         except TimeoutError:
-            # A burst of connections overflows the listen backlog of a healthy engine, too; it still sends
-            # data on other connections.
-            failure = Failure.TIMEOUT if self.last_data_s > began_s else Failure.UNREACHABLE
+            failure = classify_connect_timeout(
+                took_s=time.monotonic() - began_s, timeout_s=timeout_s, has_data=self.last_data_s > began_s
+            )
             raise LegFailed(failure, "no connection in time", may_have_started=False) from None
         except OSError as error:
             if error.errno in _NO_SOCKET_ERRORS:
@@ -418,6 +420,16 @@ class ConnectionPool:
             idle[0].abort()
         for connection in list(self.busy):
             connection.enforce_timeouts(now_s)
+
+
+def classify_connect_timeout(*, took_s: float, timeout_s: float, has_data: bool) -> Failure:
+    """Classify a connection attempt without a response.
+
+    A burst of connections overflows the listen backlog of a healthy engine, too; it still sends data on other
+    connections. A time-out that comes much too late shows that the router itself stood still.
+    """
+    is_late = took_s > LATE_FACTOR * timeout_s
+    return Failure.TIMEOUT if has_data or is_late else Failure.UNREACHABLE
 
 
 class ResponseTooLarge(Exception):
