@@ -33,10 +33,12 @@ COLLECTION_PATHS = {
     "Deployment": "apis/apps/v1/{}/deployments",
     "EndpointSlice": "apis/discovery.k8s.io/v1/{}/endpointslices",
     "Lease": "apis/coordination.k8s.io/v1/{}/leases",
+    "LimitRange": "api/v1/{}/limitranges",
     "NetworkPolicy": "apis/networking.k8s.io/v1/{}/networkpolicies",
     "PDService": "apis/fulcrum.dev/v1alpha1/{}/pdservices",
     "Pod": "api/v1/{}/pods",
     "PodDisruptionBudget": "apis/policy/v1/{}/poddisruptionbudgets",
+    "ResourceQuota": "api/v1/{}/resourcequotas",
     "Role": "apis/rbac.authorization.k8s.io/v1/{}/roles",
     "RoleBinding": "apis/rbac.authorization.k8s.io/v1/{}/rolebindings",
     "Service": "api/v1/{}/services",
@@ -147,6 +149,30 @@ def test_an_engine_pod_is_admitted_under_the_restricted_standard(
     instance = PDInstance.model_validate({"metadata": meta, "spec": spec})
     made = restricted.create(engine_pod(instance, chat, SETTINGS, startup_s=180.0), dry=True)
     assert made["metadata"]["name"] == "chat-0"
+
+
+@pytest.mark.usefixtures("children")
+def test_an_engine_pod_is_admitted_under_a_quota_and_gets_no_default_limit(
+    restricted: RestrictedNamespace, chat: PDService
+) -> None:
+    counted = ("requests.cpu", "requests.memory", "limits.cpu", "limits.memory", "requests.nvidia.com/gpu")
+    quota = {"hard": {name: "1000Gi" if "memory" in name else "100" for name in counted}}
+    limits = {"limits": [{"type": "Container", "default": {"cpu": "500m", "memory": "512Mi"}}]}
+    for kind, spec in (("ResourceQuota", quota), ("LimitRange", limits)):
+        restricted.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": "team"}, "spec": spec})
+    path = f"{restricted.path('ResourceQuota')}/team"
+    wait_for(
+        lambda: bool(restricted.cluster.read(path).get("status", {}).get("used")), "the quota", timeout_s=60
+    )
+    start = {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {"type": "vLLM"}}
+    meta = {"name": "chat-0", "namespace": restricted.namespace, "uid": "u"}
+    instance = PDInstance.model_validate({"metadata": meta, "spec": start})
+    made = restricted.create(engine_pod(instance, chat, SETTINGS, startup_s=180.0), dry=True)
+    assert made["spec"]["containers"][0]["resources"]["limits"] == {
+        "cpu": "12",
+        "memory": "24Gi",
+        "nvidia.com/gpu": "1",
+    }
 
 
 def test_a_router_pod_is_admitted_under_the_restricted_standard(
