@@ -59,13 +59,14 @@ def fit_profile(
     token_budget: int,
 ) -> FittedProfile:
     """Fit the coefficients of a step; `token_budget` is the engine's largest step, in tokens."""
+    decode_s = [sample.seconds for sample in decode]
     t0, d1, d2 = fit_not_negative(
-        [(1.0, sample.batch, sample.context_tokens) for sample in decode],
-        [sample.seconds for sample in decode],
+        [(1.0, sample.batch, sample.context_tokens) for sample in decode], decode_s, decode_s
     )
-    in_steps = [max(sample.seconds - _steps(sample.tokens, token_budget) * t0, 1e-9) for sample in prefill]
     overhead_s, b, c = fit_not_negative(
-        [(1.0, sample.tokens, sample.tokens**2) for sample in prefill], in_steps
+        [(1.0, sample.tokens, sample.tokens**2) for sample in prefill],
+        [sample.seconds - _steps(sample.tokens, token_budget) * t0 for sample in prefill],
+        [sample.seconds for sample in prefill],
     )
     b = max(b, LEAST_COEFFICIENT)
     factor = _fit_factor([(b * sample.tokens + c * sample.tokens**2, sample.seconds) for sample in mixed])
@@ -80,22 +81,25 @@ def fit_link(first: TransferSample, later: Sequence[TransferSample], fitted: Fit
 
     The decode step that follows a transfer, and the time outside steps, are taken out first.
     """
-    steps = fitted.steps
 
-    def alone_s(sample: TransferSample) -> float:
-        after_s = steps.step_s((), (sample.tokens,)) + fitted.overhead_s
-        return max(sample.seconds - after_s, 1e-9)
+    def after_s(sample: TransferSample) -> float:
+        return fitted.steps.step_s((), (sample.tokens,)) + fitted.overhead_s
 
     setup_s, s_per_token = fit_not_negative(
-        [(1.0, sample.tokens) for sample in later], [alone_s(sample) for sample in later]
+        [(1.0, sample.tokens) for sample in later],
+        [sample.seconds - after_s(sample) for sample in later],
+        [sample.seconds for sample in later],
     )
     s_per_token = max(s_per_token, LEAST_COEFFICIENT)
-    predicted_s = setup_s + s_per_token * first.tokens
+
+    def predict_s(sample: TransferSample) -> float:
+        return setup_s + s_per_token * sample.tokens + after_s(sample)
+
     return FittedLink(
         setup_s,
         s_per_token,
-        max(0.0, alone_s(first) - predicted_s),
-        _error("transfer", later, alone_s, lambda sample: setup_s + s_per_token * sample.tokens),
+        max(0.0, first.seconds - predict_s(first)),
+        _error("transfer", later, lambda sample: sample.seconds, predict_s),
     )
 
 

@@ -1,28 +1,31 @@
 """Least squares with coefficients that are not negative, for the few coefficients of a latency model."""
 
-import math
 from collections.abc import Sequence
 from itertools import combinations
 
 
-def fit_not_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[float, ...]:
-    """Return x ≥ 0 that minimises Σ(1 - row·x/target)², the sum of the squared relative errors.
+def fit_not_negative(
+    rows: Sequence[Sequence[float]], targets: Sequence[float], scales: Sequence[float]
+) -> tuple[float, ...]:
+    """Return x ≥ 0 that minimises Σ((target - row·x)/scale)²: relative errors where `scales` are measured.
 
     Exact for a few columns: every subset of columns is fitted without a limit, and the best one whose
     coefficients are not negative counts. Columns that cannot be told apart share one of their fits.
     """
-    scaled = [[value / target for value in row] for row, target in zip(rows, targets, strict=True)]
+    scaled = [[value / scale for value in row] for row, scale in zip(rows, scales, strict=True)]
+    rights = [target / scale for target, scale in zip(targets, scales, strict=True)]
     columns = range(len(rows[0]))
-    best, best_error = (0.0,) * len(columns), math.inf
+    best = (0.0,) * len(columns)
+    best_error = sum(right**2 for right in rights)
     for size in range(1, len(columns) + 1):
         for chosen in combinations(columns, size):
-            found = _fit([[row[column] for column in chosen] for row in scaled])
+            found = _fit([[row[column] for column in chosen] for row in scaled], rights)
             if found is None or min(found) < 0:
                 continue
             full = [0.0] * len(columns)
             for column, value in zip(chosen, found, strict=True):
                 full[column] = value
-            error = sum((1 - _dot(row, full)) ** 2 for row in scaled)
+            error = sum((right - _dot(row, full)) ** 2 for row, right in zip(scaled, rights, strict=True))
             if error < best_error:
                 best, best_error = tuple(full), error
     return best
@@ -32,13 +35,14 @@ def _dot(row: Sequence[float], coefficients: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(row, coefficients, strict=True))
 
 
-def _fit(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Solve the normal equations of row·x = 1; None if the columns depend on one another."""
+def _fit(rows: Sequence[Sequence[float]], rights: Sequence[float]) -> list[float] | None:
+    """Solve the normal equations of row·x = right; None if the columns depend on one another."""
     size = len(rows[0])
     scales = [max(abs(row[column]) for row in rows) or 1.0 for column in range(size)]
     unit = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     matrix = [
-        [sum(row[i] * row[j] for row in unit) for j in range(size)] + [sum(row[i] for row in unit)]
+        [sum(row[i] * row[j] for row in unit) for j in range(size)]
+        + [sum(row[i] * right for row, right in zip(unit, rights, strict=True))]
         for i in range(size)
     ]
     solution = _solve(matrix)

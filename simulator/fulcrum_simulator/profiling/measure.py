@@ -205,7 +205,7 @@ def _compute_delay(runs: Sequence[TokenTimes], joining: TokenTimes) -> float:
     if last >= len(tokens_s):
         raise _NotMixed(len(tokens_s) - first)
     _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), joining.sent_s)
-    return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 1e-9)
+    return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 0.0)
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

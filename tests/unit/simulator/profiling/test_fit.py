@@ -70,11 +70,24 @@ def test_coefficients_are_never_negative(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         rows = [(1.0, rng.uniform(0, 5), rng.uniform(0, 5)) for _ in range(6)]
-        assert min(fit_not_negative(rows, [rng.uniform(0.1, 2) for _ in rows])) >= 0
+        targets = [rng.uniform(-0.5, 2) for _ in rows]
+        assert min(fit_not_negative(rows, targets, [1.0] * len(rows))) >= 0
+
+
+def test_points_that_noise_puts_below_their_steps_do_not_rule_the_fit() -> None:
+    decode = [DecodeSample(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
+    lengths = (4, 128, 256, 512, 1024, 2048, 4096, 8192)
+    prefill = [PrefillSample(n, -(-n // BUDGET) * TRUTH.t0 + TRUTH.b * n + TRUTH.c * n**2) for n in lengths]
+    prefill[0] = PrefillSample(4, TRUTH.t0 * 0.9)  # faster than its one step
+    mixed = [MixedSample(64, 0.0), MixedSample(512, 1.3 * (TRUTH.b * 512 + TRUTH.c * 512**2))]
+    fitted = fit_profile(prefill=prefill, decode=decode, mixed=mixed, token_budget=BUDGET)
+    assert [fitted.steps.b, fitted.steps.mixed_factor] == pytest.approx([TRUTH.b, 1.3], rel=0.1)
+    assert [(error.points, error.mape < 0.1) for error in fitted.errors] == [(8, True), (4, True), (1, True)]
 
 
 def test_columns_that_cannot_be_told_apart_are_fitted_by_one() -> None:
-    assert fit_not_negative([(1.0, 2.0), (2.0, 4.0)], [3.0, 6.0]) in ((3.0, 0.0), (0.0, 1.5))
+    found = fit_not_negative([(1.0, 2.0), (2.0, 4.0)], [3.0, 6.0], [3.0, 6.0])
+    assert found in ((3.0, 0.0), (0.0, 1.5))
 
 
 def test_the_link_is_fitted_without_the_step_and_the_time_outside_it() -> None:
