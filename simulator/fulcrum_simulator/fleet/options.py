@@ -1,13 +1,13 @@
 """The settings of one simulated run: service, policy, and how far control is from ideal."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import KV_LEASE_S, Slo
+from fulcrum_core.values import KV_LEASE_S, DispatchMode, Slo
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"
@@ -35,6 +35,7 @@ class Policy:
     """A policy and the split that it starts with.
 
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
+    `dispatch` says where requests wait for prefill.
     """
 
     name: PolicyName
@@ -42,8 +43,12 @@ class Policy:
     decode: int
     flip_downtime_s: float = 0.0
     token_budget: int | None = None
+    dispatch: DispatchMode = DispatchMode.DIRECT
 
     def __str__(self) -> str:
+        return self._name_policy() + (_QUEUE if self.dispatch is DispatchMode.QUEUE else "")
+
+    def _name_policy(self) -> str:
         if self.name is PolicyName.COLD:
             return f"{self.name}:{format_duration(self.flip_downtime_s)}"
         if self.name is PolicyName.COLOCATED:
@@ -51,6 +56,7 @@ class Policy:
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
+_QUEUE = "+queue"
 _SPLIT = re.compile(r"(arrow|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
 _COLD = re.compile(r"cold:(\w+)")
@@ -59,12 +65,15 @@ _COLD = re.compile(r"cold:(\w+)")
 def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name: arrow, arrow:xPyD, static:xPyD, colocated, colocated:TOKENS, cold:TIME.
 
-    Without a split, flips start from an even one.
+    Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
     """
     name = text.lower()
+    if name.endswith(_QUEUE):
+        policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
+        return replace(policy, dispatch=DispatchMode.QUEUE)
     even = instances // 2, instances - instances // 2
     if name == PolicyName.ARROW:
         return Policy(PolicyName.ARROW, *even)

@@ -62,14 +62,14 @@ class RoutedInstance:
             self._decode.learn(tokens=(before + now) // 2, itl_s=self.itl_s)
             self.decode_model = self._decode.model
 
-    def report(self, now_s: float) -> InstanceState:
-        """Return what the router reports of the instance at its state port."""
+    def report(self, now_s: float, *, waiting_s: float) -> InstanceState:
+        """Return what the router reports at its state port; `waiting_s` is the share of the waiting room."""
         ledger = self.ledger
         return InstanceState(
             name=self.name,
             role=self.role,
             serving=self.serving,
-            prefill_queued_s=ledger.remaining_s(now_s),
+            prefill_queued_s=ledger.remaining_s(now_s) + waiting_s,
             prefill_tokens=ledger.prefill_tokens,
             decode_tokens=ledger.decode_tokens,
             decode_legs=ledger.decode_legs,

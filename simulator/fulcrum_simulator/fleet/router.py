@@ -7,6 +7,7 @@ Not simulated: the estimate of a prompt's tokens (the number is known), the load
 the measurement of slow pairs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,11 @@ class FlipSettings:
 
 
 class SimulatedRouter:
-    """The router of one service; implements `routing.RoutingPort`. `flips` is None if it proposes none."""
+    """The router of one service; implements `routing.RoutingPort`.
+
+    `flips` is None if dispatch proposes none. Requests wait in the router while every prefill instance has
+    work for `prefill_ahead_s`; infinite: they wait in the engines.
+    """
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class SimulatedRouter:
         slo: Slo,
         hop_s: float,
         flips: FlipSettings | None,
+        prefill_ahead_s: float = math.inf,
     ) -> None:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
@@ -76,6 +82,7 @@ class SimulatedRouter:
         self._records: dict[str, RequestRecord] = {}
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
+        self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
         self._journeys = SimulatedJourneys(self._context, self)
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
@@ -115,6 +122,8 @@ class SimulatedRouter:
         view.serving = serving
         self._context.pairs.invalidate(view.name)
         self.fleet.refresh()
+        self.advance()
+        self._journeys.fleet_changed()
 
     # Roles
 
@@ -155,7 +164,10 @@ class SimulatedRouter:
             generation=self.generation,
             acknowledged_at_s=self._applied_at_s,
             at_s=now_s,
-            instances=tuple(view.report(now_s) for view in self.fleet.instances),
+            instances=tuple(
+                view.report(now_s, waiting_s=self._context.waiting_share_s(view))
+                for view in self.fleet.instances
+            ),
             flip_request_role=request.role if request else None,
             flip_request_seq=request.seq if request else 0,
             prediction_error=None,

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from fulcrum_autoscaler.policy import AutoscalingRules
 from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
-from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.api.pdservice import DispatchSpec, PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import Actor, Role
+from fulcrum_core.values import Actor, DispatchMode, Role
 from fulcrum_simulator.fleet.autoscaler import Flip, SimulatedAutoscaler
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
@@ -144,6 +144,9 @@ class _Simulation:
             slo=options.slo,
             hop_s=options.control.hop_s,
             flips=flips if options.policy.name in FLIPPING else None,
+            prefill_ahead_s=DispatchSpec().prefill_ahead
+            if options.policy.dispatch is DispatchMode.QUEUE
+            else math.inf,
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)

@@ -16,7 +16,18 @@ from fulcrum_simulator.workload import WorkloadRequest
 
 @pytest.mark.parametrize(
     "text",
-    ["", "static", "static:8P0D", "static:0P8D", "arrow:4P3D", "static:44", "xllm", "cold", "cold:60"],
+    [
+        "",
+        "static",
+        "static:8P0D",
+        "static:0P8D",
+        "arrow:4P3D",
+        "static:44",
+        "xllm",
+        "cold",
+        "cold:60",
+        "+queue",
+    ],
 )
 def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="--policy"):
@@ -26,7 +37,7 @@ def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> Non
 def test_splits_are_named_as_they_are_parsed() -> None:
     assert [str(policy) for policy in list_splits(4)] == ["static:1P3D", "static:2P2D", "static:3P1D"]
     assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
-    for name in ("arrow:3P1D", "colocated", "colocated:512", "cold:1m"):
+    for name in ("arrow:3P1D", "colocated", "colocated:512", "cold:1m", "arrow:3P1D+queue"):
         assert str(parse_policy(name, instances=4)) == name
 
 

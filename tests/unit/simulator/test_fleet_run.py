@@ -75,9 +75,10 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
         ("arrow", {}),
         ("arrow", {"control": ControlOptions(failures_per_hour=100.0)}),
         ("arrow", {"profile": SMALL_CACHE}),
+        ("arrow+queue", {}),
         ("colocated", {"profile": SMALL_CACHE}),
     ],
-    ids=["arrow", "engines that fail", "a small KV cache", "colocated with a small KV cache"],
+    ids=["arrow", "engines that fail", "a small KV cache", "queue", "colocated with a small KV cache"],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
     load = moving_load(20)
@@ -102,6 +103,17 @@ def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> No
     assert arrow["flips"]["to_decode"] > 0
     assert arrow["attainment"] > static["attainment"] + 0.1
     assert static["flips"]["count"] == 0
+
+
+def test_with_queue_requests_wait_in_the_router_instead_of_the_engines() -> None:
+    load = moving_load(12, factor=1.5)
+    direct, queue = (
+        build_report(simulate(load, options(policy)))["request_time_s"]
+        for policy in ("static:4P4D", "static:4P4D+queue")
+    )
+    assert direct["dispatch"] == 0.0
+    assert direct["prefill_queue"] > 1.0
+    assert queue["dispatch"] > queue["prefill_queue"]
 
 
 def test_a_cold_flip_takes_the_instance_out_of_service() -> None:
