@@ -15,6 +15,8 @@ MAX_HEAD_BYTES = 32_768
 """Also the limit of trailers, and of a chunk's extensions."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
 """Parsing more would keep all other clients waiting for more than 20 ms."""
+MAX_PARTS = 1_024
+"""Parts of a body that are kept before they are joined."""
 PIECE_BYTES = 8_192
 """Bytes beyond the current body that are parsed at once, so that few pipelined requests are read at once."""
 
@@ -81,6 +83,7 @@ class RequestReader:
         "_expected_bytes",
         "_header_lines",
         "_headers",
+        "_joined_parts",
         "_keep_alive",
         "_memory",
         "_method",
@@ -124,7 +127,7 @@ class RequestReader:
         self._header_lines.clear()
         self._headers: dict[bytes, bytes] = {}
         self._body_parts: list[bytes] = []
-        self._body_bytes = self._expected_bytes = self._quiet_bytes = 0
+        self._body_bytes = self._expected_bytes = self._quiet_bytes = self._joined_parts = 0
         self._piece_had_body = False
 
     @property
@@ -247,7 +250,16 @@ class RequestReader:
         if not self._memory.hold(len(body), body_bytes=self._body_bytes):
             raise Rejection(503, "the router holds as many bytes of requests as it may; try again")
         self.held_bytes += len(body)
-        self._body_parts.append(body)
+        parts = self._body_parts
+        parts.append(body)
+        if len(parts) - self._joined_parts > MAX_PARTS:
+            self._join_parts()
+
+    def _join_parts(self) -> None:
+        """Join the last parts: each costs 40 bytes more than it holds, and chunks may hold one byte."""
+        parts = self._body_parts
+        parts[self._joined_parts :] = [b"".join(parts[self._joined_parts :])]
+        self._joined_parts = len(parts)
 
     def on_message_complete(self) -> None:
         if self.ended:
