@@ -152,8 +152,8 @@ class Children:
                 self._refusals.pop(key, None)
                 return None
             cause = FailureCause(conditions.NAME_TAKEN, taken)
-        failures = known.failures + 1 if known is not None and known.cause == cause else 1
-        if failures == 1:
+        failures = known.failures + 1 if known is not None else 1
+        if known is None or known.cause != cause:
             _log.warning("child refused", kind=kind.kind, name=meta["name"], error=cause.message)
         delay_s = backoff_s(failures, min_s=RETRY_DELAY_MIN_S, max_s=RETRY_DELAY_MAX_S)
         retry_s = self._clock.monotonic_s() + delay_s

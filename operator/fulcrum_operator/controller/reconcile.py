@@ -123,13 +123,13 @@ def _remember_problems(
     memory, causes = context.memory[key], (*refused, *later.causes, *context.schema_problems())
     failures = memory.failures + 1 if refused else 0
     context.memory[key] = replace(memory, problems=causes, failures=failures)
-    if causes != memory.problems:
-        return 0.0
-    return min((backoff_s(failures), *_known(later.retry_after_s))) if refused else later.retry_after_s
-
-
-def _known(delay_s: float | None) -> tuple[float, ...]:
-    return () if delay_s is None else (delay_s,)
+    if refused:  # also if the text of a refusal differs each time: it must not be tried without a pause
+        return (
+            backoff_s(failures)
+            if later.retry_after_s is None
+            else min(backoff_s(failures), later.retry_after_s)
+        )
+    return 0.0 if causes != memory.problems else later.retry_after_s
 
 
 async def _report_failure(key: ServiceKey, context: ReconcileContext, error: Exception) -> None:

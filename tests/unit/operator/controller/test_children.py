@@ -13,7 +13,7 @@ from tests.unit.operator.builders import NOW_S, SETTINGS, service
 
 
 class QuotaOnServices:
-    """An API server whose quota allows no Service; it counts the tries to create one."""
+    """An API server whose quota allows no Service, with another text for each try; it counts the tries."""
 
     def __init__(self) -> None:
         self.tries = 0
@@ -25,7 +25,7 @@ class QuotaOnServices:
         del namespace
         if kind == SERVICE:
             self.tries += 1
-            raise Forbidden("exceeded quota: services")
+            raise Forbidden(f"exceeded quota: services (request {self.tries})")
         return {**body, "metadata": {"resourceVersion": "1", **body["metadata"]}}
 
 
