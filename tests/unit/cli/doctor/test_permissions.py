@@ -66,6 +66,8 @@ def test_every_permission_examined_is_granted_by_the_chart(
 
 VERBS_NOT_EXAMINED = {"get"}
 """Needed after a conflict only, and always granted together with the other verbs."""
+OPTIONAL = {("", "nodes", "list")}
+"""An operator of one namespace works without: it then notices a drain by the eviction alone."""
 
 
 @pytest.mark.parametrize(("permissions", "rules"), list(cases()))
@@ -80,7 +82,8 @@ def test_every_granted_permission_is_examined(
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert {each for each in all_granted - examined if each[2] not in VERBS_NOT_EXAMINED} == set()
+    not_examined = all_granted - examined - OPTIONAL
+    assert {each for each in not_examined if each[2] not in VERBS_NOT_EXAMINED} == set()
 
 
 def test_many_missing_permissions_are_summarised() -> None:
