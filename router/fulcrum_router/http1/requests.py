@@ -140,7 +140,7 @@ class RequestReader:
         position, view = 0, memoryview(data)
         try:
             while position < len(data) and not self.requests and not self.ended:
-                missing = self._expected_bytes - self._body_bytes
+                missing = max(0, self._expected_bytes - self._body_bytes)  # chunks announce nothing
                 piece = view[position : position + PIECE_BYTES + missing]
                 position += self._feed_piece(piece)
         except Rejection as rejection:

@@ -29,6 +29,11 @@ CASES: dict[str, Case] = {
     # --- what is served ---
     "a length": Case(post(b"content-length: 2", body=b"{}"), [b"{}"], None),
     "chunks": Case(post(CHUNKED[:-2], body=b"2\r\n{}\r\n0\r\n\r\n"), [b"{}"], None),
+    "chunks of more than a piece": Case(
+        post(CHUNKED[:-2], body=(b"1000\r\n" + b"x" * 4_096 + b"\r\n") * 5 + b"0\r\n\r\n") + GET,
+        [b"x" * 20_480, b""],
+        None,
+    ),
     "chunks in capitals": Case(
         post(b"Transfer-Encoding: Chunked", body=b"2\r\n{}\r\n0\r\n\r\n"), [b"{}"], None
     ),

@@ -9,7 +9,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\
 
 
 def test_a_body_in_tiny_chunks_takes_hardly_more_memory_than_its_bytes() -> None:
-    size, memory = 400_000, RequestMemory()
+    size, memory = 200_000, RequestMemory()
     reader = RequestReader(memory)
     reader.feed(HEAD)
     pieces = b"2\r\nab\r\n" * 1_000
