@@ -101,7 +101,7 @@ def test_the_router_serves_or_rejects(name: str) -> None:
 def test_the_router_reads_the_same_at_every_split(name: str) -> None:
     data = CASES[name].data
     whole = read_with_router([data])
-    for split in range(1, len(data)):
+    for split in range(1, len(data), max(1, len(data) // 500)):
         assert read_with_router([data[:split], data[split:]]) == whole
     assert read_with_router([data[i : i + 1] for i in range(len(data))]) == whole
 
@@ -125,6 +125,6 @@ def test_h11_reads_what_the_router_reads(run_fuzzer: RunFuzzer, seed: int) -> No
         b"content-length: 2\r\n", b"transfer-encoding: chunked\r\n", b"connection: close\r\n", b"host: x\r\n",
         b"connection: upgrade\r\nupgrade: x\r\n", b"expect: 100-continue\r\n", b"GET ", b"POST ", b"HEAD ",
         b"0\r\n\r\n", b"HTTP/1.0", b"chunked", b"identity", b"ffffffffffffffff\r\n", b"y" * 9_000,
-        b"x: " + b"z" * 20_000,
+        b"x: " + b"z" * 20_000, b"2001\r\n" + b"x" * 8_193 + b"\r\n",
     ]  # fmt: skip
     run_fuzzer(compare, [case.data for case in CASES.values()], tokens)
