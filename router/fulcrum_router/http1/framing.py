@@ -22,7 +22,7 @@ UNTIL_CLOSE = -2
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
 _HEADER_LINE = rb"[-!#$%&'*+.^_`|~0-9A-Za-z]+:" + _TEXT + rb"\r\n"
 _HEAD = re.compile(rb"HTTP/1\.[01] [1-5][0-9]{2}(?: " + _TEXT + rb")?\r\n(?:" + _HEADER_LINE + rb")*\r\n")
-_TRAILER = re.compile(_HEADER_LINE)
+_TRAILER = re.compile(rb"(?!(?i:content-length|transfer-encoding):)" + _HEADER_LINE)
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;" + _TEXT + rb")?\r")
 

@@ -34,6 +34,7 @@ CORPUS = [
     SSE + frame_chunk(TOKEN + TOKEN + DONE) + END,
     SSE + frame_chunk(b": ping\n\n") + frame_chunk(TOKEN) + END,
     SSE + frame_chunk(TOKEN) + b"0\r\nx: y\r\n\r\n",
+    SSE + frame_chunk(TOKEN) + b"0\r\ntransfer-encoding: x\r\n\r\n",
     b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE,
     OK + b"transfer-encoding: chunked\r\n\r\n" + frame_chunk(b'{"choices":[]}') + END,
     OK + b"connection: close\r\n\r\n" + b'{"choices":[]}',

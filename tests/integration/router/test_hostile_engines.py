@@ -104,7 +104,8 @@ BAD_RESPONSES = {
     "fewer bytes than its length": send_and_close(OK_HEAD + b"content-length: 99\r\n\r\n{}"),
     "fewer chunks than an end": send_and_close(CHUNKED_HEAD + b"2\r\n{}\r\n"),
     "an endless error": send_for_ever(
-        b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n", FOR_EVER(b"8\r\nxxxxxxxx\r\n" * 1_000)
+        b"HTTP/1.1 500 No\r\ntransfer-encoding: chunked\r\n\r\n",
+        FOR_EVER((b"400\r\n" + b"x" * 1_024 + b"\r\n") * 10),
     ),
     "a stream of comments": send_for_ever(STREAM_HEAD, FOR_EVER(b"8\r\n: ping\n\n\r\n" * 500)),
     "a stream that ends before its first token": send(STREAM_HEAD + b"0\r\n\r\n"),

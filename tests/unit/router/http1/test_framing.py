@@ -175,6 +175,14 @@ def test_a_chunk_that_does_not_end_after_its_size_raises_framing_error_at_every_
             feed_all(body[:split], body[split:], b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize(
+    "trailer", [b"Content-Length: 5", b"transfer-encoding: chunked", b"no colon"], ids=repr
+)
+def test_a_trailer_that_names_a_length_raises_framing_error(trailer: bytes) -> None:
+    with pytest.raises(FramingError):
+        feed_all(b"0\r\n" + trailer + b"\r\n\r\n")
+
+
 def test_endless_trailers_raise_framing_error() -> None:
     with pytest.raises(FramingError):
         feed_all(b"0\r\n", *[b"x: yyyyyyyyyyyyy\r\n"] * 1_000)
