@@ -48,7 +48,7 @@ def run(options: SimulateOptions) -> None:
 
 
 def _run_contender(contender: Contender, options: SimulateOptions, progress: Progress) -> Run:
-    """Return the first run of the contender's best policy, with the figures of all seeds."""
+    """Return the first seed's run of the policy that is best on average; its report lists every seed."""
     found: list[tuple[tuple[float, float], Run]] = []
     for policy in contender.policies:
         runs = [_run_policy(policy, seed, options, progress) for seed in options.seeds]
@@ -63,6 +63,7 @@ def _run_contender(contender: Contender, options: SimulateOptions, progress: Pro
 
 
 def _rank(reports: list[Report]) -> tuple[float, float]:
+    """Return the means over all seeds: the speed of a rate search, then attainment."""
     return (
         fmean(report.get("speed") or 0.0 for report in reports),
         fmean(report["attainment"] or 0.0 for report in reports),

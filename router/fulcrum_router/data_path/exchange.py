@@ -1,8 +1,9 @@
-"""The exchange: the router's work on one client request, from its last body byte to its last response byte.
+"""The exchange: the router's work on one completion request, once its body is complete.
 
-It carries out the actions of the request's journey (`policy.journey`), which decides what is sent where, and
-answers the client where no engine does. `PrefillLeg` and `DecodeLeg` talk to the engines. `downstream` starts
-and cancels the exchange.
+It carries out the actions of the request's journey (`policy.journey`), which decides what is sent where,
+responds to the client where no engine does, and counts the outcome and the latencies. `PrefillLeg` and
+`DecodeLeg` talk to the engines. `downstream` starts and cancels the exchange;
+`pass_through` serves other paths.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Requests that one engine answers alone: embeddings, scores, tokens, and generation APIs without a hand-off.
+"""Requests that one engine answers alone: embeddings, scores, tokens, and APIs without KV transfer.
 
 Such a request goes to the serving instance with the fewest legs in flight; its response is forwarded as it
 comes. Before the first byte a failure moves it to another instance, once. The limits on bodies and the fields

@@ -1,11 +1,12 @@
-"""The waiting room: requests that wait in the router until a prefill instance can use their prompt.
+"""The waiting room: requests that wait in the router until a prefill instance is about to run out of work.
 
 An engine computes prompts in the order of arrival and gives none of them back. What waits in the router
-instead can still be placed anywhere, in any order, when the world has changed. So no more prefill work is
-sent to an instance than it needs for not running out of it: `prefill_ahead_s` seconds.
+instead can still be placed anywhere, in any order, when the world has changed. So an instance gets no more
+prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode Direct):
+nothing waits.
 
-The room keeps an order and its limits. Whether a request can leave is decided by the request itself
-(`Waiter.reconsider`), with the rules of the journey.
+The room keeps an order and its limits. Which requests join, and which may leave, is decided by their journeys
+(`Waiter.reconsider`).
 """
 
 import heapq
@@ -13,14 +14,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-DEFAULT_PREFILL_AHEAD_S = 0.5
-"""Prefill work in flight from which an instance gets no more, in seconds.
-
-It has to cover what passes between the end of a prompt and the start of the next one that the router sends
-only then: the network and the engine's tokeniser (some 10 ms), the check of the waiting room every 0.1 s, and
-the error of the prediction (20 % of a prompt of 2 s). The steps of an engine take as long, 8,192 prompt
-tokens in 0.3 s to 0.5 s on common accelerators, and an engine fills a step from what it has.
-"""
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused."""
 MAX_BYTES = 512 * 1024 * 1024
@@ -35,7 +28,7 @@ class Waiter(Protocol):
         """When the request arrived at the router."""
 
     def reconsider(self, now_s: float) -> bool:
-        """Leave the room if an instance can take the request now; False: go on waiting."""
+        """Call `leave` and return True if an instance can take the request now; False: go on waiting."""
 
     @property
     def is_picky(self) -> bool:
@@ -77,7 +70,7 @@ class WaitingRoom:
         order: Order = order_by_arrival,
     ) -> None:
         self.prefill_ahead_s = prefill_ahead_s
-        """Infinite: no request waits (mode Direct)."""
+        """Prefill work in flight from which an instance gets no more; infinite in mode Direct."""
         self._max_requests, self._max_bytes, self._order = max_requests, max_bytes, order
         self._heap: list[tuple[Any, int, Waiter]] = []
         """May hold requests that have left; they are dropped when they come to the top."""
@@ -105,7 +98,7 @@ class WaitingRoom:
         return True
 
     def leave(self, waiter: Waiter) -> None:
-        """Take a request out: it can be placed, or its client has left."""
+        """Take a request out: it was dispatched, or its client disconnected."""
         member = self.members.pop(waiter, None)
         if member is not None:
             self.bytes -= member[1]
