@@ -181,6 +181,7 @@ def allowed_distributions(room: str) -> set[str]:
     )  # `cluster` is installed with each of them
     extras["cluster"] = shared | extras["kubernetes"]
     extras["cli"] |= extras["operator"] | extras["router"] | extras["autoscaler"] | extras["simulator"]
+    extras["cli"] |= extras["plot"]  # `fulcrum simulate --plot` says how to install it
     return distributions(project["dependencies"]) | {"pydantic-core"} | extras[room]  # installed by pydantic
 
 

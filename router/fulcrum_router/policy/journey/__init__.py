@@ -1,7 +1,7 @@
 """The journey: one request as a pure state machine, with the retry and flip rules of the router.
 
 `machine` is the state machine, `states` its vocabulary, `context` what all journeys share, `protocols` the
-table of KV transfer protocols.
+table of KV transfer protocols, `record` what is known of one request.
 """
 
 from fulcrum_router.policy.journey.context import (

@@ -4,21 +4,20 @@
                      ▲                      │            │
                      └──────── retry ◄──────┴────────────┘      without KV transfer: arrived ─► transferring
 
-Each method is one event. It returns the `Action` that the interpreter carries out next; the details of the
-action are attributes. The journey holds the request's ledger entries, so that they are released whatever way
-it ends. Reading, connecting, time-outs of legs and counting are the interpreter's: the data path is one, the
-simulation another.
+Each method under *events* is one event; all but `first_byte` return the `Action` that the interpreter carries
+out next. The details of the action are attributes. Reading, connecting, time-outs of legs and metrics are the
+interpreter's: the data path is one, the simulation another. The journey writes the ledgers, and the waiting
+room, retry budget, flip waits and pair records of its `JourneyContext`.
 
 Retries. A leg that fails before the first byte is sent to another instance, at most `MAX_ATTEMPTS` in each
-phase. Prefill legs that fail end in a local prefill. A request is a *query of death* if two engines closed
-the connection or died after they were sent it: it is not tried again. A failure of an engine that is still
-alive is charged to the retry budget of all requests; the end of an engine is not, because each of its legs
-can fail only once by it. A re-run after an expired lease uses no KV, so it happens once.
+phase. After as many failed prefill legs, or without retry budget, the decode instance computes the prompt. A
+request is a *query of death* if two engines closed the connection or died after they were sent it: it is not
+tried again. A failure of an engine that is still alive is charged to the retry budget of all requests; a dead
+engine costs no budget, because each of its legs fails only once. A re-run after an expired lease uses no KV,
+so it happens once.
 """
 
 import math
-from collections.abc import Callable
-from typing import Generic
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
@@ -34,14 +33,11 @@ from fulcrum_router.policy.dispatch import (
     choose_prefill,
 )
 from fulcrum_router.policy.failures import Failure
-from fulcrum_router.policy.journey.context import JourneyContext, V
-from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol, find_protocol
+from fulcrum_router.policy.journey.context import V
+from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
+from fulcrum_router.policy.journey.record import RequestRecord
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
-from fulcrum_router.policy.kv_lease import max_usable_age_s
-from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
-from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
-from fulcrum_router.policy.prediction import PredictedTtft, predict_ttft
-from fulcrum_router.policy.work import Work
+from fulcrum_router.policy.prediction import predict_ttft
 
 MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""
@@ -59,8 +55,7 @@ _CHARGED = frozenset(
 """Failures after which the engine is still alive: their retries are charged to the retry budget."""
 
 # An attribute of an enum is slow to read.
-_ARRIVED, _WAITING, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
-    State.ARRIVED,
+_WAITING, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
     State.WAITING,
     State.FLIP_WANTED,
     State.PREFILL,
@@ -71,111 +66,13 @@ _ARRIVED, _WAITING, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
 _ROLE_BOTH, _CLOSED = Role.BOTH, Failure.CLOSED
-_PREFILLED_HERE, _LEAST_COST = DispatchReason.PREFILLED_HERE, DispatchReason.LEAST_COST
+_PREFILLED_HERE = DispatchReason.PREFILLED_HERE
 
 
-class Journey(Generic[V]):
-    """One request. Times are seconds of one clock, the caller's."""
+class Journey(RequestRecord[V]):
+    """One request, moved by its events. Times are seconds of one clock, the caller's."""
 
-    __slots__ = (
-        "_asked_at_s",
-        "_body_bytes",
-        "_context",
-        "_deaths",
-        "_decode_attempts",
-        "_failed_decode",
-        "_failed_prefill",
-        "_last_action",
-        "_lease_from_s",
-        "_local_entry",
-        "_own_reason",
-        "_prefill_entry",
-        "_reservation",
-        "_transfer_entry",
-        "cached_on",
-        "decode_entry",
-        "decode_instance",
-        "decode_open",
-        "decode_was_idle",
-        "dispatch_reason",
-        "failed_status",
-        "failure",
-        "has_kv",
-        "local_prefill_reason",
-        "must_recompute",
-        "on_moved",
-        "predicted_ttft",
-        "prefill_computed_for_s",
-        "prefill_instance",
-        "prefill_open",
-        "prefill_was_idle",
-        "proposal",
-        "protocol",
-        "source",
-        "state",
-        "stop_reason",
-        "wait_until_s",
-        "work",
-    )
-
-    def __init__(
-        self,
-        context: JourneyContext[V],
-        work: Work,
-        *,
-        local_prefill_reason: LocalPrefillReason | None = None,
-        body_bytes: int = 0,
-    ) -> None:
-        self._context = context
-        self.work = work
-        """The request; its prompt is an estimate until an engine has counted it."""
-        self._own_reason, self._body_bytes = local_prefill_reason, body_bytes
-        self.on_moved: Callable[[Action], None] | None = None
-        """Called with the next action when the request leaves the waiting room."""
-        self.state = _ARRIVED
-        self.protocol: TransferProtocol = NIXL_PULL
-        self.prefill_instance: V | None = None
-        """Target of the prefill leg that was sent last."""
-        self.decode_instance: V | None = None
-        """Target of the decode leg that was sent last; before it, the one that has a reservation."""
-        self.cached_on: V | None = None
-        """Instance from which the prefill leg fetches the KV of an earlier turn (`fetches_cached`)."""
-        self.dispatch_reason = _LEAST_COST
-        """The rule that chose the last target."""
-        self.source: V | None = None
-        """Instance that computed the prompt last."""
-        self.has_kv = False
-        """Whether the decode leg is to use the KV that `source` computed."""
-        self.local_prefill_reason: LocalPrefillReason | None = None
-        """Why the decode instance computes the prompt itself."""
-        self.prefill_open = self.decode_open = False
-        """Whether the leg is in flight."""
-        self.prefill_was_idle = self.decode_was_idle = False
-        """Whether the instance had no other legs when this one was sent, so that its duration is its own."""
-        self.predicted_ttft: PredictedTtft | None = None
-        """Predicted when the prefill leg was sent; None without one."""
-        self.prefill_computed_for_s: float | None = None
-        """After a prefill leg: for how long its prompt was the oldest one; see `PrefillSampler.add`."""
-        self.proposal: FlipProposal | None = None
-        """The flip that the request asked for last."""
-        self.wait_until_s = 0.0
-        self.failure: Failure | None = None
-        """Failure of the last leg that failed."""
-        self.failed_status = 0
-        """HTTP status with which the engine failed it; 0: none."""
-        self.stop_reason: StopReason | None = None
-        self.decode_entry: DecodeEntry | None = None
-        self._prefill_entry: PrefillEntry | None = None
-        self._reservation: Reservation | None = None
-        self._local_entry: PrefillEntry | None = None
-        self._transfer_entry: PendingTransferEntry | None = None
-        self._failed_prefill: tuple[str, ...] = ()
-        self._failed_decode: tuple[str, ...] = ()
-        self._decode_attempts = self._deaths = 0
-        self._lease_from_s = self._asked_at_s = 0.0
-        self._last_action: Action | None = None
-        self.must_recompute = False
-        """Whether the prompt must be computed again, without any KV that was computed before."""
+    __slots__ = ()
 
     # --- events ------------------------------------------------------------------------------------
 
@@ -469,12 +366,6 @@ class Journey(Generic[V]):
         self.decode_instance, self.decode_open, self.state = instance, True, _TRANSFERRING
         return _SEND_DECODE
 
-    def _is_stale(self, now_s: float) -> bool:
-        source = self.source
-        if source is None or not self.protocol.leased:
-            return False
-        return now_s - self._lease_from_s > max_usable_age_s(source.kv_lease_s)
-
     # --- the waiting room --------------------------------------------------------------------------
 
     def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
@@ -583,12 +474,6 @@ class Journey(Generic[V]):
             return self._seek_decode(now_s, self._context.flip_rules)
         return self._seek_prefill(now_s, self._context.flip_rules)
 
-    def _record_miss(self, decode: V, now_s: float, reason: str) -> None:
-        """Count a transfer that this decode instance did not use or did not respond to."""
-        if self.source is not None:
-            pair = self._context.pairs[PairKey(self.source.name, decode.name)]
-            pair.record(TransferOutcome.RECOMPUTED, now_s=now_s, reason=reason)
-
     def _end(self, now_s: float, action: Action) -> Action:
         """Release everything and end with `action`, after legs that are still in flight were aborted."""
         if self.state is _DONE:
@@ -607,46 +492,3 @@ class Journey(Generic[V]):
             return action
         self.state, self._last_action = _ABORTING, action
         return Action.ABORT_LEGS
-
-    # --- ledger ------------------------------------------------------------------------------------
-
-    def _close_prefill(self, now_s: float) -> None:
-        self.prefill_open = False
-        if self._reservation is not None:
-            self._release_reservation()
-        if self._prefill_entry is not None:
-            self.prefill_computed_for_s = self._prefill_entry.release(now_s)
-            self._prefill_entry = None
-            if self._context.waiting_room.members:
-                self._context.waiting_room.reconsider(now_s)
-
-    def _release_reservation(self) -> None:
-        if self._reservation is not None:
-            self._reservation.release()
-            self._reservation = None
-
-    def _release_decode(self, now_s: float) -> None:
-        if self.decode_entry is not None:
-            self.decode_entry.release()
-            self.decode_entry = None
-        if self._local_entry is not None:
-            self._release_local(now_s)
-
-    def _release_local(self, now_s: float) -> None:
-        entry, self._local_entry = self._local_entry, None
-        if entry is not None:
-            entry.release(now_s)
-            if self._context.waiting_room.members:
-                self._context.waiting_room.reconsider(now_s)
-
-    def _drop_kv(self) -> None:
-        """End the pending transfer: the KV was fetched, or will not be."""
-        self.has_kv = False
-        if self._transfer_entry is not None:
-            self._transfer_entry.release()
-            self._transfer_entry = None
-
-    def _discard_prefill(self, reason: LocalPrefillReason) -> None:
-        """Also forget which instance computed the prompt, so that any instance may decode."""
-        self._drop_kv()
-        self.local_prefill_reason, self.source = reason, None
