@@ -71,13 +71,27 @@ def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
     max_unavailable = max(observed.service.spec.rollout.max_unavailable, int(view.in_place))
     spare = serving - (view.desired_replicas - max_unavailable)
     leaving = len(idle) + max(0, min(spare, len(view.outdated) - len(idle)))
-    reason, replaced = f"revision {view.revision} replaces it", view.enough_serving_in(view.updated)
+    may_flip = view.enough_serving_in(view.updated) or _waits_for_removals(observed, view)
     yield Removal(
-        view.name, removal_order(observed, view.outdated), leaving, reason, may_flip_another=replaced
+        view.name,
+        removal_order(observed, view.outdated),
+        leaving,
+        f"revision {view.revision} replaces it",
+        may_flip_another=may_flip,
     )
     staying = view.without_moving(view.updated)
     excess = len(staying) - view.desired_replicas
     yield Removal(view.name, removal_order(observed, staying), excess, "more instances than desired")
+
+
+def _waits_for_removals(observed: Observed, view: PoolView) -> bool:
+    """Whether a roll-out has created all that it may, and all of that serves: only removals let it go on.
+
+    Its new instances may all have one role, while the floors keep every old instance of the other role.
+    """
+    surge = observed.service.spec.rollout.max_surge
+    all_serve = bool(view.updated) and all(member.is_serving for member in view.updated)
+    return all_serve and not view.count_to_create(surge=surge)
 
 
 def _surplus_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:

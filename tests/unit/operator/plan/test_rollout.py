@@ -74,6 +74,24 @@ def test_single_instance_is_replaced_without_a_gap() -> None:
     assert (min(n for _, n in counts), len(chat_fleet.instances), all_updated(chat_fleet)) == (1, 1, True)
 
 
+@pytest.mark.parametrize("crashed", ["chat-0", "chat-1", "chat-2"])
+def test_a_rollout_goes_on_when_all_its_new_instances_have_the_same_role(crashed: str) -> None:
+    """The floor keeps all old prefill instances: a new decode instance flips before one of them leaves."""
+    roles = {"prefill": {"min": 2}, "decode": {"min": 1}}
+    fleet = make_settled_service(
+        {"pools": [BOUNDS], "roles": roles, "autoscaling": {"scale": {"owner": "External"}}}
+    )
+    fleet.scale("chat-flex", 3)
+    fleet.settle()
+    fleet.crash(crashed)
+    fleet.scale("chat-flex", 4)
+    fleet.reconcile()
+    fleet.edit_service(engine={"image": "next"}, rollout={"maxSurge": 1})
+    fleet.scale("chat-flex", 3)
+    fleet.settle()
+    assert (len(serving_names(fleet)), all_updated(fleet)) == (3, True), fleet.describe()
+
+
 def test_paused_rollout_replaces_nothing_and_scales_with_the_last_good_revision() -> None:
     chat_fleet = make_settled_service({"pools": [BOUNDS], "autoscaling": {"scale": {"owner": "External"}}})
     chat_fleet.scale("chat-flex", 2)
