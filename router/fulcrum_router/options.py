@@ -9,8 +9,8 @@ from pathlib import Path
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
+from fulcrum_router.data_path.tls import TlsFiles
 from fulcrum_router.fleet.instances import parse_endpoint
-from fulcrum_router.tls import TlsFiles
 
 _NOT_GIVEN = "not given"
 

@@ -25,6 +25,7 @@ from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.data_path.limits import raise_file_limit
+from fulcrum_router.data_path.tls import HANDSHAKE_TIMEOUT_S, make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.observe.engines import EngineProber
@@ -32,7 +33,6 @@ from fulcrum_router.observe.objects import StoreWatcher
 from fulcrum_router.options import RouterOptions
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
-from fulcrum_router.tls import HANDSHAKE_TIMEOUT_S, make_tls_context, reload_certificate
 
 log = structlog.get_logger()
 

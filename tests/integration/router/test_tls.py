@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router import tls
+from fulcrum_router.data_path import tls
+from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from fulcrum_router.server import background_task
-from fulcrum_router.tls import TlsFiles, make_tls_context, reload_certificate
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
 
