@@ -60,7 +60,7 @@ def test_status_shows_service_instances_and_target(fulcrum: CommandLine, chat: S
     chat.patch_entry("chat-2", cordoned=True, cordonedBy="Person")
     chat.patch_entry("chat-0", by="Person", pinnedUntil="2999-01-01T00:00:00Z")
     lines = stdout_of(fulcrum("status")).splitlines()
-    assert lines[1].split()[:6] == ["chat", "m", "3/3", "0", "0", "1:2"]
+    assert lines[1].split()[:7] == ["chat", "m", "vLLM", "3/3", "0", "0", "1:2"]
     rows = {line.split()[0]: line for line in lines if line.startswith("chat-")}
     assert {name: row.split()[1:3] for name, row in rows.items()} == {
         "chat-0": ["Serving", "Prefill"], "chat-1": ["Serving", "Decode"], "chat-2": ["Draining", "Decode"],

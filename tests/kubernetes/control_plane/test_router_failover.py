@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from fulcrum_core.router_state import RouterState
+from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S, RouterState
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.kubernetes.control_plane.service_stack import (
     MODEL,
@@ -117,8 +117,9 @@ def test_the_last_router_exits_within_the_handover_timeout(service: RoutedServic
     only = service.start_router()
     only.process.wait_ready()
     wait_for(lambda: service.slice_addresses() == [only.address], "the router to be active", timeout_s=20)
-    code, took_s = stop(only.process, signal.SIGTERM, timeout_s=20)
-    assert (code, took_s < 7.0) == (0, True)
+    longest_s = ROUTER_HANDOVER_TIMEOUT_S + 5.0
+    code, took_s = stop(only.process, signal.SIGTERM, timeout_s=longest_s + 10.0)
+    assert (code, took_s < longest_s) == (0, True)
 
 
 def test_the_active_router_stays_active_through_an_api_server_outage(
