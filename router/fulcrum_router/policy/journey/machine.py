@@ -1,8 +1,8 @@
 """The journey of one request, from its arrival to its end, as a state machine without I/O and clock.
 
-    arrived ─► (waiting, flip wanted) ─► prefill ─► transferring ─► decode ─► done
-                     ▲                      │            │
-                     └──────── retry ◄──────┴────────────┘      without KV transfer: arrived ─► transferring
+    arrived ─► (waiting, flip requested) ─► prefill ─► transferring ─► decode ─► done
+                        ▲                      │            │
+                        └──────── retry ◄──────┴────────────┘      without KV transfer: arrived ─► transferring
 
 Each method under *events* is one event; all but `first_byte` return the `Action` that the interpreter carries
 out next. The details of the action are attributes. Reading, connecting, time-outs of legs and metrics are the
@@ -55,9 +55,9 @@ _CHARGED = frozenset(
 """Failures after which the engine is still alive: their retries are charged to the retry budget."""
 
 # An attribute of an enum is slow to read.
-_WAITING, _FLIP_WANTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
+_WAITING, _FLIP_REQUESTED, _PREFILL, _TRANSFERRING, _DECODE, _ABORTING, _DONE = (
     State.WAITING,
-    State.FLIP_WANTED,
+    State.FLIP_REQUESTED,
     State.PREFILL,
     State.TRANSFERRING,
     State.DECODE,
@@ -203,12 +203,12 @@ class Journey(RequestRecord[V]):
 
     def flip_done(self, now_s: float) -> Action:
         """A new assignment was applied while the request waited for its flip."""
-        return self._leave_flip_wait(now_s) if self.state is _FLIP_WANTED else _WAIT
+        return self._leave_flip_wait(now_s) if self.state is _FLIP_REQUESTED else _WAIT
 
     def tick(self, now_s: float) -> Action:
         """The time `wait_until_s` has come."""
         proposal = self.proposal
-        if self.state is not _FLIP_WANTED or proposal is None or now_s < self.wait_until_s:
+        if self.state is not _FLIP_REQUESTED or proposal is None or now_s < self.wait_until_s:
             return _WAIT
         if self.wait_until_s > self._asked_at_s:
             self._context.flip_waits.record_timeout(proposal.role, now_s)
@@ -429,7 +429,7 @@ class Journey(RequestRecord[V]):
     # --- flips -------------------------------------------------------------------------------------
 
     def _ask_for_flip(self, now_s: float, proposal: FlipProposal) -> Action:
-        self.proposal, self.state = proposal, _FLIP_WANTED
+        self.proposal, self.state = proposal, _FLIP_REQUESTED
         self._asked_at_s, self.wait_until_s = now_s, self._context.flip_waits.end_s(proposal.role, now_s)
         return Action.ASK_FOR_FLIP
 

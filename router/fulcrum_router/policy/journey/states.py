@@ -9,7 +9,7 @@ class State(Enum):
     ARRIVED = "arrived"
     WAITING = "waiting"
     """In the waiting room: every prefill instance has enough work."""
-    FLIP_WANTED = "flip_wanted"
+    FLIP_REQUESTED = "flip_requested"
     """Waiting for the flip that it asked for."""
     PREFILL = "prefill"
     """The prefill leg was sent."""

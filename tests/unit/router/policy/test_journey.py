@@ -335,7 +335,7 @@ def make_late_context() -> JourneyContext[FakeInstance]:
 def test_a_request_waits_for_its_flip_and_takes_the_flipped_instance() -> None:
     context = make_late_context()
     journey, action = begin(context)
-    assert (action, journey.state) == (Action.ASK_FOR_FLIP, State.FLIP_WANTED)
+    assert (action, journey.state) == (Action.ASK_FOR_FLIP, State.FLIP_REQUESTED)
     assert (journey.proposal and journey.proposal.role, journey.wait_until_s) == (Role.PREFILL, FLIP_WAIT_S)
     context.fleet["d1"].role = Role.PREFILL
     assert journey.flip_done(0.02) is Action.SEND_PREFILL
