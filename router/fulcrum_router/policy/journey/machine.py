@@ -2,7 +2,7 @@
 
     arrived ─► (waiting, flip requested) ─► prefill ─► transferring ─► decode ─► done
                         ▲                      │            │
-                        └──────── retry ◄──────┴────────────┘      without KV transfer: arrived ─► transferring
+                        └──────── retry ◄──────┴────────────┘   without KV transfer: arrived ─► transferring
 
 Each method under *events* is one event; all but `first_byte` return the `Action` that the interpreter carries
 out next. The details of the action are attributes. Reading, connecting, time-outs of legs and metrics are the
