@@ -201,8 +201,16 @@ class LaunchSpec(InstanceShapeSpec):
 
     @property
     def launch_revision(self) -> str:
-        """Short hash of the launch spec. Defaults are not hashed, so a new field changes no revision."""
+        """Short hash of the launch spec. Defaults are not hashed, so a new field changes no revision.
+
+        `engine.type` is hashed as if its default were still `Simulated`, as it was at first: an upgrade of
+        the operator must not replace the instances of every pool.
+        """
         content = self.launch_spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        engine = content["engine"]
+        engine["type"] = self.engine.type
+        if self.engine.type == "Simulated":
+            del engine["type"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:10]
 
 
