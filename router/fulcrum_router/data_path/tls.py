@@ -56,10 +56,9 @@ async def reload_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
         try:
             versions = files.read_versions()
             if versions != known:
+                make_tls_context(files)  # raises if they do not belong together, before `context` changes
                 context.load_cert_chain(files.certificate, files.key)
                 known = versions
                 log.info("certificate read again", file=str(files.certificate))
-        except OSError as error:  # the files are being replaced: tried again
-            log.warning(
-                "cannot read the certificate; using the one before", reason=error.strerror or str(error)
-            )
+        except (OSError, InvalidInput) as error:  # the files are being replaced: tried again
+            log.warning("cannot read the certificate; using the one before", reason=str(error))

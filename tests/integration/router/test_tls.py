@@ -46,6 +46,19 @@ def write_certificate(folder: Path, *, serial: int) -> TlsFiles:
     return files
 
 
+class CountedFiles(TlsFiles):
+    """Counts how often the files were looked at after they had changed."""
+
+    changes_read = 0
+    first: tuple[float, float] | None = None
+
+    def read_versions(self) -> tuple[float, float]:
+        versions = super().read_versions()
+        type(self).first = self.first or versions
+        type(self).changes_read += versions != self.first
+        return versions
+
+
 def trust(files: TlsFiles) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=files.certificate)
 
@@ -108,6 +121,22 @@ async def test_a_renewed_certificate_is_used_without_a_restart(
             return await read_serial(world.port, files) == 2
 
         await wait_until(is_renewed, "the new certificate is presented")
+
+
+async def test_a_certificate_without_its_key_leaves_the_one_before_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "RELOAD_INTERVAL_S", 0.02)
+    (other := tmp_path / "other").mkdir()
+    files, replacement = write_certificate(tmp_path, serial=1), write_certificate(other, serial=2)
+    trusted = TlsFiles(tmp_path / "trusted.crt", files.key)
+    trusted.certificate.write_bytes(files.certificate.read_bytes())
+    context, watched = make_tls_context(files), CountedFiles(files.certificate, files.key)
+    async with run_router(tls=context) as world, background_task(reload_certificate(context, watched)):
+        assert await read_serial(world.port, trusted) == 1
+        files.certificate.write_bytes(replacement.certificate.read_bytes())
+        await wait_until(lambda: watched.changes_read > 2, "the replaced file is tried")
+        assert await read_serial(world.port, trusted) == 1
 
 
 def test_files_that_are_no_certificate_are_named(tmp_path: Path) -> None:
