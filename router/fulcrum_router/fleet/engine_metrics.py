@@ -22,7 +22,7 @@ EXPIRED_TRANSFERS = b"vllm:nixl_num_kv_expired_reqs_total"
 _PROMPT_TOKENS, _OUTPUT_TOKENS = b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total"
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
-_BLOCK_SIZE = re.compile(rb'\bblock_size="(\d+)"')
+_BLOCK_SIZE = re.compile(rb'\bblock_size="(\d{1,9})"')
 
 
 def sum_samples(text: bytes, name: bytes) -> float | None:
@@ -35,12 +35,12 @@ def sum_samples(text: bytes, name: bytes) -> float | None:
         start = text.find(name, start)
         if start < 0:
             return total if found and math.isfinite(total) else None
-        end = text.find(b"\n", start)
-        line = text[start : end if end >= 0 else len(text)]
-        at_line_start = start == 0 or text[start - 1 : start] == b"\n"
-        start += len(name)
-        if not at_line_start or line[len(name) : len(name) + 1] not in (b"{", b" "):
+        found_at, start = start, start + len(name)
+        at_line_start = found_at == 0 or text[found_at - 1 : found_at] == b"\n"
+        if not at_line_start or text[start : start + 1] not in (b"{", b" "):
             continue  # a comment, or a longer name
+        end = text.find(b"\n", start)
+        line = text[found_at : end if end >= 0 else len(text)]
         try:
             total += float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
         except (ValueError, IndexError):
@@ -51,13 +51,20 @@ def sum_samples(text: bytes, name: bytes) -> float | None:
 def read_request_count(text: bytes) -> int | None:
     """Read the number of requests that run or wait in an engine; None if the exposition lacks one of both."""
     running, waiting = sum_samples(text, _RUNNING), sum_samples(text, _WAITING)
-    return None if running is None or waiting is None else int(running + waiting)
+    total = _add(running, waiting)
+    return None if total is None else int(total)
 
 
 def read_tokens_computed(text: bytes) -> float | None:
     """Read how many prompt and output tokens an engine has computed; None if one of both is missing."""
     prompt, output = sum_samples(text, _PROMPT_TOKENS), sum_samples(text, _OUTPUT_TOKENS)
-    return None if prompt is None or output is None else prompt + output
+    return _add(prompt, output)
+
+
+def _add(one: float | None, other: float | None) -> float | None:
+    """The sum; None if one is unknown or the sum is not finite."""
+    total = math.inf if one is None or other is None else one + other
+    return total if math.isfinite(total) else None
 
 
 def read_block_size(text: bytes) -> int | None:

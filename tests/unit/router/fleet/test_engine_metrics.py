@@ -39,6 +39,11 @@ def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) ->
         ),
         pytest.param(b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n", 0, id="idle engine"),
         pytest.param(b"vllm:num_requests_running 0\n", None, id="unknown if one of both is missing"),
+        pytest.param(
+            b"vllm:num_requests_running 1e308\nvllm:num_requests_waiting 1e308\n",
+            None,
+            id="unknown if the sum is not finite",
+        ),
     ],
 )
 def test_running_and_waiting_requests_are_added(text: bytes, count: int | None) -> None:
@@ -61,6 +66,9 @@ def test_running_and_waiting_requests_are_added(text: bytes, count: int | None) 
         ),
         pytest.param(b'\nvllm:cache_config_info{block_size="None"} 1.0\n', None, id="value is not a number"),
         pytest.param(b"x 1\n", None, id="no such metric"),
+        pytest.param(
+            b'\nvllm:cache_config_info{block_size="' + b"9" * 5000 + b'"} 1.0\n', None, id="too many digits"
+        ),
     ],
 )
 def test_the_block_size_is_read_from_cache_config_info(text: bytes, size: int | None) -> None:
