@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from fulcrum_cli.option_values import parse_duration_s
+from fulcrum_cli.option_values import check_writable, parse_duration_s
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -80,6 +81,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         InvalidInput: for the first option that breaks a rule.
     """
     _check_numbers(arguments)
+    _check_outputs(arguments)
     names = (arguments["compare"] or arguments["policy"]).split(",")
     contenders = tuple(_parse_contender(name.strip(), arguments["instances"]) for name in names)
     profile = load_profile(arguments["profile"])
@@ -132,6 +134,15 @@ def _check_numbers(arguments: SimulateArguments) -> None:
         raise InvalidInput("--failures", arguments["failures"], "must be between 0 and 1000")
     if arguments["find_rate"] is not None and not 0 < arguments["find_rate"] <= 100:
         raise InvalidInput("--find-rate", arguments["find_rate"], "must be above 0, and at most 100")
+
+
+def _check_outputs(arguments: SimulateArguments) -> None:
+    """Reject what could not be written after the runs, which may take long."""
+    for option, file in (("--json", arguments["json"]), ("--plot", arguments["plot"])):
+        if file is not None:
+            check_writable(option, file)
+    if arguments["plot"] is not None and find_spec("plotly") is None:
+        raise InvalidInput("--plot", arguments["plot"], "needs plotly: pip install 'fulcrum[plot]'")
 
 
 def _parse_contender(name: str, instances: int) -> Contender:

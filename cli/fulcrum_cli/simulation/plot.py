@@ -25,12 +25,8 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult]) -> None:
     """Write one page with a figure for each run.
 
     Raises:
-        InvalidInput: if the plotting library is not installed, or the file cannot be written.
+        InvalidInput: if the file cannot be written.
     """
-    try:
-        import plotly  # noqa: F401 - a clear message instead of a traceback; the extra is optional
-    except ImportError:
-        raise InvalidInput("--plot", path, "needs plotly: pip install 'fulcrum[plot]'") from None
     figures = [
         _build_figure(result).to_html(full_html=False, include_plotlyjs=number == 0)
         for number, result in enumerate(results)

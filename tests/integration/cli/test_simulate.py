@@ -80,13 +80,15 @@ def test_the_rate_found_keeps_the_bar(tmp_path: Path) -> None:
         (("--seeds", "0"), "--seeds (0)"),
         (("--slo-ttft", "3"), "--slo-ttft (3) has no unit"),
         (("--step-noise", "1"), "--step-noise"),
-        (("--json", "/nowhere/out.json"), "--json (/nowhere/out.json) cannot be written"),
+        (("--json", "/nowhere/out.json"), "--json (/nowhere/out.json) must be in a folder that exists"),
+        (("--plot", "/nowhere/out.html"), "--plot (/nowhere/out.html) must be in a folder that exists"),
     ],
 )
 def test_a_bad_option_is_refused_in_one_line(trace: Path, arguments: tuple[str, ...], message: str) -> None:
     run = run_simulate("--trace", trace, *arguments)
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert message in run.stderr
+    assert run.stdout == "", "nothing was simulated before"
 
 
 def test_the_plot_is_one_page_with_a_figure_for_each_policy_and_no_address(
