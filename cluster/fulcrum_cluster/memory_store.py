@@ -139,13 +139,13 @@ class MemoryStore:
     ) -> R:
         """Merge a JSON merge patch into all but status; `Conflict` if the given version is not current."""
         entry = self._entry(kind, name, namespace)
-        wanted = {
+        applied = {
             key: value for key, value in patch.items() if key != "status" or key not in kind.model_fields
         }
-        metadata = wanted.get("metadata") or {}
+        metadata = applied.get("metadata") or {}
         _check_version(entry, resource_version or metadata.get("resourceVersion"))
         _check_identity(entry, metadata)
-        merged = apply_merge_patch(entry.document, wanted)
+        merged = apply_merge_patch(entry.document, applied)
         system = {key: value for key, value in entry.document["metadata"].items() if key in _SYSTEM_METADATA}
         own = {
             key: value for key, value in (merged.get("metadata") or {}).items() if key not in _SYSTEM_METADATA

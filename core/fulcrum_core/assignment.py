@@ -344,8 +344,8 @@ def _refuse_last_assigned(
 
     Instances that are removed from the assignment do not count: removing a lost instance is always allowed.
     """
-    staying = [name for name in current.roles if name in proposed.roles]
-    before = list_assigned(current.roles, staying, role)
+    kept = [name for name in current.roles if name in proposed.roles]
+    before = list_assigned(current.roles, kept, role)
     after = list_assigned(proposed.roles, proposed.roles, role)
     if len(after) >= floor or len(after) >= len(before):
         return None

@@ -278,8 +278,8 @@ class SimulatedService:
 
 
 def _serve_both(instances: list[PDInstance]) -> bool:
-    played = [i.status.role for i in instances if i.status.role is not None]
-    return all(any(role.serves(phase) for role in played) for phase in BOTH)
+    roles = [i.status.role for i in instances if i.status.role is not None]
+    return all(any(role.serves(phase) for role in roles) for phase in BOTH)
 
 
 def _create(obj: Any, now_s: float) -> Any:

@@ -285,9 +285,9 @@ def test_effective_roles_are_the_assigned_ones_or_both_for_a_single_instance(
     spec: PDAssignmentSpec, ready: set[str]
 ) -> None:
     there = ready & spec.roles.keys()
-    played = resolve_effective_roles(spec.roles, ready)
-    assert played.keys() == there
+    effective = resolve_effective_roles(spec.roles, ready)
+    assert effective.keys() == there
     working = [name for name in there if not spec.roles[name].cordoned] or list(there)
-    assert (len(working) == 1) == (Role.BOTH in played.values())
-    for name, role in played.items():
+    assert (len(working) == 1) == (Role.BOTH in effective.values())
+    for name, role in effective.items():
         assert role in (spec.roles[name].role, Role.BOTH)

@@ -57,8 +57,10 @@ class NameResolver:
             for item in (slices or {"items": []})["items"]
             for endpoint in item.get("endpoints") or ()
         ]
-        wanted = [e for e in endpoints if hostname is None or e.get("hostname") == hostname]
-        return [e["addresses"][0] for e in wanted if include_unready or e["conditions"].get("ready")] or None
+        matching = [e for e in endpoints if hostname is None or e.get("hostname") == hostname]
+        return [
+            e["addresses"][0] for e in matching if include_unready or e["conditions"].get("ready")
+        ] or None
 
     def _read_object(self, path: str) -> dict[str, Any] | None:
         connection = http.client.HTTPSConnection("127.0.0.1", 6443, context=self.context, timeout=3)

@@ -60,8 +60,10 @@ def build_process_spec(instance: PDInstance, context: EngineContext) -> ProcessS
     """
     if instance.spec.engine.is_simulated:
         return ProcessSpec(command=simulated_engine_command(instance, host=context.host))
-    place = _choose_place(instance.metadata.name, context)
-    return _vllm_process_spec(vllm.build_launch(_instance_request(instance, context.service), place), place)
+    placement = _choose_placement(instance.metadata.name, context)
+    return _vllm_process_spec(
+        vllm.build_launch(_instance_request(instance, context.service), placement), placement
+    )
 
 
 def simulated_engine_command(instance: PDInstance, *, host: str) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ def engine_facts(instance: PDInstance, context: EngineContext) -> EngineFacts:
             simulated.identity(instance.spec, profile), simulated.FLIP_STRATEGY, profile.startup_s
         )
     request = _instance_request(instance, context.service)
-    launch = vllm.build_launch(request, _PLACEHOLDER_PLACE)
+    launch = vllm.build_launch(request, _PLACEHOLDER_PLACEMENT)
     return EngineFacts(launch.identity, launch.flip_strategy, launch.startup_s, request.fit)
 
 
@@ -99,7 +101,7 @@ def check_engines(service: PDService) -> None:
             )
         if source is not None and source.pvc is not None:
             raise InvalidInput("modelSource.pvc", source.pvc, "exists in a cluster only; write hostPath")
-        vllm.build_launch(_engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACE)
+        vllm.build_launch(_engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACEMENT)
 
 
 def expected_startup_s(service: PDService) -> float:
@@ -108,7 +110,7 @@ def expected_startup_s(service: PDService) -> float:
         return load_profile(service.spec.engine.profile).startup_s
     pool = desired_pools(service, ())[0]
     return vllm.build_launch(
-        _engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACE
+        _engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACEMENT
     ).startup_s
 
 
@@ -123,7 +125,7 @@ def _engine_request(
     memory_bytes = start.hardware and start.hardware.memory
     hardware = dataclasses.replace(CPU, memory_bytes=memory_bytes or 0)
     request = build_launch_request(service, start, pool_role=pool_role, role=role, hardware=hardware)
-    named = vllm.model_folder(request.model_source, _PLACEHOLDER_PLACE)
+    named = vllm.model_folder(request.model_source, _PLACEHOLDER_PLACEMENT)
     folder = Path(named) if named is not None else find_local_model(start.model)
     if folder is None:
         return request
@@ -131,12 +133,12 @@ def _engine_request(
     return dataclasses.replace(request, model_source=source, facts=read_model_config(folder))
 
 
-def _vllm_process_spec(launch: EngineLaunch, place: EnginePlacement) -> ProcessSpec:
+def _vllm_process_spec(launch: EngineLaunch, placement: EnginePlacement) -> ProcessSpec:
     return ProcessSpec(
         command=(sys.executable, "-m", die_with_parent.__name__, *launch.command),
         env={variable.name: variable.value for variable in launch.env if _has_value(variable)},
-        ports={"port": place.port, "side_channel_port": place.side_channel_port},
-        health_url=f"http://{place.host}:{place.port}{launch.health_path}",
+        ports={"port": placement.port, "side_channel_port": placement.side_channel_port},
+        health_url=f"http://{placement.host}:{placement.port}{launch.health_path}",
         ready_timeout_s=max(READY_TIMEOUT_S, launch.startup_s),
         stop_grace_s=STOP_GRACE_S,
         leftover_files=tuple(Path(path) for path in launch.leftover_files),
@@ -148,7 +150,7 @@ def _has_value(variable: LaunchEnvVar) -> bool:
     return not variable.secret and not variable.pod_field and variable.source is None
 
 
-_PLACEHOLDER_PLACE = EnginePlacement(
+_PLACEHOLDER_PLACEMENT = EnginePlacement(
     host="127.0.0.1",
     port=0,
     side_channel_port=0,
@@ -160,10 +162,10 @@ _PLACEHOLDER_PLACE = EnginePlacement(
 """Stands in for ports and folders where a result does not depend on them."""
 
 
-def _choose_place(name: str, context: EngineContext) -> EnginePlacement:
+def _choose_placement(name: str, context: EngineContext) -> EnginePlacement:
     port, side_channel, cache, cache_http = find_free_ports(context.host, 4)
     return dataclasses.replace(
-        _PLACEHOLDER_PLACE,
+        _PLACEHOLDER_PLACEMENT,
         host=context.host,
         port=port,
         side_channel_port=side_channel,

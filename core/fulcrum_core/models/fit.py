@@ -108,14 +108,14 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
         )
     per_token = rank_kv_bytes_per_token(facts, tensor=layout.tensor, pipeline=layout.pipeline, kv=layout.kv)
     rank_tokens = int((usable - weights) / per_token)
-    wanted = layout.max_tokens or facts.context_tokens
+    request_tokens = layout.max_tokens or facts.context_tokens
     numbers = (
         f"{format_gib(weights)} of weights and {format_gib(usable - weights)} of KV cache a device, "
         f"{layout.data * rank_tokens:,} tokens"
     )
-    fits = rank_tokens >= wanted
-    many = f"{layout.data * rank_tokens / wanted:.1f} requests of {wanted:,} tokens"
-    none = f"one request of {wanted:,} tokens does not fit; maxLength {rank_tokens:,} would"
+    fits = rank_tokens >= request_tokens
+    many = f"{layout.data * rank_tokens / request_tokens:.1f} requests of {request_tokens:,} tokens"
+    none = f"one request of {request_tokens:,} tokens does not fit; maxLength {rank_tokens:,} would"
     return Fit(
         status="True" if fits else "False",
         reason="Fits" if fits else "ContextTooLong",
@@ -157,8 +157,8 @@ def _refuse_layout(facts: ModelFacts | None, layout: Layout) -> Fit | None:
     if layout.expert and not facts.is_moe:
         message = "expert parallelism needs a model with experts"
         return Fit(status="False", reason="NoExperts", message=message)
-    wanted = layout.max_tokens
-    if wanted and wanted > facts.context_tokens:
-        message = f"maxLength {wanted:,} is beyond the model's context of {facts.context_tokens:,} tokens"
+    longest = layout.max_tokens
+    if longest and longest > facts.context_tokens:
+        message = f"maxLength {longest:,} is beyond the model's context of {facts.context_tokens:,} tokens"
         return Fit(status="False", reason="ContextTooLong", message=message)
     return None

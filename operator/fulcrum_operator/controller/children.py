@@ -79,7 +79,7 @@ class _Refusal:
     failures: int
     retry_s: float
     manifest: str
-    held_version: str
+    cached_version: str
 
 
 class Children:
@@ -140,7 +140,7 @@ class Children:
         if (
             known is not None
             and self._clock.monotonic_s() < known.retry_s
-            and (known.manifest, known.held_version) == (manifest, self._held_version(key))
+            and (known.manifest, known.cached_version) == (manifest, self._cached_version(key))
         ):
             return known
         try:
@@ -157,12 +157,12 @@ class Children:
             _log.warning("child refused", kind=kind.kind, name=meta["name"], error=cause.message)
         delay_s = backoff_s(failures, min_s=RETRY_DELAY_MIN_S, max_s=RETRY_DELAY_MAX_S)
         retry_s = self._clock.monotonic_s() + delay_s
-        self._refusals[key] = _Refusal(cause, failures, retry_s, manifest, self._held_version(key))
+        self._refusals[key] = _Refusal(cause, failures, retry_s, manifest, self._cached_version(key))
         return self._refusals[key]
 
-    def _held_version(self, key: _ChildKey) -> str:
-        held = self._cache.get_object(*key)
-        return "" if held is None else str(held["metadata"].get("resourceVersion", ""))
+    def _cached_version(self, key: _ChildKey) -> str:
+        cached = self._cache.get_object(*key)
+        return "" if cached is None else str(cached["metadata"].get("resourceVersion", ""))
 
     async def _make(self, key: _ChildKey, child: Object, service: PDService) -> str | None:
         """Create, adopt or change the child; returns whose object has its name, None if nobody else's."""
@@ -204,9 +204,9 @@ class Children:
         None if it was created now, is known to be ours, or has to wait for the Service.
         """
         kind, namespace, name = key
-        held = self._cache.get_object(*key)
-        if held is not None:
-            return held
+        cached = self._cache.get_object(*key)
+        if cached is not None:
+            return cached
         if self._found_unwatched.get(key) == service.metadata.uid:
             return None
         if kind not in WATCHED_CHILDREN:  # not in the cache: most likely it exists
@@ -300,13 +300,13 @@ class Children:
 
     def _is_current(self, key: _ChildKey, body: Object) -> bool:
         """Whether the child was applied from this manifest and nobody has changed an applied field since."""
-        held = self._cache.get_object(*key)
-        if held is None:
+        cached = self._cache.get_object(*key)
+        if cached is None:
             return False
-        meta = held["metadata"]
+        meta = cached["metadata"]
         if meta.get("annotations", {}).get(APPLIED_HASH) != body["metadata"]["annotations"][APPLIED_HASH]:
             return False
-        version, owned = meta.get("resourceVersion", ""), held.get(OWNED_FIELDS)
+        version, owned = meta.get("resourceVersion", ""), cached.get(OWNED_FIELDS)
         if (
             self._current_versions.get(key) != version
             and owned is not None

@@ -41,11 +41,11 @@ def as_applied_fields(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [{**entry, "operation": "Apply"} if entry is created[0] else dict(entry) for entry in entries]
 
 
-def owns_all_fields(owned: str, wanted: Mapping[str, Any]) -> bool:
-    """Whether every field of `wanted` is among the fields `owned`."""
+def owns_all_fields(owned: str, manifest: Mapping[str, Any]) -> bool:
+    """Whether every field of `manifest` is among the fields `owned`."""
     fields = json.loads(owned)
-    meta = {name: wanted["metadata"][name] for name in _COMPARED_METADATA if name in wanted["metadata"]}
-    parts = {name: part for name, part in wanted.items() if name not in _UNTRACKED_FIELDS}
+    meta = {name: manifest["metadata"][name] for name in _COMPARED_METADATA if name in manifest["metadata"]}
+    parts = {name: part for name, part in manifest.items() if name not in _UNTRACKED_FIELDS}
     return (
         bool(fields)
         and _owns_value(fields.get("f:metadata", {}), meta, whole=False)

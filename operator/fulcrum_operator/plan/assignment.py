@@ -54,9 +54,9 @@ def plan_first_split(
     roles = {member.name: member.fixed_role for member in members if member.fixed_role}
     flexible = sorted((member.name for member in members if not member.fixed_role), key=instance_order)
     fixed = Counter(roles.values())
-    wanted = max(len(members) // 2, prefill_floor) - fixed[Role.PREFILL]
+    desired = max(len(members) // 2, prefill_floor) - fixed[Role.PREFILL]
     spare = len(flexible) - max(0, decode_floor - fixed[Role.DECODE])
-    prefill = max(0, min(wanted, spare))
+    prefill = max(0, min(desired, spare))
     split = {name: Role.PREFILL if index < prefill else Role.DECODE for index, name in enumerate(flexible)}
     return {**roles, **split}
 

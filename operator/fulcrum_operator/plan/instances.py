@@ -79,9 +79,9 @@ def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
         f"revision {view.revision} replaces it",
         may_flip_another=may_flip,
     )
-    staying = view.without_moving(view.updated)
-    excess = len(staying) - view.desired_replicas
-    yield Removal(view.name, removal_order(observed, staying), excess, "more instances than desired")
+    remaining = view.off_cordoned_nodes(view.updated)
+    excess = len(remaining) - view.desired_replicas
+    yield Removal(view.name, removal_order(observed, remaining), excess, "more instances than desired")
 
 
 def _waits_for_removals(observed: Observed, view: PoolView) -> bool:
@@ -100,8 +100,9 @@ def _surplus_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
     Of the instances on cordoned nodes as many leave as serve beyond the desired number, and those that serve
     nothing.
     """
-    excess = len(view.staying) - view.desired_replicas
-    yield Removal(view.name, removal_order(observed, view.staying), excess, "more instances than desired")
+    remaining = view.off_cordoned_nodes(view.members)
+    excess = len(remaining) - view.desired_replicas
+    yield Removal(view.name, removal_order(observed, remaining), excess, "more instances than desired")
     moving = view.on_cordoned_nodes
     serving = sum(instance.is_serving for instance in moving)
     spare = sum(member.is_serving for member in view.members) - view.desired_replicas

@@ -84,12 +84,7 @@ class PoolView:
         """Whether new instances replace those on cordoned nodes, as far as is known."""
         return not (self.on_cordoned_nodes and self.cannot_start)
 
-    @property
-    def staying(self) -> tuple[PDInstance, ...]:
-        """Members that are not on a cordoned node."""
-        return self.without_moving(self.members)
-
-    def without_moving(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
+    def off_cordoned_nodes(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
         """Those of `members` that are not on a cordoned node."""
         moving = {instance.metadata.name for instance in self.on_cordoned_nodes}
         return tuple(member for member in members if member.metadata.name not in moving)
@@ -126,7 +121,7 @@ class PoolView:
         are replaced more slowly.
         """
         room = self.desired_replicas + len(self.on_cordoned_nodes) + (surge if self.rolling_out else 0)
-        current = self.without_moving(self.updated) if self.rolling_out else self.staying
+        current = self.off_cordoned_nodes(self.updated if self.rolling_out else self.members)
         missing = self.desired_replicas - len(current)
         return max(0, min(missing, room - len(self.members), 2 * self.desired_replicas - self.lost))
 

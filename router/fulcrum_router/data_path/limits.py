@@ -49,8 +49,8 @@ class RequestMemory:
 def raise_file_limit() -> None:
     """Let this process open as many files as the system allows it, up to what `MAX_CONNECTIONS` needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MAX_CONNECTIONS + _RESERVED_FILES
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    needed = 2 * MAX_CONNECTIONS + _RESERVED_FILES
+    allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 

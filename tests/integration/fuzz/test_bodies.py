@@ -77,7 +77,7 @@ def test_both_legs_get_the_client_s_request_and_the_router_s_parameters(run_fuzz
             request = parse_request_body(data, 0)
         except InvalidBody as error:
             return (str(error)[:24],)
-        wanted = without_reserved(data)
+        allowed = without_reserved(data)
         plain, body = build_decode_body(request, None), build_decode_body(request, PARAMS)
         members = parse_as_vllm(body)
         names = [name for name, _ in members]
@@ -88,11 +88,11 @@ def test_both_legs_get_the_client_s_request_and_the_router_s_parameters(run_fuzz
         prefill = json.loads(build_prefill_body(request))
         assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
         assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
-        with_usage = build_decode_body(request, PARAMS, include_usage=wanted.get("stream") is True)
+        with_usage = build_decode_body(request, PARAMS, include_usage=allowed.get("stream") is True)
         assert RESERVED_EXTRA_ARGS.isdisjoint(list_extra_args(parse_as_vllm(with_usage)))
-        if not has_large_integers(wanted):
-            assert json.loads(plain) == wanted
-        return request.local_prefill_reason, tuple(sorted(wanted))[:3], plain == data
+        if not has_large_integers(allowed):
+            assert json.loads(plain) == allowed
+        return request.local_prefill_reason, tuple(sorted(allowed))[:3], plain == data
 
     run_fuzzer(run, CLIENT_BODIES, JSON_TOKENS)
 

@@ -73,9 +73,9 @@ def send_text_and_usage(
             payload = {"choices": [{"text": "a b c "}], **({"usage": usage} if usage else {})}
             return await response.json(200, payload)
         await response.start_stream()
-        wanted = usage and (body.get("stream_options") or {}).get("include_usage")
+        reports_usage = usage and (body.get("stream_options") or {}).get("include_usage")
         end = DONE
-        if wanted and usage is not None:
+        if reports_usage and usage is not None:
             event = build_usage_event(usage)
             end = frame_event(f"{event}\n\ndata: [DONE]") if usage_with_done else frame_event(event) + DONE
         framed = b"".join((*CHUNKS, end, b"0\r\n\r\n"))

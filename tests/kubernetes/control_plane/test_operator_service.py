@@ -34,7 +34,7 @@ ALL_KINDS = (*CHILDREN, "pods", "pdpools", "pdinstances", "pdassignments", "pdse
 
 
 @dataclass
-class World:
+class ServiceUnderTest:
     """A namespace with an operator, a fake kubelet and fake engines."""
 
     api: NamespaceClient
@@ -64,10 +64,14 @@ class World:
 
 
 @pytest.fixture
-def world(control_plane: Cluster, namespace: str, operator: OperatorProcess) -> Iterator[World]:  # noqa: ARG001
+def under_test(
+    control_plane: Cluster,
+    namespace: str,
+    operator: OperatorProcess,  # noqa: ARG001
+) -> Iterator[ServiceUnderTest]:
     address, api = pick_loopback_address(), NamespaceClient(control_plane, namespace)
     with serve_engines(address) as engines:
-        yield World(api, FakeKubelet(api, address), engines)
+        yield ServiceUnderTest(api, FakeKubelet(api, address), engines)
 
 
 def names_of_service(api: NamespaceClient, kind: str) -> list[str]:
@@ -79,32 +83,32 @@ def names_of_service(api: NamespaceClient, kind: str) -> list[str]:
     )
 
 
-def test_a_minimal_service_becomes_pools_instances_pods_and_children(world: World) -> None:
-    world.up()
-    world.router_serves()
-    wait_until(lambda: world.api.condition("Ready")["status"] == "True", "the service to be ready")
-    status = world.api.get("pdservices", "chat")["status"]
-    assert {kind: names_of_service(world.api, kind) for kind in CHILDREN} == CHILDREN
+def test_a_minimal_service_becomes_pools_instances_pods_and_children(under_test: ServiceUnderTest) -> None:
+    under_test.up()
+    under_test.router_serves()
+    wait_until(lambda: under_test.api.condition("Ready")["status"] == "True", "the service to be ready")
+    status = under_test.api.get("pdservices", "chat")["status"]
+    assert {kind: names_of_service(under_test.api, kind) for kind in CHILDREN} == CHILDREN
     assert (status["ready"], status["ratio"], status["endpoint"]) == (
         "4/4",
         "2:2",
-        f"http://chat.{world.api.name}.svc",
+        f"http://chat.{under_test.api.name}.svc",
     )
     message = "pool chat-flex scaled from 0 to 4 instances"
-    wait_until(lambda: world.api.events().get("ScaledUp") == message, "the event")
-    written = world.api.get("pdservices", "chat")["metadata"]
+    wait_until(lambda: under_test.api.events().get("ScaledUp") == message, "the event")
+    written = under_test.api.get("pdservices", "chat")["metadata"]
     assert {"finalizers", "annotations"} & written.keys() == set(), (
         "the operator adds nothing to the user's object"
     )
 
 
-def test_pods_are_owned_by_their_instance_and_labelled_with_its_role(world: World) -> None:
-    world.up(2)
-    pods = {pod["metadata"]["name"]: pod["metadata"] for pod in world.api.list("pods")}
+def test_pods_are_owned_by_their_instance_and_labelled_with_its_role(under_test: ServiceUnderTest) -> None:
+    under_test.up(2)
+    pods = {pod["metadata"]["name"]: pod["metadata"] for pod in under_test.api.list("pods")}
     wait_until(
         lambda: (
             {
-                name: world.api.get("pods", name)["metadata"]["labels"].get("fulcrum.dev/role")
+                name: under_test.api.get("pods", name)["metadata"]["labels"].get("fulcrum.dev/role")
                 for name in ("chat-0", "chat-1")
             }
             == {"chat-0": "Prefill", "chat-1": "Decode"}
@@ -115,227 +119,248 @@ def test_pods_are_owned_by_their_instance_and_labelled_with_its_role(world: Worl
     assert owners == [("PDInstance", "chat-0")]
 
 
-def test_a_flip_changes_the_role_and_the_pods_label_but_not_the_pod(world: World) -> None:
-    world.up()
-    before = world.api.get("pods", "chat-0")["metadata"]["uid"]
+def test_a_flip_changes_the_role_and_the_pods_label_but_not_the_pod(under_test: ServiceUnderTest) -> None:
+    under_test.up()
+    before = under_test.api.get("pods", "chat-0")["metadata"]["uid"]
     entry = {"role": "Decode", "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": "requested"}
-    world.api.patch("pdassignments", "chat", {"spec": {"roles": {"chat-0": entry}}})
+    under_test.api.patch("pdassignments", "chat", {"spec": {"roles": {"chat-0": entry}}})
     wait_until(
-        lambda: world.api.get("pods", "chat-0")["metadata"]["labels"]["fulcrum.dev/role"] == "Decode",
+        lambda: under_test.api.get("pods", "chat-0")["metadata"]["labels"]["fulcrum.dev/role"] == "Decode",
         "the label",
     )
-    pod, instance = world.api.get("pods", "chat-0"), world.api.get("pdinstances", "chat-0")
+    pod, instance = under_test.api.get("pods", "chat-0"), under_test.api.get("pdinstances", "chat-0")
     assert (pod["metadata"]["uid"], instance["status"]["role"]) == (before, "Decode")
-    wait_until(lambda: "RoleFlipped" in world.api.events(), "the event")
+    wait_until(lambda: "RoleFlipped" in under_test.api.events(), "the event")
 
 
-def test_a_manual_assignment_is_applied_or_reverted_with_a_reason(world: World) -> None:
-    world.up()
+def test_a_manual_assignment_is_applied_or_reverted_with_a_reason(under_test: ServiceUnderTest) -> None:
+    under_test.up()
     pinned = {"role": "Decode", "by": "Person", "pinnedUntil": "2999-01-01T00:00:00Z"}
     patch = ("patch", "pda", "chat", "--type=merge", "-p")
-    world.kubectl(*patch, json.dumps({"spec": {"roles": {"chat-0": pinned}}}))
-    wait_until(lambda: world.api.get("pdinstances", "chat-0")["status"]["role"] == "Decode", "the flip")
-    world.kubectl(*patch, json.dumps({"spec": {"roles": {"chat-1": {"role": "Decode", "by": "Person"}}}}))
-    wait_until(lambda: "refused" in world.entry("chat-1"), "the refusal")
+    under_test.kubectl(*patch, json.dumps({"spec": {"roles": {"chat-0": pinned}}}))
+    wait_until(lambda: under_test.api.get("pdinstances", "chat-0")["status"]["role"] == "Decode", "the flip")
+    under_test.kubectl(
+        *patch, json.dumps({"spec": {"roles": {"chat-1": {"role": "Decode", "by": "Person"}}}})
+    )
+    wait_until(lambda: "refused" in under_test.entry("chat-1"), "the refusal")
     why = "0 instances would serve Prefill, the floor is 1; leaving: chat-1"
-    wait_until(lambda: world.api.events().get("AssignmentRefused") == f"chat-1 to Decode: {why}", "the event")
-    refused = world.entry("chat-1")
+    wait_until(
+        lambda: under_test.api.events().get("AssignmentRefused") == f"chat-1 to Decode: {why}", "the event"
+    )
+    refused = under_test.entry("chat-1")
     assert (refused["role"], refused["refused"]["role"], refused["refused"]["reason"]) == (
         "Prefill",
         "Decode",
         why,
     )
-    assert (world.entry("chat-0")["role"], "refused" in world.entry("chat-0")) == ("Decode", False)
+    assert (under_test.entry("chat-0")["role"], "refused" in under_test.entry("chat-0")) == ("Decode", False)
 
 
-def test_an_engine_is_probed_once_after_each_start(world: World) -> None:
-    world.up(2)
-    first = sorted(world.engines.requests)
-    world.kubelet.set_terminated("chat-1", 1)
-    wait_until(lambda: world.api.phases()["chat-1"] != "Serving", "the end of chat-1")
-    world.kubelet.set_ready("chat-1", restarts=1)
-    wait_until(lambda: world.api.phases()["chat-1"] == "Serving", "chat-1 to serve again")
+def test_an_engine_is_probed_once_after_each_start(under_test: ServiceUnderTest) -> None:
+    under_test.up(2)
+    first = sorted(under_test.engines.requests)
+    under_test.kubelet.set_terminated("chat-1", 1)
+    wait_until(lambda: under_test.api.phases()["chat-1"] != "Serving", "the end of chat-1")
+    under_test.kubelet.set_ready("chat-1", restarts=1)
+    wait_until(lambda: under_test.api.phases()["chat-1"] == "Serving", "chat-1 to serve again")
     assert first == ["completion"] * 2 + ["prefill"] * 2
-    assert sorted(world.engines.requests) == ["completion"] * 3 + ["prefill"] * 3
+    assert sorted(under_test.engines.requests) == ["completion"] * 3 + ["prefill"] * 3
 
 
-def test_an_engine_that_refuses_a_role_is_flipped_by_a_restart(world: World) -> None:
-    world.engines.refuses = {"prefill"}
-    world.up(2)
-    strategies = [item["status"]["flipStrategy"] for item in world.api.list("pdinstances")]
+def test_an_engine_that_refuses_a_role_is_flipped_by_a_restart(under_test: ServiceUnderTest) -> None:
+    under_test.engines.refuses = {"prefill"}
+    under_test.up(2)
+    strategies = [item["status"]["flipStrategy"] for item in under_test.api.list("pdinstances")]
     assert strategies == ["Restart", "Restart"]
 
 
-def test_a_failing_image_pull_causes_an_event(world: World) -> None:
-    world.api.service(instances=2)
-    wait_until(lambda: "chat-1" in world.api.names("pods"), "the pods")
-    world.kubelet.set_waiting("chat-1", "ImagePullBackOff", 'Back-off pulling image "x:1"')
-    wait_until(lambda: "ImagePullFailed" in world.api.events(), "the event")
-    assert world.api.events()["ImagePullFailed"] == 'chat-1: ImagePullBackOff: Back-off pulling image "x:1"'
+def test_a_failing_image_pull_causes_an_event(under_test: ServiceUnderTest) -> None:
+    under_test.api.service(instances=2)
+    wait_until(lambda: "chat-1" in under_test.api.names("pods"), "the pods")
+    under_test.kubelet.set_waiting("chat-1", "ImagePullBackOff", 'Back-off pulling image "x:1"')
+    wait_until(lambda: "ImagePullFailed" in under_test.api.events(), "the event")
+    assert (
+        under_test.api.events()["ImagePullFailed"] == 'chat-1: ImagePullBackOff: Back-off pulling image "x:1"'
+    )
 
 
-def test_the_disruption_budget_follows_the_number_of_instances(world: World) -> None:
-    world.up(4)
-    budget = world.api.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"]
-    world.api.patch("pdservices", "chat", {"spec": {"instances": 6}})
+def test_the_disruption_budget_follows_the_number_of_instances(under_test: ServiceUnderTest) -> None:
+    under_test.up(4)
+    budget = under_test.api.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"]
+    under_test.api.patch("pdservices", "chat", {"spec": {"instances": 6}})
     wait_until(
-        lambda: world.api.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"] == 5,
+        lambda: (
+            under_test.api.get("policy/v1/poddisruptionbudgets", "chat-engines")["spec"]["minAvailable"] == 5
+        ),
         "the budget",
     )
     assert budget == 3
 
 
-def test_one_engine_at_a_time_may_be_evicted(world: World) -> None:
-    world.up(4)
+def test_one_engine_at_a_time_may_be_evicted(under_test: ServiceUnderTest) -> None:
+    under_test.up(4)
     budget = "policy/v1/poddisruptionbudgets"
     wait_until(
-        lambda: world.api.get(budget, "chat-engines").get("status", {}).get("disruptionsAllowed") == 1,
+        lambda: under_test.api.get(budget, "chat-engines").get("status", {}).get("disruptionsAllowed") == 1,
         "the budget to count four",
     )
-    world.api.evict("chat-3")
+    under_test.api.evict("chat-3")
     with pytest.raises(LookupError, match="429"):
-        world.api.evict("chat-2")
+        under_test.api.evict("chat-2")
     wait_until(
-        lambda: "chat-4" in world.api.names("pods") or _is_recreated(world, "chat-3"), "the replacement"
+        lambda: "chat-4" in under_test.api.names("pods") or _is_recreated(under_test, "chat-3"),
+        "the replacement",
     )
 
 
-def test_a_deleted_service_leaves_no_objects(world: World) -> None:
-    world.up(2)
-    world.api.delete("pdservices", "chat", {"propagationPolicy": "Background"})
+def test_a_deleted_service_leaves_no_objects(under_test: ServiceUnderTest) -> None:
+    under_test.up(2)
+    under_test.api.delete("pdservices", "chat", {"propagationPolicy": "Background"})
     wait_until(
-        lambda: not any(names_of_service(world.api, kind) for kind in ALL_KINDS),
+        lambda: not any(names_of_service(under_test.api, kind) for kind in ALL_KINDS),
         "everything to be deleted",
         timeout_s=40,
     )
 
 
-def test_foreground_deletion_leaves_no_objects(world: World) -> None:
-    world.up(2)
-    world.api.delete("pdservices", "chat", {"propagationPolicy": "Foreground"})
+def test_foreground_deletion_leaves_no_objects(under_test: ServiceUnderTest) -> None:
+    under_test.up(2)
+    under_test.api.delete("pdservices", "chat", {"propagationPolicy": "Foreground"})
     wait_until(
-        lambda: not any(names_of_service(world.api, kind) for kind in ALL_KINDS),
+        lambda: not any(names_of_service(under_test.api, kind) for kind in ALL_KINDS),
         "everything to be deleted",
         timeout_s=40,
     )
 
 
 def test_a_missing_tier_is_a_condition_and_an_event_and_the_service_stays_ready(
-    world: World,
+    under_test: ServiceUnderTest,
 ) -> None:
     def has_reason(reason: str) -> bool:
-        return bool(world.api.condition("TiersAccepted")["reason"] == reason)
+        return bool(under_test.api.condition("TiersAccepted")["reason"] == reason)
 
-    world.up(2, qosTiers=["gold"])
-    world.router_serves()
+    under_test.up(2, qosTiers=["gold"])
+    under_test.router_serves()
     assert has_reason("TierNotFound")
     tier = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "QoSTier", "metadata": {"name": "gold"}, "spec": {}}
-    world.api.create("qostiers", tier)
+    under_test.api.create("qostiers", tier)
     wait_until(lambda: has_reason("TiersFound"), "the tier to be found")
-    wait_until(lambda: world.api.condition("Ready")["status"] == "True", "the service to be ready")
-    world.api.delete("qostiers", "gold")
+    wait_until(lambda: under_test.api.condition("Ready")["status"] == "True", "the service to be ready")
+    under_test.api.delete("qostiers", "gold")
     wait_until(lambda: has_reason("TierNotFound"), "the tier to be missing")
-    wait_until(lambda: list(world.api.event_counts("TierMissing").values()) == [2], "an event for each time")
-    named = world.api.condition("TiersAccepted")["message"], world.api.events()["TierMissing"]
-    assert ["named gold in" in message for message in named] == [True, True]
-    assert world.api.condition("Ready")["status"] == "True"
-
-
-def test_an_instance_on_a_lost_node_is_replaced_under_another_name(world: World) -> None:
-    world.up(3)
-    world.kubelet.set_node_lost("chat-1")
-    wait_until(lambda: "chat-3" in world.api.names("pods"), "the replacement")
-    wait_until(lambda: world.api.phases()["chat-1"] == "Failed", "its phase")
-    world.kubelet.set_ready("chat-3")
     wait_until(
-        lambda: world.api.phases() == dict.fromkeys(("chat-0", "chat-2", "chat-3"), "Serving"),
+        lambda: list(under_test.api.event_counts("TierMissing").values()) == [2], "an event for each time"
+    )
+    named = under_test.api.condition("TiersAccepted")["message"], under_test.api.events()["TierMissing"]
+    assert ["named gold in" in message for message in named] == [True, True]
+    assert under_test.api.condition("Ready")["status"] == "True"
+
+
+def test_an_instance_on_a_lost_node_is_replaced_under_another_name(under_test: ServiceUnderTest) -> None:
+    under_test.up(3)
+    under_test.kubelet.set_node_lost("chat-1")
+    wait_until(lambda: "chat-3" in under_test.api.names("pods"), "the replacement")
+    wait_until(lambda: under_test.api.phases()["chat-1"] == "Failed", "its phase")
+    under_test.kubelet.set_ready("chat-3")
+    wait_until(
+        lambda: under_test.api.phases() == dict.fromkeys(("chat-0", "chat-2", "chat-3"), "Serving"),
         "the lost instance to be deleted",
         timeout_s=30,
     )
-    wait_until(lambda: "chat-1" not in world.api.names("pods"), "its pod to be deleted", timeout_s=30)
-    wait_until(lambda: {"InstanceFailed", "InstanceReplaced"} <= world.api.events().keys(), "the events")
+    wait_until(lambda: "chat-1" not in under_test.api.names("pods"), "its pod to be deleted", timeout_s=30)
+    wait_until(lambda: {"InstanceFailed", "InstanceReplaced"} <= under_test.api.events().keys(), "the events")
 
 
-def test_an_instance_whose_pod_is_deleted_is_replaced(world: World) -> None:
-    world.up(3)
-    world.api.delete("pods", "chat-1")
+def test_an_instance_whose_pod_is_deleted_is_replaced(under_test: ServiceUnderTest) -> None:
+    under_test.up(3)
+    under_test.api.delete("pods", "chat-1")
     wait_until(
-        lambda: "chat-3" in world.api.names("pods") or _is_recreated(world, "chat-1"), "the replacement"
+        lambda: "chat-3" in under_test.api.names("pods") or _is_recreated(under_test, "chat-1"),
+        "the replacement",
     )
 
 
-def _is_recreated(world: World, name: str) -> bool:
-    pod = world.api.get("pods", name)
+def _is_recreated(under_test: ServiceUnderTest, name: str) -> bool:
+    pod = under_test.api.get("pods", name)
     return pod.get("status", {}).get("phase") == "Pending" and "deletionTimestamp" not in pod["metadata"]
 
 
-def test_a_revision_that_misses_its_progress_deadline_is_rolled_back(world: World) -> None:
-    world.up(2, rollout={"progressDeadline": "3s"})
-    world.router_serves()
+def test_a_revision_that_misses_its_progress_deadline_is_rolled_back(under_test: ServiceUnderTest) -> None:
+    under_test.up(2, rollout={"progressDeadline": "3s"})
+    under_test.router_serves()
     wait_until(
-        lambda: "lastGood" in world.api.get("pdpools", "chat-flex")["status"],
+        lambda: "lastGood" in under_test.api.get("pdpools", "chat-flex")["status"],
         "the last good revision to be stored",
     )
-    world.api.patch("pdservices", "chat", {"spec": {"engine": {"image": "localhost/none:1"}}})
-    wait_until(lambda: "chat-2" in world.api.names("pods"), "the first pod of the new revision")
-    world.kubelet.set_waiting("chat-2", "ImagePullBackOff", 'Back-off pulling image "localhost/none:1"')
-    wait_until(lambda: "ImagePullFailed" in world.api.events(), "the image's event")
-    wait_until(lambda: world.api.condition("Degraded")["reason"] == "RolledBack", "the rollback")
+    under_test.api.patch("pdservices", "chat", {"spec": {"engine": {"image": "localhost/none:1"}}})
+    wait_until(lambda: "chat-2" in under_test.api.names("pods"), "the first pod of the new revision")
+    under_test.kubelet.set_waiting("chat-2", "ImagePullBackOff", 'Back-off pulling image "localhost/none:1"')
+    wait_until(lambda: "ImagePullFailed" in under_test.api.events(), "the image's event")
+    wait_until(lambda: under_test.api.condition("Degraded")["reason"] == "RolledBack", "the rollback")
     wait_until(
-        lambda: world.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"},
+        lambda: under_test.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"},
         "the new instance to be deleted",
     )
-    wait_until(lambda: "RolledBack" in world.api.events(), "the event")
-    assert "chat-2 did not serve within 3 s: its engine" in world.api.condition("Degraded")["message"]
-    assert "RolloutStarted" in world.api.events()
-    assert world.api.condition("Ready")["status"] == "True"
-    world.api.patch("pdservices", "chat", {"spec": {"engine": {"image": "x:2"}, "rollout": {"paused": True}}})
-    wait_until(lambda: world.api.condition("Progressing")["reason"] == "RolloutPaused", "the pause")
-    assert world.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"}
+    wait_until(lambda: "RolledBack" in under_test.api.events(), "the event")
+    assert "chat-2 did not serve within 3 s: its engine" in under_test.api.condition("Degraded")["message"]
+    assert "RolloutStarted" in under_test.api.events()
+    assert under_test.api.condition("Ready")["status"] == "True"
+    under_test.api.patch(
+        "pdservices", "chat", {"spec": {"engine": {"image": "x:2"}, "rollout": {"paused": True}}}
+    )
+    wait_until(lambda: under_test.api.condition("Progressing")["reason"] == "RolloutPaused", "the pause")
+    assert under_test.api.phases() == {"chat-0": "Serving", "chat-1": "Serving"}
 
 
-def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(world: World) -> None:
+def test_a_scale_outside_bounds_or_below_floors_is_clamped_and_reported(under_test: ServiceUnderTest) -> None:
     def has_reason(reason: str) -> bool:
-        return bool(world.api.condition("ScalingLimited")["reason"] == reason)
+        return bool(under_test.api.condition("ScalingLimited")["reason"] == reason)
 
     def is_reported(message: str) -> bool:
-        return world.api.events().get("ScalingLimited") == message
+        return under_test.api.events().get("ScalingLimited") == message
 
-    world.up(1, pools=[{"name": "flex", "instances": {"min": 1, "max": 3}}])
-    world.kubectl("scale", "pdp", "chat-flex", "--replicas=9")
+    under_test.up(1, pools=[{"name": "flex", "instances": {"min": 1, "max": 3}}])
+    under_test.kubectl("scale", "pdp", "chat-flex", "--replicas=9")
     wait_until(lambda: has_reason("TooManyReplicas"), "the upper bound")
     allowed = "pool chat-flex: 9 instances requested; the bounds 1 to 3 allow 3"
     wait_until(lambda: is_reported(allowed), "its event")
     names = ["chat-0", "chat-1", "chat-2"]
-    wait_until(lambda: set(names) <= set(world.api.names("pods")), "as many as are allowed")
-    world.kubelet.set_ready(*names)
-    wait_until(lambda: world.api.phases() == dict.fromkeys(names, "Serving"), "all to serve")
-    world.kubectl("scale", "pdp", "chat-flex", "--replicas=1")
+    wait_until(lambda: set(names) <= set(under_test.api.names("pods")), "as many as are allowed")
+    under_test.kubelet.set_ready(*names)
+    wait_until(lambda: under_test.api.phases() == dict.fromkeys(names, "Serving"), "all to serve")
+    under_test.kubectl("scale", "pdp", "chat-flex", "--replicas=1")
     wait_until(lambda: has_reason("LimitedByFloors"), "the floors")
-    wait_until(lambda: "the floor is 1" in world.api.events()["ScalingLimited"], "their event")
-    assert (sorted(world.api.phases()), list(world.api.phases().values()).count("Serving")) == (names, 2)
-    assert world.api.get("pdpools", "chat-flex")["spec"]["replicas"] == 1, (
+    wait_until(lambda: "the floor is 1" in under_test.api.events()["ScalingLimited"], "their event")
+    assert (sorted(under_test.api.phases()), list(under_test.api.phases().values()).count("Serving")) == (
+        names,
+        2,
+    )
+    assert under_test.api.get("pdpools", "chat-flex")["spec"]["replicas"] == 1, (
         "only the user writes the pool's replicas"
     )
 
 
-def test_a_pool_with_an_external_owner_is_scaled_by_kubectl(world: World) -> None:
+def test_a_pool_with_an_external_owner_is_scaled_by_kubectl(under_test: ServiceUnderTest) -> None:
     pools = [{"name": "flex", "role": "Flexible", "instances": {"min": 2, "max": 4}}]
-    world.api.service(pools=pools, autoscaling={"scale": {"owner": "External"}})
-    wait_until(lambda: "chat-1" in world.api.names("pods"), "the pods")
-    world.kubelet.set_ready("chat-0", "chat-1")
-    world.api.cluster.kubectl("scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={world.api.name}")
-    wait_until(lambda: "chat-2" in world.api.names("pods"), "the third pod")
+    under_test.api.service(pools=pools, autoscaling={"scale": {"owner": "External"}})
+    wait_until(lambda: "chat-1" in under_test.api.names("pods"), "the pods")
+    under_test.kubelet.set_ready("chat-0", "chat-1")
+    under_test.api.cluster.kubectl(
+        "scale", "pdp", "chat-flex", "--replicas=3", f"--namespace={under_test.api.name}"
+    )
+    wait_until(lambda: "chat-2" in under_test.api.names("pods"), "the third pod")
     message = "pool chat-flex scaled from 2 to 3 instances"
-    wait_until(lambda: message in world.api.event_counts("ScaledUp"), "the event")
+    wait_until(lambda: message in under_test.api.event_counts("ScaledUp"), "the event")
 
 
-def test_a_pod_refused_by_a_quota_causes_an_event(world: World) -> None:
-    world.api.create("resourcequotas", {"metadata": {"name": "few"}, "spec": {"hard": {"count/pods": "3"}}})
-    wait_until(lambda: "status" in world.api.get("resourcequotas", "few"), "the quota")
-    world.api.service(instances=4)
-    wait_until(lambda: "EngineStartFailed" in world.api.events(), "the event")
-    assert "exceeded quota" in world.api.events()["EngineStartFailed"]
+def test_a_pod_refused_by_a_quota_causes_an_event(under_test: ServiceUnderTest) -> None:
+    under_test.api.create(
+        "resourcequotas", {"metadata": {"name": "few"}, "spec": {"hard": {"count/pods": "3"}}}
+    )
+    wait_until(lambda: "status" in under_test.api.get("resourcequotas", "few"), "the quota")
+    under_test.api.service(instances=4)
+    wait_until(lambda: "EngineStartFailed" in under_test.api.events(), "the event")
+    assert "exceeded quota" in under_test.api.events()["EngineStartFailed"]
 
 
 @pytest.mark.usefixtures("operator")

@@ -222,8 +222,8 @@ class Actors:
             prefill(name) if entry.role is Role.PREFILL else decode(name, itl_s=0.001)
             for name, entry in (assignment.spec.roles.items() if assignment else ())
         )
-        wanted = FlipRequest(seq=1, role=self._role(), reason="no instance meets the objective")
-        decision = await self.autoscaler.handle_flip_request(wanted)
+        request = FlipRequest(seq=1, role=self._role(), reason="no instance meets the objective")
+        decision = await self.autoscaler.handle_flip_request(request)
         assert decision.reason
         self.outcomes[f"autoscaler {decision.action}"] += 1
 

@@ -50,8 +50,8 @@ def test_deleted_service_drains_and_after_helm_uninstall_only_the_crds_are_left(
 def _list_objects(cluster: Cluster, namespace: str) -> list[str]:
     """Return all objects of the namespace except Events and those that Kubernetes creates."""
     kinds = cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "--output=name").split()
-    wanted = ",".join(kind for kind in kinds if not kind.startswith("events"))
-    found = cluster.kubectl("get", wanted, f"--namespace={namespace}", "--output=name", "--ignore-not-found")
+    listed = ",".join(kind for kind in kinds if not kind.startswith("events"))
+    found = cluster.kubectl("get", listed, f"--namespace={namespace}", "--output=name", "--ignore-not-found")
     return [name for name in found.split() if name.rpartition("/")[2] not in MADE_BY_KUBERNETES]
 
 

@@ -101,141 +101,141 @@ EACH_STEP_DOWN = pytest.mark.parametrize("step_down", list(StepDown))
 
 @EACH_STEP_DOWN
 async def test_first_candidate_keeps_the_lead(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
-        world.start("a")
+    with candidates(seed, step_down) as election:
+        election.start("a")
         await advance(SHORT_S)
-        world.start("b")
+        election.start("b")
         await advance(60)
-        assert (world.leading, world.history) == (["a"], [("a", True)])
-        assert world.lease_store.record is not None
-        assert (world.lease_store.record.holder, world.lease_store.record.transitions) == ("a", 0)
+        assert (election.leading, election.history) == (["a"], [("a", True)])
+        assert election.lease_store.record is not None
+        assert (election.lease_store.record.holder, election.lease_store.record.transitions) == ("a", 0)
 
 
 @EACH_STEP_DOWN
 async def test_dead_leader_is_replaced_within_lease_duration_plus_retry(
     seed: int, step_down: StepDown
 ) -> None:
-    with candidates(seed, step_down) as world:
-        world.start("a")
+    with candidates(seed, step_down) as election:
+        election.start("a")
         await advance(SHORT_S)
-        world.start("b")
+        election.start("b")
         await advance(7.3)
-        world.kill("a")
+        election.kill("a")
         await advance(TIMING.lease_duration_s - TIMING.renew_interval_s - SHORT_S)
-        assert world.leading == []
+        assert election.leading == []
         await advance(TIMING.renew_interval_s + TIMING.retry_interval_s + 2 * SHORT_S)
-        assert world.leading == ["b"]
-        assert world.lease_store.record is not None
-        assert world.lease_store.record.transitions == 1
+        assert election.leading == ["b"]
+        assert election.lease_store.record is not None
+        assert election.lease_store.record.transitions == 1
 
 
 @EACH_STEP_DOWN
 async def test_released_lease_is_taken_within_one_retry(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
-        a = world.start("a")
+    with candidates(seed, step_down) as election:
+        a = election.start("a")
         await advance(SHORT_S)
-        world.start("b")
+        election.start("b")
         await advance(5)
-        world.tasks["a"].cancel()
+        election.tasks["a"].cancel()
         await a.release()
         await advance(TIMING.retry_interval_s + SHORT_S)
-        assert (world.leading, world.history) == (["b"], [("a", True), ("a", False), ("b", True)])
+        assert (election.leading, election.history) == (["b"], [("a", True), ("a", False), ("b", True)])
 
 
 @EACH_STEP_DOWN
 async def test_restarted_leader_with_the_same_identity_leads_at_once(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
-        world.start("a")
+    with candidates(seed, step_down) as election:
+        election.start("a")
         await advance(SHORT_S)
-        world.start("b")
+        election.start("b")
         await advance(2)
-        world.kill("a")
-        world.start("a")
+        election.kill("a")
+        election.start("a")
         await advance(SHORT_S)
-        assert world.leading == ["a"]
+        assert election.leading == ["a"]
 
 
 async def test_when_replaced_leader_keeps_leading_while_the_store_is_unavailable(seed: int) -> None:
-    with candidates(seed, StepDown.WHEN_REPLACED) as world:
-        world.start("a")
+    with candidates(seed, StepDown.WHEN_REPLACED) as election:
+        election.start("a")
         await advance(SHORT_S)
-        world.start("b")
+        election.start("b")
         await advance(5)
-        world.lease_store.unavailable = True
+        election.lease_store.unavailable = True
         await advance(30)
-        assert world.leading == ["a"]
-        world.lease_store.unavailable = False
+        assert election.leading == ["a"]
+        election.lease_store.unavailable = False
         await advance(30)
-        assert (world.leading, world.history) == (["a"], [("a", True)])
+        assert (election.leading, election.history) == (["a"], [("a", True)])
 
 
 @pytest.mark.parametrize("how", ["unavailable", "hangs"])
 async def test_at_deadline_leader_steps_down_before_another_can_take_over(seed: int, how: str) -> None:
-    with candidates(seed, StepDown.AT_DEADLINE) as world:
-        world.start("a")
+    with candidates(seed, StepDown.AT_DEADLINE) as election:
+        election.start("a")
         await advance(5)
-        setattr(world.lease_store, how, True)
+        setattr(election.lease_store, how, True)
         await advance(TIMING.renew_deadline_s + SHORT_S)
-        assert (world.leading, world.history) == ([], [("a", True), ("a", False)])
-        setattr(world.lease_store, how, False)
+        assert (election.leading, election.history) == ([], [("a", True), ("a", False)])
+        setattr(election.lease_store, how, False)
         await advance(TIMING.lease_duration_s + TIMING.retry_interval_s)
-        assert world.leading == ["a"]
+        assert election.leading == ["a"]
 
 
 async def test_suspended_leader_stops_leading_by_its_own_clock(seed: int) -> None:
-    with candidates(seed, StepDown.AT_DEADLINE) as world:
-        a = world.start("a")
+    with candidates(seed, StepDown.AT_DEADLINE) as election:
+        a = election.start("a")
         await advance(SHORT_S)
-        world.tasks["a"].cancel()  # like a process that the kernel does not schedule
+        election.tasks["a"].cancel()  # like a process that the kernel does not schedule
         await advance(TIMING.renew_deadline_s)
         assert not a.leading
 
 
 @EACH_STEP_DOWN
 async def test_leader_steps_down_when_another_holds_the_lease(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
-        world.start("a")
+    with candidates(seed, step_down) as election:
+        election.start("a")
         await advance(SHORT_S)
-        assert world.lease_store.record is not None
-        world.lease_store.record = replace(world.lease_store.record, holder="b", renewed="now")
-        world.lease_store.version += 1
+        assert election.lease_store.record is not None
+        election.lease_store.record = replace(election.lease_store.record, holder="b", renewed="now")
+        election.lease_store.version += 1
         await advance(TIMING.renew_interval_s + SHORT_S)
-        assert (world.leading, world.by_name["a"].holder) == ([], "b")
+        assert (election.leading, election.by_name["a"].holder) == ([], "b")
 
 
 @EACH_STEP_DOWN
 async def test_deleted_lease_is_created_again(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
-        world.start("a")
+    with candidates(seed, step_down) as election:
+        election.start("a")
         await advance(SHORT_S)
-        world.lease_store.record = None
+        election.lease_store.record = None
         await advance(TIMING.renew_interval_s + SHORT_S)
-        assert world.lease_store.record is not None
-        assert (world.leading, world.history) == (["a"], [("a", True)])
+        assert election.lease_store.record is not None
+        assert (election.leading, election.history) == (["a"], [("a", True)])
 
 
 @EACH_STEP_DOWN
 async def test_exactly_one_of_many_candidates_leads_after_each_death(seed: int, step_down: StepDown) -> None:
-    with candidates(seed, step_down) as world:
+    with candidates(seed, step_down) as election:
         names = [f"c{n}" for n in range(6)]
         for name in names:
-            world.start(name)
+            election.start(name)
         led = set()
         for _ in names[:-1]:
             await advance(TIMING.lease_duration_s + TIMING.retry_interval_s + SHORT_S)
-            [leader] = world.leading
+            [leader] = election.leading
             led.add(leader)
-            world.kill(leader)
+            election.kill(leader)
         assert len(led) == len(names) - 1
 
 
 async def test_release_leaves_a_lease_of_another_holder(seed: int) -> None:
-    with candidates(seed, StepDown.WHEN_REPLACED) as world:
-        a = world.start("a")
+    with candidates(seed, StepDown.WHEN_REPLACED) as election:
+        a = election.start("a")
         await advance(SHORT_S)
-        world.tasks["a"].cancel()
-        assert world.lease_store.record is not None
-        world.lease_store.record = held = replace(world.lease_store.record, holder="b")
-        world.lease_store.version += 1
+        election.tasks["a"].cancel()
+        assert election.lease_store.record is not None
+        election.lease_store.record = held = replace(election.lease_store.record, holder="b")
+        election.lease_store.version += 1
         await a.release()
-        assert (world.lease_store.record, a.leading) == (held, False)
+        assert (election.lease_store.record, a.leading) == (held, False)

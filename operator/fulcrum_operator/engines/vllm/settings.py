@@ -262,9 +262,9 @@ def _choose_kv_cache_bytes(request: LaunchRequest, *, max_sequences: int, block:
         return _CPU_KV_BYTES_MAX
     longest = request.longest_prompt_tokens or _CPU_KV_TOKENS
     token_bytes = kv_bytes_per_token(request.facts, request.quantization.kv_cache)
-    wanted = max_sequences * min(_CPU_KV_TOKENS, longest) * token_bytes
+    desired_bytes = max_sequences * min(_CPU_KV_TOKENS, longest) * token_bytes
     blocks = math.ceil(longest / block) + 1  # the engine reserves one block
-    return max(_CPU_KV_BYTES_MIN, min(_CPU_KV_BYTES_MAX, wanted), blocks * block * token_bytes)
+    return max(_CPU_KV_BYTES_MIN, min(_CPU_KV_BYTES_MAX, desired_bytes), blocks * block * token_bytes)
 
 
 _KV_CACHE_REASON = "for the running requests, at least for one of the longest context"

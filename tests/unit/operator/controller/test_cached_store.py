@@ -14,7 +14,7 @@ from tests.unit.operator.builders import service
 
 
 @dataclass
-class World:
+class StoreUnderTest:
     is_leader: bool = True
     backend: MemoryStore = field(default_factory=lambda: MemoryStore(SystemClock()))
     cache: ObjectCache = field(default_factory=lambda: ObjectCache(lambda _key: None))
@@ -31,79 +31,79 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def under_test() -> StoreUnderTest:
+    return StoreUnderTest()
 
 
-async def test_its_own_writes_are_read_back_at_once(world: World) -> None:
-    await world.store.create(service())
-    await world.patch("n")
-    assert await world.model() == "n"
+async def test_its_own_writes_are_read_back_at_once(under_test: StoreUnderTest) -> None:
+    await under_test.store.create(service())
+    await under_test.patch("n")
+    assert await under_test.model() == "n"
 
 
-async def test_foreign_writes_are_read_only_from_the_cache(world: World) -> None:
-    await world.backend.create(service())
+async def test_foreign_writes_are_read_only_from_the_cache(under_test: StoreUnderTest) -> None:
+    await under_test.backend.create(service())
     with pytest.raises(NotFound):
-        await world.model()
+        await under_test.model()
 
 
-async def test_a_conflict_refreshes_the_cached_object(world: World) -> None:
-    created = await world.store.create(service())
-    await world.backend.patch(PDService, "chat", {"spec": {"model": "theirs"}}, namespace="default")
+async def test_a_conflict_refreshes_the_cached_object(under_test: StoreUnderTest) -> None:
+    created = await under_test.store.create(service())
+    await under_test.backend.patch(PDService, "chat", {"spec": {"model": "theirs"}}, namespace="default")
     with pytest.raises(Conflict):
-        await world.patch("ours", created.metadata.resource_version)
-    assert await world.model() == "theirs"
+        await under_test.patch("ours", created.metadata.resource_version)
+    assert await under_test.model() == "theirs"
 
 
-async def test_creating_an_existing_object_is_a_conflict_and_caches_it(world: World) -> None:
-    await world.backend.create(service())
+async def test_creating_an_existing_object_is_a_conflict_and_caches_it(under_test: StoreUnderTest) -> None:
+    await under_test.backend.create(service())
     with pytest.raises(Conflict):
-        await world.store.create(service())
-    assert await world.model() == "m"
+        await under_test.store.create(service())
+    assert await under_test.model() == "m"
 
 
-async def test_patching_a_deleted_object_is_a_conflict_and_drops_it(world: World) -> None:
-    await world.store.create(service())
-    await world.backend.delete(PDService, "chat", namespace="default")
+async def test_patching_a_deleted_object_is_a_conflict_and_drops_it(under_test: StoreUnderTest) -> None:
+    await under_test.store.create(service())
+    await under_test.backend.delete(PDService, "chat", namespace="default")
     with pytest.raises(Conflict):
-        await world.patch("n")
+        await under_test.patch("n")
     with pytest.raises(NotFound):
-        await world.model()
+        await under_test.model()
 
 
-async def test_its_own_deletions_take_effect_at_once(world: World) -> None:
-    await world.store.create(service())
-    await world.store.delete(PDService, "chat", namespace="default")
-    assert (await world.store.list(PDService, namespace="default")).items == ()
+async def test_its_own_deletions_take_effect_at_once(under_test: StoreUnderTest) -> None:
+    await under_test.store.create(service())
+    await under_test.store.delete(PDService, "chat", namespace="default")
+    assert (await under_test.store.list(PDService, namespace="default")).items == ()
 
 
-async def test_a_recreated_object_is_not_deleted_by_its_predecessors_uid(world: World) -> None:
-    former = await world.store.create(service())
-    await world.backend.delete(PDService, "chat", namespace="default")
-    await world.backend.create(service(model="theirs"))
+async def test_a_recreated_object_is_not_deleted_by_its_predecessors_uid(under_test: StoreUnderTest) -> None:
+    former = await under_test.store.create(service())
+    await under_test.backend.delete(PDService, "chat", namespace="default")
+    await under_test.backend.create(service(model="theirs"))
     with pytest.raises(Conflict):
-        await world.store.delete(PDService, "chat", namespace="default", uid=former.metadata.uid)
-    assert await world.model() == "theirs"
+        await under_test.store.delete(PDService, "chat", namespace="default", uid=former.metadata.uid)
+    assert await under_test.model() == "theirs"
 
 
-async def test_deleting_a_deleted_object_drops_it_from_the_cache(world: World) -> None:
-    created = await world.store.create(service())
-    await world.backend.delete(PDService, "chat", namespace="default")
+async def test_deleting_a_deleted_object_drops_it_from_the_cache(under_test: StoreUnderTest) -> None:
+    created = await under_test.store.create(service())
+    await under_test.backend.delete(PDService, "chat", namespace="default")
     with pytest.raises(NotFound):
-        await world.store.delete(PDService, "chat", namespace="default", uid=created.metadata.uid)
+        await under_test.store.delete(PDService, "chat", namespace="default", uid=created.metadata.uid)
     with pytest.raises(NotFound):
-        await world.model()
+        await under_test.model()
 
 
-async def test_a_standby_writes_nothing(world: World) -> None:
-    await world.store.create(service())
-    world.is_leader = False
+async def test_a_standby_writes_nothing(under_test: StoreUnderTest) -> None:
+    await under_test.store.create(service())
+    under_test.is_leader = False
     for write in (
-        world.store.create(service()),
-        world.patch("n"),
-        world.store.patch_status(PDService, "chat", {"flips": 1}, namespace="default"),
-        world.store.delete(PDService, "chat", namespace="default"),
+        under_test.store.create(service()),
+        under_test.patch("n"),
+        under_test.store.patch_status(PDService, "chat", {"flips": 1}, namespace="default"),
+        under_test.store.delete(PDService, "chat", namespace="default"),
     ):
         with pytest.raises(NotLeader):
             await write
-    assert (await world.backend.get(PDService, "chat", namespace="default")).spec.model == "m"
+    assert (await under_test.backend.get(PDService, "chat", namespace="default")).spec.model == "m"

@@ -286,7 +286,7 @@ class FakeEvents:
         return self.events[name]
 
 
-class World:
+class RecorderUnderTest:
     def __init__(self) -> None:
         self.objects, self.clock, self.is_leader = FakeEvents(), ManualClock(NOW_S), True
         self.recorder = self.make_recorder()
@@ -300,29 +300,29 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def under_test() -> RecorderUnderTest:
+    return RecorderUnderTest()
 
 
 UP = scaled("chat-flex", 2, 4)
 
 
-async def test_a_repeated_event_increments_its_count(world: World) -> None:
-    await world.recorder.record(OBSERVED.service.metadata, [UP, UP])
-    await world.make_recorder().record(OBSERVED.service.metadata, [UP])  # a restarted operator
-    assert world.counts() == [("ScaledUp", 3)]
+async def test_a_repeated_event_increments_its_count(under_test: RecorderUnderTest) -> None:
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP, UP])
+    await under_test.make_recorder().record(OBSERVED.service.metadata, [UP])  # a restarted operator
+    assert under_test.counts() == [("ScaledUp", 3)]
 
 
-async def test_an_expired_event_is_created_again_with_count_1(world: World) -> None:
-    await world.recorder.record(OBSERVED.service.metadata, [UP])
-    world.objects.events.clear()
-    await world.recorder.record(OBSERVED.service.metadata, [UP])
-    assert world.counts() == [("ScaledUp", 1)]
+async def test_an_expired_event_is_created_again_with_count_1(under_test: RecorderUnderTest) -> None:
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP])
+    under_test.objects.events.clear()
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP])
+    assert under_test.counts() == [("ScaledUp", 1)]
 
 
-async def test_an_events_involved_object_is_the_service(world: World) -> None:
-    await world.recorder.record(OBSERVED.service.metadata, [UP])
-    event = world.objects.events[event_name(OBSERVED.service.metadata, UP)]
+async def test_an_events_involved_object_is_the_service(under_test: RecorderUnderTest) -> None:
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP])
+    event = under_test.objects.events[event_name(OBSERVED.service.metadata, UP)]
     about = event["involvedObject"]
     assert (about["kind"], about["name"], about["uid"], event["message"]) == (
         "PDService",
@@ -332,18 +332,18 @@ async def test_an_events_involved_object_is_the_service(world: World) -> None:
     )
 
 
-async def test_a_service_is_limited_to_a_burst_of_25_events(world: World) -> None:
+async def test_a_service_is_limited_to_a_burst_of_25_events(under_test: RecorderUnderTest) -> None:
     many = [Event("RoleFlipped", "Normal", f"{number}", f"{number}") for number in range(100)]
-    await world.recorder.record(OBSERVED.service.metadata, many)
-    before = len(world.objects.events)
-    world.clock.at_s += 10.0
-    await world.recorder.record(OBSERVED.service.metadata, many[50:])
-    assert (before, len(world.objects.events)) == (25, 27)
+    await under_test.recorder.record(OBSERVED.service.metadata, many)
+    before = len(under_test.objects.events)
+    under_test.clock.at_s += 10.0
+    await under_test.recorder.record(OBSERVED.service.metadata, many[50:])
+    assert (before, len(under_test.objects.events)) == (25, 27)
 
 
-async def test_an_event_that_cannot_be_written_raises_no_error(world: World) -> None:
-    world.objects.unavailable = True
-    await world.recorder.record(OBSERVED.service.metadata, [UP])
-    world.objects.unavailable, world.is_leader = False, False
-    await world.recorder.record(OBSERVED.service.metadata, [UP])
-    assert world.objects.events == {}
+async def test_an_event_that_cannot_be_written_raises_no_error(under_test: RecorderUnderTest) -> None:
+    under_test.objects.unavailable = True
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP])
+    under_test.objects.unavailable, under_test.is_leader = False, False
+    await under_test.recorder.record(OBSERVED.service.metadata, [UP])
+    assert under_test.objects.events == {}

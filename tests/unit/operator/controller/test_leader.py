@@ -24,7 +24,7 @@ pytestmark = pytest.mark.looptime
 OPTIONS = OperatorOptions(settings=SETTINGS)
 
 
-class World:
+class EmptyCluster:
     """A leader of an empty cluster whose feed reports restarted watches only."""
 
     def __init__(self) -> None:
@@ -85,48 +85,48 @@ class World:
 
 
 async def test_restarted_watches_cause_one_relist_soon_and_otherwise_relists_are_rare() -> None:
-    world = World()
-    work = world.start()
+    cluster = EmptyCluster()
+    work = cluster.start()
     await advance(RELIST_S / 2)
-    at_start = world.lists
+    at_start = cluster.lists
     for _ in WATCHED_KINDS:
-        world.restart_watch()
+        cluster.restart_watch()
     await advance(2 * RELIST_AFTER_GAP_S)
-    after_gap = world.lists
+    after_gap = cluster.lists
     await advance(RELIST_S * 0.9)
-    before_period = world.lists
+    before_period = cluster.lists
     await advance(RELIST_S * 0.2)
     # At the start: once before the watches, and once for what was deleted before they listed.
-    assert (at_start, after_gap, before_period, world.lists) == (2, 3, 3, 4)
-    await world.end(work)
+    assert (at_start, after_gap, before_period, cluster.lists) == (2, 3, 3, 4)
+    await cluster.end(work)
 
 
 async def test_a_failed_list_is_retried() -> None:
-    world = World()
-    world.failures = [StoreUnavailable("no response")] * 3
-    work = world.start()
+    cluster = EmptyCluster()
+    cluster.failures = [StoreUnavailable("no response")] * 3
+    work = cluster.start()
     await advance(2)
-    before = world.leader.synced
+    before = cluster.leader.synced
     await advance(2)
-    assert (before, world.leader.synced) == (False, True)
-    await world.end(work)
+    assert (before, cluster.leader.synced) == (False, True)
+    await cluster.end(work)
 
 
 async def test_an_unexpected_error_in_a_list_ends_the_leader() -> None:
-    world = World()
-    world.failures = [KeyError("metadata")]
+    cluster = EmptyCluster()
+    cluster.failures = [KeyError("metadata")]
     with pytest.raises(KeyError):
-        await world.start()
-    assert world.stop.is_set()
-    await world.leader.aclose()
+        await cluster.start()
+    assert cluster.stop.is_set()
+    await cluster.leader.aclose()
 
 
 async def test_a_refused_child_stops_no_other_child_and_delays_no_model_read() -> None:
-    world = World()
+    cluster = EmptyCluster()
     launch = desired_pools(service(), ())[0].spec.launch_spec
-    problems = await world.after_apply(ModelReadRequest(launch, "k", 1))
+    problems = await cluster.after_apply(ModelReadRequest(launch, "k", 1))
     assert problems.causes == (("ChildRefused", "Service chat: exceeded quota: services"),)
-    created = [f"{body['kind']} {body['metadata']['name']}" for body in world.created]
+    created = [f"{body['kind']} {body['metadata']['name']}" for body in cluster.created]
     assert len(created) == 11  # the EndpointSlice waits for the Service, whose address decides its family
     assert {"Deployment chat-router", "NetworkPolicy chat-engines", "Pod chat-model"} <= set(created)
-    await world.leader.aclose()
+    await cluster.leader.aclose()

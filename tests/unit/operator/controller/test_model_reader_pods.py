@@ -196,7 +196,7 @@ def test_the_result_is_read_from_the_pods_status(
     assert observe_reader_pod(reader_pod) == expected
 
 
-class World:
+class ModelReaderUnderTest:
     """One service and the `ModelReaderPods` under test."""
 
     def __init__(self) -> None:
@@ -228,40 +228,50 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def under_test() -> ModelReaderUnderTest:
+    return ModelReaderUnderTest()
 
 
-async def test_the_reader_pod_is_created_once_and_deleted_when_no_longer_needed(world: World) -> None:
-    await world.sync(1)
-    await world.sync(1)
-    assert world.models.reading(KEY) is not None
-    await world.sync(None)
-    world.observe_deleted()
-    await world.sync(None)
-    assert (world.calls(), world.models.reading(KEY)) == (["create 1", "delete 1"], None)
+async def test_the_reader_pod_is_created_once_and_deleted_when_no_longer_needed(
+    under_test: ModelReaderUnderTest,
+) -> None:
+    await under_test.sync(1)
+    await under_test.sync(1)
+    assert under_test.models.reading(KEY) is not None
+    await under_test.sync(None)
+    under_test.observe_deleted()
+    await under_test.sync(None)
+    assert (under_test.calls(), under_test.models.reading(KEY)) == (["create 1", "delete 1"], None)
 
 
-async def test_the_next_attempt_waits_until_the_previous_pod_is_deleted(world: World) -> None:
-    await world.sync(1)
-    await world.sync(2)
-    assert world.calls() == ["create 1", "delete 1"]
-    world.observe_deleted()
-    await world.sync(2)
-    assert world.calls() == ["create 1", "delete 1", "create 2"]
+async def test_the_next_attempt_waits_until_the_previous_pod_is_deleted(
+    under_test: ModelReaderUnderTest,
+) -> None:
+    await under_test.sync(1)
+    await under_test.sync(2)
+    assert under_test.calls() == ["create 1", "delete 1"]
+    under_test.observe_deleted()
+    await under_test.sync(2)
+    assert under_test.calls() == ["create 1", "delete 1", "create 2"]
 
 
-async def test_a_refused_pod_is_the_attempts_result_and_is_not_retried(world: World) -> None:
-    world.objects.refusal = Forbidden("exceeded quota: pods")
-    await world.sync(1)
-    await world.sync(1)
-    result = world.models.reading(KEY)
+async def test_a_refused_pod_is_the_attempts_result_and_is_not_retried(
+    under_test: ModelReaderUnderTest,
+) -> None:
+    under_test.objects.refusal = Forbidden("exceeded quota: pods")
+    await under_test.sync(1)
+    await under_test.sync(1)
+    result = under_test.models.reading(KEY)
     assert result is not None
-    assert (result.attempt, result.error, world.notified) == (1, "PodRefused: exceeded quota: pods", [KEY])
-    world.objects.refusal = None
-    await world.sync(None)
-    await world.sync(2)
-    assert world.calls() == ["create 2"]
+    assert (result.attempt, result.error, under_test.notified) == (
+        1,
+        "PodRefused: exceeded quota: pods",
+        [KEY],
+    )
+    under_test.objects.refusal = None
+    await under_test.sync(None)
+    await under_test.sync(2)
+    assert under_test.calls() == ["create 2"]
 
 
 @pytest.mark.parametrize(
@@ -270,49 +280,51 @@ async def test_a_refused_pod_is_the_attempts_result_and_is_not_retried(world: Wo
     ids=["read", "failed"],
 )
 async def test_a_result_the_status_does_not_keep_is_remembered_for_ten_minutes(
-    world: World, status: Json
+    under_test: ModelReaderUnderTest, status: Json
 ) -> None:
-    await world.sync(1)
-    world.cache.put_object(POD, world.objects.put(world.objects.pods["chat-model"] | {"status": status}))
-    result = world.models.reading(KEY)
-    await world.sync(None)
-    world.observe_deleted()
-    await world.sync(1)
-    assert (world.models.reading(KEY), world.calls()) == (result, ["create 1", "delete 1"])
-    world.clock.at_s += RESULT_KEPT_S
-    await world.sync(1)
-    assert world.calls() == ["create 1", "delete 1", "create 1"]
+    await under_test.sync(1)
+    under_test.cache.put_object(
+        POD, under_test.objects.put(under_test.objects.pods["chat-model"] | {"status": status})
+    )
+    result = under_test.models.reading(KEY)
+    await under_test.sync(None)
+    under_test.observe_deleted()
+    await under_test.sync(1)
+    assert (under_test.models.reading(KEY), under_test.calls()) == (result, ["create 1", "delete 1"])
+    under_test.clock.at_s += RESULT_KEPT_S
+    await under_test.sync(1)
+    assert under_test.calls() == ["create 1", "delete 1", "create 1"]
 
 
-async def test_results_of_a_deleted_service_are_forgotten(world: World) -> None:
-    world.objects.refusal = Forbidden("exceeded quota: pods")
-    await world.sync(1)
-    world.models.forget(KEY)
-    assert world.models.reading(KEY) is None
+async def test_results_of_a_deleted_service_are_forgotten(under_test: ModelReaderUnderTest) -> None:
+    under_test.objects.refusal = Forbidden("exceeded quota: pods")
+    await under_test.sync(1)
+    under_test.models.forget(KEY)
+    assert under_test.models.reading(KEY) is None
 
 
-async def test_a_foreign_pod_with_the_readers_name_is_never_deleted(world: World) -> None:
-    world.objects.put({"metadata": {"name": "chat-model", "namespace": "default"}})
-    await world.sync(1)
-    result = world.models.reading(KEY)
+async def test_a_foreign_pod_with_the_readers_name_is_never_deleted(under_test: ModelReaderUnderTest) -> None:
+    under_test.objects.put({"metadata": {"name": "chat-model", "namespace": "default"}})
+    await under_test.sync(1)
+    result = under_test.models.reading(KEY)
     assert result is not None
     assert result.error == "NameTaken: a pod chat-model exists that Fulcrum did not create"
-    await world.sync(None)
-    assert world.calls() == []
+    await under_test.sync(None)
+    assert under_test.calls() == []
 
 
-async def test_a_reader_pod_missing_from_the_cache_is_adopted(world: World) -> None:
-    await world.sync(1)
-    world.observe_deleted()
-    world.objects.put({**world.objects.pods["chat-model"]})
-    world.objects.version += 5
-    world.objects.put({**world.objects.pods["chat-model"]})
-    await world.sync(1)
-    assert (world.models.reading(KEY) is not None, world.calls()) == (True, ["create 1"])
+async def test_a_reader_pod_missing_from_the_cache_is_adopted(under_test: ModelReaderUnderTest) -> None:
+    await under_test.sync(1)
+    under_test.observe_deleted()
+    under_test.objects.put({**under_test.objects.pods["chat-model"]})
+    under_test.objects.version += 5
+    under_test.objects.put({**under_test.objects.pods["chat-model"]})
+    await under_test.sync(1)
+    assert (under_test.models.reading(KEY) is not None, under_test.calls()) == (True, ["create 1"])
 
 
-async def test_a_standby_creates_no_reader_pod(world: World) -> None:
-    world.is_leader = False
+async def test_a_standby_creates_no_reader_pod(under_test: ModelReaderUnderTest) -> None:
+    under_test.is_leader = False
     with pytest.raises(NotLeader):
-        await world.sync(1)
-    assert world.calls() == []
+        await under_test.sync(1)
+    assert under_test.calls() == []

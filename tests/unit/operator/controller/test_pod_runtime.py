@@ -24,7 +24,7 @@ KEY = InstanceKey("default", "chat-0")
 CHAT = ServiceKey("default", "chat")
 
 
-class World:
+class RuntimeUnderTest:
     """One service with one instance, and the runtime under test."""
 
     def __init__(self) -> None:
@@ -71,160 +71,174 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def under_test() -> RuntimeUnderTest:
+    return RuntimeUnderTest()
 
 
-async def test_a_pod_is_created_once_and_observed_at_once(world: World) -> None:
-    await world.start()
-    await world.start()
-    assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
+async def test_a_pod_is_created_once_and_observed_at_once(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
+    await under_test.start()
+    assert (sorted(under_test.objects.pods), under_test.states()) == (
+        ["chat-0"],
+        [(EngineState.STARTING, "")],
+    )
 
 
-async def test_an_engine_counts_as_running_after_its_role_probe(world: World) -> None:
-    await world.start()
-    world.ready()
-    before = world.states()
-    assert all(engine.endpoint for engine in world.runtime.observe("default")), (
+async def test_an_engine_counts_as_running_after_its_role_probe(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
+    under_test.ready()
+    before = under_test.states()
+    assert all(engine.endpoint for engine in under_test.runtime.observe("default")), (
         "the router may probe the engine, too"
     )
     await advance(1)
-    assert (before, world.states()) == ([(EngineState.STARTING, PROBING)], [(EngineState.RUNNING, "")])
-    assert (world.notified[-1], world.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
+    assert (before, under_test.states()) == ([(EngineState.STARTING, PROBING)], [(EngineState.RUNNING, "")])
+    assert (under_test.notified[-1], under_test.runtime.strategy(KEY)) == (CHAT, FlipStrategy.RELABEL)
 
 
-async def test_an_engine_probed_by_an_earlier_operator_is_not_probed_again(world: World) -> None:
-    world.probe_result = None
-    await world.start()
-    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RESTART))
-    world.ready()
-    assert world.states() == [(EngineState.RUNNING, "")]
-    assert world.runtime.strategy(KEY) is FlipStrategy.RESTART
+async def test_an_engine_probed_by_an_earlier_operator_is_not_probed_again(
+    under_test: RuntimeUnderTest,
+) -> None:
+    under_test.probe_result = None
+    await under_test.start()
+    under_test.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RESTART))
+    under_test.ready()
+    assert under_test.states() == [(EngineState.RUNNING, "")]
+    assert under_test.runtime.strategy(KEY) is FlipStrategy.RESTART
 
 
-async def test_a_restarted_container_is_probed_again(world: World) -> None:
-    world.probe_result = None
-    await world.start()
-    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=0))
-    world.ready(restarts=1)
-    assert world.states() == [(EngineState.STARTING, PROBING)]
-    await world.probes.aclose()
+async def test_a_restarted_container_is_probed_again(under_test: RuntimeUnderTest) -> None:
+    under_test.probe_result = None
+    await under_test.start()
+    under_test.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=0))
+    under_test.ready(restarts=1)
+    assert under_test.states() == [(EngineState.STARTING, PROBING)]
+    await under_test.probes.aclose()
 
 
 async def test_a_restarted_sidecar_does_not_cause_a_new_probe(
-    world: World,
+    under_test: RuntimeUnderTest,
 ) -> None:
-    world.probe_result = None
-    await world.start()
-    world.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=1))
-    world.ready(1, {"name": "proxy", "restartCount": 4, "state": {}})
-    assert world.states() == [(EngineState.RUNNING, "")]
+    under_test.probe_result = None
+    await under_test.start()
+    under_test.put(instance("chat-0", Phase.SERVING, flip_strategy=FlipStrategy.RELABEL, restarts=1))
+    under_test.ready(1, {"name": "proxy", "restartCount": 4, "state": {}})
+    assert under_test.states() == [(EngineState.RUNNING, "")]
 
 
-async def test_a_stopped_pod_is_deleted_once_and_observed_until_it_is_gone(world: World) -> None:
-    await world.start()
-    await world.runtime.stop(KEY)
-    await world.runtime.stop(KEY)
-    terminating = [engine.terminating for engine in world.runtime.observe("default")]
-    world.cache.remove(POD, "default", "chat-0", version="900")
-    assert (world.objects.deletions, terminating, world.states()) == (["chat-0"], [True], [])
+async def test_a_stopped_pod_is_deleted_once_and_observed_until_it_is_gone(
+    under_test: RuntimeUnderTest,
+) -> None:
+    await under_test.start()
+    await under_test.runtime.stop(KEY)
+    await under_test.runtime.stop(KEY)
+    terminating = [engine.terminating for engine in under_test.runtime.observe("default")]
+    under_test.cache.remove(POD, "default", "chat-0", version="900")
+    assert (under_test.objects.deletions, terminating, under_test.states()) == (["chat-0"], [True], [])
 
 
 @pytest.mark.parametrize(("drained", "grace_s"), [(False, None), (True, DRAINED_GRACE_S)])
 async def test_a_drained_pod_gets_a_short_grace_period_and_others_their_own(
-    world: World, drained: bool, grace_s: float | None
+    under_test: RuntimeUnderTest, drained: bool, grace_s: float | None
 ) -> None:
-    await world.start()
-    await world.runtime.stop(KEY, drained=drained)
-    assert world.objects.graces_s == [grace_s]
+    await under_test.start()
+    await under_test.runtime.stop(KEY, drained=drained)
+    assert under_test.objects.graces_s == [grace_s]
 
 
-async def test_stopping_an_unknown_instance_does_nothing(world: World) -> None:
-    await world.runtime.stop(KEY)
-    assert world.objects.deletions == []
+async def test_stopping_an_unknown_instance_does_nothing(under_test: RuntimeUnderTest) -> None:
+    await under_test.runtime.stop(KEY)
+    assert under_test.objects.deletions == []
 
 
-async def test_a_refused_pod_is_observed_with_its_error_and_retried(world: World) -> None:
-    world.objects.refusal = InvalidInput("spec.containers[0].image", "X", "is no image")
-    await world.start()
+async def test_a_refused_pod_is_observed_with_its_error_and_retried(under_test: RuntimeUnderTest) -> None:
+    under_test.objects.refusal = InvalidInput("spec.containers[0].image", "X", "is no image")
+    await under_test.start()
     refused = (EngineState.STARTING, "PodRefused: spec.containers[0].image (X) is no image")
-    assert world.states() == [refused]
+    assert under_test.states() == [refused]
     await advance(RETRY_S * 2.5)
     notifications = 3  # for the service, the instance and the refusal, none for its repetition
-    assert (world.states(), world.notified.count(CHAT)) == ([refused], notifications)
-    world.objects.refusal = None
+    assert (under_test.states(), under_test.notified.count(CHAT)) == ([refused], notifications)
+    under_test.objects.refusal = None
     await advance(RETRY_S)
-    assert (sorted(world.objects.pods), world.states()) == (["chat-0"], [(EngineState.STARTING, "")])
+    assert (sorted(under_test.objects.pods), under_test.states()) == (
+        ["chat-0"],
+        [(EngineState.STARTING, "")],
+    )
 
 
-async def test_a_refused_pod_that_was_stopped_is_not_retried(world: World) -> None:
-    world.objects.refusal = InvalidInput("spec", "X", "is wrong")
-    await world.start()
-    world.objects.refusal = None
-    await world.runtime.stop(KEY)
+async def test_a_refused_pod_that_was_stopped_is_not_retried(under_test: RuntimeUnderTest) -> None:
+    under_test.objects.refusal = InvalidInput("spec", "X", "is wrong")
+    await under_test.start()
+    under_test.objects.refusal = None
+    await under_test.runtime.stop(KEY)
     await advance(RETRY_S * 2)
-    assert (world.objects.pods, world.states()) == ({}, [])
+    assert (under_test.objects.pods, under_test.states()) == ({}, [])
 
 
-async def test_an_existing_pod_missing_from_the_cache_is_adopted(world: World) -> None:
-    other = World()
+async def test_an_existing_pod_missing_from_the_cache_is_adopted(under_test: RuntimeUnderTest) -> None:
+    other = RuntimeUnderTest()
     await other.start()
-    world.objects.pods = other.objects.pods
-    await world.start()
-    assert world.states() == [(EngineState.STARTING, "")]
+    under_test.objects.pods = other.objects.pods
+    await under_test.start()
+    assert under_test.states() == [(EngineState.STARTING, "")]
 
 
-async def test_a_foreign_pod_with_the_instances_name_is_reported_and_left_alone(world: World) -> None:
-    world.objects.put({"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
-    await world.start()
+async def test_a_foreign_pod_with_the_instances_name_is_reported_and_left_alone(
+    under_test: RuntimeUnderTest,
+) -> None:
+    under_test.objects.put({"metadata": {"name": "chat-0", "namespace": "default", "uid": "x"}})
+    await under_test.start()
     message = "NameTaken: a pod chat-0 exists that Fulcrum did not create"
-    assert world.states() == [(EngineState.STARTING, message)]
-    await world.runtime.stop(KEY)
-    assert world.objects.deletions == []
+    assert under_test.states() == [(EngineState.STARTING, message)]
+    await under_test.runtime.stop(KEY)
+    assert under_test.objects.deletions == []
 
 
-async def test_the_role_label_is_written_once(world: World) -> None:
-    await world.start()
+async def test_the_role_label_is_written_once(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
     shown = instance("chat-0", role=Role.DECODE)
-    await world.runtime.sync_role_label(shown)
-    version = world.objects.version
-    await world.runtime.sync_role_label(shown)
-    labels = world.objects.pods["chat-0"]["metadata"]["labels"]
-    assert (labels["fulcrum.dev/role"], world.objects.version) == ("Decode", version)
+    await under_test.runtime.sync_role_label(shown)
+    version = under_test.objects.version
+    await under_test.runtime.sync_role_label(shown)
+    labels = under_test.objects.pods["chat-0"]["metadata"]["labels"]
+    assert (labels["fulcrum.dev/role"], under_test.objects.version) == ("Decode", version)
 
 
-async def test_a_standby_deletes_and_labels_nothing(world: World) -> None:
-    await world.start()
-    world.is_leader = False
+async def test_a_standby_deletes_and_labels_nothing(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
+    under_test.is_leader = False
     with pytest.raises(NotLeader):
-        await world.runtime.stop(KEY)
+        await under_test.runtime.stop(KEY)
     with pytest.raises(NotLeader):
-        await world.runtime.sync_role_label(instance("chat-0", role=Role.DECODE))
-    assert world.objects.deletions == []
+        await under_test.runtime.sync_role_label(instance("chat-0", role=Role.DECODE))
+    assert under_test.objects.deletions == []
 
 
-async def test_engines_are_observed_only_in_their_own_namespace(world: World) -> None:
-    await world.start()
-    assert (len(world.runtime.observe("default")), world.runtime.observe("other")) == (1, ())
+async def test_engines_are_observed_only_in_their_own_namespace(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
+    assert (len(under_test.runtime.observe("default")), under_test.runtime.observe("other")) == (1, ())
 
 
 @pytest.mark.parametrize(
     ("refusal", "lacks_room"),
     [("exceeded quota: gpus, requested: 1, used: 8, limited: 8", True), ("violates PodSecurity", False)],
 )
-async def test_a_pod_beyond_a_quota_lacks_room(world: World, refusal: str, lacks_room: bool) -> None:
-    world.objects.refusal = Forbidden(refusal)
-    await world.start()
-    (engine,) = world.runtime.observe("default")
+async def test_a_pod_beyond_a_quota_lacks_room(
+    under_test: RuntimeUnderTest, refusal: str, lacks_room: bool
+) -> None:
+    under_test.objects.refusal = Forbidden(refusal)
+    await under_test.start()
+    (engine,) = under_test.runtime.observe("default")
     assert (engine.reason, engine.lacks_room) == ("EngineStartFailed", lacks_room)
-    await world.runtime.stop(KEY)
+    await under_test.runtime.stop(KEY)
 
 
-async def test_an_engine_on_a_cordoned_node_is_observed_as_such(world: World) -> None:
-    await world.start()
-    world.cache.put_object(
-        POD, world.objects.put(world.objects.pods["chat-0"] | {"spec": {"nodeName": "n1"}})
+async def test_an_engine_on_a_cordoned_node_is_observed_as_such(under_test: RuntimeUnderTest) -> None:
+    await under_test.start()
+    under_test.cache.put_object(
+        POD, under_test.objects.put(under_test.objects.pods["chat-0"] | {"spec": {"nodeName": "n1"}})
     )
-    before = [engine.node_cordoned for engine in world.runtime.observe("default")]
-    world.cordoned.add("n1")
-    assert (before, [e.node_cordoned for e in world.runtime.observe("default")]) == ([False], [True])
+    before = [engine.node_cordoned for engine in under_test.runtime.observe("default")]
+    under_test.cordoned.add("n1")
+    assert (before, [e.node_cordoned for e in under_test.runtime.observe("default")]) == ([False], [True])

@@ -105,7 +105,7 @@ class FakeRouter:
 
 
 @dataclass
-class World:
+class ServiceUnderTest:
     """The service `chat`, its store, engines, router and clock."""
 
     clock: ManualClock
@@ -161,7 +161,7 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def under_test() -> ServiceUnderTest:
     clock, engines, router = ManualClock(NOW_S), FakeRuntime(), FakeRouter()
     store = MemoryStore(clock)
     context = ReconcileContext(
@@ -171,20 +171,22 @@ def world() -> World:
         engine_facts=lambda _: ENGINE_FACTS,
         router=router,
     )
-    return World(clock, store, engines, router, context)
+    return ServiceUnderTest(clock, store, engines, router, context)
 
 
-async def test_a_minimal_service_makes_pools_instances_an_assignment_and_engines(world: World) -> None:
-    await world.store.create(service(instances=4))
-    await world.reconcile_until_stable()
+async def test_a_minimal_service_makes_pools_instances_an_assignment_and_engines(
+    under_test: ServiceUnderTest,
+) -> None:
+    await under_test.store.create(service(instances=4))
+    await under_test.reconcile_until_stable()
     created = {
         kind.kind_name(): [
-            obj.metadata.name for obj in (await world.store.list(kind, namespace="default")).items
+            obj.metadata.name for obj in (await under_test.store.list(kind, namespace="default")).items
         ]
         for kind in KINDS
     }
     names = ["chat-0", "chat-1", "chat-2", "chat-3"]
-    assert (created, await world.phases(), world.engines.startups_s) == (
+    assert (created, await under_test.phases(), under_test.engines.startups_s) == (
         {
             "PDService": ["chat"],
             "PDPool": ["chat-flex"],
@@ -197,10 +199,10 @@ async def test_a_minimal_service_makes_pools_instances_an_assignment_and_engines
     )
 
 
-async def test_running_engines_serve_their_roles(world: World) -> None:
-    await world.up(instances=4)
-    status = (await world.service()).status
-    assert (await world.phases(), await world.roles(), status.ready, status.ratio) == (
+async def test_running_engines_serve_their_roles(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    status = (await under_test.service()).status
+    assert (await under_test.phases(), await under_test.roles(), status.ready, status.ratio) == (
         dict.fromkeys(["chat-0", "chat-1", "chat-2", "chat-3"], "Serving"),
         {"chat-0": P, "chat-1": P, "chat-2": D, "chat-3": D},
         "4/4",
@@ -208,57 +210,66 @@ async def test_running_engines_serve_their_roles(world: World) -> None:
     )
 
 
-async def test_a_settled_service_is_not_written(world: World) -> None:
-    await world.up(instances=4)
-    before = await world.version()
-    world.clock.at_s += 3600
+async def test_a_settled_service_is_not_written(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    before = await under_test.version()
+    under_test.clock.at_s += 3600
     router_poll_interval_s = 10.0
-    assert (await reconcile(KEY, world.context), await world.version()) == (router_poll_interval_s, before)
+    assert (await reconcile(KEY, under_test.context), await under_test.version()) == (
+        router_poll_interval_s,
+        before,
+    )
 
 
-async def test_a_new_operator_writes_nothing_to_a_settled_service(world: World) -> None:
-    await world.up(instances=4)
-    world.clock.at_s += 60
-    await world.flip("chat-0", D)
-    await world.reconcile_until_stable()
-    before = await world.version()
-    await reconcile(KEY, replace(world.context, memory={}))
-    assert await world.version() == before
+async def test_a_new_operator_writes_nothing_to_a_settled_service(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    under_test.clock.at_s += 60
+    await under_test.flip("chat-0", D)
+    await under_test.reconcile_until_stable()
+    before = await under_test.version()
+    await reconcile(KEY, replace(under_test.context, memory={}))
+    assert await under_test.version() == before
 
 
-async def test_a_deleted_services_engines_are_stopped(world: World) -> None:
-    await world.up(instances=2)
-    await world.store.delete(PDService, "chat", namespace="default")
-    await world.reconcile_until_stable()
-    assert (world.engines.observations, await world.instances(), world.context.memory) == ({}, {}, {})
+async def test_a_deleted_services_engines_are_stopped(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=2)
+    await under_test.store.delete(PDService, "chat", namespace="default")
+    await under_test.reconcile_until_stable()
+    assert (under_test.engines.observations, await under_test.instances(), under_test.context.memory) == (
+        {},
+        {},
+        {},
+    )
 
 
-async def test_a_flip_becomes_the_effective_role_in_one_reconcile(world: World) -> None:
-    await world.up(instances=4)
-    await world.flip("chat-0", D)
-    await reconcile(KEY, world.context)
-    assert await world.roles() == {"chat-0": D, "chat-1": P, "chat-2": D, "chat-3": D}
+async def test_a_flip_becomes_the_effective_role_in_one_reconcile(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    await under_test.flip("chat-0", D)
+    await reconcile(KEY, under_test.context)
+    assert await under_test.roles() == {"chat-0": D, "chat-1": P, "chat-2": D, "chat-3": D}
 
 
-async def test_an_assignment_below_the_floor_is_reverted_once(world: World) -> None:
-    await world.up(instances=2)
-    before = (await world.assignment()).spec
-    await world.flip("chat-0", D)
-    await world.reconcile_until_stable()
+async def test_an_assignment_below_the_floor_is_reverted_once(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=2)
+    before = (await under_test.assignment()).spec
+    await under_test.flip("chat-0", D)
+    await under_test.reconcile_until_stable()
     reason = "0 instances would serve Prefill, the floor is 1; leaving: chat-0"
     refusal = Refusal(role=D, reason=reason, until=NOW_S + REFUSED_FOR_S)
     entry = before.roles["chat-0"].model_copy(update={"refused": refusal})
     expected = assignment_spec({**before.roles, "chat-0": entry}, last_prefill_to_decode=NOW_S)
-    assert (await world.assignment()).spec == expected
+    assert (await under_test.assignment()).spec == expected
 
 
-async def test_a_crashed_engines_phases_are_failed_then_starting_then_serving(world: World) -> None:
-    await world.up(instances=2)
+async def test_a_crashed_engines_phases_are_failed_then_starting_then_serving(
+    under_test: ServiceUnderTest,
+) -> None:
+    await under_test.up(instances=2)
     trace = []
-    for change in (world.engines.crash, world.engines.restart, world.engines.become_ready):
+    for change in (under_test.engines.crash, under_test.engines.restart, under_test.engines.become_ready):
         change("chat-1")
-        await reconcile(KEY, world.context)
-        status = (await world.instances())["chat-1"].status
+        await reconcile(KEY, under_test.context)
+        status = (await under_test.instances())["chat-1"].status
         trace.append((status.phase, status.endpoint, status.role, status.restarts))
     assert trace == [
         (Phase.FAILED, None, None, 0),
@@ -267,41 +278,43 @@ async def test_a_crashed_engines_phases_are_failed_then_starting_then_serving(wo
     ]
 
 
-async def test_scaling_up_adds_instances_to_the_smaller_role(world: World) -> None:
-    await world.up(pools=[{"name": "flex", "instances": {"min": 2, "max": 4}}])
-    await world.scale(4)
-    await world.reconcile_until_stable()
-    roles = {name: entry.role for name, entry in (await world.assignment()).spec.roles.items()}
-    assert (roles, await world.phases()) == (
+async def test_scaling_up_adds_instances_to_the_smaller_role(under_test: ServiceUnderTest) -> None:
+    await under_test.up(pools=[{"name": "flex", "instances": {"min": 2, "max": 4}}])
+    await under_test.scale(4)
+    await under_test.reconcile_until_stable()
+    roles = {name: entry.role for name, entry in (await under_test.assignment()).spec.roles.items()}
+    assert (roles, await under_test.phases()) == (
         {"chat-0": P, "chat-1": D, "chat-2": D, "chat-3": P},
         {"chat-0": "Serving", "chat-1": "Serving", "chat-2": "Starting", "chat-3": "Starting"},
     )
 
 
-async def scale_to_three(world: World) -> None:
-    await world.up(pools=[{"name": "flex", "instances": {"min": 4, "max": 4}}])
-    await world.store.patch(
+async def scale_to_three(under_test: ServiceUnderTest) -> None:
+    await under_test.up(pools=[{"name": "flex", "instances": {"min": 4, "max": 4}}])
+    await under_test.store.patch(
         PDService,
         "chat",
         {"spec": {"pools": [{"name": "flex", "instances": {"min": 1, "max": 4}}]}},
         namespace="default",
     )
-    await world.scale(3)
-    world.router.state = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
-    await world.reconcile_until_stable()
+    await under_test.scale(3)
+    under_test.router.state = router(1, {"chat-0": 1, "chat-1": 2, "chat-2": 1, "chat-3": 2})
+    await under_test.reconcile_until_stable()
 
 
-async def test_scaling_down_drains_and_removes_the_least_loaded_instance(world: World) -> None:
-    await scale_to_three(world)
-    generation = (await world.assignment()).metadata.generation
-    drains = await world.phases()
-    world.router.state = router(generation, {"chat-2": 0})
-    await world.reconcile_until_stable()
+async def test_scaling_down_drains_and_removes_the_least_loaded_instance(
+    under_test: ServiceUnderTest,
+) -> None:
+    await scale_to_three(under_test)
+    generation = (await under_test.assignment()).metadata.generation
+    drains = await under_test.phases()
+    under_test.router.state = router(generation, {"chat-2": 0})
+    await under_test.reconcile_until_stable()
     assert (
         drains,
-        await world.phases(),
-        sorted((await world.assignment()).spec.roles),
-        sorted(world.engines.observations),
+        await under_test.phases(),
+        sorted((await under_test.assignment()).spec.roles),
+        sorted(under_test.engines.observations),
     ) == (
         {"chat-0": "Serving", "chat-1": "Serving", "chat-2": "Draining", "chat-3": "Serving"},
         {"chat-0": "Serving", "chat-1": "Serving", "chat-3": "Serving"},
@@ -310,96 +323,100 @@ async def test_scaling_down_drains_and_removes_the_least_loaded_instance(world: 
     )
 
 
-async def test_scaling_up_during_a_drain_keeps_the_instance(world: World) -> None:
-    await scale_to_three(world)
-    await world.scale(4)
-    await world.reconcile_until_stable()
-    entry = (await world.assignment()).spec.roles["chat-2"]
-    assert (await world.phases(), entry.cordoned) == (
+async def test_scaling_up_during_a_drain_keeps_the_instance(under_test: ServiceUnderTest) -> None:
+    await scale_to_three(under_test)
+    await under_test.scale(4)
+    await under_test.reconcile_until_stable()
+    entry = (await under_test.assignment()).spec.roles["chat-2"]
+    assert (await under_test.phases(), entry.cordoned) == (
         dict.fromkeys(["chat-0", "chat-1", "chat-2", "chat-3"], "Serving"),
         False,
     )
 
 
-async def test_a_drain_is_cut_off_at_its_deadline(world: World) -> None:
-    await scale_to_three(world)
-    world.clock.at_s += 121
-    world.router.state = None
-    await world.reconcile_until_stable()
-    assert sorted(await world.phases()) == ["chat-0", "chat-1", "chat-3"]
+async def test_a_drain_is_cut_off_at_its_deadline(under_test: ServiceUnderTest) -> None:
+    await scale_to_three(under_test)
+    under_test.clock.at_s += 121
+    under_test.router.state = None
+    await under_test.reconcile_until_stable()
+    assert sorted(await under_test.phases()) == ["chat-0", "chat-1", "chat-3"]
 
 
 async def test_the_routers_state_is_polled_every_ten_seconds_and_sooner_in_the_first_minute(
-    world: World,
+    under_test: ServiceUnderTest,
 ) -> None:
-    await world.up(instances=4)
+    await under_test.up(instances=4)
     counts = []
     for pause_s in (0.0, 1.0, 1.0, 60.0, 9.0, 1.0):  # the first minute has a shorter interval
-        world.clock.at_s += pause_s
-        await world.flip("chat-0", D)
-        await world.reconcile_until_stable()
-        counts.append(world.router.requests)
+        under_test.clock.at_s += pause_s
+        await under_test.flip("chat-0", D)
+        await under_test.reconcile_until_stable()
+        counts.append(under_test.router.requests)
     assert counts == [1, 1, 2, 3, 3, 4]
 
 
-async def test_the_router_of_a_single_instance_is_polled_too(world: World) -> None:
-    await world.up(instances=1)
-    world.clock.at_s += 3600
-    before = world.router.requests
-    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, before + 1)
+async def test_the_router_of_a_single_instance_is_polled_too(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=1)
+    under_test.clock.at_s += 3600
+    before = under_test.router.requests
+    assert (await reconcile(KEY, under_test.context), under_test.router.requests) == (10.0, before + 1)
 
 
 @pytest.mark.looptime
-async def test_an_open_router_request_survives_a_failed_write_and_is_not_repeated(world: World) -> None:
-    await world.up(instances=4)
-    world.clock.at_s += 3600
-    before, world.router.released = world.router.requests, asyncio.Event()
+async def test_an_open_router_request_survives_a_failed_write_and_is_not_repeated(
+    under_test: ServiceUnderTest,
+) -> None:
+    await under_test.up(instances=4)
+    under_test.clock.at_s += 3600
+    before, under_test.router.released = under_test.router.requests, asyncio.Event()
 
     async def fail(_observed: Observed, _plan: Plan) -> Problems:
         raise Conflict("changed meanwhile")
 
     with pytest.raises(Conflict):
-        await reconcile(KEY, replace(world.context, after_apply=fail))
-    while_open = await reconcile(KEY, world.context)
-    world.router.released.set()
-    after = await reconcile(KEY, world.context)
-    assert (while_open, after, world.router.requests) == (RECHECK_S, 10.0, before + 1)
+        await reconcile(KEY, replace(under_test.context, after_apply=fail))
+    while_open = await reconcile(KEY, under_test.context)
+    under_test.router.released.set()
+    after = await reconcile(KEY, under_test.context)
+    assert (while_open, after, under_test.router.requests) == (RECHECK_S, 10.0, before + 1)
 
 
 @pytest.mark.looptime
-async def test_a_failed_router_request_is_raised_once_and_then_repeated(world: World) -> None:
-    await world.up(instances=4)
-    world.clock.at_s += 3600
+async def test_a_failed_router_request_is_raised_once_and_then_repeated(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    under_test.clock.at_s += 3600
 
     async def fail() -> None:
         raise KeyError("a fault")
 
     request: Any = asyncio.ensure_future(fail())
     await run_pending_tasks()
-    world.context.memory[KEY] = replace(world.context.memory[KEY], state_request=request)
-    before = world.router.requests
-    assert (await reconcile(KEY, world.context), world.router.requests) == (10.0, before + 1)
+    under_test.context.memory[KEY] = replace(under_test.context.memory[KEY], state_request=request)
+    before = under_test.router.requests
+    assert (await reconcile(KEY, under_test.context), under_test.router.requests) == (10.0, before + 1)
 
 
-async def test_a_status_whose_counts_alone_changed_is_written_every_ten_seconds(world: World) -> None:
-    await world.up(instances=4)
-    world.clock.at_s += 4
-    await world.flip("chat-0", D)
-    await world.reconcile_until_stable()
+async def test_a_status_whose_counts_alone_changed_is_written_every_ten_seconds(
+    under_test: ServiceUnderTest,
+) -> None:
+    await under_test.up(instances=4)
+    under_test.clock.at_s += 4
+    await under_test.flip("chat-0", D)
+    await under_test.reconcile_until_stable()
     ratios = []
     for pause_s in (0.0, 5.0, 1.0):
-        world.clock.at_s += pause_s
-        requeue_after_s = await world.reconcile_until_stable()
+        under_test.clock.at_s += pause_s
+        requeue_after_s = await under_test.reconcile_until_stable()
         assert requeue_after_s is not None
-        ratios.append((await world.service()).status.ratio)
+        ratios.append((await under_test.service()).status.ratio)
     assert ratios == ["2:2", "2:2", "1:3"]
 
 
-async def test_a_changed_condition_is_written_at_once(world: World) -> None:
-    await world.up(instances=4)
-    world.engines.crash("chat-0")
-    await reconcile(KEY, world.context)
-    status = (await world.service()).status
+async def test_a_changed_condition_is_written_at_once(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=4)
+    under_test.engines.crash("chat-0")
+    await reconcile(KEY, under_test.context)
+    status = (await under_test.service()).status
     assert (
         status.ready,
         {c.type for c in status.conditions if c.type == "Degraded" and c.status == "True"},
@@ -409,15 +426,17 @@ async def test_a_changed_condition_is_written_at_once(world: World) -> None:
     )
 
 
-async def test_a_tier_created_later_is_accepted(world: World) -> None:
-    await world.up(instances=2, qosTiers=["gold"])
+async def test_a_tier_created_later_is_accepted(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=2, qosTiers=["gold"])
 
     async def verdict() -> str:
-        return next(c.reason for c in (await world.service()).status.conditions if c.type == "TiersAccepted")
+        return next(
+            c.reason for c in (await under_test.service()).status.conditions if c.type == "TiersAccepted"
+        )
 
     before = await verdict()
-    await world.store.create(tier("gold"))
-    await world.reconcile_until_stable()
+    await under_test.store.create(tier("gold"))
+    await under_test.reconcile_until_stable()
     assert (before, await verdict()) == ("TierNotFound", "TiersFound")
 
 
@@ -436,94 +455,98 @@ class RacingStore:
         return await self._store.patch(kind, name, patch, **options)
 
 
-async def test_a_concurrent_write_of_the_assignment_is_a_conflict_and_stays(world: World) -> None:
-    await world.up(instances=4, roles={"prefill": {"min": 1}})
-    await world.store.patch(
+async def test_a_concurrent_write_of_the_assignment_is_a_conflict_and_stays(
+    under_test: ServiceUnderTest,
+) -> None:
+    await under_test.up(instances=4, roles={"prefill": {"min": 1}})
+    await under_test.store.patch(
         PDService, "chat", {"spec": {"roles": {"decode": {"min": 2}}}}, namespace="default"
     )
-    racing: Any = RacingStore(world.store, lambda: world.flip("chat-3", P))
+    racing: Any = RacingStore(under_test.store, lambda: under_test.flip("chat-3", P))
     with pytest.raises(Conflict):
-        await reconcile(KEY, replace(world.context, store=racing))
-    assert (await world.assignment()).spec.roles["chat-3"].role is P
+        await reconcile(KEY, replace(under_test.context, store=racing))
+    assert (await under_test.assignment()).spec.roles["chat-3"].role is P
 
 
-async def degraded(world: World) -> tuple[str, str, str]:
-    found = {condition.type: condition for condition in (await world.service()).status.conditions}
+async def degraded(under_test: ServiceUnderTest) -> tuple[str, str, str]:
+    found = {condition.type: condition for condition in (await under_test.service()).status.conditions}
     return found["Degraded"].status, found["Degraded"].reason, found["Degraded"].message
 
 
-async def test_an_instance_with_invalid_engine_settings_is_named_and_stops_no_other(world: World) -> None:
+async def test_an_instance_with_invalid_engine_settings_is_named_and_stops_no_other(
+    under_test: ServiceUnderTest,
+) -> None:
     def facts(instance: PDInstance) -> EngineFacts:
         if instance.metadata.name == "chat-1":
             raise InvalidInput("profile", "lapptop", "is not one of laptop")
         return ENGINE_FACTS
 
-    world.context = replace(world.context, engine_facts=facts)
-    await world.up(instances=4)
-    assert await world.phases() == {
+    under_test.context = replace(under_test.context, engine_facts=facts)
+    await under_test.up(instances=4)
+    assert await under_test.phases() == {
         "chat-0": "Serving",
         "chat-1": "Starting",
         "chat-2": "Serving",
         "chat-3": "Serving",
     }
     why = "chat-1: its engine is starting: profile (lapptop) is not one of laptop"
-    assert await degraded(world) == ("True", "EngineStartFailed", why)
-    world.context = replace(world.context, engine_facts=lambda _: ENGINE_FACTS)
-    await world.reconcile_until_stable()
-    world.engines.become_ready()
-    await world.reconcile_until_stable()
-    assert set((await world.phases()).values()) == {"Serving"}
-    assert (await degraded(world))[0] == "False"
+    assert await degraded(under_test) == ("True", "EngineStartFailed", why)
+    under_test.context = replace(under_test.context, engine_facts=lambda _: ENGINE_FACTS)
+    await under_test.reconcile_until_stable()
+    under_test.engines.become_ready()
+    await under_test.reconcile_until_stable()
+    assert set((await under_test.phases()).values()) == {"Serving"}
+    assert (await degraded(under_test))[0] == "False"
 
 
-async def test_an_instance_with_invalid_engine_settings_can_be_removed(world: World) -> None:
+async def test_an_instance_with_invalid_engine_settings_can_be_removed(under_test: ServiceUnderTest) -> None:
     def facts(instance: PDInstance) -> EngineFacts:
         if instance.metadata.name == "chat-3":
             raise InvalidInput("profile", "lapptop", "is not one of laptop")
         return ENGINE_FACTS
 
-    world.context = replace(world.context, engine_facts=facts)
-    await world.up(pools=[{"name": "flex", "instances": {"min": 3, "max": 4}}])
-    await world.scale(4)
-    await world.reconcile_until_stable()
-    assert (await world.phases())["chat-3"] == "Starting"
-    await world.scale(3)
-    await world.reconcile_until_stable()
-    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2"), "Serving")
+    under_test.context = replace(under_test.context, engine_facts=facts)
+    await under_test.up(pools=[{"name": "flex", "instances": {"min": 3, "max": 4}}])
+    await under_test.scale(4)
+    await under_test.reconcile_until_stable()
+    assert (await under_test.phases())["chat-3"] == "Starting"
+    await under_test.scale(3)
+    await under_test.reconcile_until_stable()
+    assert await under_test.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2"), "Serving")
 
 
 async def test_an_unexpected_error_is_a_condition_within_one_pass_until_a_pass_succeeds(
-    world: World,
+    under_test: ServiceUnderTest,
 ) -> None:
-    await world.up(instances=2)
+    await under_test.up(instances=2)
 
     def fail(_instance: PDInstance) -> EngineFacts:
         raise KeyError("a fault")
 
-    broken = replace(world.context, engine_facts=fail)
+    broken = replace(under_test.context, engine_facts=fail)
     for _ in range(3):
         with pytest.raises(KeyError):
             await reconcile(KEY, broken)
     why = "internal error, please report it: KeyError('a fault')"
-    assert await degraded(world) == ("True", "ReconcileFailed", why)
-    version = await world.version()
+    assert await degraded(under_test) == ("True", "ReconcileFailed", why)
+    version = await under_test.version()
     with pytest.raises(KeyError):
         await reconcile(KEY, broken)
-    assert await world.version() == version, "a repeated failure is written once"
-    assert await reconcile(KEY, world.context) == 0.0, "the next pass reports the success"
-    await world.reconcile_until_stable()
-    assert (await degraded(world))[0] == "False"
+    assert await under_test.version() == version, "a repeated failure is written once"
+    assert await reconcile(KEY, under_test.context) == 0.0, "the next pass reports the success"
+    await under_test.reconcile_until_stable()
+    assert (await degraded(under_test))[0] == "False"
 
 
-async def test_a_refused_object_is_named_and_stops_no_other(world: World) -> None:
-    store = RefusingStore(world.store, "chat-2")
-    world.context = replace(world.context, store=store)
-    await world.up(instances=4)
-    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-3"), "Serving")
-    assert await degraded(world) == ("True", "ChildRefused", "PDInstance chat-2: exceeded quota")
+async def test_a_refused_object_is_named_and_stops_no_other(under_test: ServiceUnderTest) -> None:
+    store = RefusingStore(under_test.store, "chat-2")
+    under_test.context = replace(under_test.context, store=store)
+    await under_test.up(instances=4)
+    assert await under_test.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-3"), "Serving")
+    assert await degraded(under_test) == ("True", "ChildRefused", "PDInstance chat-2: exceeded quota")
     store.refused = ""
-    await world.reconcile_until_stable()
-    world.engines.become_ready()
-    await world.reconcile_until_stable()
-    assert await world.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2", "chat-3"), "Serving")
-    assert (await degraded(world))[0] == "False"
+    await under_test.reconcile_until_stable()
+    under_test.engines.become_ready()
+    await under_test.reconcile_until_stable()
+    assert await under_test.phases() == dict.fromkeys(("chat-0", "chat-1", "chat-2", "chat-3"), "Serving")
+    assert (await degraded(under_test))[0] == "False"

@@ -17,7 +17,7 @@ BAD_SERVICE = "PDService chat cannot be read: spec.model (7) is not text"
 BAD_INSTANCE = "PDInstance chat-0 cannot be read: spec.model (7) is not text"
 
 
-class World:
+class FakeCluster:
     def __init__(self) -> None:
         self.cache = ObjectCache(lambda _key: None)
         self.recorded: list[tuple[str, str, str]] = []
@@ -60,40 +60,40 @@ class World:
 
 
 async def test_an_unreadable_service_blocks_reconcile_and_is_reported_once() -> None:
-    world = World()
-    world.put(PDService, "chat", model=7)
-    assert [await world.unreadable.blocks_reconcile(CHAT) for _ in range(2)] == [True, True]
-    assert world.recorded == [("u-chat", "ObjectUnreadable", BAD_SERVICE)]
-    assert world.degraded == [f"{BAD_SERVICE}; the service is not changed until this is repaired"]
-    world.put(PDService, "chat", model="m")
-    assert not await world.unreadable.blocks_reconcile(CHAT)
+    cluster = FakeCluster()
+    cluster.put(PDService, "chat", model=7)
+    assert [await cluster.unreadable.blocks_reconcile(CHAT) for _ in range(2)] == [True, True]
+    assert cluster.recorded == [("u-chat", "ObjectUnreadable", BAD_SERVICE)]
+    assert cluster.degraded == [f"{BAD_SERVICE}; the service is not changed until this is repaired"]
+    cluster.put(PDService, "chat", model="m")
+    assert not await cluster.unreadable.blocks_reconcile(CHAT)
 
 
 async def test_a_service_that_was_readable_once_is_still_reconciled() -> None:
-    world = World()
-    world.put(PDService, "chat", model="m")
-    world.put(PDService, "chat", model=7)
-    assert not await world.unreadable.blocks_reconcile(CHAT)
-    assert world.recorded == [("u-chat", "ObjectUnreadable", BAD_SERVICE)]
+    cluster = FakeCluster()
+    cluster.put(PDService, "chat", model="m")
+    cluster.put(PDService, "chat", model=7)
+    assert not await cluster.unreadable.blocks_reconcile(CHAT)
+    assert cluster.recorded == [("u-chat", "ObjectUnreadable", BAD_SERVICE)]
 
 
 async def test_an_unreadable_instance_blocks_only_its_own_service() -> None:
     """Without the instance, the plan would stop its engine and create another instance of this name."""
-    world = World()
-    world.put(PDService, "chat", model="m")
-    world.put(PDService, "other", model="m")
-    world.put(PDInstance, "chat-0", model=7)
-    assert await world.unreadable.blocks_reconcile(CHAT)
-    assert not await world.unreadable.blocks_reconcile(ServiceKey("default", "other"))
-    assert world.recorded == [("u-chat", "ObjectUnreadable", BAD_INSTANCE)]
+    cluster = FakeCluster()
+    cluster.put(PDService, "chat", model="m")
+    cluster.put(PDService, "other", model="m")
+    cluster.put(PDInstance, "chat-0", model=7)
+    assert await cluster.unreadable.blocks_reconcile(CHAT)
+    assert not await cluster.unreadable.blocks_reconcile(ServiceKey("default", "other"))
+    assert cluster.recorded == [("u-chat", "ObjectUnreadable", BAD_INSTANCE)]
 
 
 async def test_an_object_that_becomes_unreadable_again_is_reported_again() -> None:
-    world = World()
-    world.put(PDService, "chat", model="m")
+    cluster = FakeCluster()
+    cluster.put(PDService, "chat", model="m")
     for _ in range(2):
-        world.put(QoSTier, "gold", priority="high")
-        assert not await world.unreadable.blocks_reconcile(CHAT)
-        world.put(QoSTier, "gold", priority=1)
-        assert not await world.unreadable.blocks_reconcile(CHAT)
-    assert [reason for _, reason, _ in world.recorded] == ["ObjectUnreadable"] * 2
+        cluster.put(QoSTier, "gold", priority="high")
+        assert not await cluster.unreadable.blocks_reconcile(CHAT)
+        cluster.put(QoSTier, "gold", priority=1)
+        assert not await cluster.unreadable.blocks_reconcile(CHAT)
+    assert [reason for _, reason, _ in cluster.recorded] == ["ObjectUnreadable"] * 2

@@ -25,8 +25,8 @@ from fulcrum_operator.plan.slo_window import (
 )
 from fulcrum_operator.plan.status.slo_met import slo_met_condition
 from tests.unit.operator.builders import NOW_S, D, P, router, service, settled
-from tests.unit.operator.controller.test_reconcile import KEY, World
-from tests.unit.operator.controller.test_reconcile import world as world  # a fixture
+from tests.unit.operator.controller.test_reconcile import KEY, ServiceUnderTest
+from tests.unit.operator.controller.test_reconcile import under_test as under_test  # a fixture
 
 POLL_S = 10.0
 
@@ -300,37 +300,37 @@ def test_counted_requests_never_exceed_those_added(
     assert sum(counts.ended for counts in found.values()) <= added
 
 
-async def test_a_steady_load_is_written_once(world: World) -> None:
-    await world.up(instances=2)
+async def test_a_steady_load_is_written_once(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=2)
     versions = set()
     for poll in range(1, 361):
-        world.clock.at_s += POLL_S
-        world.router.state = default_tier_counts(MIN_REQUESTS * poll, MIN_REQUESTS * poll)
-        await reconcile(KEY, world.context)
+        under_test.clock.at_s += POLL_S
+        under_test.router.state = default_tier_counts(MIN_REQUESTS * poll, MIN_REQUESTS * poll)
+        await reconcile(KEY, under_test.context)
         if poll > 1:
-            versions.add(await world.version())
-    status = (await world.service()).status
+            versions.add(await under_test.version())
+    status = (await under_test.service()).status
     assert (status.attainment, len(versions)) == ("100.0", 1)
 
 
-async def test_end_of_load_is_written_once(world: World) -> None:
-    await world.up(instances=2)
+async def test_end_of_load_is_written_once(under_test: ServiceUnderTest) -> None:
+    await under_test.up(instances=2)
     shown = list[tuple[str | None, str]]()
     for counts in (
         default_tier_counts(0, 0),
         default_tier_counts(100, 99),
         *[default_tier_counts(100, 99)] * 360,
     ):
-        world.clock.at_s += POLL_S
-        world.router.state = counts
-        await world.reconcile_until_stable()
-        status = (await world.service()).status
+        under_test.clock.at_s += POLL_S
+        under_test.router.state = counts
+        await under_test.reconcile_until_stable()
+        status = (await under_test.service()).status
         now = (status.attainment, next(c.reason for c in status.conditions if c.type == "SLOMet"))
         shown += [now] if now not in shown[-1:] else []
-    before = await world.version()
-    world.clock.at_s += 3600
-    await world.reconcile_until_stable()
-    assert (shown, await world.version()) == (
+    before = await under_test.version()
+    under_test.clock.at_s += 3600
+    await under_test.reconcile_until_stable()
+    assert (shown, await under_test.version()) == (
         [(None, "NoTraffic"), ("99.0", "Attained"), (None, "NoTraffic")],
         before,
     )

@@ -55,7 +55,7 @@ async def test_a_page_is_rendered_at_most_once_a_second_whoever_asks() -> None:
 
 async def test_a_reader_that_disconnects_does_not_end_the_page_of_the_others() -> None:
     page = MetricsPage(FakeCollector())
-    leaving, staying = (asyncio.ensure_future(page.read()) for _ in range(2))
+    leaving, connected = (asyncio.ensure_future(page.read()) for _ in range(2))
     await yield_control(1)
     leaving.cancel()
-    assert (await staying).startswith(b"# HELP requests_total")
+    assert (await connected).startswith(b"# HELP requests_total")
