@@ -117,7 +117,7 @@ def retry_pause_s(attempts: int) -> float:
 def waits_for_model(observed: Observed, views: tuple[PoolView, ...], view: PoolView) -> bool:
     """Whether new instances of the pool wait until the read of its model has succeeded or failed."""
     start = _model_to_read(observed, views)
-    if start is None or model_key(unread) != (key := model_key(view.target)):
+    if start is None or model_key(start) != (key := model_key(view.target)):
         return False
     if next(_instances_of_model(views, key), None) is not None:
         return False
