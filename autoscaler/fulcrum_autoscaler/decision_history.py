@@ -7,7 +7,7 @@ decisions does not displace the last flip.
 from collections import deque
 from typing import Any
 
-from fulcrum_autoscaler.policy import Action, FlipDecision
+from fulcrum_autoscaler.policy import DecisionAction, FlipDecision
 
 _FLIPS_MAX = 200
 """Flips (made or advised) kept for each service."""
@@ -26,7 +26,9 @@ class DecisionHistory:
     def record(self, decision: FlipDecision) -> None:
         """Append a decision; the oldest one of its ring is dropped when the ring is full."""
         self._recorded += 1
-        ring = self._flips if decision.action in (Action.FLIP, Action.ADVISE) else self._others
+        ring = (
+            self._flips if decision.action in (DecisionAction.FLIP, DecisionAction.ADVISE) else self._others
+        )
         ring.append((self._recorded, decision))
 
     def recent(self, limit: int) -> tuple[FlipDecision, ...]:

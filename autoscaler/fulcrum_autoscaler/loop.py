@@ -16,8 +16,8 @@ import structlog
 from fulcrum_autoscaler.decision_history import DecisionHistory
 from fulcrum_autoscaler.metrics import ServiceMetrics
 from fulcrum_autoscaler.policy import (
-    Action,
     AutoscalingRules,
+    DecisionAction,
     FlipDecision,
     MonitorState,
     Observation,
@@ -134,7 +134,9 @@ class ServiceAutoscaler:
             observation: Observation, rules: AutoscalingRules, now_s: float
         ) -> tuple[MonitorState, FlipDecision]:
             decision = decide_on_flip_request(request, observation, rules, now_s=now_s)
-            return (MonitorState() if decision.action is Action.FLIP else self._monitor_state), decision
+            return (
+                MonitorState() if decision.action is DecisionAction.FLIP else self._monitor_state
+            ), decision
 
         return await self._decide_and_record(Trigger.FLIP_REQUEST, decide)
 
@@ -148,7 +150,7 @@ class ServiceAutoscaler:
         if request is None:  # a restarted router numbers its flip requests from 0 again
             return min(after, (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq)
         decision = await self.handle_flip_request(request)
-        if decision.action is Action.FLIP:
+        if decision.action is DecisionAction.FLIP:
             state = await self._router.get_state(
                 min_generation=decision.generation + 1, timeout_s=ACKNOWLEDGEMENT_TIMEOUT_S
             )
@@ -183,7 +185,7 @@ class ServiceAutoscaler:
             decision = await self._decide_and_write(trigger, decide)
         self._history.record(decision)
         self._metrics.record_decision(decision)
-        if decision.action is Action.FLIP:
+        if decision.action is DecisionAction.FLIP:
             log.info("instance flipped", instance=decision.instance, to=decision.to, reason=decision.reason)
         return decision
 
@@ -202,7 +204,7 @@ class ServiceAutoscaler:
             nonlocal monitor_state, decision
             observation = await self._observe(current)
             monitor_state, decision = decide(observation, rules, self._clock.now_s())
-            if decision.action is not Action.FLIP:
+            if decision.action is not DecisionAction.FLIP:
                 return None
             return propose_assignment(current.spec, decision)
 
@@ -235,7 +237,7 @@ class ServiceAutoscaler:
         observation = Observation(
             assignment=assignment.spec,
             generation=generation,
-            ready=list_serving_instances(self._objects.instances()),
+            serving=list_serving_instances(self._objects.instances()),
             router=state,
         )
         self._metrics.record_observation(observation, now_s=self._clock.now_s())
@@ -250,9 +252,11 @@ class ServiceAutoscaler:
             return None
 
     def _hold_decision(self, trigger: Trigger, reason: str) -> FlipDecision:
-        return FlipDecision(at_s=self._clock.now_s(), action=Action.HOLD, trigger=trigger, reason=reason)
+        return FlipDecision(
+            at_s=self._clock.now_s(), action=DecisionAction.HOLD, trigger=trigger, reason=reason
+        )
 
 
 def _refuse_unwritten(decision: FlipDecision, reason: str) -> FlipDecision:
     """Return the refusal that replaces a decision whose flip was not written. The next tick decides again."""
-    return replace(decision, action=Action.REFUSE, reason=f"{decision.reason}; not written: {reason}")
+    return replace(decision, action=DecisionAction.REFUSE, reason=f"{decision.reason}; not written: {reason}")

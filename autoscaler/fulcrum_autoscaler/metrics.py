@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fulcrum_autoscaler.policy import Action, FlipDecision, Loads, Observation
+from fulcrum_autoscaler.policy import DecisionAction, FlipDecision, Loads, Observation
 from fulcrum_core.values import Role
 
 _UNKNOWN = float("nan")
@@ -86,7 +86,7 @@ class ServiceMetrics:
         """Count a decision and set the load gauges to its loads."""
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
-        if decision.action is Action.FLIP and decision.to is not None:
+        if decision.action is DecisionAction.FLIP and decision.to is not None:
             self._families.flips.labels(**self._labels, to=decision.to, trigger=trigger).inc()
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):

@@ -10,7 +10,7 @@ import pytest
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.bounds import (
-    Fleet,
+    UniformFleet,
     count_decodes_on_time_at_most,
     count_prefills_on_time_at_most,
 )
@@ -39,7 +39,7 @@ def test_no_policy_exceeds_a_bound(policy: str, rate_rps: float, output: int, se
     for _ in range(2):
         requests = draw_burst(rng, rate_rps=rate_rps, output=output)
         slo = Slo(rng.choice((0.5, 1.0, 2.0)), rng.choice((0.03, 0.06)))
-        fleet = Fleet(INSTANCES, PROFILE, slo)
+        fleet = UniformFleet(INSTANCES, PROFILE, slo)
         options = RunOptions(
             profile=PROFILE,
             instances=INSTANCES,

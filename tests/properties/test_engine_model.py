@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_simulator.engine import (
     Engine,
+    EngineEvent,
     EngineRequest,
-    Event,
     ExportedKv,
     Finished,
     KvExportRequest,
@@ -76,7 +76,7 @@ class TrackedEngine:
         self.live[name] = request
         self.prompts[request.digest] = prompt
 
-    def advance(self, now_s: float) -> list[Event]:
+    def advance(self, now_s: float) -> list[EngineEvent]:
         """Start a step, or end the one under way."""
         if self.engine.busy:
             events = self.engine.finish_step(max(now_s, self.due_s))
@@ -91,7 +91,7 @@ class TrackedEngine:
             self.due_s = now_s + step.duration_s
         return []
 
-    def record(self, event: Event) -> None:
+    def record(self, event: EngineEvent) -> None:
         if isinstance(event, OutputToken):
             assert event.index == self.tokens[event.request_id], "tokens come in order, none twice"
             self.tokens[event.request_id] += 1

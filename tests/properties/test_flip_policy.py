@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_autoscaler.policy import (
-    Action,
     AutoscalingRules,
+    DecisionAction,
     MonitorState,
     Observation,
     decide_on_flip_request,
@@ -76,9 +76,12 @@ def observations(draw: st.DrawFn) -> Observation:
         acknowledged_at_s=NOW_S - 5,
         at_s=NOW_S - draw(st.sampled_from([0.0, 1.0, 10.0])),
     )
-    ready = frozenset(name for name in roles if draw(st.sampled_from([True, True, True, False])))
+    serving = frozenset(name for name in roles if draw(st.sampled_from([True, True, True, False])))
     return Observation(
-        assignment=spec, generation=7, ready=ready, router=draw(st.sampled_from([state, state, state, None]))
+        assignment=spec,
+        generation=7,
+        serving=serving,
+        router=draw(st.sampled_from([state, state, state, None])),
     )
 
 
@@ -143,11 +146,11 @@ def test_every_flip_passes_may_apply(
     )
     for decision in decisions:
         assert decision.reason
-        if decision.action is not Action.FLIP:
+        if decision.action is not DecisionAction.FLIP:
             continue
         after = propose_assignment(observation.assignment, decision)
         assert may_apply(
-            observation.assignment, after, observation.ready, rules.assignment_rules, now_s=NOW_S
+            observation.assignment, after, observation.serving, rules.assignment_rules, now_s=NOW_S
         ).allowed
         assert decision.to is not None
         assert decision.instance is not None
@@ -170,7 +173,11 @@ def test_nothing_flips_on_missing_or_stale_numbers(
     monitor_state, ticked = decide_on_tick(MonitorState(consecutive_ticks), observation, rules, now_s=NOW_S)
     requested = decide_on_flip_request(make_flip_request(role), observation, rules, now_s=NOW_S)
     if without_numbers:
-        assert (monitor_state, ticked.action, requested.action) == (MonitorState(), Action.HOLD, Action.HOLD)
+        assert (monitor_state, ticked.action, requested.action) == (
+            MonitorState(),
+            DecisionAction.HOLD,
+            DecisionAction.HOLD,
+        )
 
 
 @given(observations(), autoscaling_rules(), st.integers(1, 3))
@@ -187,7 +194,7 @@ def test_without_any_latency_no_tick_flips(
     )
     assert (
         decide_on_tick(MonitorState(consecutive_ticks), without_numbers, auto(rules), now_s=NOW_S)[1].action
-        is Action.HOLD
+        is DecisionAction.HOLD
     )
 
 
@@ -204,7 +211,7 @@ def test_more_decode_load_never_turns_a_refusal_of_prefill_into_a_flip(
     loaded = replace(observation, router=observation.router.model_copy(update={"instances": heavier}))
     before = decide_on_flip_request(make_flip_request(Role.PREFILL), observation, auto(rules), now_s=NOW_S)
     after = decide_on_flip_request(make_flip_request(Role.PREFILL), loaded, auto(rules), now_s=NOW_S)
-    assert not (before.action is not Action.FLIP and after.action is Action.FLIP)
+    assert not (before.action is not DecisionAction.FLIP and after.action is DecisionAction.FLIP)
 
 
 @given(observations(), autoscaling_rules())
@@ -233,7 +240,7 @@ def test_advise_reports_the_decision_of_auto(
     acting, advising = auto(rules), replace(auto(rules), mode=AutoscalingMode.ADVISE)
     acted = decide_on_flip_request(make_flip_request(role), observation, acting, now_s=NOW_S)
     advised = decide_on_flip_request(make_flip_request(role), observation, advising, now_s=NOW_S)
-    expected = replace(acted, action=Action.ADVISE) if acted.action is Action.FLIP else acted
+    expected = replace(acted, action=DecisionAction.ADVISE) if acted.action is DecisionAction.FLIP else acted
     assert advised == expected
 
 
@@ -246,10 +253,12 @@ def test_a_second_tick_right_after_a_flip_to_decode_does_not_flip(
     monitor_state, decision = decide_on_tick(
         MonitorState(consecutive_ticks), observation, cooling_rules, now_s=NOW_S
     )
-    if decision.action is not Action.FLIP:
+    if decision.action is not DecisionAction.FLIP:
         return
     after = replace(observation, assignment=propose_assignment(observation.assignment, decision))
-    assert decide_on_tick(monitor_state, after, cooling_rules, now_s=NOW_S)[1].action is not Action.FLIP
+    assert (
+        decide_on_tick(monitor_state, after, cooling_rules, now_s=NOW_S)[1].action is not DecisionAction.FLIP
+    )
 
 
 @given(observations())

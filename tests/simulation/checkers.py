@@ -62,14 +62,14 @@ def kv_stays_within_capacity(result: SimulationResult) -> Iterator[str]:
 
 
 def roles_keep_their_floors(result: SimulationResult) -> Iterator[str]:
-    """No assignment that the router applied took a role below its floor among the instances then ready."""
+    """No assignment that the router applied took a role below its floor among the instances then serving."""
     floors = result.service.spec.roles
     before: dict[str, tuple[str, bool]] = {}
     for event in result.history.of_kind("acknowledged"):
-        after, ready = event.fields["roles"], event.fields["ready"]
+        after, serving = event.fields["roles"], event.fields["serving"]
         for role, floor in ((Role.PREFILL, floors.prefill.min), (Role.DECODE, floors.decode.min)):
             had, has = (
-                sum(roles.get(name) == (str(role), False) for name in ready) for roles in (before, after)
+                sum(roles.get(name) == (str(role), False) for name in serving) for roles in (before, after)
             )
             if before and has < min(floor, had):
                 yield f"{has} of {had} serve {role} after generation {event.fields['generation']}"

@@ -358,9 +358,9 @@ class _Simulation:
             current.spec, name, to, by=Actor.PERSON, reason="by hand", now_s=now_s, pinned_until_s=now_s + 3
         )
         listing = await self._store.list(PDInstance, namespace="default")
-        ready = {i.metadata.name for i in listing.items if i.status.phase is Phase.SERVING}
+        serving = {i.metadata.name for i in listing.items if i.status.phase is Phase.SERVING}
         rules = AssignmentRules(self._cooldown_s)
-        if may_apply(current.spec, after, ready, rules, now_s=now_s).allowed:
+        if may_apply(current.spec, after, serving, rules, now_s=now_s).allowed:
             patch = {"spec": create_merge_patch(current.spec.dump(), after.dump())}
             await self._store.patch(
                 PDAssignment,

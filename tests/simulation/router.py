@@ -131,27 +131,29 @@ class SimulatedRouter:
         """Accept the desired assignment if `may_apply` allows it, and update every instance from it."""
         assert self._informers is not None
         objects = self._informers[1].objects
-        ready = {name for name, o in objects.items() if o.status.phase is Phase.SERVING}
-        self._accept_assignment(ready)
+        serving = {name for name, o in objects.items() if o.status.phase is Phase.SERVING}
+        self._accept_assignment(serving)
         if self.accepted is None:
             return
-        roles = resolve_effective_roles(self.accepted.roles, ready)
+        roles = resolve_effective_roles(self.accepted.roles, serving)
         for name, obj in objects.items():
             known = self.instances.get(name) or RoutedInstance(
                 name, PrefillPredictor(self._prefill_model), DecodePredictor(self._decode_model)
             )
             self.instances[name] = known
             entry = self.accepted.roles.get(name)
-            known.assigned = name in ready and entry is not None and not entry.cordoned
+            known.assigned = name in serving and entry is not None and not entry.cordoned
             known.role = roles.get(name, known.role)
             self._update_process(known, obj)
 
-    def _accept_assignment(self, ready: set[str]) -> None:
+    def _accept_assignment(self, serving: set[str]) -> None:
         desired = self._desired
         if desired is None or desired.metadata.generation <= self.generation:
             return
         if self.accepted is not None:
-            verdict = may_apply(self.accepted, desired.spec, ready, self._rules(), now_s=self._clock.now_s())
+            verdict = may_apply(
+                self.accepted, desired.spec, serving, self._rules(), now_s=self._clock.now_s()
+            )
             if not verdict.allowed:
                 self.refused_assignments += 1
                 return
@@ -159,7 +161,7 @@ class SimulatedRouter:
         self._acknowledged_at_s = self._clock.now_s()
         roles = {name: (str(entry.role), entry.cordoned) for name, entry in desired.spec.roles.items()}
         self._history.record(
-            "acknowledged", generation=self.generation, roles=roles, ready=tuple(sorted(ready))
+            "acknowledged", generation=self.generation, roles=roles, serving=tuple(sorted(serving))
         )
         self._notify_change()
         asyncio.get_running_loop().call_soon(self._journeys.assignment_applied)  # roles change meanwhile

@@ -67,17 +67,17 @@ def roles(decode: int, *, cordoned: bool = False) -> dict[str, tuple[str, bool]]
         ("every_token_comes_once_and_in_order", change_first_request(outcome="failed")),
         ("no_wrong_text", change_first_request(wrong_tokens=1)),
         ("kv_stays_within_capacity", add_event("kv", instance="chat-0", usage=1.01)),
-        ("roles_keep_their_floors", add_event("acknowledged", generation=99, roles=roles(0), ready=EIGHT)),
-        ("roles_keep_their_floors", add_event("acknowledged", generation=99, roles=roles(8), ready=EIGHT)),
+        ("roles_keep_their_floors", add_event("acknowledged", generation=99, roles=roles(0), serving=EIGHT)),
+        ("roles_keep_their_floors", add_event("acknowledged", generation=99, roles=roles(8), serving=EIGHT)),
         (
             "roles_keep_their_floors",
-            add_event("acknowledged", generation=99, roles=roles(4, cordoned=True), ready=EIGHT),
+            add_event("acknowledged", generation=99, roles=roles(4, cordoned=True), serving=EIGHT),
         ),
         ("floors_stay_assigned", add_event("assignment", generation=99, roles=roles(8))),
         ("every_flip_has_a_reason", add_flip(50.0, reason="")),
         ("no_flip_breaks_the_cooldown", tamper_twice(add_flip(50.0), add_flip(50.9))),
         ("no_flip_breaks_the_cooldown", tamper_twice(add_flip(50.0, by="Person"), add_flip(50.9))),
-        ("generations_only_grow", add_event("acknowledged", generation=1, roles=roles(4), ready=EIGHT)),
+        ("generations_only_grow", add_event("acknowledged", generation=1, roles=roles(4), serving=EIGHT)),
     ],
 )
 def test_each_checker_reports_its_own_violation_alone(

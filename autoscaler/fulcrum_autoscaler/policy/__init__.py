@@ -9,14 +9,14 @@ from fulcrum_autoscaler.policy.arrow import (
     decide_on_tick,
     propose_assignment,
 )
-from fulcrum_autoscaler.policy.decisions import Action, FlipDecision, RejectedInstance, Trigger
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
 from fulcrum_autoscaler.policy.loads import Load, Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.victims import NoVictim, Victim, choose_victim
 
 __all__ = [
-    "Action",
     "AutoscalingRules",
+    "DecisionAction",
     "FlipDecision",
     "Load",
     "Loads",

@@ -7,7 +7,7 @@ the loads, `victims` chooses the instance.
 
 from dataclasses import dataclass, replace
 
-from fulcrum_autoscaler.policy.decisions import Action, FlipDecision, Trigger
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger
 from fulcrum_autoscaler.policy.loads import Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation, why_unusable
 from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, with_autoscaler_flip
@@ -58,7 +58,9 @@ def decide_on_tick(
     cause = f"{cause}, for {format_count(consecutive_ticks, 'tick')}"
     decision = _try_flip(observation, Role.DECODE, rules, cause, Trigger.TICK, loads, now_s=now_s)
     decision = replace(decision, consecutive_ticks=consecutive_ticks)
-    return (MonitorState() if decision.action is Action.FLIP else MonitorState(consecutive_ticks)), decision
+    return (
+        MonitorState() if decision.action is DecisionAction.FLIP else MonitorState(consecutive_ticks)
+    ), decision
 
 
 def decide_on_flip_request(
@@ -81,7 +83,7 @@ def decide_on_flip_request(
         if refusal:
             return replace(
                 _hold(observation, Trigger.FLIP_REQUEST, f"{cause}; {refusal}", loads, now_s=now_s),
-                action=Action.REFUSE,
+                action=DecisionAction.REFUSE,
             )
     return _try_flip(observation, request.role, rules, cause, Trigger.FLIP_REQUEST, loads, now_s=now_s)
 
@@ -167,7 +169,7 @@ def _hold(
 ) -> FlipDecision:
     return FlipDecision(
         at_s=now_s,
-        action=Action.HOLD,
+        action=DecisionAction.HOLD,
         trigger=trigger,
         reason=reason,
         loads=loads,
@@ -191,11 +193,11 @@ def _try_flip(
     choice = choose_victim(observation, to, rules, now_s=now_s)
     if isinstance(choice, NoVictim):
         return replace(
-            hold, action=Action.REFUSE, reason=f"{cause}; {choice.reason}", rejected=choice.rejected
+            hold, action=DecisionAction.REFUSE, reason=f"{cause}; {choice.reason}", rejected=choice.rejected
         )
     return replace(
         hold,
-        action=Action.FLIP if rules.mode is AutoscalingMode.AUTO else Action.ADVISE,
+        action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
         reason=f"{cause}; {choice.instance} costs least: {choice.reason}",
         instance=choice.instance,
         to=to,

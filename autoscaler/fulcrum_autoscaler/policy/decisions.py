@@ -8,7 +8,7 @@ from fulcrum_autoscaler.policy.loads import Loads
 from fulcrum_core.values import Role
 
 
-class Action(StrEnum):
+class DecisionAction(StrEnum):
     """The outcome of a decision."""
 
     FLIP = "flip"
@@ -42,7 +42,7 @@ class FlipDecision:
 
     at_s: float
     """Time of the decision, unix seconds."""
-    action: Action
+    action: DecisionAction
     trigger: Trigger
     reason: str
     instance: str | None = None

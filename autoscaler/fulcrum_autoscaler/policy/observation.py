@@ -1,4 +1,4 @@
-"""The input of a decision: the desired assignment, the ready instances and the state that the router
+"""The input of a decision: the desired assignment, the serving instances and the state that the router
 reports.
 """
 
@@ -54,7 +54,7 @@ class Observation:
     assignment: PDAssignmentSpec
     generation: int
     """metadata.generation of the assignment. Router state is usable once the router has applied it."""
-    ready: frozenset[str]
+    serving: frozenset[str]
     """Names of the instances whose phase is Serving."""
     router: RouterState | None
     _by_name: Mapping[str, InstanceState] = field(init=False, repr=False, compare=False)
@@ -66,7 +66,9 @@ class Observation:
     @property
     def confirmed_serving(self) -> frozenset[str]:
         """Names of the instances that both the operator and the router report as serving."""
-        return frozenset(name for name in self.ready if name in self._by_name and self._by_name[name].serving)
+        return frozenset(
+            name for name in self.serving if name in self._by_name and self._by_name[name].serving
+        )
 
     def serving_states(self, role: Role) -> tuple[InstanceState, ...]:
         """Return the router's state of each serving instance of `role` that is not cordoned, sorted by

@@ -12,7 +12,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.bounds import (
-    Fleet,
+    UniformFleet,
     compute_fluid_rate,
     compute_metric_rate,
     find_decode_burst_rate,
@@ -77,15 +77,15 @@ def run(
         print(render_document(_dump(rows, recording, fleet, attainment=attainment), output_format))
 
 
-def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> Fleet:
+def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> UniformFleet:
     if instances < 1:
         raise InvalidInput("--instances", instances, "must be at least 1")
     slo = Slo(parse_duration_s("--slo-ttft", slo_ttft), parse_duration_s("--slo-tpot", slo_tpot))
-    return Fleet(instances, load_profile(profile), slo)
+    return UniformFleet(instances, load_profile(profile), slo)
 
 
 def _compute_rows(
-    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
 ) -> tuple[_Row, ...]:
     return (
         _Row("B1", compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
@@ -118,7 +118,7 @@ def _compute_rows(
 
 
 def _compute_split_rows(
-    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float, interval_s: float
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, interval_s: float
 ) -> tuple[_Row, ...]:
     fixed_rps = find_fixed_split_rate(requests, fleet, attainment=attainment)
     moving_rps = find_moving_split_rate(requests, fleet, attainment=attainment, interval_s=interval_s)
@@ -133,7 +133,7 @@ def _compute_split_rows(
 
 
 def _format_table(
-    rows: Sequence[_Row], recording: Recording, fleet: Fleet, *, attainment: float
+    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment: float
 ) -> list[str]:
     slo, requests = fleet.slo, recording.requests
     failed = f", {recording.failed:,} that failed left out" if recording.failed else ""
@@ -160,7 +160,9 @@ def _format_rate(rate_rps: float) -> str:
     return f"{rate_rps:.3g}" if math.isfinite(rate_rps) else "none"
 
 
-def _dump(rows: Sequence[_Row], recording: Recording, fleet: Fleet, *, attainment: float) -> dict[str, Any]:
+def _dump(
+    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment: float
+) -> dict[str, Any]:
     return {
         "workload": {
             "layout": recording.layout,

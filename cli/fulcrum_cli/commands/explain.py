@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fulcrum_autoscaler.policy.decisions import Action
+from fulcrum_autoscaler.policy.decisions import DecisionAction
 from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
 from fulcrum_cli.target.connection import TargetConnection, connect
 from fulcrum_cli.target.selection import TargetOptions, choose_target
@@ -24,7 +24,7 @@ DecisionRecord = Mapping[str, Any]
 """One decision as JSON, with the keys of the autoscaler's journal."""
 
 ASSIGN = "assign"
-"""Action of a role that the operator assigned; all others are the autoscaler's `Action`."""
+"""Action of a role that the operator assigned; all others are the autoscaler's `DecisionAction`."""
 
 _NUMBERS_UNKNOWN: DecisionRecord = {"loads": None, "split": "", "consecutive_ticks": 0, "rejected": ()}
 _DECISIONS_FETCHED_MIN = 600
@@ -93,7 +93,7 @@ def decisions_from_assignment(
     return [
         {
             "at_s": assigned[0][1],
-            "action": ASSIGN if by is Actor.OPERATOR else Action.FLIP.value,
+            "action": ASSIGN if by is Actor.OPERATOR else DecisionAction.FLIP.value,
             "instance": ", ".join(name for name, _ in assigned),
             "to": role,
             "reason": reason or "no reason given",
@@ -112,7 +112,7 @@ def first_roles(
     The first role is the other one than that of the instance's first flip. It is unknown, and left out, if
     `decisions` do not contain all flips of the service.
     """
-    flips = [decision for decision in decisions if decision["action"] == Action.FLIP.value]
+    flips = [decision for decision in decisions if decision["action"] == DecisionAction.FLIP.value]
     if assignment is None or len(flips) < assignment.spec.flips:
         return []
     first_flips: dict[str, DecisionRecord] = {}
@@ -151,7 +151,7 @@ def format_decisions(decisions: Sequence[DecisionRecord], *, limit: int) -> list
 def _group_holds(decisions: Sequence[DecisionRecord]) -> list[list[DecisionRecord]]:
     runs: list[list[DecisionRecord]] = []
     for decision in decisions:
-        if runs and decision["action"] == runs[-1][-1]["action"] == Action.HOLD:
+        if runs and decision["action"] == runs[-1][-1]["action"] == DecisionAction.HOLD:
             runs[-1].append(decision)
         else:
             runs.append([decision])

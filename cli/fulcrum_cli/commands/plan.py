@@ -37,7 +37,7 @@ def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
     return 1 if any(report.refused for report in reports) else 0
 
 
-def plan_service(service: PDService, facts: ModelFacts | None) -> tuple[PlannedPool, ...]:
+def plan_pools(service: PDService, facts: ModelFacts | None) -> tuple[PlannedPool, ...]:
     """Plan each pool, once for each role in which its engines could be started."""
     return tuple(
         PlannedPool(pool, role, _plan_pool_engine(service, pool, role, facts))
@@ -87,4 +87,4 @@ def _plan(service: PDService, model_config: Path | None) -> ServicePlan:
         load_profile(service.spec.engine.profile)  # an unknown profile is refused, as `up` does
         return ServicePlan(service, None, "engine.type is Simulated: there is no model to fit", ())
     facts, source = read_model_facts(service, model_config)
-    return ServicePlan(service, facts, source, plan_service(service, facts))
+    return ServicePlan(service, facts, source, plan_pools(service, facts))

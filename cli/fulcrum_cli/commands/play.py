@@ -16,7 +16,7 @@ from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
-from fulcrum_cli.play.recorder import Flip
+from fulcrum_cli.play.recorder import RecordedFlip
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import draw_frames, is_interactive, read_keyboard, save_svg
 from fulcrum_cli.play.session import ServiceHandle, Session
@@ -159,7 +159,7 @@ def _make_load_generator(options: PlayOptions, url: str) -> LoadGenerator:
     return LoadGenerator(target, slo=options.service.spec.slo.to_slo(), seed=options.seed)
 
 
-def _print_flip(session: Session, flip: Flip) -> None:
+def _print_flip(session: Session, flip: RecordedFlip) -> None:
     print(
         f"{session.elapsed_s:6.1f} s  {flip.instance} {flip.from_role} → {flip.to}: {flip.reason}", flush=True
     )

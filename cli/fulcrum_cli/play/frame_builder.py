@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fulcrum_autoscaler.policy.decisions import Action
+from fulcrum_autoscaler.policy.decisions import DecisionAction
 from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts
-from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import InstanceState, RouterState
@@ -15,7 +15,7 @@ from fulcrum_simulator.client import LoadResults, OutcomeKind, summarize_latenci
 
 RECENT_WINDOW_S = 10.0
 """Seconds over which recent latencies and attainment are computed."""
-_SHOWN_ACTIONS = (Action.REFUSE, Action.ADVISE)
+_SHOWN_ACTIONS = (DecisionAction.REFUSE, DecisionAction.ADVISE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ def _dispatch_roles(observation: ServiceObservation) -> list[Role]:
 
 
 def _decision_lines(
-    flips: Sequence[Flip], decisions: Sequence[Mapping[str, Any]], started_at_s: float
+    flips: Sequence[RecordedFlip], decisions: Sequence[Mapping[str, Any]], started_at_s: float
 ) -> tuple[DecisionLine, ...]:
     """Return flips, and the last refused or advised flip to each role, in order of time."""
     flip_lines = [

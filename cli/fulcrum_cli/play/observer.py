@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from fulcrum_cli.play.engine_lateness import EngineLateness, parse_buckets
-from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_cli.target.autoscaler import AutoscalerUnavailable, fetch_decisions
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable
@@ -28,7 +28,7 @@ SCRAPE_INTERVAL_S = 5.0
 _SCRAPE_TIMEOUT_S = 2.0
 _DECISIONS_KEPT = 30
 
-OnFlip = Callable[[Flip], None]
+OnFlip = Callable[[RecordedFlip], None]
 
 
 class Observer:

@@ -24,7 +24,7 @@ class HistoryCell(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Flip:
+class RecordedFlip:
     """One change of role. `at_s` is the unix time of the decision.
 
     `ack_ms` is the time from the decision to the router's acknowledgement, None before it.
@@ -44,7 +44,7 @@ class Recorder:
     """History of one run. Times are unix seconds; a role history has one cell a second, oldest first."""
 
     def __init__(self) -> None:
-        self.flips: list[Flip] = []
+        self.flips: list[RecordedFlip] = []
         self.role_histories: dict[str, list[HistoryCell]] = {}
         self.flip_marks: dict[str, set[int]] = {}
         self.roles: dict[str, Role] = {}
@@ -52,7 +52,7 @@ class Recorder:
         self._restarts: dict[str, int] = {}
         self._acknowledgements: list[tuple[int, float]] = []
 
-    def record_assignment(self, assignment: PDAssignment) -> Sequence[Flip]:
+    def record_assignment(self, assignment: PDAssignment) -> Sequence[RecordedFlip]:
         """Record a new state of the PDAssignment; return the flips that it contains."""
         flips = [
             self._flip(name, before, entry, assignment.metadata.generation)
@@ -87,10 +87,12 @@ class Recorder:
                 break
             self.flips[index] = replace(flip, ack_ms=self._ack_ms(flip.generation, flip.at_s))
 
-    def _flip(self, name: str, from_role: Role, entry: RoleAssignment, generation: int) -> Flip:
+    def _flip(self, name: str, from_role: Role, entry: RoleAssignment, generation: int) -> RecordedFlip:
         """Make a flip. Its acknowledgement may be known already: router and store are read independently."""
         ack_ms = self._ack_ms(generation, entry.since)
-        return Flip(name, from_role, entry.role, entry.since, entry.by, entry.reason, generation, ack_ms)
+        return RecordedFlip(
+            name, from_role, entry.role, entry.since, entry.by, entry.reason, generation, ack_ms
+        )
 
     def _ack_ms(self, generation: int, at_s: float) -> float | None:
         first = bisect_left(self._acknowledgements, (generation, 0.0))

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS
-from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_cli.terminal.output import format_seconds
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role
@@ -115,7 +115,7 @@ class RunFigures:
         return notes
 
 
-def _flip_as_json(flip: Flip, *, since_s: float) -> dict[str, Any]:
+def _flip_as_json(flip: RecordedFlip, *, since_s: float) -> dict[str, Any]:
     return {
         "instance": flip.instance,
         "from": flip.from_role.value,

@@ -7,7 +7,7 @@ Letters and numbers (B1 to B5) are those of the literature notes from which the 
 
 from fulcrum_simulator.bounds.decode_burst import count_decodes_on_time_at_most, find_decode_burst_rate
 from fulcrum_simulator.bounds.fcfs import count_fcfs_on_time, find_fcfs_rate
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.prefill_burst import count_prefills_on_time_at_most, find_prefill_burst_rate
 from fulcrum_simulator.bounds.rates import mean_rate
 from fulcrum_simulator.bounds.splits import (
@@ -22,9 +22,9 @@ from fulcrum_simulator.bounds.work import MeanWork, compute_fluid_rate, compute_
 
 __all__ = [
     "FixedSplit",
-    "Fleet",
     "MeanWork",
     "MovingSplit",
+    "UniformFleet",
     "compute_fluid_rate",
     "compute_mean_work",
     "compute_metric_rate",

@@ -7,13 +7,13 @@ that the SLO, the KV cache and the batch size allow. Prefill is ignored.
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.on_time import Job, can_end_all_on_time, count_on_time_at_most
 from fulcrum_simulator.bounds.rates import count_required, find_highest_rate
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
-def count_decodes_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: Fleet) -> int:
+def count_decodes_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> int:
     """Return an upper limit of the requests that can end by a + S_T + (m-1)·S_D.
 
     All of them exactly if in every interval the work of the requests that arrive and are due within it fits:
@@ -26,7 +26,9 @@ def count_decodes_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: Fl
     )
 
 
-def find_decode_burst_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float) -> float:
+def find_decode_burst_rate(
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
+) -> float:
     """Return B4, in requests/s: above it no scheduler ends that share of the requests in time."""
     late_max = len(requests) - count_required(len(requests), attainment)
     decodes = _Decodes(requests, fleet)
@@ -38,7 +40,7 @@ def find_decode_burst_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *,
 class _Decodes:
     """Demands and permitted durations of a workload's decodes, which do not depend on the arrival times."""
 
-    def __init__(self, requests: Sequence[WorkloadRequest], fleet: Fleet) -> None:
+    def __init__(self, requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> None:
         demands_s = [fleet.decode_demands_s(request) for request in requests]
         self.pooled_s = [[each / fleet.instances for each in limit] for limit in zip(*demands_s, strict=True)]
         self.permitted_s = [

@@ -6,13 +6,13 @@ A reference, not a bound: another order can do better. Decode is ignored.
 import heapq
 from collections.abc import Sequence
 
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.rates import count_required, find_highest_rate
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
 def count_fcfs_on_time(
-    requests: Sequence[WorkloadRequest], fleet: Fleet, *, reject_late: bool = False
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, reject_late: bool = False
 ) -> int:
     """Return how many requests have their first token within the TTFT SLO.
 
@@ -24,7 +24,7 @@ def count_fcfs_on_time(
 
 
 def find_fcfs_rate(
-    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float, reject_late: bool = False
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, reject_late: bool = False
 ) -> float:
     """Return B5, in requests/s: the highest rate at which the queue reaches that TTFT attainment."""
     required = count_required(len(requests), attainment)
@@ -36,7 +36,7 @@ def find_fcfs_rate(
 
 
 def _count_on_time(
-    arrivals_s: Sequence[float], prefills_s: Sequence[float], fleet: Fleet, reject_late: bool
+    arrivals_s: Sequence[float], prefills_s: Sequence[float], fleet: UniformFleet, reject_late: bool
 ) -> int:
     free_s = [0.0] * fleet.instances
     on_time = 0

@@ -9,7 +9,7 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class UniformFleet:
     """`instances` instances of one profile, and the SLO that counts a request as on time."""
 
     instances: int

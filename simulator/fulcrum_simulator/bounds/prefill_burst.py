@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.on_time import Job, count_on_time_at_most
 from fulcrum_simulator.bounds.rates import count_required, find_highest_rate
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
-def count_prefills_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: Fleet) -> int:
+def count_prefills_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> int:
     """Return the most requests that can have their first token within the TTFT SLO.
 
     The instances are one machine that computes N prompts' work at once; a prompt takes (b·n + c·n²)/N and is
@@ -18,7 +18,9 @@ def count_prefills_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: F
     return count_on_time_at_most(_jobs([request.arrival_s for request in requests], work_s, fleet.slo.ttft_s))
 
 
-def find_prefill_burst_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float) -> float:
+def find_prefill_burst_rate(
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
+) -> float:
     """Return B3, the burst bound, in requests/s: above it no scheduler reaches that TTFT attainment."""
     late_max = len(requests) - count_required(len(requests), attainment)
     required = len(requests) - late_max
@@ -31,7 +33,7 @@ def find_prefill_burst_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *
     )
 
 
-def _pooled_work_s(requests: Sequence[WorkloadRequest], fleet: Fleet) -> list[float]:
+def _pooled_work_s(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> list[float]:
     return [fleet.prefill_work_s(request) / fleet.instances for request in requests]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fulcrum_simulator.bounds.decode_pool import Decode, DecodePool
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
@@ -26,7 +26,7 @@ class Task(NamedTuple):
     decodes: int
 
 
-def make_tasks(requests: Iterable[WorkloadRequest], fleet: Fleet) -> list[Task]:
+def make_tasks(requests: Iterable[WorkloadRequest], fleet: UniformFleet) -> list[Task]:
     """Return a task for each request."""
     profile = fleet.profile
     return [
@@ -44,7 +44,7 @@ def make_tasks(requests: Iterable[WorkloadRequest], fleet: Fleet) -> list[Task]:
 class SplitQueue:
     """State of the model at one time: `advance` moves it on under a split, `copy` branches it."""
 
-    def __init__(self, tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Fleet) -> None:
+    def __init__(self, tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet) -> None:
         self._tasks, self._arrivals_s, self._fleet = tasks, arrivals_s, fleet
         self._pool = DecodePool(fleet.profile)
         self._next = 0  # the first request whose prompt has not begun

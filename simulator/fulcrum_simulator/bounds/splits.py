@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.rates import count_required, find_highest_rate
 from fulcrum_simulator.bounds.split_queue import SplitQueue, Task, make_tasks
 from fulcrum_simulator.workload.requests import WorkloadRequest
@@ -39,12 +39,14 @@ class MovingSplit:
         return sum(abs(after - before) for before, after in pairwise(self.prefill))
 
 
-def find_best_fixed_split(requests: Sequence[WorkloadRequest], fleet: Fleet) -> FixedSplit:
+def find_best_fixed_split(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> FixedSplit:
     """Return the split of x prefill and N - x decode instances that serves most requests, by trying all."""
     return _best_fixed(make_tasks(requests, fleet), [request.arrival_s for request in requests], fleet)
 
 
-def plan_moving_split(requests: Sequence[WorkloadRequest], fleet: Fleet, *, interval_s: float) -> MovingSplit:
+def plan_moving_split(
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, interval_s: float
+) -> MovingSplit:
     """Return a good split for each interval, with all arrivals and lengths known (dynamic programme).
 
     For each number of prefill instances in an interval, every number in the interval before is tried, and
@@ -57,7 +59,9 @@ def plan_moving_split(requests: Sequence[WorkloadRequest], fleet: Fleet, *, inte
     )
 
 
-def find_fixed_split_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float) -> float:
+def find_fixed_split_rate(
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
+) -> float:
     """Return the highest rate, in requests/s, at which some fixed split reaches that attainment."""
     required, tasks = count_required(len(requests), attainment), make_tasks(requests, fleet)
     return find_highest_rate(
@@ -70,7 +74,7 @@ def find_fixed_split_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *, 
 
 
 def find_moving_split_rate(
-    requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float, interval_s: float
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, interval_s: float
 ) -> float:
     """Return the highest rate, in requests/s, at which `plan_moving_split` reaches that attainment."""
     required, tasks = count_required(len(requests), attainment), make_tasks(requests, fleet)
@@ -80,7 +84,7 @@ def find_moving_split_rate(
     )
 
 
-def _best_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Fleet) -> FixedSplit:
+def _best_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet) -> FixedSplit:
     if fleet.instances < 2:
         raise InvalidInput("instances", fleet.instances, "must be at least 2 to be split")
     return max(
@@ -92,14 +96,16 @@ def _best_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Fleet
     )
 
 
-def _count_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Fleet, prefill: int) -> int:
+def _count_fixed(
+    tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet, prefill: int
+) -> int:
     queue = SplitQueue(tasks, arrivals_s, fleet)
     queue.advance(prefill, math.inf)
     return len(tasks) - queue.late
 
 
 def _best_moving(
-    tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Fleet, interval_s: float
+    tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet, interval_s: float
 ) -> MovingSplit:
     if not 0 < interval_s < math.inf:
         raise InvalidInput("interval_s", interval_s, "must be a positive number of seconds")

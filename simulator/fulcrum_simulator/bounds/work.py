@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulcrum_simulator.bounds.fleet import Fleet
+from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.rates import count_required
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
@@ -30,7 +30,7 @@ class MeanWork:
         return self.prefill_s / self.total_s
 
 
-def compute_mean_work(requests: Sequence[WorkloadRequest], fleet: Fleet) -> MeanWork:
+def compute_mean_work(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> MeanWork:
     """Return W_P and W_D of bound B1.
 
     W_P = E[b·n + c·n²]
@@ -44,7 +44,7 @@ def compute_mean_work(requests: Sequence[WorkloadRequest], fleet: Fleet) -> Mean
     )
 
 
-def compute_fluid_rate(requests: Sequence[WorkloadRequest], fleet: Fleet) -> float:
+def compute_fluid_rate(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> float:
     """Return B1, the fluid work bound, in requests/s: λ = N/(W_P + W_D).
 
     No scheduler that serves all requests, with steps of at most the TPOT SLO on average, goes above it in the
@@ -53,7 +53,9 @@ def compute_fluid_rate(requests: Sequence[WorkloadRequest], fleet: Fleet) -> flo
     return fleet.instances / compute_mean_work(requests, fleet).total_s
 
 
-def compute_metric_rate(requests: Sequence[WorkloadRequest], fleet: Fleet, *, attainment: float) -> float:
+def compute_metric_rate(
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
+) -> float:
     """Return B2, the metric bound, in requests/s: B1 for a scheduler that drops the heaviest requests.
 
     A share `attainment` of the offered requests must be on time, and the lightest are served. Each of the

@@ -5,20 +5,20 @@ latencies.
 from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget
 from fulcrum_simulator.client.outcomes import (
     Latencies,
+    LoadOutcome,
     LoadReport,
     LoadResults,
     OutcomeKind,
-    RequestOutcome,
     summarize_latencies,
 )
 
 __all__ = [
     "Latencies",
     "LoadGenerator",
+    "LoadOutcome",
     "LoadReport",
     "LoadResults",
     "LoadTarget",
     "OutcomeKind",
-    "RequestOutcome",
     "summarize_latencies",
 ]

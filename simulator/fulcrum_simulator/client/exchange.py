@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from fulcrum_simulator.client.outcomes import OutcomeKind, RequestOutcome
+from fulcrum_simulator.client.outcomes import LoadOutcome, OutcomeKind
 from fulcrum_simulator.client.prompts import PreparedRequest
 from fulcrum_simulator.text import BYTES_PER_TOKEN, output_text
 
@@ -31,12 +31,12 @@ class HttpExchange:
         *,
         index: int,
         intended_s: float,
-        on_end: Callable[[RequestOutcome], None],
+        on_end: Callable[[LoadOutcome], None],
     ) -> None:
         self.request = request
         self._index = index
         self._intended_s = intended_s
-        self._on_end: Callable[[RequestOutcome], None] | None = on_end
+        self._on_end: Callable[[LoadOutcome], None] | None = on_end
         self._sent_s = intended_s
         self._first_token_s: float | None = None
         self._last_token_s = intended_s
@@ -135,7 +135,7 @@ class HttpExchange:
         tokens = sum(map(len, self._texts)) // BYTES_PER_TOKEN
         first_token_s = self._first_token_s
         on_end(
-            RequestOutcome(
+            LoadOutcome(
                 index=self._index,
                 kind=kind,
                 sent_late_s=self._sent_s - self._intended_s,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client.connection import HttpConnection
 from fulcrum_simulator.client.exchange import HttpExchange
-from fulcrum_simulator.client.outcomes import LoadResults, RequestOutcome
+from fulcrum_simulator.client.outcomes import LoadOutcome, LoadResults
 from fulcrum_simulator.client.prompts import prepare_request
 from fulcrum_simulator.workload import WorkloadRequest
 
@@ -158,7 +158,7 @@ class LoadGenerator:
         if self._waiting:
             self._connect_for(self._waiting.popleft())
 
-    def _record_end(self, outcome: RequestOutcome) -> None:
+    def _record_end(self, outcome: LoadOutcome) -> None:
         self.results.record_outcome(outcome)
         if not self.results.in_flight:
             self._all_ended.set()

@@ -26,7 +26,7 @@ class OutcomeKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutcome:
+class LoadOutcome:
     """The outcome of one request. Latencies count from its intended sending time.
 
     `tpot_s` = (last − first token time) / (tokens − 1); None with a single token. `error_reported`: a broken
@@ -96,14 +96,14 @@ class LoadResults:
     by_kind: dict[OutcomeKind, int] = field(default_factory=lambda: dict.fromkeys(OutcomeKind, 0))
     slo_met: int = 0
     output_tokens: int = 0
-    outcomes: list[RequestOutcome] = field(default_factory=list)
+    outcomes: list[LoadOutcome] = field(default_factory=list)
 
     def record_offered(self) -> int:
         """Count one offered request; returns its index."""
         self.offered += 1
         return self.offered - 1
 
-    def record_outcome(self, outcome: RequestOutcome) -> None:
+    def record_outcome(self, outcome: LoadOutcome) -> None:
         """Count the outcome of a request."""
         self.outcomes.append(outcome)
         self.by_kind[outcome.kind] += 1
@@ -115,7 +115,7 @@ class LoadResults:
         """Requests offered without an outcome yet."""
         return self.offered - len(self.outcomes)
 
-    def since(self, start_s: float) -> Sequence[RequestOutcome]:
+    def since(self, start_s: float) -> Sequence[LoadOutcome]:
         """Return the outcomes of requests that ended at `start_s` or later."""
         first = len(self.outcomes)
         while first and self.outcomes[first - 1].end_s >= start_s:
@@ -144,7 +144,7 @@ class LoadResults:
         )
 
 
-def summarize_latencies(outcomes: Iterable[RequestOutcome]) -> Latencies:
+def summarize_latencies(outcomes: Iterable[LoadOutcome]) -> Latencies:
     """Compute the median, the 99th percentile and the mean of TTFT and TPOT over the ok requests."""
     successful = [outcome for outcome in outcomes if outcome.kind is OutcomeKind.OK]
     ttft = [outcome.ttft_s for outcome in successful if outcome.ttft_s is not None]

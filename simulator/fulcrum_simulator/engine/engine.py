@@ -19,7 +19,7 @@ from fulcrum_simulator.engine.blocks import BlockPool, PromptKey
 from fulcrum_simulator.engine.events import (
     DecodeRun,
     EngineDead,
-    Event,
+    EngineEvent,
     ExportedKv,
     Finished,
     FinishReason,
@@ -140,13 +140,13 @@ class Engine:
         self.stats.record_steps(1, tokens=step.prefill_tokens + step.decodes)
         return step
 
-    def finish_step(self, now_s: float) -> list[Event]:
+    def finish_step(self, now_s: float) -> list[EngineEvent]:
         """End the step under way; returns its events: preemptions, then tokens, then ends of requests."""
         if not self.busy:
             raise RuntimeError("no step is under way: start one first")
         self.expire_leases(now_s)
         self.busy = False
-        events: list[Event] = [event for event in self._preempted if event.request_id in self._runs]
+        events: list[EngineEvent] = [event for event in self._preempted if event.request_id in self._runs]
         self._preempted.clear()
         ended = self._finish_decodes(events, now_s)
         for run, chunk in self._batch.chunks:
@@ -423,7 +423,7 @@ class Engine:
 
     # End of a step
 
-    def _finish_decodes(self, events: list[Event], now_s: float) -> list[RequestRun]:
+    def _finish_decodes(self, events: list[EngineEvent], now_s: float) -> list[RequestRun]:
         """Emit one token for each decode; returns those at their limit. The model's hot loop."""
         ended = []
         itl_s = self.stats.samples.itl_s
@@ -442,7 +442,7 @@ class Engine:
         self.stats.generation_tokens += len(self._batch.decoding)
         return ended
 
-    def _finish_chunk(self, run: RequestRun, chunk: int, events: list[Event], now_s: float) -> bool:
+    def _finish_chunk(self, run: RequestRun, chunk: int, events: list[EngineEvent], now_s: float) -> bool:
         """Record a computed chunk, with a token if it ends the prompt; True if the request is at its
         limit.
         """

@@ -113,4 +113,4 @@ class Finished:
         return self.prefill_s + self.decode_s
 
 
-Event = OutputToken | Preempted | Finished
+EngineEvent = OutputToken | Preempted | Finished

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from fulcrum_autoscaler.policy import (
-    Action,
     AutoscalingRules,
+    DecisionAction,
     FlipDecision,
     MonitorState,
     Observation,
@@ -30,7 +30,7 @@ ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
+class SimulatedFlip:
     """One flip: when it was decided, which instance got which role, and why."""
 
     at_s: float
@@ -41,7 +41,7 @@ class Flip:
 
 
 class SimulatedAutoscaler:
-    """Decides for one service from its start on. `ready` returns the instances that serve."""
+    """Decides for one service from its start on. `serving` returns the instances that serve."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class SimulatedAutoscaler:
         assignment: PDAssignmentSpec,
         rules: AutoscalingRules,
         *,
-        ready: Callable[[], Collection[str]],
+        serving: Callable[[], Collection[str]],
         state_age_s: float,
         flip_latency_s: float,
     ) -> None:
-        self.flips: list[Flip] = []
+        self.flips: list[SimulatedFlip] = []
         self.refused = 0
         """Decisions that called for a flip which a rule forbade."""
-        self._router, self._assignment, self._rules, self._ready = router, assignment, rules, ready
+        self._router, self._assignment, self._rules, self._serving = router, assignment, rules, serving
         self._state_age_s, self._flip_latency_s = state_age_s, flip_latency_s
         self._generation = router.generation
         self._monitor_state = MonitorState()
@@ -95,10 +95,10 @@ class SimulatedAutoscaler:
         decision = decide_on_flip_request(
             request, self._observe(state), self._rules, now_s=self._router.events.now_s
         )
-        if decision.action is Action.FLIP:
+        if decision.action is DecisionAction.FLIP:
             self._monitor_state = MonitorState()
         self._carry_out(decision)
-        if decision.action is Action.FLIP:
+        if decision.action is DecisionAction.FLIP:
             wait_s = min(self._flip_latency_s, ACKNOWLEDGEMENT_TIMEOUT_S)
             self._schedule(wait_s, partial(self._finish_request, skip_all=True))
         else:
@@ -118,19 +118,19 @@ class SimulatedAutoscaler:
         return Observation(
             assignment=self._assignment,
             generation=self._generation,
-            ready=frozenset(self._ready()),
+            serving=frozenset(self._serving()),
             router=state,
         )
 
     def _carry_out(self, decision: FlipDecision) -> None:
-        if decision.action is Action.REFUSE:
+        if decision.action is DecisionAction.REFUSE:
             self.refused += 1
-        if decision.action is not Action.FLIP or decision.instance is None or decision.to is None:
+        if decision.action is not DecisionAction.FLIP or decision.instance is None or decision.to is None:
             return
         self._assignment = propose_assignment(self._assignment, decision)
         self._generation += 1
         self.flips.append(
-            Flip(
+            SimulatedFlip(
                 at_s=decision.at_s,
                 instance=decision.instance,
                 to=str(decision.to),

@@ -14,7 +14,7 @@ OTHER = 1
 """Rank of all other events."""
 
 
-class Event:
+class ScheduledAction:
     """One scheduled action; `cancel` removes it."""
 
     __slots__ = ("action",)
@@ -34,12 +34,12 @@ class EventQueue:
         self.now_s = 0.0
         self.executed = 0
         """Actions run so far."""
-        self._heap: list[tuple[float, int, int, Event]] = []
+        self._heap: list[tuple[float, int, int, ScheduledAction]] = []
         self._sequence = 0
 
-    def schedule(self, at_s: float, action: Callable[[], None], *, rank: int = OTHER) -> Event:
+    def schedule(self, at_s: float, action: Callable[[], None], *, rank: int = OTHER) -> ScheduledAction:
         """Run `action` at `at_s`, or now if that has passed."""
-        event = Event(action)
+        event = ScheduledAction(action)
         self._sequence += 1
         heapq.heappush(self._heap, (max(at_s, self.now_s), rank, self._sequence, event))
         return event

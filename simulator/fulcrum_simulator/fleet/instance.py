@@ -24,7 +24,7 @@ from fulcrum_simulator.engine import (
     estimate_transfer_s,
     reserve_transfer,
 )
-from fulcrum_simulator.fleet.event_queue import STEP_END, Event, EventQueue
+from fulcrum_simulator.fleet.event_queue import STEP_END, EventQueue, ScheduledAction
 from fulcrum_simulator.fleet.stepped_engine import SteppedEngine
 
 
@@ -91,8 +91,8 @@ class SimulatedInstance:
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
-        self._step_end: Event | None = None
-        self._lease_timer: Event | None = None
+        self._step_end: ScheduledAction | None = None
+        self._lease_timer: ScheduledAction | None = None
         self.egress, self.ingress = LinkEnd(), LinkEnd()
         self._handshakes = HandshakeQueue(options.profile.handshake_s)
         self.alive = True

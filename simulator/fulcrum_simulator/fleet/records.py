@@ -5,7 +5,7 @@ from fulcrum_simulator.routing import Outcome
 from fulcrum_simulator.workload import WorkloadRequest
 
 
-class RequestRecord:
+class RequestResult:
     """One request of the workload; the router fills in the rest."""
 
     __slots__ = (

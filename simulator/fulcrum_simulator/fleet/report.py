@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fulcrum_core.api.meta import format_duration
-from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import RunResult
 from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.routing import Outcome
@@ -45,7 +45,7 @@ def build_report(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _count_requests(records: Sequence[RequestRecord], scored: Sequence[RequestRecord]) -> dict[str, int]:
+def _count_requests(records: Sequence[RequestResult], scored: Sequence[RequestResult]) -> dict[str, int]:
     outcomes = Counter(record.outcome for record in scored)
     return {
         "offered": len(records),
@@ -56,7 +56,7 @@ def _count_requests(records: Sequence[RequestRecord], scored: Sequence[RequestRe
 
 
 def _measure_goodput(
-    result: RunResult, scored: Sequence[RequestRecord], met: Sequence[RequestRecord]
+    result: RunResult, scored: Sequence[RequestResult], met: Sequence[RequestResult]
 ) -> dict[str, float | None]:
     """Measure what was served within the SLO: requests and output tokens per second, share of all tokens."""
     duration_s = result.last_arrival_s - result.first_scored_s
@@ -69,7 +69,7 @@ def _measure_goodput(
     }
 
 
-def _count_tokens(records: Iterable[RequestRecord]) -> int:
+def _count_tokens(records: Iterable[RequestResult]) -> int:
     return sum(record.request.input_tokens + record.request.output_tokens for record in records)
 
 
@@ -87,7 +87,7 @@ def _describe_flips(result: RunResult) -> dict[str, Any]:
     }
 
 
-def _split_request_time(scored: Sequence[RequestRecord]) -> dict[str, float | None]:
+def _split_request_time(scored: Sequence[RequestResult]) -> dict[str, float | None]:
     """Split the mean time of a successful request with a prefill leg into its stages."""
     stages: list[tuple[float, float, float, float, float]] = []
     for r in scored:

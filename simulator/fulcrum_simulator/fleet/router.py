@@ -26,7 +26,7 @@ from fulcrum_simulator.engine import (
     OutputToken,
 )
 from fulcrum_simulator.fleet.event_queue import EventQueue
-from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
 from fulcrum_simulator.fleet.timeline import Sample, take_sample
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
@@ -79,7 +79,7 @@ class SimulatedRouter:
         self.on_flip_request: Callable[[], None] = lambda: None
         self._flips = flips
         self._applied_at_s = 0.0
-        self._records: dict[str, RequestRecord] = {}
+        self._records: dict[str, RequestResult] = {}
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
@@ -177,7 +177,7 @@ class SimulatedRouter:
 
     # Requests
 
-    def serve(self, record: RequestRecord, number: int, on_end: Callable[[], None]) -> None:
+    def serve(self, record: RequestResult, number: int, on_end: Callable[[], None]) -> None:
         """Serve a request that arrives now; the result is in its record when `on_end` is called."""
         request = SimulatedRequest(
             str(number), record.request.input_tokens, record.request.output_tokens, b"%d" % number
@@ -199,7 +199,7 @@ class SimulatedRouter:
         self.advance()
         self._journeys.start(request, self.slo, on_token=take_token, on_end=end)
 
-    def find_record(self, leg: SimulatedLeg) -> RequestRecord | None:
+    def find_record(self, leg: SimulatedLeg) -> RequestResult | None:
         """Return the record of a leg's request; None if the request has ended."""
         return self._records.get(_get_request_id(leg))
 

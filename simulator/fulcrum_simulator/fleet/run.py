@@ -17,11 +17,11 @@ from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, Role
-from fulcrum_simulator.fleet.autoscaler import Flip, SimulatedAutoscaler
+from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
 from fulcrum_simulator.fleet.options import FLIPPING, Policy, PolicyName, RunOptions
-from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
 from fulcrum_simulator.fleet.timeline import Sample
@@ -39,8 +39,8 @@ class RunResult:
     """What happened in a run. `first_scored_s`: requests that arrived earlier are not scored."""
 
     options: RunOptions
-    records: tuple[RequestRecord, ...]
-    flips: tuple[Flip, ...]
+    records: tuple[RequestResult, ...]
+    flips: tuple[SimulatedFlip, ...]
     samples: tuple[Sample, ...]
     refused_flips: int
     flip_requests: int
@@ -54,7 +54,7 @@ class RunResult:
     events: int
 
     @property
-    def scored(self) -> list[RequestRecord]:
+    def scored(self) -> list[RequestResult]:
         """The requests that count: offered after the warm-up, whatever became of them."""
         return [r for r in self.records if r.request.arrival_s >= self.first_scored_s]
 
@@ -76,7 +76,7 @@ class _Simulation:
         self._workload, self._options, self._on_progress = workload, options, on_progress
         self._rng = random.Random(options.seed)
         self._events = EventQueue()
-        self._records: list[RequestRecord] = []
+        self._records: list[RequestResult] = []
         self._unfinished = 0
         self._engine_failures = 0
         self._instances = self._build_instances()
@@ -179,7 +179,7 @@ class _Simulation:
             self._router,
             PDAssignmentSpec(service="simulated", roles=roles),
             self._build_rules(),
-            ready=lambda: [view.name for view in self._router.fleet.instances if view.instance.alive],
+            serving=lambda: [view.name for view in self._router.fleet.instances if view.instance.alive],
             state_age_s=options.control.state_age_s,
             flip_latency_s=options.control.flip_latency_s,
         )
@@ -192,7 +192,7 @@ class _Simulation:
 
     def _arrive(self) -> None:
         number = len(self._records)
-        record = RequestRecord(self._workload[number])
+        record = RequestResult(self._workload[number])
         self._records.append(record)
         self._unfinished += 1
         if number % 256 == 0:

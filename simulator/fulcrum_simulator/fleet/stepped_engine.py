@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from fulcrum_simulator.engine import Engine, Event
+from fulcrum_simulator.engine import Engine, EngineEvent
 
 LOOKAHEAD_STEPS = 128
 """Most steps planned ahead: a request that arrives makes the rest of the plan void."""
@@ -73,6 +73,6 @@ class SteppedEngine:
         self.next_skipped_s = math.inf
         return left > 1
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[EngineEvent]:
         """End the last planned step at `due_s`. Call `advance` for that time first."""
         return self.engine.finish_step(self.due_s)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fulcrum_core.values import Role, Slo
-from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 
 
@@ -41,7 +41,7 @@ def thin_out(samples: Sequence[Sample], count_max: int) -> list[Sample]:
 
 
 def attainment_over_time(
-    records: Sequence[RequestRecord], slo: Slo, windows: int
+    records: Sequence[RequestResult], slo: Slo, windows: int
 ) -> list[tuple[float, float]]:
     """Return the start of each window with arrivals, and its SLO attainment.
 

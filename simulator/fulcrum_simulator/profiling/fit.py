@@ -13,7 +13,12 @@ from typing import TypeVar
 
 from fulcrum_core.latency import StepModel
 from fulcrum_simulator.profiling.least_squares import fit_not_negative
-from fulcrum_simulator.profiling.samples import DecodeSample, MixedSample, PrefillSample, TransferSample
+from fulcrum_simulator.profiling.samples import (
+    DecodeMeasurement,
+    MixedMeasurement,
+    PrefillMeasurement,
+    TransferMeasurement,
+)
 
 S = TypeVar("S")
 
@@ -53,9 +58,9 @@ class FittedLink:
 
 def fit_profile(
     *,
-    prefill: Sequence[PrefillSample],
-    decode: Sequence[DecodeSample],
-    mixed: Sequence[MixedSample],
+    prefill: Sequence[PrefillMeasurement],
+    decode: Sequence[DecodeMeasurement],
+    mixed: Sequence[MixedMeasurement],
     token_budget: int,
 ) -> FittedProfile:
     """Fit the coefficients of a step; `token_budget` is the engine's largest step, in tokens."""
@@ -76,13 +81,15 @@ def fit_profile(
     )
 
 
-def fit_link(first: TransferSample, later: Sequence[TransferSample], fitted: FittedProfile) -> FittedLink:
+def fit_link(
+    first: TransferMeasurement, later: Sequence[TransferMeasurement], fitted: FittedProfile
+) -> FittedLink:
     """Fit the KV transfer between two engines; `first` was measured before any other contact of the two.
 
     The decode step that follows a transfer, and the time outside steps, are taken out first.
     """
 
-    def after_s(sample: TransferSample) -> float:
+    def after_s(sample: TransferMeasurement) -> float:
         return fitted.steps.step_s((), (sample.tokens,)) + fitted.overhead_s
 
     setup_s, s_per_token = fit_not_negative(
@@ -92,7 +99,7 @@ def fit_link(first: TransferSample, later: Sequence[TransferSample], fitted: Fit
     )
     s_per_token = max(s_per_token, LEAST_COEFFICIENT)
 
-    def predict_s(sample: TransferSample) -> float:
+    def predict_s(sample: TransferMeasurement) -> float:
         return setup_s + s_per_token * sample.tokens + after_s(sample)
 
     return FittedLink(
@@ -116,9 +123,9 @@ def _fit_factor(points: Sequence[tuple[float, float]]) -> float:
 def _compute_errors(
     steps: StepModel,
     overhead_s: float,
-    prefill: Sequence[PrefillSample],
-    decode: Sequence[DecodeSample],
-    mixed: Sequence[MixedSample],
+    prefill: Sequence[PrefillMeasurement],
+    decode: Sequence[DecodeMeasurement],
+    mixed: Sequence[MixedMeasurement],
     token_budget: int,
 ) -> tuple[CurveError, ...]:
     def alone_s(tokens: int) -> float:

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 
 from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits, EngineUnusable, TokenTimes
 from fulcrum_simulator.profiling.points import DECODE_STEPS, MeasurementPlan
-from fulcrum_simulator.profiling.samples import DecodeSample, MixedSample, PrefillSample, TransferSample
+from fulcrum_simulator.profiling.samples import (
+    DecodeMeasurement,
+    MixedMeasurement,
+    PrefillMeasurement,
+    TransferMeasurement,
+)
 
 T = TypeVar("T")
 Report = Callable[[str], None]
@@ -39,16 +44,16 @@ class Measurer:
         await self._measure_prefill(plan.prefill[-1])
         await self._measure_decode(plan.decode[-1][0], plan.decode[0][1])
 
-    async def measure_prefill(self, plan: MeasurementPlan) -> list[PrefillSample]:
+    async def measure_prefill(self, plan: MeasurementPlan) -> list[PrefillMeasurement]:
         """Measure the prefill curve."""
         samples = []
         for tokens in plan.prefill:
             self._report(f"prefill of {tokens} tokens")
             seconds = await self._repeat(partial(self._measure_prefill, tokens))
-            samples.append(PrefillSample(tokens, median(seconds)))
+            samples.append(PrefillMeasurement(tokens, median(seconds)))
         return samples
 
-    async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeSample]:
+    async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeMeasurement]:
         """Measure the decode grid."""
         samples = []
         for batch, context in plan.decode:
@@ -57,7 +62,7 @@ class Measurer:
             samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
         return samples
 
-    async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedSample]:
+    async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedMeasurement]:
         """Measure prompts that join a batch of decodes.
 
         A point is left out if the engine takes up the prompt only when the decodes have ended.
@@ -67,14 +72,14 @@ class Measurer:
             self._report(f"prefill of {tokens} tokens beside {plan.mixed_batch} decodes")
             measure = partial(self._measure_mixed, plan.mixed_batch, tokens, context=plan.decode[0][1])
             try:
-                samples.append(MixedSample(tokens, median(await self._repeat(measure))))
+                samples.append(MixedMeasurement(tokens, median(await self._repeat(measure))))
             except _NotMixed:
                 self._report(f"nothing: the engine did not compute {tokens} tokens beside decodes")
         return samples
 
     async def measure_transfers(
         self, plan: MeasurementPlan, decode: EngineClient
-    ) -> tuple[TransferSample, list[TransferSample]]:
+    ) -> tuple[TransferMeasurement, list[TransferMeasurement]]:
         """Measure the first KV transfer to the engine `decode`, and later ones of every length."""
         self._report(f"first KV transfer to {decode.url}")
         first = await self._measure_transfer(plan.transfer[0], decode)
@@ -82,7 +87,7 @@ class Measurer:
         for tokens in plan.transfer:
             self._report(f"KV transfer of {tokens} tokens")
             found = await self._repeat(partial(self._measure_transfer, tokens, decode))
-            later.append(TransferSample(tokens, median(sample.seconds for sample in found)))
+            later.append(TransferMeasurement(tokens, median(sample.seconds for sample in found)))
         return first, later
 
     async def _repeat(self, measure: Callable[[], Awaitable[T]]) -> list[T]:
@@ -93,10 +98,10 @@ class Measurer:
         await self._client.stream(self._body(tokens, max_tokens=1), times)
         return times.tokens_s[0] - times.sent_s
 
-    async def _measure_decode(self, batch: int, context: int) -> DecodeSample:
+    async def _measure_decode(self, batch: int, context: int) -> DecodeMeasurement:
         """Return the mean step while exactly these requests decode."""
 
-        async def measure(steps: int) -> DecodeSample:
+        async def measure(steps: int) -> DecodeMeasurement:
             max_tokens = self._steps_to_fill(batch, context) + steps
             runs = [TokenTimes() for _ in range(batch)]
             body = partial(self._body, context, max_tokens=max_tokens)
@@ -106,7 +111,7 @@ class Measurer:
             together, seconds = _mean_step(runs[0].tokens_s, start_s, end_s)
             # The step that makes token j of a request reads its prompt and j tokens.
             context_tokens = sum(context + index + (together + 1) / 2 for index in before)
-            return DecodeSample(batch, context_tokens, seconds)
+            return DecodeMeasurement(batch, context_tokens, seconds)
 
         return await self._with_enough_steps(measure, batch, context)
 
@@ -149,7 +154,7 @@ class Measurer:
                     ) from None
                 self._decode_steps *= 2
 
-    async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferSample:
+    async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferMeasurement:
         body = self._body(tokens, max_tokens=1)
         response = await self._client.complete({**body, "kv_transfer_params": _PREFILL_LEG})
         params = response.get("kv_transfer_params")
@@ -161,7 +166,7 @@ class Measurer:
         await decode.stream({**body, "kv_transfer_params": params}, times)
         if times.cached_tokens is not None and times.cached_tokens < tokens - self._limits.block_size:
             raise EngineUnusable(decode.url, "computed the prompt itself instead of fetching its KV")
-        return TransferSample(tokens, times.tokens_s[0] - times.sent_s)
+        return TransferMeasurement(tokens, times.tokens_s[0] - times.sent_s)
 
     def _body(self, tokens: int, *, max_tokens: int) -> dict[str, Any]:
         prompt = self._client.make_prompt(tokens)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillSample:
+class PrefillMeasurement:
     """From sending a prompt of `tokens` to an idle engine to its first token."""
 
     tokens: int
@@ -12,7 +12,7 @@ class PrefillSample:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeSample:
+class DecodeMeasurement:
     """One step that only decodes `batch` requests, which have `context_tokens` tokens of KV together."""
 
     batch: int
@@ -21,7 +21,7 @@ class DecodeSample:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedSample:
+class MixedMeasurement:
     """How much longer decode steps took together because a prompt of `tokens` was computed in them."""
 
     tokens: int
@@ -29,7 +29,7 @@ class MixedSample:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferSample:
+class TransferMeasurement:
     """From sending a decode leg whose KV of `tokens` is on another engine to its first token."""
 
     tokens: int

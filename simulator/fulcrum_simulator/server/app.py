@@ -34,7 +34,7 @@ from fulcrum_simulator.server.responses import (
     error_object,
 )
 from fulcrum_simulator.server.service import EngineService
-from fulcrum_simulator.server.token_sinks import BufferedResponse, ResponseEnd, StreamedResponse
+from fulcrum_simulator.server.token_sinks import BufferedTokens, ResponseEnd, StreamedResponse
 from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest
 
 ENGINE_VERSION = "0.32.0"
@@ -144,7 +144,7 @@ class EngineApp:
         )
 
     async def _respond(self, call: _GenerateCall) -> web.Response:
-        sink = BufferedResponse()
+        sink = BufferedTokens()
         self._service.submit(call.request, sink)
         try:
             ending = await sink.ending

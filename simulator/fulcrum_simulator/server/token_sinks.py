@@ -36,7 +36,7 @@ class _TokenSink:
             self.ending.set_exception(EngineDead())
 
 
-class BufferedResponse(_TokenSink):
+class BufferedTokens(_TokenSink):
     """Collects the text of a request that does not stream."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _MS_PER_S = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """One layout.
 
     Attributes:
@@ -62,7 +62,7 @@ def _read_milliseconds(text: str) -> float:
     return float(text) / _MS_PER_S
 
 
-FULCRUM = Layout(
+FULCRUM = FileLayout(
     "Fulcrum",
     "arrival_s",
     "input_tokens",
@@ -72,7 +72,7 @@ FULCRUM = Layout(
     hash_ids="prefix_hash_ids",
     tenant="tenant",
 )
-AZURE = Layout(
+AZURE = FileLayout(
     "Azure",
     "TIMESTAMP",
     "ContextTokens",
@@ -80,11 +80,11 @@ AZURE = Layout(
     _read_date_time,
     arrival_is="a date and time",
 )
-BURST_GPT = Layout(
+BURST_GPT = FileLayout(
     "BurstGPT", "Timestamp", "Request tokens", "Response tokens", float, failed_have_no_output=True
 )
-SERVE_GEN = Layout("ServeGen", "timestamp", "input_tokens", "output_tokens", float)
-MOONCAKE = Layout(
+SERVE_GEN = FileLayout("ServeGen", "timestamp", "input_tokens", "output_tokens", float)
+MOONCAKE = FileLayout(
     "Mooncake",
     "timestamp",
     "input_length",
@@ -94,7 +94,7 @@ MOONCAKE = Layout(
     hash_ids="hash_ids",
 )
 
-QWEN_BAILIAN = Layout(
+QWEN_BAILIAN = FileLayout(
     "Qwen Bailian", "timestamp", "input_length", "output_length", float, hash_ids="hash_ids", mark="chat_id"
 )
 
@@ -102,6 +102,6 @@ CSV_LAYOUTS = (FULCRUM, AZURE, BURST_GPT, SERVE_GEN)
 JSON_LAYOUTS = (QWEN_BAILIAN, MOONCAKE)
 
 
-def find_layout(fields: Collection[str], layouts: Collection[Layout]) -> Layout | None:
+def find_layout(fields: Collection[str], layouts: Collection[FileLayout]) -> FileLayout | None:
     """Return the first layout whose required fields are all present; None if there is none."""
     return next((layout for layout in layouts if all(name in fields for name in layout.required)), None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_simulator.workload.layouts import CSV_LAYOUTS, JSON_LAYOUTS, Layout, find_layout
+from fulcrum_simulator.workload.layouts import CSV_LAYOUTS, JSON_LAYOUTS, FileLayout, find_layout
 
 LINE_LENGTH_MAX = 1 << 20
 """Longest line of a file, in characters."""
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
 
 @contextmanager
-def open_records(path: Path) -> Iterator[tuple[Layout, Iterator[Record]]]:
+def open_records(path: Path) -> Iterator[tuple[FileLayout, Iterator[Record]]]:
     """Open a file, and yield its layout and an iterator of its records.
 
     Raises:
@@ -99,7 +99,7 @@ def _shorten(text: str) -> str:
     return text if len(text) <= _VALUE_LENGTH_MAX else f"{text[:_VALUE_LENGTH_MAX]}…"
 
 
-def _read_csv(path: Path, lines: Iterator[str]) -> tuple[Layout, Iterator[Record]]:
+def _read_csv(path: Path, lines: Iterator[str]) -> tuple[FileLayout, Iterator[Record]]:
     rows = csv.DictReader(lines, strict=True)
     try:
         columns = list(rows.fieldnames or ())
@@ -119,7 +119,7 @@ def _read_rows(path: Path, rows: "csv.DictReader[str]") -> Iterator[Record]:
         raise InvalidInput(f"{path}:{rows.line_num + 1}", error, "must be CSV") from error
 
 
-def _read_json(path: Path, lines: Iterator[str]) -> tuple[Layout, Iterator[Record]]:
+def _read_json(path: Path, lines: Iterator[str]) -> tuple[FileLayout, Iterator[Record]]:
     records = _read_objects(path, lines)
     first = next(records)
     layout = find_layout(first.fields, JSON_LAYOUTS)
@@ -141,7 +141,7 @@ def _read_objects(path: Path, lines: Iterator[str]) -> Iterator[Record]:
         yield Record(f"{path}:{number}", fields)
 
 
-def _make_layout_error(place: str, found: list[str], layouts: tuple[Layout, ...]) -> InvalidInput:
+def _make_layout_error(place: str, found: list[str], layouts: tuple[FileLayout, ...]) -> InvalidInput:
     """Return the error of a file in no known layout: the first field that the nearest layout lacks."""
     nearest = min(layouts, key=lambda layout: sum(field not in found for field in layout.required))
     lacking = [field for field in nearest.required if field not in found]

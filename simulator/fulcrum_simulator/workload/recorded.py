@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_simulator.workload.layouts import Layout
+from fulcrum_simulator.workload.layouts import FileLayout
 from fulcrum_simulator.workload.record_files import Cell, Record, open_records
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
@@ -53,7 +53,7 @@ def load_recording(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Rec
 class _RequestReader:
     """Turns the records of one file into requests, and checks them and their order."""
 
-    def __init__(self, layout: Layout, requests_max: int) -> None:
+    def __init__(self, layout: FileLayout, requests_max: int) -> None:
         self.failed = 0
         self._layout, self._requests_max = layout, requests_max
         self._first_s: float | None = None if layout.counts_from_first else 0.0

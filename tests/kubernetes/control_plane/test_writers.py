@@ -18,7 +18,7 @@ import pytest
 from fulcrum_autoscaler.decision_history import DecisionHistory
 from fulcrum_autoscaler.loop import ServiceAutoscaler
 from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
-from fulcrum_autoscaler.policy import Action
+from fulcrum_autoscaler.policy import DecisionAction
 from fulcrum_cli.assignment.writes import flip_instance, set_cordon
 from fulcrum_cluster.client import RestStore, open_store
 from fulcrum_cluster.clock import SystemClock
@@ -377,7 +377,7 @@ async def test_concurrent_writers_break_no_floor_and_lose_no_write(
         "each generation after the first was written by one of the writers"
     )
     assert (max(wrote.values()), set(generations)) == (1, set(range(1, last + 1)))
-    assert actors.outcomes[f"autoscaler {Action.FLIP}"]
+    assert actors.outcomes[f"autoscaler {DecisionAction.FLIP}"]
     assert actors.outcomes["operator lost a race"]
 
 

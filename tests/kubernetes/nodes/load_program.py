@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import LoadGenerator, LoadTarget, OutcomeKind, RequestOutcome
+from fulcrum_simulator.client import LoadGenerator, LoadOutcome, LoadTarget, OutcomeKind
 from fulcrum_simulator.workload import WorkloadRequest
 
 FINISH_TIMEOUT_S = 15.0
@@ -88,7 +88,7 @@ async def _report_window(name: str, generator: LoadGenerator, start_s: float, ra
     sys.stdout.flush()
 
 
-def _describe(outcome: RequestOutcome, offered_s: float) -> dict[str, Any]:
+def _describe(outcome: LoadOutcome, offered_s: float) -> dict[str, Any]:
     """Return one failure as JSON; `offered_s` is on the monotonic clock, common to all namespaces."""
     return {
         "offered_s": offered_s,

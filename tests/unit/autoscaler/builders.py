@@ -42,12 +42,12 @@ def assignment(roles: Mapping[str, RoleAssignment], **fields: Any) -> PDAssignme
 
 
 def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
-    """Build an observation in which every instance of the router is assigned its role and ready."""
+    """Build an observation in which every instance of the router is assigned its role and serving."""
     roles = {i.name: entry(i.role) for i in instances}
     default: dict[str, Any] = {
         "assignment": assignment(roles),
         "generation": 1,
-        "ready": frozenset(roles),
+        "serving": frozenset(roles),
         "router": make_router_state(*instances),
     }
     return Observation(**{**default, **fields})

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fulcrum_autoscaler.policy import (
-    Action,
     AutoscalingRules,
+    DecisionAction,
     FlipDecision,
     MonitorState,
     Observation,
@@ -43,81 +43,93 @@ def tick(observation: Observation, autoscaling_rules: AutoscalingRules | None = 
     [
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.1)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="decode load at the objective flips an instance",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.099)),
-            Action.HOLD,
+            DecisionAction.HOLD,
             id="decode load just below the objective does not, while prefill is busy",
         ),
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", 0.05)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="low prefill load flips unless decode load is low too",
         ),
         pytest.param(
-            (*QUIET_PREFILL, decode("d-0", 0.049)), Action.HOLD, id="low prefill and decode load flip nothing"
+            (*QUIET_PREFILL, decode("d-0", 0.049)),
+            DecisionAction.HOLD,
+            id="low prefill and decode load flip nothing",
         ),
         pytest.param(
             (prefill("p-0", 0.5), prefill("p-1", 0.5), decode("d-0", 0.06)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="prefill load at shrink is low",
         ),
         pytest.param(
             (prefill("p-0", 0.5), prefill("p-1", 0.51), decode("d-0", 0.06)),
-            Action.HOLD,
+            DecisionAction.HOLD,
             id="prefill load above shrink is not low",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.3), decode("d-1", 0.0, 0, decode_legs=0)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="the mean counts: 3.0 and 0.0 give 1.5",
         ),
         pytest.param(
             (*BUSY_PREFILL, decode("d-0", 0.18), IDLE_DECODE.model_copy(update={"name": "d-1"})),
-            Action.HOLD,
+            DecisionAction.HOLD,
             id="an idle instance halves the mean",
         ),
-        pytest.param((*QUIET_PREFILL, IDLE_DECODE), Action.HOLD, id="idle decode needs no instance"),
+        pytest.param((*QUIET_PREFILL, IDLE_DECODE), DecisionAction.HOLD, id="idle decode needs no instance"),
         pytest.param(
-            (prefill("p-0"), decode("d-0", 0.5)), Action.REFUSE, id="the last prefill instance stays"
+            (prefill("p-0"), decode("d-0", 0.5)), DecisionAction.REFUSE, id="the last prefill instance stays"
         ),
         pytest.param(
-            (decode("d-0", 0.5), decode("d-1", 0.5)), Action.REFUSE, id="no prefill instance could flip"
+            (decode("d-0", 0.5), decode("d-1", 0.5)),
+            DecisionAction.REFUSE,
+            id="no prefill instance could flip",
         ),
-        pytest.param(BUSY_PREFILL, Action.HOLD, id="no decode instance serves, so its load is unknown"),
-        pytest.param((), Action.HOLD, id="no instance serves"),
         pytest.param(
-            (*QUIET_PREFILL, decode("d-0", None)), Action.HOLD, id="decoding without a latency is unknown"
+            BUSY_PREFILL, DecisionAction.HOLD, id="no decode instance serves, so its load is unknown"
         ),
-        pytest.param((*QUIET_PREFILL, decode("d-0", float("nan"))), Action.HOLD, id="NaN is unknown"),
-        pytest.param((*QUIET_PREFILL, decode("d-0", float("inf"))), Action.HOLD, id="infinity is unknown"),
-        pytest.param((*QUIET_PREFILL, decode("d-0", -1.0)), Action.HOLD, id="a negative latency is unknown"),
+        pytest.param((), DecisionAction.HOLD, id="no instance serves"),
+        pytest.param(
+            (*QUIET_PREFILL, decode("d-0", None)),
+            DecisionAction.HOLD,
+            id="decoding without a latency is unknown",
+        ),
+        pytest.param((*QUIET_PREFILL, decode("d-0", float("nan"))), DecisionAction.HOLD, id="NaN is unknown"),
+        pytest.param(
+            (*QUIET_PREFILL, decode("d-0", float("inf"))), DecisionAction.HOLD, id="infinity is unknown"
+        ),
+        pytest.param(
+            (*QUIET_PREFILL, decode("d-0", -1.0)), DecisionAction.HOLD, id="a negative latency is unknown"
+        ),
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", 0.08), decode("d-1", None)),
-            Action.HOLD,
+            DecisionAction.HOLD,
             id="half unknown counts as 0 against the flip",
         ),
         pytest.param(
             (*QUIET_PREFILL, decode("d-0", 0.2), decode("d-1", None)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="half unknown: the known half alone gives 1.0",
         ),
         pytest.param(
             (prefill("p-0"), prefill("p-1", float("nan")), decode("d-0", 0.06)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             id="one unknown prefill instance of two counts as 1: mean 0.5",
         ),
         pytest.param(
             (prefill("p-0", 0.1), prefill("p-1", float("nan")), decode("d-0", 0.06)),
-            Action.HOLD,
+            DecisionAction.HOLD,
             id="an unknown prefill load argues against the flip",
         ),
     ],
 )
 def test_monitor_flips_to_decode_exactly_at_its_thresholds(
-    instances: tuple[Any, ...], expected: Action
+    instances: tuple[Any, ...], expected: DecisionAction
 ) -> None:
     assert tick(make_observation(*instances)).action is expected
 
@@ -213,8 +225,8 @@ def test_nothing_flips_while_off_paused_or_without_current_router_state(
     requested = decide_on_flip_request(
         make_flip_request(Role.DECODE), observation, autoscaling_rules, now_s=NOW_S
     )
-    assert (monitor_state, ticked.action, ticked.reason) == (MonitorState(), Action.HOLD, reason)
-    assert (requested.action, requested.reason) == (Action.HOLD, reason)
+    assert (monitor_state, ticked.action, ticked.reason) == (MonitorState(), DecisionAction.HOLD, reason)
+    assert (requested.action, requested.reason) == (DecisionAction.HOLD, reason)
 
 
 def test_a_flip_needs_its_condition_on_consecutive_ticks() -> None:
@@ -229,13 +241,13 @@ def test_a_flip_needs_its_condition_on_consecutive_ticks() -> None:
         )
         actions.append((decision.action, monitor_state.consecutive_ticks))
     assert actions == [
-        (Action.HOLD, 1),
-        (Action.HOLD, 2),
-        (Action.HOLD, 0),
-        (Action.HOLD, 1),
-        (Action.HOLD, 2),
-        (Action.FLIP, 0),
-        (Action.HOLD, 1),
+        (DecisionAction.HOLD, 1),
+        (DecisionAction.HOLD, 2),
+        (DecisionAction.HOLD, 0),
+        (DecisionAction.HOLD, 1),
+        (DecisionAction.HOLD, 2),
+        (DecisionAction.FLIP, 0),
+        (DecisionAction.HOLD, 1),
     ]
 
 
@@ -246,7 +258,7 @@ def test_a_tick_without_router_state_resets_the_count_of_ticks() -> None:
     )
     assert (
         decide_on_tick(monitor_state, overloaded, make_rules(consecutive_ticks=3), now_s=NOW_S)[1].action
-        is Action.HOLD
+        is DecisionAction.HOLD
     )
 
 
@@ -256,13 +268,13 @@ def test_a_flip_refused_by_the_cooldown_is_made_on_the_first_tick_after_it() -> 
     monitor_state, decision = decide_on_tick(
         MonitorState(2), cooling, make_rules(consecutive_ticks=3), now_s=NOW_S
     )
-    assert (decision.action, monitor_state) == (Action.REFUSE, MonitorState(3))
+    assert (decision.action, monitor_state) == (DecisionAction.REFUSE, MonitorState(3))
     assert "the cooldown is 10s" in decision.reason
     router_later = make_router_state(*BUSY_PREFILL, decode("d-0", 0.2), at_s=NOW_S + 1)
     later = replace(cooling, router=router_later)
     assert (
         decide_on_tick(monitor_state, later, make_rules(consecutive_ticks=3), now_s=NOW_S + 1)[1].action
-        is Action.FLIP
+        is DecisionAction.FLIP
     )
 
 
@@ -273,7 +285,7 @@ def with_last_flip_at(observation: Observation, at_s: float) -> Any:
 def test_advise_decides_the_same_flip_without_making_it() -> None:
     observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.2))
     auto, advised = tick(observation), tick(observation, make_rules(mode=AutoscalingMode.ADVISE))
-    assert advised == replace(auto, action=Action.ADVISE)
+    assert advised == replace(auto, action=DecisionAction.ADVISE)
 
 
 @pytest.mark.parametrize(
@@ -281,54 +293,57 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
     [
         pytest.param(
             (decode("d-0", 0.049), decode("d-1", 0.049)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             "decode load 0.49",
             id="low decode load",
         ),
         pytest.param(
             (decode("d-0", 0.05), decode("d-1", 0.05)),
-            Action.REFUSE,
+            DecisionAction.REFUSE,
             "decode load 0.50 is not below 0.50",
             id="decode load at shrink is not low",
         ),
         pytest.param(
             (IDLE_DECODE, decode("d-1", 0.09)),
-            Action.FLIP,
+            DecisionAction.FLIP,
             "decode load 0.45",
             id="an idle instance counts as 0",
         ),
         pytest.param(
             (IDLE_DECODE, IDLE_DECODE.model_copy(update={"name": "d-1"})),
-            Action.FLIP,
+            DecisionAction.FLIP,
             "decode load 0.00",
             id="no decode work at all is low",
         ),
         pytest.param(
             (decode("d-0", None), decode("d-1", None)),
-            Action.REFUSE,
+            DecisionAction.REFUSE,
             "decode load unknown",
             id="all unknown is not low",
         ),
         pytest.param(
             (decode("d-0", 0.01), decode("d-1", None)),
-            Action.REFUSE,
+            DecisionAction.REFUSE,
             "decode load 0.05 to 0.55 (1 of 2 instances unknown) is not below",
             id="half unknown is not low",
         ),
         pytest.param(
-            (IDLE_DECODE, decode("d-1", 0.01)), Action.FLIP, "decode load 0.05", id="few tokens are low"
+            (IDLE_DECODE, decode("d-1", 0.01)),
+            DecisionAction.FLIP,
+            "decode load 0.05",
+            id="few tokens are low",
         ),
         pytest.param(
             (decode("d-0", 0.01),),
-            Action.REFUSE,
+            DecisionAction.REFUSE,
             "Decode keeps its last instance: 1 serving",
             id="the last decode instance stays",
         ),
-        pytest.param((), Action.REFUSE, "decode load unknown", id="no decode instance serves"),
+        pytest.param((), DecisionAction.REFUSE, "decode load unknown", id="no decode instance serves"),
     ],
 )
 def test_a_flip_request_for_prefill_is_granted_only_while_decode_load_is_low(
-    decodes: tuple[Any, ...], expected: Action, phrase: str
+    decodes: tuple[Any, ...], expected: DecisionAction, phrase: str
 ) -> None:
     decision = decide_on_flip_request(
         make_flip_request(Role.PREFILL),
@@ -359,11 +374,13 @@ def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
 @pytest.mark.parametrize(
     ("count", "expected"),
     [
-        pytest.param(2, Action.REFUSE, id="0.55 on one of two would be 1.10"),
-        pytest.param(3, Action.FLIP, id="0.55 on two of three would be 0.83"),
+        pytest.param(2, DecisionAction.REFUSE, id="0.55 on one of two would be 1.10"),
+        pytest.param(3, DecisionAction.FLIP, id="0.55 on two of three would be 0.83"),
     ],
 )
-def test_decode_gives_up_no_instance_that_it_would_request_back_at_once(count: int, expected: Action) -> None:
+def test_decode_gives_up_no_instance_that_it_would_request_back_at_once(
+    count: int, expected: DecisionAction
+) -> None:
     decodes = [decode(f"d-{n}", 0.055) for n in range(count)]
     decision = decide_on_flip_request(
         make_flip_request(Role.PREFILL),
@@ -381,20 +398,20 @@ def test_a_flip_to_prefill_is_not_subject_to_the_cooldown() -> None:
         decide_on_flip_request(
             make_flip_request(Role.PREFILL), just_flipped, make_rules(), now_s=NOW_S
         ).action
-        is Action.FLIP
+        is DecisionAction.FLIP
     )
 
 
 @pytest.mark.parametrize(
     ("last_s", "expected"),
     [
-        pytest.param(None, Action.FLIP, id="the first flip"),
-        pytest.param(NOW_S - 10, Action.FLIP, id="after the cooldown"),
-        pytest.param(NOW_S - 9.9, Action.REFUSE, id="within the cooldown"),
+        pytest.param(None, DecisionAction.FLIP, id="the first flip"),
+        pytest.param(NOW_S - 10, DecisionAction.FLIP, id="after the cooldown"),
+        pytest.param(NOW_S - 9.9, DecisionAction.REFUSE, id="within the cooldown"),
     ],
 )
 def test_a_flip_request_for_decode_is_refused_only_during_the_cooldown(
-    last_s: float | None, expected: Action
+    last_s: float | None, expected: DecisionAction
 ) -> None:
     observation = make_observation(*BUSY_PREFILL, decode("d-0", 0.001))
     cooling = replace(observation, assignment=with_last_flip_at(observation, last_s))  # type: ignore[arg-type]
@@ -436,5 +453,5 @@ def test_a_long_reason_is_cut_to_the_object_limit() -> None:
 def test_instances_of_a_fixed_pool_are_never_flipped() -> None:
     fixed = make_rules(assignment_rules=AssignmentRules(10.0, {"p-0": Role.PREFILL, "p-1": Role.PREFILL}))
     decision = tick(make_observation(*BUSY_PREFILL, decode("d-0", 0.5)), fixed)
-    assert decision.action is Action.REFUSE
+    assert decision.action is DecisionAction.REFUSE
     assert [r.instance for r in decision.rejected] == ["p-1", "p-0"]

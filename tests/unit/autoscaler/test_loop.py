@@ -9,7 +9,7 @@ import pytest
 from fulcrum_autoscaler.decision_history import DecisionHistory
 from fulcrum_autoscaler.loop import WRITE_ATTEMPTS_MAX, ServiceAutoscaler
 from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
-from fulcrum_autoscaler.policy import Action, FlipDecision, Trigger
+from fulcrum_autoscaler.policy import DecisionAction, FlipDecision, Trigger
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.manifest import parse_as
@@ -203,7 +203,11 @@ async def test_a_flip_is_one_write_of_the_assignment_with_actor_and_reason(setup
     decision = await setup.autoscaler.tick()
     after = await setup.read_assignment()
     flipped = after.spec.roles["chat-1"]
-    assert (decision.action, decision.instance, await setup.role_letters()) == (Action.FLIP, "chat-1", "PDD")
+    assert (decision.action, decision.instance, await setup.role_letters()) == (
+        DecisionAction.FLIP,
+        "chat-1",
+        "PDD",
+    )
     assert (flipped.by, flipped.since, flipped.reason) == (Actor.AUTOSCALER, NOW_S, decision.reason)
     assert (after.spec.flips, after.spec.last_prefill_to_decode) == (1, NOW_S)
     assert after.metadata.generation == before.metadata.generation + 1
@@ -214,13 +218,13 @@ async def test_a_flip_is_one_write_of_the_assignment_with_actor_and_reason(setup
 @pytest.mark.parametrize(
     ("autoscaling", "action"),
     [
-        pytest.param({"mode": "Advise"}, Action.ADVISE, id="Advise explains the flip"),
-        pytest.param({"mode": "Off"}, Action.HOLD, id="Off holds"),
-        pytest.param({"flip": {"paused": True}}, Action.HOLD, id="paused holds"),
+        pytest.param({"mode": "Advise"}, DecisionAction.ADVISE, id="Advise explains the flip"),
+        pytest.param({"mode": "Off"}, DecisionAction.HOLD, id="Off holds"),
+        pytest.param({"flip": {"paused": True}}, DecisionAction.HOLD, id="paused holds"),
     ],
 )
 async def test_nothing_is_written_in_advise_off_or_paused(
-    setup: AutoscalerSetup, autoscaling: dict[str, Any], action: Action
+    setup: AutoscalerSetup, autoscaling: dict[str, Any], action: DecisionAction
 ) -> None:
     await setup.create_objects(**autoscaling)
     before = await setup.read_assignment()
@@ -232,7 +236,7 @@ async def test_a_write_conflict_makes_the_autoscaler_decide_again(setup: Autosca
     await setup.create_objects()
     setup.store.conflicts_left = 2
     decision = await setup.autoscaler.tick()
-    assert (decision.action, await setup.role_letters()) == (Action.FLIP, "PDD")
+    assert (decision.action, await setup.role_letters()) == (DecisionAction.FLIP, "PDD")
     assert (await setup.read_assignment()).spec.flips == 41  # 40 by the last conflicting write, 1 by the flip
     assert read_metric(setup, "write_conflicts_total") == 2
 
@@ -243,12 +247,12 @@ async def test_a_flip_is_given_up_after_the_last_write_attempt_until_the_next_ti
     await setup.create_objects()
     setup.store.conflicts_left = WRITE_ATTEMPTS_MAX
     decision = await setup.autoscaler.tick()
-    assert (decision.action, await setup.role_letters()) == (Action.REFUSE, "PPD")
+    assert (decision.action, await setup.role_letters()) == (DecisionAction.REFUSE, "PPD")
     assert decision.reason.endswith(
         f"not written: other writers changed the assignment first, {WRITE_ATTEMPTS_MAX} times"
     )
     await setup.refresh_assignment()
-    assert (await setup.autoscaler.tick()).action is Action.FLIP
+    assert (await setup.autoscaler.tick()).action is DecisionAction.FLIP
 
 
 async def test_an_instance_pinned_after_the_observation_is_not_flipped(setup: AutoscalerSetup) -> None:
@@ -265,7 +269,7 @@ async def test_an_unavailable_store_refuses_the_flip_and_does_not_crash(setup: A
     await setup.create_objects()
     setup.store.unavailable = True
     decision = await setup.autoscaler.tick()
-    assert decision.action is Action.REFUSE
+    assert decision.action is DecisionAction.REFUSE
     assert decision.reason.endswith("not written: the store did not accept the write: no response")
 
 
@@ -305,9 +309,9 @@ async def test_a_restart_keeps_the_cooldown(setup: AutoscalerSetup, clock: Manua
     await setup.add_instance("chat-3")
     await setup.refresh_assignment()
     clock.at_s += 9
-    assert (await setup.make_autoscaler().tick()).action is Action.REFUSE
+    assert (await setup.make_autoscaler().tick()).action is DecisionAction.REFUSE
     clock.at_s += 1
-    assert (await setup.make_autoscaler().tick()).action is Action.FLIP
+    assert (await setup.make_autoscaler().tick()).action is DecisionAction.FLIP
 
 
 async def test_an_instance_that_is_not_serving_is_not_flipped(setup: AutoscalerSetup) -> None:
@@ -315,7 +319,7 @@ async def test_an_instance_that_is_not_serving_is_not_flipped(setup: AutoscalerS
     setup.objects.the_instances[1] = _instance("chat-1", "Draining")
     assert (
         await setup.autoscaler.tick()
-    ).action is Action.REFUSE  # chat-0 is the last serving prefill instance
+    ).action is DecisionAction.REFUSE  # chat-0 is the last serving prefill instance
 
 
 async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: AutoscalerSetup) -> None:
@@ -324,7 +328,7 @@ async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: Aut
     await setup.set_phase("chat-0", "Starting")
     decision = await setup.autoscaler.tick()
     assert (decision.action, decision.instance, await setup.role_letters()) == (
-        Action.REFUSE,
+        DecisionAction.REFUSE,
         "chat-1",
         "PPD",
     )
@@ -379,10 +383,12 @@ async def test_after_an_empty_poll_the_next_starts_at_the_lower_sequence_number(
 
 async def test_hold_decisions_never_push_the_last_flip_out_of_the_history() -> None:
     history = DecisionHistory()
-    flip = FlipDecision(at_s=0.0, action=Action.FLIP, trigger=Trigger.TICK, reason="first")
+    flip = FlipDecision(at_s=0.0, action=DecisionAction.FLIP, trigger=Trigger.TICK, reason="first")
     history.record(flip)
     for at_s in range(1000):
-        history.record(FlipDecision(at_s=at_s, action=Action.HOLD, trigger=Trigger.TICK, reason="low load"))
+        history.record(
+            FlipDecision(at_s=at_s, action=DecisionAction.HOLD, trigger=Trigger.TICK, reason="low load")
+        )
     assert history.recent(10_000)[0] == flip
     assert [d.at_s for d in history.recent(2)] == [998, 999]
     assert history.recent(0) == ()

@@ -112,15 +112,19 @@ def test_expired_pins_and_refusals_protect_no_instance(fields: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    ("ready", "serving_by_router"),
+    ("serving", "serving_by_router"),
     [
         pytest.param(frozenset({"b", "c", "d-0"}), True, id="operator sees it not serving"),
         pytest.param(frozenset({"a", "b", "c", "d-0"}), False, id="router has ejected it"),
     ],
 )
-def test_an_instance_that_is_not_serving_is_no_victim(ready: frozenset[str], serving_by_router: bool) -> None:
+def test_an_instance_that_is_not_serving_is_no_victim(
+    serving: frozenset[str], serving_by_router: bool
+) -> None:
     sick = prefill("a", 0.0, serving=serving_by_router)
-    observation = replace(make_observation(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), ready=ready)
+    observation = replace(
+        make_observation(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), serving=serving
+    )
     found = choose_victim(observation, D, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)
     assert found.instance == "b"

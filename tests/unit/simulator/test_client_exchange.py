@@ -12,9 +12,9 @@ from fulcrum_core.values import Slo
 from fulcrum_simulator.client.exchange import HttpExchange
 from fulcrum_simulator.client.outcomes import (
     Latencies,
+    LoadOutcome,
     LoadResults,
     OutcomeKind,
-    RequestOutcome,
     summarize_latencies,
 )
 from fulcrum_simulator.client.prompts import CHAT_TOKENS_MIN, PreparedRequest, prepare_request
@@ -55,8 +55,8 @@ class ScriptedResponse:
     status: int = 200
     complete: bool = True
 
-    def outcomes(self) -> list[RequestOutcome]:
-        ends: list[RequestOutcome] = []
+    def outcomes(self) -> list[LoadOutcome]:
+        ends: list[LoadOutcome] = []
         exchange = HttpExchange(make_request(), index=4, intended_s=100.0, on_end=ends.append)
         exchange.on_sent(100.5)
         exchange.on_status(self.status)
@@ -72,7 +72,7 @@ class ScriptedResponse:
 
 def test_a_correct_response_is_ok_with_latencies_from_the_intended_time() -> None:
     assert ScriptedResponse([token(0), token(1), token(2), usage() + DONE]).outcomes() == [
-        RequestOutcome(4, OutcomeKind.OK, 0.5, 104.0, output_tokens=3, ttft_s=1.0, tpot_s=1.0)
+        LoadOutcome(4, OutcomeKind.OK, 0.5, 104.0, output_tokens=3, ttft_s=1.0, tpot_s=1.0)
     ]
 
 
@@ -81,17 +81,17 @@ def test_tpot_counts_tokens_and_not_events() -> None:
     digest = make_request().digest
     both = event({"choices": [{"index": 0, "text": output_token(digest, 1) + output_token(digest, 2)}]})
     assert ScriptedResponse([token(0), both, usage() + DONE]).outcomes() == [
-        RequestOutcome(4, OutcomeKind.OK, 0.5, 103.0, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
+        LoadOutcome(4, OutcomeKind.OK, 0.5, 103.0, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
     ]
 
 
 def test_a_single_token_has_no_tpot() -> None:
-    ends: list[RequestOutcome] = []
+    ends: list[LoadOutcome] = []
     exchange = HttpExchange(make_request(output_tokens=1), index=0, intended_s=0.0, on_end=ends.append)
     exchange.on_status(200)
     exchange.on_body(token(0) + DONE, 2.0)
     exchange.on_complete(2.0)
-    assert ends == [RequestOutcome(0, OutcomeKind.OK, 0.0, 2.0, output_tokens=1, ttft_s=2.0, tpot_s=None)]
+    assert ends == [LoadOutcome(0, OutcomeKind.OK, 0.0, 2.0, output_tokens=1, ttft_s=2.0, tpot_s=None)]
 
 
 RESPONSE = token(0) + token(1) + token(2) + usage() + DONE
@@ -233,8 +233,8 @@ def test_prompts_differ_from_their_first_block_on() -> None:
 
 def make_outcome(
     end_s: float, ttft_s: float, tpot_s: float | None, kind: OutcomeKind = OutcomeKind.OK
-) -> RequestOutcome:
-    return RequestOutcome(0, kind, 0.0, end_s, output_tokens=2, ttft_s=ttft_s, tpot_s=tpot_s)
+) -> LoadOutcome:
+    return LoadOutcome(0, kind, 0.0, end_s, output_tokens=2, ttft_s=ttft_s, tpot_s=tpot_s)
 
 
 def test_attainment_counts_every_request_that_was_offered() -> None:

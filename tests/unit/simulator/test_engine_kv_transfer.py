@@ -12,8 +12,8 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.engine import (
     Engine,
     EngineDead,
+    EngineEvent,
     EngineRequest,
-    Event,
     ExportedKv,
     Finished,
     FinishReason,
@@ -54,7 +54,7 @@ def request(name: str, prompt: bytes, **fields: Any) -> EngineRequest:
     return EngineRequest(id=name, digest=prompt_digest(prompt), **{**defaults, **fields})
 
 
-def step(engine: Engine, now_s: float) -> list[Event]:
+def step(engine: Engine, now_s: float) -> list[EngineEvent]:
     return engine.finish_step(now_s) if engine.start_step(now_s) else []
 
 
@@ -83,7 +83,7 @@ def start_fetch(
 
 def run_to_end(d: Engine, now_s: float = 1.0) -> tuple[list[bytes], Finished]:
     """Run D's only request to its end; returns the digest of each token, and the end."""
-    events: list[Event] = []
+    events: list[EngineEvent] = []
     while more := step(d, now_s):
         events += more
     end = events[-1]

@@ -3,7 +3,7 @@
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
-from fulcrum_simulator.fleet.records import RequestRecord
+from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.fleet.timeline import Sample, attainment_over_time, thin_out
 from fulcrum_simulator.routing import Outcome
@@ -12,8 +12,8 @@ from fulcrum_simulator.workload import WorkloadRequest
 SLO = Slo(1.0, 0.1)
 
 
-def record(arrival_s: float, ttft_s: float) -> RequestRecord:
-    made = RequestRecord(WorkloadRequest(arrival_s, 10, 1))
+def record(arrival_s: float, ttft_s: float) -> RequestResult:
+    made = RequestResult(WorkloadRequest(arrival_s, 10, 1))
     made.outcome, made.first_token_s = Outcome.OK, arrival_s + ttft_s
     return made
 

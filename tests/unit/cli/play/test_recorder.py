@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstanceStatus
@@ -29,7 +29,7 @@ def status(phase: Phase = Phase.SERVING, restarts: int = 0) -> PDInstanceStatus:
 def test_the_first_assignment_is_no_flip_and_a_changed_role_is_one() -> None:
     recorder = Recorder()
     assert recorder.record_assignment(assignment(1, a=P, b=D)) == []
-    flip = Flip("a", P, D, 10.0, Actor.AUTOSCALER, "why", 2)
+    flip = RecordedFlip("a", P, D, 10.0, Actor.AUTOSCALER, "why", 2)
     assert recorder.record_assignment(assignment(2, since=10.0, a=D, b=D)) == [flip]
     assert recorder.flips == [flip]
 

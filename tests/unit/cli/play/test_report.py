@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from fulcrum_cli.commands.play import write_results
-from fulcrum_cli.play.recorder import Flip, Recorder
+from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_core.api.pdinstance import PDInstanceStatus
 from fulcrum_core.errors import FulcrumError
 from fulcrum_core.values import Actor, Phase, Role, Slo
-from fulcrum_simulator.client import LoadResults, OutcomeKind, RequestOutcome
+from fulcrum_simulator.client import LoadOutcome, LoadResults, OutcomeKind
 
 
 def figures(*, lateness_p99_ms: float | None = 4.0) -> RunFigures:
@@ -20,14 +20,12 @@ def figures(*, lateness_p99_ms: float | None = 4.0) -> RunFigures:
         reason = "" if kind is OutcomeKind.OK else "status 503"
         ttft_s = 0.5 if kind is OutcomeKind.OK else None
         results.record_outcome(
-            RequestOutcome(
-                index, kind, 0.001, 1.0, output_tokens=4, ttft_s=ttft_s, tpot_s=0.05, reason=reason
-            )
+            LoadOutcome(index, kind, 0.001, 1.0, output_tokens=4, ttft_s=ttft_s, tpot_s=0.05, reason=reason)
         )
     recorder = Recorder()
     recorder.record_second({"a": PDInstanceStatus(phase=Phase.STARTING)})
     recorder.flips.append(
-        Flip("a", Role.PREFILL, Role.DECODE, 102.5, Actor.AUTOSCALER, "decode load 1.2", 3, 4.5)
+        RecordedFlip("a", Role.PREFILL, Role.DECODE, 102.5, Actor.AUTOSCALER, "decode load 1.2", 3, 4.5)
     )
     return RunFigures(
         load="moving",

@@ -4,7 +4,7 @@ import random
 
 from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_core.values import Slo
-from fulcrum_simulator.bounds import Fleet
+from fulcrum_simulator.bounds import UniformFleet
 from fulcrum_simulator.workload import WorkloadRequest
 
 
@@ -14,9 +14,11 @@ def round_profile(**changes: float) -> EngineProfile:
     return load_profile("laptop").model_copy(update=coefficients)
 
 
-def make_fleet(instances: int = 1, *, ttft_s: float = 1.0, tpot_s: float = 0.1, **changes: float) -> Fleet:
+def make_fleet(
+    instances: int = 1, *, ttft_s: float = 1.0, tpot_s: float = 0.1, **changes: float
+) -> UniformFleet:
     """Return instances of the round profile."""
-    return Fleet(instances, round_profile(**changes), Slo(ttft_s, tpot_s))
+    return UniformFleet(instances, round_profile(**changes), Slo(ttft_s, tpot_s))
 
 
 def make_requests(*lengths: tuple[float, int, int]) -> list[WorkloadRequest]:

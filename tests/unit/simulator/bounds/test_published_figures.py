@@ -12,7 +12,7 @@ import pytest
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.bounds import (
-    Fleet,
+    UniformFleet,
     compute_fluid_rate,
     compute_mean_work,
     compute_metric_rate,
@@ -39,8 +39,8 @@ def load(trace: str) -> tuple[WorkloadRequest, ...]:
     return load_trace(Path(str(FOLDER)) / f"{trace}.csv.gz")
 
 
-def make_fleet(trace: str, profile: str, instances: int = 8) -> Fleet:
-    return Fleet(instances, load_profile(profile), SLOS[trace, profile])
+def make_fleet(trace: str, profile: str, instances: int = 8) -> UniformFleet:
+    return UniformFleet(instances, load_profile(profile), SLOS[trace, profile])
 
 
 @pytest.mark.parametrize(

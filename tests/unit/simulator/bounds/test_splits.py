@@ -9,7 +9,7 @@ import pytest
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.bounds import (
     FixedSplit,
-    Fleet,
+    UniformFleet,
     count_fcfs_on_time,
     find_best_fixed_split,
     find_fixed_split_rate,
@@ -91,11 +91,11 @@ def moving_mix(rng: random.Random, *, phases: int, phase_s: float) -> list[Workl
     return requests
 
 
-def mix_fleet(instances: int) -> Fleet:
+def mix_fleet(instances: int) -> UniformFleet:
     return make_fleet(instances, tpot_s=0.03, d1=0.002)
 
 
-def search_exhaustively(requests: list[WorkloadRequest], fleet: Fleet, interval_s: float) -> int:
+def search_exhaustively(requests: list[WorkloadRequest], fleet: UniformFleet, interval_s: float) -> int:
     """Return the most requests in time over all sequences of splits."""
     arrivals_s = [request.arrival_s for request in requests]
     intervals = math.ceil(arrivals_s[-1] / interval_s)

@@ -9,7 +9,12 @@ from fulcrum_core.latency import StepModel
 from fulcrum_simulator.profiling import FittedProfile, fit_link, fit_profile, plan_measurement
 from fulcrum_simulator.profiling.least_squares import fit_not_negative
 from fulcrum_simulator.profiling.points import spread
-from fulcrum_simulator.profiling.samples import DecodeSample, MixedSample, PrefillSample, TransferSample
+from fulcrum_simulator.profiling.samples import (
+    DecodeMeasurement,
+    MixedMeasurement,
+    PrefillMeasurement,
+    TransferMeasurement,
+)
 
 TRUTH = StepModel(t0=0.018, b=2.8e-4, c=1e-8, d1=8e-4, d2=4e-6, mixed_factor=1.2)
 BUDGET = 512
@@ -30,10 +35,11 @@ def fit_curves(rng: random.Random, *, noise: float) -> FittedProfile:
     )
     return fit_profile(
         prefill=[
-            PrefillSample(n, off(OVERHEAD_S + -(-n // BUDGET) * TRUTH.t0 + prompt_s(n))) for n in plan.prefill
+            PrefillMeasurement(n, off(OVERHEAD_S + -(-n // BUDGET) * TRUTH.t0 + prompt_s(n)))
+            for n in plan.prefill
         ],
-        decode=[DecodeSample(b, b * n, off(TRUTH.step_s((), [n] * b))) for b, n in plan.decode],
-        mixed=[MixedSample(n, off(TRUTH.mixed_factor * prompt_s(n))) for n in plan.mixed],
+        decode=[DecodeMeasurement(b, b * n, off(TRUTH.step_s((), [n] * b))) for b, n in plan.decode],
+        mixed=[MixedMeasurement(n, off(TRUTH.mixed_factor * prompt_s(n))) for n in plan.mixed],
         token_budget=BUDGET,
     )
 
@@ -56,9 +62,9 @@ def test_noise_shows_as_error_of_its_size_and_moves_the_fit_by_less(seed: int) -
 
 
 def test_without_prompts_beside_decodes_the_published_factor_stands() -> None:
-    decode = [DecodeSample(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
+    decode = [DecodeMeasurement(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
     fitted = fit_profile(
-        prefill=[PrefillSample(n, 0.02 + 1e-4 * n) for n in (64, 128, 256)],
+        prefill=[PrefillMeasurement(n, 0.02 + 1e-4 * n) for n in (64, 128, 256)],
         decode=decode,
         mixed=[],
         token_budget=BUDGET,
@@ -75,11 +81,13 @@ def test_coefficients_are_never_negative(seed: int) -> None:
 
 
 def test_points_that_noise_puts_below_their_steps_do_not_rule_the_fit() -> None:
-    decode = [DecodeSample(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
+    decode = [DecodeMeasurement(b, b * n, TRUTH.step_s((), [n] * b)) for b in (1, 4) for n in (64, 512)]
     lengths = (4, 128, 256, 512, 1024, 2048, 4096, 8192)
-    prefill = [PrefillSample(n, -(-n // BUDGET) * TRUTH.t0 + TRUTH.b * n + TRUTH.c * n**2) for n in lengths]
-    prefill[0] = PrefillSample(4, TRUTH.t0 * 0.9)  # faster than its one step
-    mixed = [MixedSample(64, 0.0), MixedSample(512, 1.3 * (TRUTH.b * 512 + TRUTH.c * 512**2))]
+    prefill = [
+        PrefillMeasurement(n, -(-n // BUDGET) * TRUTH.t0 + TRUTH.b * n + TRUTH.c * n**2) for n in lengths
+    ]
+    prefill[0] = PrefillMeasurement(4, TRUTH.t0 * 0.9)  # faster than its one step
+    mixed = [MixedMeasurement(64, 0.0), MixedMeasurement(512, 1.3 * (TRUTH.b * 512 + TRUTH.c * 512**2))]
     fitted = fit_profile(prefill=prefill, decode=decode, mixed=mixed, token_budget=BUDGET)
     assert [fitted.steps.b, fitted.steps.mixed_factor] == pytest.approx([TRUTH.b, 1.3], rel=0.1)
     assert [(error.points, error.mape < 0.1) for error in fitted.errors] == [(8, True), (4, True), (1, True)]
@@ -93,9 +101,9 @@ def test_columns_that_cannot_be_told_apart_are_fitted_by_one() -> None:
 def test_the_link_is_fitted_without_the_step_and_the_time_outside_it() -> None:
     fitted = FittedProfile(TRUTH, OVERHEAD_S, ())
 
-    def transfer(tokens: int, handshake_s: float = 0.0) -> TransferSample:
+    def transfer(tokens: int, handshake_s: float = 0.0) -> TransferMeasurement:
         step_s = TRUTH.step_s((), [tokens])
-        return TransferSample(tokens, handshake_s + 0.002 + 1e-5 * tokens + step_s + OVERHEAD_S)
+        return TransferMeasurement(tokens, handshake_s + 0.002 + 1e-5 * tokens + step_s + OVERHEAD_S)
 
     link = fit_link(transfer(64, 0.1), [transfer(tokens) for tokens in (64, 512, 4096)], fitted)
     assert [link.setup_s, link.s_per_token, link.handshake_s, link.error.mape] == pytest.approx(

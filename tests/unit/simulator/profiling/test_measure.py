@@ -21,7 +21,7 @@ from fulcrum_simulator.profiling import (
     plan_measurement,
 )
 from fulcrum_simulator.profiling.engine_client import TokenTimes
-from fulcrum_simulator.profiling.samples import DecodeSample
+from fulcrum_simulator.profiling.samples import DecodeMeasurement
 from fulcrum_simulator.server.app import EngineApp
 from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.service import EngineService
@@ -285,7 +285,7 @@ async def test_a_prompt_that_is_computed_instead_of_transferred_is_noticed() -> 
             await measurer.measure_transfers(TRANSFERS, decode)
 
 
-async def measure_small_engine(max_model_tokens: int) -> list[DecodeSample]:
+async def measure_small_engine(max_model_tokens: int) -> list[DecodeMeasurement]:
     """Measure 16 requests on an engine whose steps are 128 times smaller than the plan believes."""
     small = PROFILE.model_copy(update={"token_budget": 64, "max_seqs": 16})
     async with engine_server(small) as url, EngineClient.open(url) as client:
