@@ -13,8 +13,8 @@ import httptools
 
 MAX_HEAD_BYTES = 32_768
 """Also the limit of trailers, and of a chunk's extensions."""
-MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Parsing more would keep all other clients waiting for more than 20 ms."""
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Checking and parsing more would keep all other clients waiting for more than 20 ms."""
 MAX_PARTS = 1_024
 """Parts of a body that are kept before they are joined."""
 PIECE_BYTES = 8_192

@@ -49,20 +49,37 @@ def test_brackets_within_texts_are_not_counted() -> None:
     assert parse_limited_object(body)["prompt"].startswith("[{[{")
 
 
+def test_a_body_with_too_many_arrays_is_rejected() -> None:
+    with pytest.raises(InvalidBody, match="arrays and objects"):
+        parse_limited_object(b'{"a":[' + b"[]," * json_limits.MAX_CONTAINERS + b"1]}")
+
+
 @pytest.mark.parametrize(
-    ("body", "message"),
+    "body",
     [
-        (b'{"a":[' + b"[]," * json_limits.MAX_CONTAINERS + b"1]}", "arrays and objects"),
-        (b'{"a":[' + b"1," * json_limits.MAX_VALUES + b"1]}", "values"),
-        (b'{"a":{' + b'"":1,' * json_limits.MAX_NAMES + b'"b":1}}', "names"),
+        orjson.dumps({"prompt": list(range(1_000_000))}),
+        orjson.dumps({"prompt": [f"word{n}" for n in range(500_000)]}),
+        orjson.dumps({"prompt": "x", "logit_bias": {str(n): 1 for n in range(200_000)}}),
+        b'{"a":[' + b'{"a":1},' * 100_000 + b"1]}",
+        orjson.dumps({"prompt": '"' * 4_000_000}),
     ],
-    ids=["containers", "values", "names"],
+    ids=["token ids", "texts", "names", "objects", "escaped characters"],
 )
-def test_a_body_with_too_many_parts_is_rejected(body: bytes, message: str) -> None:
-    with pytest.raises(InvalidBody, match=message):
+def test_a_body_whose_parsing_would_stop_the_router_is_rejected_before(body: bytes) -> None:
+    with pytest.raises(InvalidBody, match=r"too many values, names or arrays|escaped characters"):
         parse_limited_object(body)
 
 
-def test_the_token_ids_of_a_very_long_prompt_pass() -> None:
-    body = orjson.dumps({"prompt": list(range(1_000_000))})
-    assert parse_request_body(body, 0).prompt_id_count == 1_000_000
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        list(range(200_000)),
+        "x" * 8_000_000,
+        "a few words, and more: of them. " * 90_000,
+        "12,345,ab\n" * 200_000,
+        'if x == "abc":\n    return {"a": [1, 2]}\n' * 40_000,
+    ],
+    ids=["200,000 token ids", "8 MB of text", "3 MB of prose", "2 MB of numbers", "2 MB of code"],
+)
+def test_a_long_prompt_passes(prompt: str | list[int]) -> None:
+    assert parse_limited_object(orjson.dumps({"prompt": prompt})) == {"prompt": prompt}
