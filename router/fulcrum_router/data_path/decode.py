@@ -18,7 +18,7 @@ from fulcrum_router.http1.framing import UNTIL_CLOSE
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.http1.remote_media import has_remote_media
 from fulcrum_router.http1.sending import send_and_wait
-from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
 from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s
@@ -73,12 +73,11 @@ class DecodeLeg:
         request.router.counters.dispatches[DECODE, request.journey.dispatch_reason] += 1
         failed: LegFailed | None = None
         try:
-            pool, body = self._instance.require_connection_pool(), self._build_body()
+            pool = self._instance.require_connection_pool()
             await send_and_wait(
                 pool,
                 self._expect_response,
-                request.client.build_leg_head(pool.address, len(body)),
-                body,
+                lambda: self._build_request(pool),
                 connect_timeout_s=timeouts.connect_s,
                 first_byte_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,
@@ -96,6 +95,10 @@ class DecodeLeg:
             if self._lease_check is not None:
                 self._lease_check.cancel()
         return self._finish() if failed is None else self._fail(failed)
+
+    def _build_request(self, pool: ConnectionPool) -> tuple[bytes, bytes]:
+        body = self._build_body()
+        return self._request.client.build_leg_head(pool.address, len(body)), body
 
     def _build_body(self) -> bytes:
         request, salt = self._request, self._cache_salt

@@ -20,7 +20,7 @@ from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
 from fulcrum_router.http1.failures import Failure
-from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task
+from fulcrum_router.http1.inline_task import Completion, InlineTask, next_turn, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.policy.journey import Action, State, StopReason
@@ -33,6 +33,10 @@ log = structlog.get_logger()
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OK, _DONE = RequestOutcome.OK, State.DONE
 _TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED})
+
+
+LONG_BODY_BYTES = 1_048_576
+"""Bodies above this size get a turn of the event loop for each step that takes long."""
 
 
 class Exchange:
@@ -102,6 +106,8 @@ class Exchange:
         """Carry out the actions of the request's journey, one after another."""
         request = self._request
         journey = request.admit(self._parse_body())
+        if len(request.client.body) > LONG_BODY_BYTES:
+            await next_turn()  # to parse, and to serialise for the prefill leg, each take a turn of 20 ms
         action = journey.begin(request.arrival_s)
         while action is not _END:
             if action is _SEND_PREFILL:

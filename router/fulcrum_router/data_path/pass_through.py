@@ -228,16 +228,18 @@ class PassThrough:
             StreamBroken: if it fails later.
         """
         pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
-        body = build_decode_body(request, None, cache_salt=instance.cache_salt)
-        head = self._client_request.build_leg_head(pool.address, len(body))
-        tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(body))
+        tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(request.raw))
+
+        def build_request() -> tuple[bytes, bytes]:
+            body = build_decode_body(request, None, cache_salt=instance.cache_salt)
+            return self._client_request.build_leg_head(pool.address, len(body)), body
+
         entry = instance.ledger.add_decode(tokens=tokens)
         try:
             leg = await send_and_wait(
                 pool,
                 lambda connection: self._start_leg(connection, instance),
-                head,
-                body,
+                build_request,
                 connect_timeout_s=timeouts.connect_s,
                 first_byte_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,

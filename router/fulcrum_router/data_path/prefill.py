@@ -19,7 +19,7 @@ from fulcrum_router.http1.bodies import (
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
-from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 
 _REASONS = {
@@ -92,13 +92,11 @@ class PrefillLeg:
         """
         request, instance = self._request, self._instance
         pool, timeouts = instance.require_connection_pool(), request.timeouts
-        body = build_prefill_body(request.body, cache_salt=instance.cache_salt)
         request.expired_before = instance.expired_transfers  # before the lease begins, for a lease check
         received = await send_and_wait(
             pool,
             _expect_response,
-            request.client.build_leg_head(pool.address, len(body)),
-            body,
+            lambda: self._build_request(pool),
             connect_timeout_s=timeouts.connect_s,
             first_byte_timeout_s=timeouts.prefill_s,
             idle_timeout_s=0.0,
@@ -114,6 +112,11 @@ class PrefillLeg:
         if problem is not None and problem not in _REASONS:
             raise LegFailed(Failure.NO_KV_TRANSFER_PARAMS, "the engine returned no kv_transfer_params")
         return response
+
+    def _build_request(self, pool: ConnectionPool) -> tuple[bytes, bytes]:
+        request = self._request
+        body = build_prefill_body(request.body, cache_salt=self._instance.cache_salt)
+        return request.client.build_leg_head(pool.address, len(body)), body
 
     def _reject(self, status: int, content: bytes, head: ResponseHead) -> None:
         """Fail the leg after a 5xx; forward any other status, since the client's request caused it."""

@@ -33,7 +33,7 @@ _RESPECIFIED_FIELDS = RESERVED_FIELDS | {EXTRA_ARGS_FIELD}
 
 _SINGLE = (1, None)
 _SEVERAL = frozenset({LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES})
-_COUNTED_FIELDS = frozenset({"stream", "stream_options", "max_tokens", "max_completion_tokens"})
+_COUNTED_FIELDS = frozenset({"stream", "max_tokens", "max_completion_tokens"})
 _REASON_FIELDS = frozenset(
     {
         "prompt_embeds",
@@ -74,8 +74,11 @@ class RequestBody:
 
     def forget_prompt(self) -> None:
         """Free the memory of all but the options of the output: no leg needs the body again."""
+        fields = self.fields
         self.raw = b""
-        self.fields = {name: self.fields[name] for name in _COUNTED_FIELDS & self.fields.keys()}
+        self.fields = {
+            n: fields[n] for n in _COUNTED_FIELDS & fields.keys() if type(fields[n]) in (bool, int)
+        }
 
 
 def parse_request_body(raw: bytes, priority: int) -> RequestBody:

@@ -83,6 +83,13 @@ class InlineTask:
         completion.set_waiter(self)
 
 
+def next_turn() -> Completion[None]:
+    """Awaited in an inline task: go on in the next turn of the event loop, after others have had theirs."""
+    completion: Completion[None] = Completion()
+    asyncio.get_running_loop().call_soon(completion.set_result, None)
+    return completion
+
+
 async def run_in_asyncio_task(
     coroutine: Coroutine[Any, Any, T], *, discard: Callable[[T], object] | None = None
 ) -> T:

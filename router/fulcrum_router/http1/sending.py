@@ -71,8 +71,7 @@ H = TypeVar("H", bound=RequestHandler)
 async def send_and_wait(
     pool: ConnectionPool,
     make_handler: Callable[[EngineConnection], H],
-    head: bytes,
-    body: bytes,
+    build_request: Callable[[], tuple[bytes, bytes]],
     *,
     connect_timeout_s: float,
     first_byte_timeout_s: float,
@@ -80,7 +79,8 @@ async def send_and_wait(
 ) -> H:
     """Send a request and wait until its handler completes; time-outs are those of `EngineConnection.send`.
 
-    Must be called in an inline task.
+    `build_request` returns head and body of the request. They are not kept: a body would else stay in memory
+    as long as its response takes. Must be called in an inline task.
     If a reused connection was closed before the engine read the request, the request is sent once more on a
     fresh connection, with a new handler. Cancelling the call aborts the request.
 
@@ -93,7 +93,10 @@ async def send_and_wait(
     while True:
         handler = make_handler(connection)
         connection.send(
-            handler, head, body, first_byte_timeout_s=first_byte_timeout_s, idle_timeout_s=idle_timeout_s
+            handler,
+            *build_request(),
+            first_byte_timeout_s=first_byte_timeout_s,
+            idle_timeout_s=idle_timeout_s,
         )
         try:
             await handler
@@ -127,8 +130,7 @@ async def send_request(
     response = await send_and_wait(
         pool,
         lambda _: BufferedResponse(retryable=retryable),
-        head,
-        body,
+        lambda: (head, body),
         connect_timeout_s=connect_timeout_s,
         first_byte_timeout_s=response_timeout_s,
         idle_timeout_s=0.0,
