@@ -54,7 +54,7 @@ async def apply_plan(
     failed = [
         *refused.values(),
         *await _delete_all(rest.delete, context.store),
-        *await _start_all(started, context),
+        *(await _start_all(started, context) if context.has_engine_account(key) else ()),
         *await stop_engines(rest, context, key),
     ]
     return status_due_s, tuple(failed)

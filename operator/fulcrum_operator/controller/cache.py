@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import structlog
 from pydantic import ValidationError
 
-from fulcrum_cluster.objects import POD, Object, ObjectKind, kind_of_resource
+from fulcrum_cluster.objects import POD, SERVICE, Object, ObjectKind, kind_of_resource
 from fulcrum_core.api import KINDS, ObjectMeta, PDAssignment, PDInstance, PDPool, PDService, QoSTier, Resource
 from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
 from fulcrum_core.api.manifest import first_broken_rule
@@ -26,7 +26,7 @@ _KindInNamespace = tuple[ObjectKind, str]
 
 _MODELS = {kind_of_resource(kind): kind for kind in KINDS}
 _SERVICE = kind_of_resource(PDService)
-_STATUS_FIELDS = ("status", "endpoints")
+_READ_FIELDS = ("status", "endpoints", "addressType")
 OWNED_FIELDS = "owned"
 """Key under which a cached child, such as a Deployment, has the fields that the operator applied, as JSON."""
 _DELETED_MAX = 10_000
@@ -264,11 +264,13 @@ def _service_of(kind: type[Resource], body: Object) -> str | None:
 def _keep_read_fields(kind: ObjectKind, body: Object) -> Object:
     """Drop the fields of a Kubernetes object that the operator never reads, such as the spec it applied."""
     meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
-    parts = {key: body[key] for key in _STATUS_FIELDS if key in body}
+    parts = {key: body[key] for key in _READ_FIELDS if key in body}
     if kind == POD:
         if "nodeName" in body.get("spec", {}):
             parts["spec"] = {"nodeName": body["spec"]["nodeName"]}
-    elif (owned := owned_fields(body)) is not None:
+    elif kind == SERVICE:
+        parts["spec"] = {"ipFamilies": body.get("spec", {}).get("ipFamilies")}
+    if kind != POD and (owned := owned_fields(body)) is not None:
         parts[OWNED_FIELDS] = owned
     return {"metadata": meta, **parts}
 

@@ -4,12 +4,14 @@ A child is created if it is missing, and applied if its hash annotation differs 
 somebody changed an applied field. Kinds in `CREATE_ONLY_KINDS` belong to the router after their creation. An
 object that is not the service's is never changed: a missing child is created and not applied, because apply
 would change an object of that name that appeared meanwhile, and apply names the uid of the child that was
-judged. A child that cannot be made does not stop the others.
+judged. A child that cannot be made does not stop the others, except those that refer to its name: if that is
+somebody else's object, they wait until it is gone.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -27,6 +29,7 @@ from fulcrum_cluster.objects import (
     ObjectApi,
     ObjectKind,
     kind_of_body,
+    kind_of_resource,
 )
 from fulcrum_core.api import PDService, conditions
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound
@@ -41,8 +44,8 @@ from fulcrum_operator.controller.field_ownership import (
     owns_all_fields,
 )
 from fulcrum_operator.controller.work_queue import backoff_s
-from fulcrum_operator.manifests.children import CREATE_ONLY_KINDS, service_children
-from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.manifests.children import CREATE_ONLY_KINDS, needed_children, service_children
+from fulcrum_operator.manifests.names import ENGINE_ACCOUNT_SUFFIX, InstallationSettings
 from fulcrum_operator.plan.observed import FailureCause
 from fulcrum_operator.plan.ownership import (
     Ownership,
@@ -67,6 +70,8 @@ _TRIES_MAX = 4
 """Tries to take over the fields of a created object that its controller changes at the same time."""
 
 _ChildKey = tuple[ObjectKind, str, str]
+_Name = tuple[str, str]
+"""Kind and name of a child."""
 
 _log = structlog.get_logger()
 
@@ -115,17 +120,33 @@ class Children:
 
         Deletion is left to owner references. `min_available`: least number of instances that evictions leave.
         """
+        refusals = dict[_Name, _Refusal]()
+        waiting = dict[_Name, _Name]()
         # One after the other, in this order: a RoleBinding needs its Role.
-        found = [
-            await self._sync_child(child, service)
-            for child in service_children(service, self._settings, min_available=min_available)
-        ]
-        refusals = [refusal for refusal in found if refusal is not None]
-        retry_s = min((refusal.retry_s for refusal in refusals), default=None)
+        for child in service_children(service, self._settings, min_available=min_available):
+            name = child["kind"], child["metadata"]["name"]
+            taken = next((waiting[each] for each in needed_children(child) if each in waiting), None)
+            if taken is not None:
+                waiting[name] = taken
+                await self._withdraw(child, service)
+            elif (refusal := await self._sync_child(child, service)) is not None:
+                refusals[name] = refusal
+                if refusal.cause.reason == conditions.NAME_TAKEN:
+                    waiting[name] = name
+        retry_s = min((refusal.retry_s for refusal in refusals.values()), default=None)
         return Problems(
-            tuple(refusal.cause for refusal in refusals),
+            tuple(_with_waiting(refusal.cause, name, waiting) for name, refusal in refusals.items()),
             None if retry_s is None else max(0.0, retry_s - self._clock.monotonic_s()),
         )
+
+    def is_own(self, kind: ObjectKind, name: str, service: PDService | None) -> bool:
+        """Whether the object exists and belongs to the service, as far as the watches have reported."""
+        if service is None:
+            return False
+        stored = self._cache.get_object(kind, service.metadata.namespace, name)
+        if stored is None:
+            return False
+        return judge_ownership(parse_metadata(stored), service, names_service=False) is Ownership.OURS
 
     def recheck_all(self) -> None:
         """Check every child again in the next reconcile of its service, unwatched kinds too."""
@@ -134,8 +155,13 @@ class Children:
 
     async def _sync_child(self, child: Object, service: PDService) -> _Refusal | None:
         """Make one child; returns its refusal if the API server or somebody else's object prevents that."""
-        kind, meta, manifest = kind_of_body(child), child["metadata"], hash_child(child)
-        key = kind, meta["namespace"], meta["name"]
+        kind, meta = kind_of_body(child), child["metadata"]
+        if kind == ENDPOINT_SLICE:
+            family = self._address_family(service)
+            if family is None:
+                return None  # the Service was refused
+            child = {**child, "addressType": family}
+        key, manifest = (kind, meta["namespace"], meta["name"]), hash_child(child)
         known = self._refusals.get(key)
         if (
             known is not None
@@ -179,7 +205,14 @@ class Children:
         ownership = judge_ownership(meta, service, names_service=is_labelled_as_child(meta, service))
         if ownership is Ownership.FOREIGN:
             return describe_taken(kind.kind, meta, service)
-        if child["kind"] in CREATE_ONLY_KINDS:
+        if ownership is Ownership.ORPHANED:
+            await check_not_deleted(service, self._objects)
+        if (
+            kind == ENDPOINT_SLICE and stored.get("addressType") != child["addressType"]
+        ):  # it cannot be changed
+            await self._delete(key, stored)
+            await self._find_or_create(key, body, service)
+        elif child["kind"] in CREATE_ONLY_KINDS:
             if ownership is Ownership.ORPHANED:
                 await self._adopt(key, stored, child)
             if kind not in WATCHED_CHILDREN:
@@ -188,21 +221,31 @@ class Children:
             await self._change(key, body, stored)
         return None
 
-    async def _address_family(self, service: PDService) -> str | None:
+    def _address_family(self, service: PDService) -> str | None:
         """Family of the Service's address, which the cluster chooses; None while there is no Service."""
-        meta = service.metadata
-        try:
-            stored = await self._objects.get(SERVICE, meta.name, namespace=meta.namespace)
-        except NotFound:
+        stored = self._cache.get_object(SERVICE, service.metadata.namespace, service.metadata.name)
+        if stored is None:
             return None
         families: list[str] = stored.get("spec", {}).get("ipFamilies") or ["IPv4"]
         return families[0]
 
-    async def _find_or_create(self, key: _ChildKey, body: Object, service: PDService) -> Object | None:
-        """The object of this name that exists.
+    async def _withdraw(self, child: Object, service: PDService) -> None:
+        """Delete our EndpointSlice of a Service that is somebody else's now: it directs traffic to us."""
+        kind, meta = kind_of_body(child), child["metadata"]
+        if kind == ENDPOINT_SLICE and self.is_own(kind, meta["name"], service):
+            place = kind, meta["namespace"], meta["name"]
+            await self._delete(place, self._cache.get_object(*place) or {})
 
-        None if it was created now, is known to be ours, or has to wait for the Service.
-        """
+    async def _delete(self, key: _ChildKey, stored: Object) -> None:
+        kind, namespace, name = key
+        check_is_leader(self._is_leader)
+        with contextlib.suppress(NotFound):
+            await self._objects.delete(kind, name, namespace=namespace, uid=stored["metadata"]["uid"])
+        self._cache.remove(kind, namespace, name)
+        _log.info("child deleted", kind=kind.kind, name=name, namespace=namespace)
+
+    async def _find_or_create(self, key: _ChildKey, body: Object, service: PDService) -> Object | None:
+        """The object of this name that exists; None if it was created now or is known to be ours."""
         kind, namespace, name = key
         cached = self._cache.get_object(*key)
         if cached is not None:
@@ -214,11 +257,6 @@ class Children:
                 return await self._objects.get(kind, name, namespace=namespace)
             except NotFound:
                 pass
-        if kind == ENDPOINT_SLICE:
-            family = await self._address_family(service)
-            if family is None:
-                return None
-            body = {**body, "addressType": family}
         check_is_leader(self._is_leader)
         try:
             created = await self._objects.create(kind, body, namespace=namespace)
@@ -315,6 +353,32 @@ class Children:
             return False
         self._current_versions[key] = version
         return True
+
+
+async def check_not_deleted(service: PDService, objects: ObjectApi) -> None:
+    """Raise `Conflict` if the service is deleted or terminating, by the API server itself.
+
+    A deletion with `--cascade=orphan` is marked before any child loses its owner, but a watch may report the
+    child first. A child that is adopted then would be deleted with the service.
+    """
+    meta = service.metadata
+    try:
+        found = await objects.get(kind_of_resource(PDService), meta.name, namespace=meta.namespace)
+    except NotFound:
+        found = {"metadata": {}}
+    current = found["metadata"]
+    if current.get("uid") != meta.uid or "deletionTimestamp" in current:
+        raise Conflict(f"PDService {meta.name} was deleted meanwhile")
+
+
+def _with_waiting(cause: FailureCause, name: _Name, waiting: Mapping[_Name, _Name]) -> FailureCause:
+    """The cause, with the children that wait until the name of this one is free."""
+    held = [" ".join(each) for each, taken in waiting.items() if taken == name != each]
+    if name in waiting and name[1].endswith(ENGINE_ACCOUNT_SUFFIX):
+        held = ["all engines"]
+    if not held:
+        return cause
+    return FailureCause(cause.reason, f"{cause.message}; not made until then: {', '.join(held)}")
 
 
 def hash_child(child: Object) -> str:

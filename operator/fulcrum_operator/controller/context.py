@@ -94,6 +94,10 @@ class ReconcileContext:
     schema_problems: Callable[[], tuple[FailureCause, ...]] = tuple
     """Fields that cannot be stored, because the CRDs lack them."""
     models: ModelReader | None = None
+    has_engine_account: Callable[[ServiceKey], bool] = lambda _key: True
+    """Whether the ServiceAccount of the service's engines is its own: no engine runs as somebody else's."""
+    check_not_deleted: Callable[[PDService], Awaitable[None]] | None = None
+    """Raises `Conflict` if the service is deleted by now; None: the store knows the latest state."""
     engine_images: EngineImages | None = None
     """Default images of engines; None if engines are processes."""
     sees_cordons: Callable[[], bool] = lambda: True

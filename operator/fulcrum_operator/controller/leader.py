@@ -18,6 +18,7 @@ import structlog
 
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.objects import SERVICE, SERVICE_ACCOUNT
 from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDService
 from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
@@ -28,7 +29,7 @@ from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.bounded_concurrency import run_bounded
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
-from fulcrum_operator.controller.children import Children
+from fulcrum_operator.controller.children import Children, check_not_deleted
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
 from fulcrum_operator.controller.cordoned_nodes import CordonedNodes
 from fulcrum_operator.controller.events import EventRecorder, derive_events, reconcile_failed
@@ -45,7 +46,7 @@ from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 from fulcrum_operator.controller.work_queue import WorkQueue
 from fulcrum_operator.engines import simulated, vllm
 from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm_launch_request
-from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.manifests.names import InstallationSettings, engine_account_name
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.observed import EngineFacts, FailureCause
 
@@ -120,7 +121,10 @@ class Leader:
             on_change=self._enqueue,
         )
         self._router_view = ClusterRouterView(
-            self._cache, token_file=options.token_file, state_url=options.router_state
+            self._cache,
+            token_file=options.token_file,
+            is_own_service=lambda key: self._children.is_own(SERVICE, key.name, self._service(key)),
+            state_url=options.router_state,
         )
         self._model_reader = ModelReaderPods(
             objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
@@ -135,6 +139,8 @@ class Leader:
             router_failures=lambda key: find_router_failures(self._cache, key),
             schema_problems=self._store.missing_fields.causes,
             models=self._model_reader,
+            check_not_deleted=lambda service: check_not_deleted(service, objects),
+            has_engine_account=lambda key: self._has_engine_account(self._service(key)),
             engine_images=settings.engine_images,
             sees_cordons=lambda: self._cordoned_nodes.allowed,
             after_apply=self._after_apply,
@@ -271,7 +277,7 @@ class Leader:
         service = observed.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
         problems = await self._children.sync(service, min_available=plan.min_available)
-        await self._model_reader.sync(service, plan.model_read)
+        await self._model_reader.sync(service, plan.model_read if self._has_engine_account(service) else None)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)
         await self._recorder.record(
@@ -279,6 +285,13 @@ class Leader:
         )
         self._last_engines[key] = dict(observed.engines)
         return problems
+
+    def _service(self, key: ServiceKey) -> PDService | None:
+        return self._cache.get_resource(PDService, key.namespace, key.name)
+
+    def _has_engine_account(self, service: PDService | None) -> bool:
+        name = service.metadata.name if service else ""
+        return self._children.is_own(SERVICE_ACCOUNT, engine_account_name(name), service)
 
     async def _record_failure(self, service: PDService, cause: FailureCause) -> None:
         await self._recorder.record(service.metadata, [reconcile_failed(cause)])

@@ -193,7 +193,7 @@ async def _observe(
         service, await _list(context.store, PDPool, key), await _list(context.store, PDInstance, key)
     )
     pools = [
-        await _adopt(pool, service, context.store) if pool.metadata.name in owned.orphaned_pools else pool
+        await _adopt(pool, service, context) if pool.metadata.name in owned.orphaned_pools else pool
         for pool in owned.pools
     ]
     facts, invalid = _derive_engine_facts(owned.instances, context)
@@ -201,7 +201,7 @@ async def _observe(
         service=service,
         pools=tuple(pools),
         instances=owned.instances,
-        assignment=await _find_assignment(service, context.store, key),
+        assignment=await _find_assignment(service, context, key),
         tiers=frozenset(tier.metadata.name for tier in await _list(context.store, QoSTier, key)),
         engines=_observe_engines(key, context),
         engine_facts=facts,
@@ -238,21 +238,25 @@ def _derive_engine_facts(
     return facts, invalid
 
 
-async def _find_assignment(service: PDService, store: Store, key: ServiceKey) -> PDAssignment | None:
-    found = await _find(store, PDAssignment, key)
+async def _find_assignment(
+    service: PDService, context: ReconcileContext, key: ServiceKey
+) -> PDAssignment | None:
+    found = await _find(context.store, PDAssignment, key)
     if found is None:
         return None
     ownership = judge_ownership(found.metadata, service, names_service=found.spec.service == key.name)
     if ownership is Ownership.FOREIGN:
         raise NameTaken(describe_taken(PDAssignment.kind_name(), found.metadata, service))
-    return await _adopt(found, service, store) if ownership is Ownership.ORPHANED else found
+    return await _adopt(found, service, context) if ownership is Ownership.ORPHANED else found
 
 
-async def _adopt(orphan: R, owner: Resource, store: Store) -> R:
+async def _adopt(orphan: R, owner: PDService, context: ReconcileContext) -> R:
     """Make the service the controller of an object that a person orphaned."""
+    if context.check_not_deleted:
+        await context.check_not_deleted(owner)
     meta = orphan.metadata
     owners = [reference.dump() for reference in (*meta.owner_references, owner.owner_reference())]
-    adopted = await store.patch(
+    adopted = await context.store.patch(
         type(orphan),
         meta.name,
         {"metadata": {"ownerReferences": owners}},

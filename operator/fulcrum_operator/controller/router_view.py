@@ -1,5 +1,6 @@
 """`RouterView` of a cluster: a router's endpoint from the object cache, its state from its state port."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from fulcrum_cluster.objects import ENDPOINT_SLICE
@@ -18,12 +19,20 @@ class ClusterRouterView:
 
     Args:
         cache: Contains the EndpointSlice in which the active router of a service publishes its address.
+        is_own_service: Returns whether the Service of this name is the service's: the token is sent to it.
         token_file: Token for the state ports; read for each request, since the kubelet replaces the file.
         state_url: URL of the state ports, with `{service}` and `{namespace}`.
     """
 
-    def __init__(self, cache: ObjectCache, *, token_file: Path, state_url: str = STATE_URL_TEMPLATE) -> None:
-        self._cache, self._state_url = cache, state_url
+    def __init__(
+        self,
+        cache: ObjectCache,
+        *,
+        token_file: Path,
+        is_own_service: Callable[[ServiceKey], bool],
+        state_url: str = STATE_URL_TEMPLATE,
+    ) -> None:
+        self._cache, self._is_own_service, self._state_url = cache, is_own_service, state_url
         self._client = open_http_client_for_all(token_file)
 
     def endpoint(self, key: ServiceKey) -> str | None:
@@ -36,7 +45,9 @@ class ClusterRouterView:
         return f"http://{key.name}.{key.namespace}.svc{port}"
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
-        """State of the active router; None if the router does not respond."""
+        """State of the active router; None if it does not respond or the Service is somebody else's."""
+        if not self._is_own_service(key):
+            return None
         client = HttpRouterClient(
             self._client, self._state_url.format(service=key.name, namespace=key.namespace)
         )

@@ -33,6 +33,12 @@ from fulcrum_operator.manifests.names import (
 
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created if missing and never updated."""
+_NEEDED_KINDS = {
+    "RoleBinding": ("ServiceAccount", "Role"),
+    "EndpointSlice": ("Service",),
+    "Deployment": ("ServiceAccount", "Role", "RoleBinding", "Lease", "EndpointSlice"),
+}
+"""Kinds of a router's children that another one of its children refers to by name."""
 ROUTER_TEARDOWN_S = 10
 """Seconds from the end of the router's drain to the exit of its process."""
 
@@ -67,6 +73,19 @@ def service_children(
         _router_budget(service),
         _engine_budget(service, min_available),
         _deployment(service, settings),
+    )
+
+
+def needed_children(child: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Kind and name of each other child that this one refers to.
+
+    If such an object is somebody else's, the child would direct traffic to the router of this service, or
+    give rights or an identity to pods, which that person did not ask for.
+    """
+    service = child["metadata"]["labels"][SERVICE_LABEL]
+    return tuple(
+        (kind, service if kind == "Service" else f"{service}-router")
+        for kind in _NEEDED_KINDS.get(child["kind"], ())
     )
 
 

@@ -18,6 +18,7 @@ from fulcrum_operator.manifests.names import (
     InstallationSettings,
     container_security_context,
     device_tolerations,
+    engine_account_name,
     engine_selector,
     image_pull_secrets,
     owner_references,
@@ -149,7 +150,7 @@ def _spec(
 ) -> dict[str, Any]:
     engine = engine_container(instance, service, settings)
     return {
-        "serviceAccountName": f"{service.metadata.name}-engine",
+        "serviceAccountName": engine_account_name(service.metadata.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "restartPolicy": "Always",

@@ -20,6 +20,7 @@ from fulcrum_operator.manifests.names import (
     InstallationSettings,
     container_security_context,
     device_tolerations,
+    engine_account_name,
     image_pull_secrets,
     owner_references,
     pod_security_context,
@@ -69,7 +70,7 @@ def model_reader_pod(
             "ownerReferences": owner_references(service),
         },
         "spec": {
-            "serviceAccountName": f"{name}-engine",
+            "serviceAccountName": engine_account_name(name),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "restartPolicy": "Never",

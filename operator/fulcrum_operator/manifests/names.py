@@ -17,6 +17,7 @@ SIDE_CHANNEL_PORT = POD_PLACEMENT.side_channel_port
 SERVICE_PORT = 80
 ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
 """Values of the label app.kubernetes.io/name for the parts of a service."""
+ENGINE_ACCOUNT_SUFFIX = "-engine"
 RUN_AS_UID = 65532
 """User id of every pod: not root, and unlikely to be a user of a node."""
 
@@ -65,6 +66,11 @@ def recommended_labels(service: str, name: str) -> dict[str, str]:
         "app.kubernetes.io/part-of": "fulcrum",
         "app.kubernetes.io/managed-by": "fulcrum-operator",
     }
+
+
+def engine_account_name(service: str) -> str:
+    """Name of the ServiceAccount of a service's engines and model reader."""
+    return service + ENGINE_ACCOUNT_SUFFIX
 
 
 def engine_selector(service: PDService) -> dict[str, str]:

@@ -58,6 +58,17 @@ CHILDREN = {
     *(f"{RBAC}/roles", f"{RBAC}/rolebindings"),
 }
 
+WAITING = {
+    "Service": ("EndpointSlice chat-router", "Deployment chat-router"),
+    "ServiceAccount": ("RoleBinding chat-router", "Deployment chat-router"),
+    "Role": ("RoleBinding chat-router", "Deployment chat-router"),
+    "RoleBinding": ("Deployment chat-router",),
+    "Lease": ("Deployment chat-router",),
+    "EndpointSlice": ("Deployment chat-router",),
+}
+"""Children that refer to an object of the router, and are not made while that is somebody else's."""
+PLURALS = {kind: plural for kind, (plural, _) in FOREIGN.items()}
+
 CHILD_PAIRS = {POLICIES, "policy/v1/poddisruptionbudgets", "serviceaccounts"}
 """Kinds of which a service has two children, one for routers and one for engines."""
 
@@ -93,7 +104,7 @@ def created_children(api: NamespaceClient) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", [kind for kind in FOREIGN if kind not in WAITING])
 def test_a_foreign_object_with_the_name_of_a_child_is_left_alone_and_named(
     api: NamespaceClient, kind: str
 ) -> None:
@@ -109,7 +120,53 @@ def test_a_foreign_object_with_the_name_of_a_child_is_left_alone_and_named(
     after = api.get(plural, name)
     assert without_status(after) == without_status(before)
     assert "fulcrum-operator" not in writers(after)
-    assert {"chat-0", "chat-1"} <= set(api.names("pods"))
+    wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the engines")
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_children_that_refer_to_a_foreign_object_wait_until_its_name_is_free(
+    api: NamespaceClient, kind: str
+) -> None:
+    plural, body = FOREIGN[kind]
+    name = "chat" if kind == "Service" else "chat-router"
+    before = api.create(plural, {**body, "metadata": {"name": name}})
+    api.service(instances=2)
+    wait_until(lambda: degraded(api)[1] == "NameTaken", "the condition")
+    said = f"{kind} {name} exists and was not made for this service; rename one of them"
+    waiting = WAITING[kind]
+    assert degraded(api)[2] == f"{said}; not made until then: {', '.join(waiting)}"
+    made = CHILDREN - {PLURALS[each.partition(" ")[0]] for each in waiting} - {plural}
+    if plural in CHILD_PAIRS:
+        made |= {plural}
+    wait_until(lambda: created_children(api) == made, "all other children")
+    wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the engines")
+    after = api.get(plural, name)
+    assert without_status(after) == without_status(before)
+    api.delete(plural, name)
+    wait_until(lambda: created_children(api) == CHILDREN, "all children", timeout_s=25)
+
+
+def test_no_engine_runs_in_a_foreign_service_account(api: NamespaceClient) -> None:
+    api.create("serviceaccounts", {"metadata": {"name": "chat-engine"}})
+    api.service(instances=2)
+    wait_until(lambda: degraded(api)[1] == "NameTaken", "the condition")
+    assert degraded(api)[2].endswith("; not made until then: all engines")
+    wait_until(lambda: created_children(api) == CHILDREN, "all other children")
+    assert not {"chat-0", "chat-1"} & set(api.names("pods"))
+    api.delete("serviceaccounts", "chat-engine")
+    wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the engines", timeout_s=25)
+
+
+def test_the_endpoints_of_a_service_that_became_foreign_are_deleted(api: NamespaceClient) -> None:
+    """The slice names the Service by a label, so it would direct the new Service's traffic to the router."""
+    plural, _ = FOREIGN["Service"]
+    api.service(instances=1)
+    wait_until(lambda: created_children(api) == CHILDREN, "the children")
+    others = {"metadata": {"labels": {"fulcrum.dev/service": None}, "ownerReferences": None}}
+    before = api.patch(plural, "chat", others)
+    wait_until(lambda: degraded(api)[1] == "NameTaken", "the condition")
+    wait_until(lambda: "chat-router" not in api.names(PLURALS["EndpointSlice"]), "the slice to be deleted")
+    assert api.get(plural, "chat")["metadata"]["uid"] == before["metadata"]["uid"]
 
 
 def test_a_child_is_created_once_its_name_is_free(api: NamespaceClient) -> None:

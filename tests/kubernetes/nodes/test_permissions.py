@@ -37,6 +37,14 @@ ONLY_IF_TAKEN: set[Permission] = {
     *(("rbac.authorization.k8s.io", resource, "get") for resource in ("roles", "rolebindings")),
 }
 """Permissions that the operator uses only if an object has the name of a child, or changes meanwhile."""
+ONLY_TO_ADOPT: set[Permission] = {
+    *(("", resource, "delete") for resource in ("services", "serviceaccounts")),
+    *(("fulcrum.dev", "pdassignments", "delete"), ("apps", "deployments", "delete")),
+    *(("policy", "poddisruptionbudgets", "delete"), ("networking.k8s.io", "networkpolicies", "delete")),
+    *(("rbac.authorization.k8s.io", resource, "delete") for resource in ("roles", "rolebindings")),
+    *(("coordination.k8s.io", "leases", "delete"), ("discovery.k8s.io", "endpointslices", "delete")),
+}
+"""Permissions without which an admission plugin refuses to change the owners of an object."""
 
 
 def expand_router_rules(service: DeployedService) -> set[Permission]:
@@ -131,7 +139,7 @@ def test_every_component_uses_every_permission_it_has_and_no_other(
             NAMESPACE,
             OPERATOR,
             list_granted(cluster, NAMESPACE, OPERATOR),
-            router | ONLY_AFTER_CONFLICT | ONLY_IF_TAKEN,
+            router | ONLY_AFTER_CONFLICT | ONLY_IF_TAKEN | ONLY_TO_ADOPT,
         ),
         "autoscaler": (
             NAMESPACE,

@@ -1,11 +1,14 @@
-"""A child that the API server refuses is tried again with growing delays. Level 3 tests the rest."""
+"""Refused children are tried again with growing delays; what of a child depends on other objects.
+
+Level 3 tests the rest.
+"""
 
 from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import SERVICE, Object, ObjectKind
-from fulcrum_core.errors import Forbidden, NotFound
+from fulcrum_cluster.objects import SERVICE, SERVICE_ACCOUNT, Object, ObjectKind
+from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, NotFound
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.children import Children
 from tests.clocks import ManualClock
@@ -54,3 +57,75 @@ async def test_a_refused_child_is_tried_again_at_once_when_its_manifest_changes(
     renamed = service().replace(metadata=service().metadata.model_copy(update={"uid": "u-another"}))
     await children.sync(renamed, min_available=1)
     assert objects.tries == 2
+
+
+class OrphanOfTerminatingService:
+    """An API server with an orphaned ServiceAccount; the watches have not reported yet that its PDService
+    is being deleted. Counts writes."""
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+    async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
+        if kind.kind != "PDService":
+            raise NotFound(f"{namespace}/{name}")
+        meta = service().metadata
+        return {"metadata": {"name": name, "uid": meta.uid, "deletionTimestamp": "2026-01-01T00:00:00Z"}}
+
+    async def create(self, _kind: ObjectKind, _body: Object, *, namespace: str) -> Object:
+        del namespace
+        self.writes += 1
+        raise AlreadyExists("ServiceAccount")
+
+    apply = create
+
+
+async def test_an_orphan_is_not_adopted_for_a_service_that_is_being_deleted() -> None:
+    objects, cache = OrphanOfTerminatingService(), ObjectCache(lambda _key: None)
+    api: Any = objects
+    labels = {"fulcrum.dev/service": "chat", "app.kubernetes.io/managed-by": "fulcrum-operator"}
+    meta = {"namespace": "default", "name": "chat-engine", "labels": labels, "resourceVersion": "1"}
+    cache.put_object(SERVICE_ACCOUNT, {"metadata": meta})
+    children = Children(api, cache, SETTINGS, ManualClock(NOW_S), is_leader=lambda: True)
+    with pytest.raises(Conflict):
+        await children.sync(service(), min_available=1)
+    assert objects.writes == 0
+
+
+class Objects:
+    """An API server that stores objects and counts versions."""
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[str, str], Object] = {}
+        self.version = 0
+
+    async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
+        del namespace
+        if (kind.kind, name) not in self.stored:
+            raise NotFound(name)
+        return self.stored[kind.kind, name]
+
+    async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
+        self.version += 1
+        meta = {**body["metadata"], "namespace": namespace, "uid": f"u-{self.version}"}
+        body = {**body, "metadata": {**meta, "resourceVersion": str(self.version)}}
+        self.stored[kind.kind, meta["name"]] = body
+        return body
+
+    async def delete(self, kind: ObjectKind, name: str, *, namespace: str, uid: str) -> None:
+        del namespace
+        assert self.stored.pop((kind.kind, name))["metadata"]["uid"] == uid
+
+
+async def test_the_endpoint_slice_is_replaced_when_the_family_of_the_service_changes() -> None:
+    objects, cache = Objects(), ObjectCache(lambda _key: None)
+    api: Any = objects
+    children = Children(api, cache, SETTINGS, ManualClock(NOW_S), is_leader=lambda: True)
+    await children.sync(service(), min_available=1)
+    before = objects.stored["EndpointSlice", "chat-router"]["addressType"]
+    made = objects.stored["Service", "chat"]
+    newer = {**made["metadata"], "resourceVersion": "100"}
+    cache.put_object(SERVICE, {**made, "metadata": newer, "spec": {**made["spec"], "ipFamilies": ["IPv6"]}})
+    objects.version = 100
+    await children.sync(service(), min_available=1)
+    assert (before, objects.stored["EndpointSlice", "chat-router"]["addressType"]) == ("IPv4", "IPv6")
