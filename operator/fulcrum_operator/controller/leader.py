@@ -105,6 +105,7 @@ class Leader:
         self._cache = ObjectCache(self._enqueue)
         self._feed = feed(self._cache)
         objects, settings, clock = connection.objects, options.settings, SystemClock()
+        self._clock = clock
         self._children = Children(objects, self._cache, settings, clock, is_leader=is_leader)
         self._recorder = EventRecorder(objects, clock, is_leader=is_leader)
         self._unreadable = UnreadableObjects(
@@ -130,18 +131,21 @@ class Leader:
             objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
         )
         self._store = CachedStore(connection.store, self._cache, is_leader, objects=objects)
-        self._context = ReconcileContext(
+        self._context = self._make_context()
+
+    def _make_context(self) -> ReconcileContext:
+        return ReconcileContext(
             store=self._store,
             runtime=self._runtime,
-            clock=clock,
+            clock=self._clock,
             engine_facts=self._engine_facts,
             router=self._router_view,
             router_failures=lambda key: find_router_failures(self._cache, key),
             schema_problems=self._store.missing_fields.causes,
             models=self._model_reader,
-            check_not_deleted=lambda service: check_not_deleted(service, objects),
+            check_not_deleted=lambda service: check_not_deleted(service, self._connection.objects),
             has_engine_account=lambda key: self._has_engine_account(self._service(key)),
-            engine_images=settings.engine_images,
+            engine_images=self._options.settings.engine_images,
             sees_cordons=lambda: self._cordoned_nodes.allowed,
             after_apply=self._after_apply,
             on_failure=self._record_failure,
