@@ -26,6 +26,7 @@ from fulcrum_autoscaler.policy import (
     decide_on_tick,
     propose_assignment,
 )
+from fulcrum_autoscaler.policy.intervals import ACKNOWLEDGEMENT_TIMEOUT_S, REFUSAL_PAUSE_S
 from fulcrum_cluster.assignment_write import update_assignment
 from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
@@ -41,12 +42,8 @@ log = structlog.get_logger()
 
 WRITE_ATTEMPTS_MAX = 4
 """Most attempts to decide and write one flip while other writers keep changing the assignment."""
-ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
-"""Longest wait for the router to apply the generation on which a decision is based."""
 FLIP_REQUEST_POLL_S = 5.0
 """Longest wait of one poll for a flip request: a router on a lost node never responds."""
-REFUSAL_PAUSE_S = 0.1
-"""Pause after a refused flip request: an overloaded router sends one with every client request."""
 
 DecisionFunction = Callable[[Observation, AutoscalingRules, float], tuple[MonitorState, FlipDecision]]
 

@@ -31,13 +31,12 @@ from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.observe.engines import EngineProber
 from fulcrum_router.observe.objects import StoreWatcher
 from fulcrum_router.options import RouterOptions
+from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
 
 log = structlog.get_logger()
 
-SWEEP_INTERVAL_S = 0.1
-"""Seconds between two checks of all time-outs; a time-out ends up to so much late."""
 GC_THRESHOLD_OBJECTS = 50_000
 """New objects after which the garbage collector runs: requests leave no cycles, so such growth is a leak."""
 SYNC_TIMEOUT_S = 5.0

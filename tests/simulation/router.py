@@ -7,7 +7,6 @@ Roles come from watches of the store and are accepted by `may_apply`. Requests a
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.router_client import RouterUnavailable
@@ -22,12 +21,12 @@ from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import AutoscalingMode, DispatchMode, EngineIdentity, Phase, Role
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_router.fleet.health import Health
-from fulcrum_router.observe.objects import TYPICAL_REQUEST_TOKENS
-from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, Ledger, TransferPairs
-from fulcrum_router.policy.estimate import DecodePredictor, PrefillPredictor
+from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, TransferPairs
+from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
-from fulcrum_router.policy.prefill_samples import PrefillSample
+from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_simulator.engine import ExportedKv, KvImportRequest, OutputToken
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
 from tests.simulation.engines import LEASE_S, EngineProcess, Network
@@ -36,35 +35,23 @@ from tests.waiting import advance
 
 LEG_TIMEOUT_S = 8.0
 """Time without a token after which a leg is given up, in seconds."""
-PROBE_INTERVAL_S = 1.0
 
 
-@dataclass(slots=True)
-class RoutedInstance:
+class RoutedInstance(LearningInstance):
     """The router's view of one instance; implements `policy.InstanceView`."""
 
-    name: str
-    prefill: PrefillPredictor
-    decode: DecodePredictor
-    role: Role = Role.DECODE
-    assigned: bool = False
-    process: EngineProcess | None = None
-    identity: EngineIdentity | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    health: Health = field(default_factory=Health)
-    error_share: float = 0.0
-    itl_s: float | None = None
-    batch_tokens: int = 0
-    missed_probes: int = 0
-    kv_lease_s: float = LEASE_S
-
-    @property
-    def prefill_model(self) -> PrefillModel:
-        return self.prefill.model
-
-    @property
-    def decode_model(self) -> DecodeModel:
-        return self.decode.model
+    def __init__(self, name: str, prefill: PrefillModel, decode: DecodeModel) -> None:
+        super().__init__(prefill, decode)
+        self.name = name
+        self.role = Role.DECODE
+        self.assigned = False
+        self.process: EngineProcess | None = None
+        self.identity: EngineIdentity | None = None
+        self.health = Health()
+        self.error_share = 0.0
+        self.itl_s: float | None = None
+        self.batch_tokens = self.missed_probes = 0
+        self.kv_lease_s = LEASE_S
 
     @property
     def serving(self) -> bool:
@@ -137,9 +124,7 @@ class SimulatedRouter:
             return
         roles = resolve_effective_roles(self.accepted.roles, serving)
         for name, obj in objects.items():
-            known = self.instances.get(name) or RoutedInstance(
-                name, PrefillPredictor(self._prefill_model), DecodePredictor(self._decode_model)
-            )
+            known = self.instances.get(name) or RoutedInstance(name, self._prefill_model, self._decode_model)
             self.instances[name] = known
             entry = self.accepted.roles.get(name)
             known.assigned = name in serving and entry is not None and not entry.cordoned
@@ -273,7 +258,7 @@ class SimulatedRouter:
         before, now = instance.batch_tokens, 0 if ledger.prefill_tokens else ledger.decode_tokens
         instance.batch_tokens = now
         if instance.itl_s and before and now:
-            instance.decode.learn(tokens=(before + now) // 2, itl_s=instance.itl_s)
+            instance.learn_decode(tokens=(before + now) // 2, itl_s=instance.itl_s)
 
     def _record_failure(self, instance: RoutedInstance, *, is_gone: bool) -> None:
         now_s = self._clock.monotonic_s()
@@ -347,15 +332,20 @@ class SimulatedRouter:
 
     def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:
         """See `RoutingPort`."""
-        now_s = self.now_s()
-        if failure is not None:
-            self._record_failure(instance, is_gone=failure is Failure.REFUSED)
+        if failure is None:
+            instance.health.record_success()
             return
-        instance.health.record_success()
-        if leg.is_prefill and leg.was_idle:
-            took_s = now_s - leg.request.arrival_s
-            tokens = leg.request.prompt_tokens
-            instance.prefill.learn(PrefillSample(tokens, tokens**2, took_s))
+        self._record_failure(instance, is_gone=failure is Failure.REFUSED)
+        if leg.is_prefill:
+            instance.discard_prefill_samples()
+
+    def learn_prefill(
+        self, leg: SimulatedLeg, instance: RoutedInstance, computed_for_s: float | None
+    ) -> None:
+        """See `RoutingPort`."""
+        instance.record_prefill(
+            tokens=leg.request.prompt_tokens, cached_tokens=0, computed_for_s=computed_for_s
+        )
 
     def _check_silence(self, leg: SimulatedLeg, process: EngineProcess) -> None:
         """Give the leg up if no token came for `LEG_TIMEOUT_S`, now or later."""

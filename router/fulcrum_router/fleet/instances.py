@@ -17,10 +17,9 @@ from fulcrum_router.fleet.pending_transfers import PendingTransfer, PendingTrans
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
-from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, DecodePredictor, PrefillPredictor
-from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_router.policy.outliers import may_eject
-from fulcrum_router.policy.prefill_samples import PrefillSampler
 
 SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
 """On every response of a simulated engine: its text is made up."""
@@ -49,22 +48,18 @@ class _Changes:
         self.count = 0
 
 
-class Instance:
+class Instance(LearningInstance):
     """One engine instance: assignment, endpoint, health, load and reported values."""
 
     __slots__ = (
         "_changes",
-        "_decode_predictor",
         "_identity",
-        "_prefill_predictor",
-        "_prefill_sampler",
         "_role",
         "_serving",
         "assigned",
         "cache_salt",
         "connection_pool",
         "decode_header",
-        "decode_model",
         "engine_read_at_s",
         "engine_requests",
         "error_share",
@@ -75,12 +70,10 @@ class Instance:
         "itl_s",
         "kv_lease_s",
         "kv_usage",
-        "ledger",
         "missed_probes",
         "name",
         "pool",
         "prefill_header",
-        "prefill_model",
         "progress_at_s",
         "reported_block_size",
         "reports_cached_tokens",
@@ -97,6 +90,7 @@ class Instance:
         decode: DecodeModel = DEFAULT_DECODE,
         simulated: bool = False,
     ) -> None:
+        super().__init__(prefill, decode)
         self.name, self.pool = name, pool
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
         self.decode_header = b"x-fulcrum-decode: %b\r\n%b" % (
@@ -116,7 +110,6 @@ class Instance:
         """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.incoming_transfers: PendingTransfers[IncomingTransfer] = PendingTransfers()
         """Transfers that the instance was sent as decode instance and has not responded to."""
-        self.ledger = Ledger()
         self.health = Health()
         self.error_share = 0.0
         """Copy of `Health.error_share`, which dispatch reads of every instance."""
@@ -142,9 +135,6 @@ class Instance:
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes = 0
-        self._prefill_sampler = PrefillSampler()
-        self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
-        self.prefill_model, self.decode_model = prefill, decode
 
     @property
     def role(self) -> Role:
@@ -263,51 +253,6 @@ class Instance:
         """Whether the instance gets no requests yet but its engine responds, so that canaries may be sent."""
         idle = self.starting and not self.serving
         return idle and self.engine_requests is not None and not self.health.ejected
-
-    def start_from(self, prefill: PrefillModel | None, decode: DecodeModel | None) -> None:
-        """Predict with these models instead of what was learned, and learn from them on; None: no change."""
-        if prefill is not None:
-            self._prefill_predictor, self.prefill_model = PrefillPredictor(prefill), prefill
-        if decode is not None:
-            self._decode_predictor, self.decode_model = DecodePredictor(decode), decode
-
-    def record_prefill(self, *, tokens: int, cached_tokens: int, computed_for_s: float | None) -> None:
-        """Learn from the response of a prefill leg whose entry was released: see `PrefillSampler.add`.
-
-        With decode legs on the instance the duration would include their steps.
-        """
-        ledger, predictor = self.ledger, self._prefill_predictor
-        if ledger.decode_legs:
-            self._prefill_sampler.clear()
-            return
-        for sample in self._prefill_sampler.add(
-            tokens=tokens,
-            cached_tokens=cached_tokens,
-            computed_for_s=computed_for_s,
-            more_in_flight=ledger.prefill_legs > 0,
-        ):
-            predictor.learn(sample)
-            self.prefill_model = predictor.model
-
-    def discard_prefill_samples(self) -> None:
-        """Forget responses that are not learned from yet: a leg failed that the engine may still compute."""
-        self._prefill_sampler.clear()
-
-    @property
-    def drift(self) -> tuple[float | None, float | None]:
-        """Predicted divided by measured time of recent prefills and of recent decode steps; None: unknown."""
-        errors = self._prefill_predictor.drift.value, self._decode_predictor.drift.value
-        return None if errors[0] is None else 1.0 + errors[0], None if errors[1] is None else 1.0 + errors[1]
-
-    @property
-    def samples(self) -> tuple[int, int]:
-        """Number of prefills and of decode steps that the models were learned from."""
-        return self._prefill_predictor.samples, self._decode_predictor.samples
-
-    def learn_decode(self, *, tokens: int, itl_s: float) -> None:
-        """Learn from a mean step time with `tokens` KV tokens in the batch."""
-        self._decode_predictor.learn(tokens=tokens, itl_s=itl_s)
-        self.decode_model = self._decode_predictor.model
 
     def require_connection_pool(self) -> ConnectionPool:
         """The pool of the current endpoint.

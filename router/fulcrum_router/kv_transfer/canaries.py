@@ -34,13 +34,12 @@ from fulcrum_router.kv_transfer.verification import (
     verify_transfer,
 )
 from fulcrum_router.policy import PairKey, TransferPair
+from fulcrum_router.policy.intervals import CANARY_IDLE_S
 from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()
 
-IDLE_INTERVAL_S = 300.0
-"""Time between two canaries on a pair without traffic."""
 TICK_S = 0.25
 REFRESH_INTERVAL_S = 1.0
 MAX_IN_FLIGHT = 2
@@ -66,7 +65,7 @@ class CanaryScheduler:
         rng: Chooses the prompts' token ids.
     """
 
-    def __init__(self, router: Router, *, interval_s: float = IDLE_INTERVAL_S, rng: random.Random) -> None:
+    def __init__(self, router: Router, *, interval_s: float = CANARY_IDLE_S, rng: random.Random) -> None:
         self._router, self._interval_s, self._rng = router, interval_s, rng
         self._in_flight: dict[PairKey, asyncio.Task[None]] = {}
         self._refused: dict[PairKey, tuple[float, object]] = {}

@@ -26,10 +26,10 @@ from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.observe.outliers import OutlierDetector
+from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
 
 log = structlog.get_logger()
 
-PROBE_INTERVAL_S = 1.0
 MISSED_PROBES_TO_EJECT = 3
 """Failed probes in a row that eject an instance; one is enough if the engine cannot be reached."""
 NO_RESPONSE_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.REFUSED})

@@ -31,7 +31,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
-from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, TYPICAL_REQUEST_TOKENS
 from fulcrum_router.policy.roles import phase_precedes_work, resolve_working_roles
 from fulcrum_router.router import Router
 from fulcrum_router.settings import resolve_settings
@@ -40,8 +40,6 @@ log = structlog.get_logger()
 
 USUAL_STEP_TOKENS = 8_192
 """Tokens of an engine's step if they are not set."""
-TYPICAL_REQUEST_TOKENS = 1_000
-"""Tokens per request for which a profile's step model is converted to a decode model."""
 
 
 class StoreWatcher:

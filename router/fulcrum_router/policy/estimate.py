@@ -20,6 +20,8 @@ DEFAULT_PREFILL = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
 """Prior without a profile: 10,000 tokens a second, slow for any accelerator."""
 DEFAULT_DECODE = DecodeModel(intercept=0.01, slope=5e-7)
 """Prior without a profile: 10 ms a step, and 20 ms more with 40,000 tokens in the batch."""
+TYPICAL_REQUEST_TOKENS = 1_000
+"""Tokens per request for which a profile's step model is converted to a decode model."""
 
 
 def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:

@@ -19,14 +19,10 @@ from fulcrum_autoscaler.policy import (
     decide_on_tick,
     propose_assignment,
 )
+from fulcrum_autoscaler.policy.intervals import ACKNOWLEDGEMENT_TIMEOUT_S, REFUSAL_PAUSE_S
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_simulator.fleet.router import SimulatedRouter
-
-REFUSAL_PAUSE_S = 0.1
-"""Pause after a refused flip request, as in the shipped loop."""
-ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
-"""Longest wait for the router to apply a flip before the next request is read, as in the shipped loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,27 +5,22 @@ from collections.abc import Iterable, Mapping
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
-from fulcrum_router.policy import Candidates, DecodePredictor, Ledger, PrefillPredictor
-from fulcrum_router.policy.prefill_samples import PrefillSample
+from fulcrum_router.policy import Candidates
+from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_simulator.fleet.instance import SimulatedInstance
 
 
-class RoutedInstance:
+class RoutedInstance(LearningInstance):
     """Implements `policy.journey.JourneyInstance`."""
 
     __slots__ = (
         "_batch_tokens",
-        "_decode",
-        "_prefill",
-        "decode_model",
         "error_share",
         "identity",
         "instance",
         "itl_s",
         "kv_lease_s",
-        "ledger",
         "name",
-        "prefill_model",
         "role",
         "serving",
     )
@@ -33,21 +28,14 @@ class RoutedInstance:
     def __init__(
         self, instance: SimulatedInstance, role: Role, prefill: PrefillModel, decode: DecodeModel
     ) -> None:
+        super().__init__(prefill, decode)
         self.instance, self.name, self.role = instance, instance.name, role
         self.serving = True
         self.error_share = 0.0
         self.identity: EngineIdentity | None = None
         self.kv_lease_s = KV_LEASE_S
-        self.ledger = Ledger()
-        self.prefill_model, self.decode_model = prefill, decode
         self.itl_s: float | None = None
-        self._prefill, self._decode = PrefillPredictor(prefill), DecodePredictor(decode)
         self._batch_tokens = 0
-
-    def learn_prefill(self, *, tokens: int, duration_s: float) -> None:
-        """Learn from a prefill leg that ran alone."""
-        self._prefill.learn(PrefillSample(tokens, tokens**2, duration_s))
-        self.prefill_model = self._prefill.model
 
     def probe(self) -> None:
         """Read the engine's inter-token latency of the last interval and learn from it."""
@@ -59,8 +47,7 @@ class RoutedInstance:
         ledger, before = self.ledger, self._batch_tokens
         self._batch_tokens = now = 0 if ledger.prefill_tokens else ledger.decode_tokens
         if self.itl_s and before and now:
-            self._decode.learn(tokens=(before + now) // 2, itl_s=self.itl_s)
-            self.decode_model = self._decode.model
+            self.learn_decode(tokens=(before + now) // 2, itl_s=self.itl_s)
 
     def report(self, now_s: float, *, waiting_s: float) -> InstanceState:
         """Return what the router reports at its state port; `waiting_s` is the share of the waiting room."""

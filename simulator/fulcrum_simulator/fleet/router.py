@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
+from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
 from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_simulator.engine import (
     EngineRequest,
@@ -31,14 +33,10 @@ from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
 from fulcrum_simulator.fleet.timeline import Sample, take_sample
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
 
-PROBE_INTERVAL_S = 1.0
-"""Interval at which the router reads the engines' metrics."""
 CANARY_INTERVAL_S = 10.0
-CANARY_IDLE_S = 1_800.0
-"""Time without a transfer after which a pair gets a canary."""
-PREFILL_TIMEOUT_S = 60.0
-FIRST_BYTE_TIMEOUT_S = 60.0
-"""The default timeouts of a PDService."""
+"""Between two looks for pairs that are due; the shipped router looks every second and sends two at a time."""
+TIMEOUTS = TimeoutsSpec()
+"""Those of a PDService with default settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,13 +266,19 @@ class SimulatedRouter:
     def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:
         """See `RoutingPort`."""
         if failure is not None:
-            return
-        if leg.is_prefill and leg.was_idle:
-            took_s = self.events.now_s - leg.request.arrival_s
-            instance.learn_prefill(tokens=leg.request.prompt_tokens, duration_s=took_s)
+            if leg.is_prefill:
+                instance.discard_prefill_samples()
         elif isinstance(leg.request.kv_transfer, KvImportRequest):
             source = leg.request.kv_transfer.engine_id.partition("/")[0]
             self._record_transfer(source, instance.name)
+
+    def learn_prefill(
+        self, leg: SimulatedLeg, instance: RoutedInstance, computed_for_s: float | None
+    ) -> None:
+        """See `RoutingPort`."""
+        instance.record_prefill(
+            tokens=leg.request.prompt_tokens, cached_tokens=0, computed_for_s=computed_for_s
+        )
 
     def _record_transfer(self, source: str, reader: str) -> None:
         if source != reader:
@@ -293,7 +297,7 @@ class _SentLeg:
     def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, view: RoutedInstance) -> None:
         self._router, self._leg, self._view, self.request = router, leg, view, leg.request
         events = router.events
-        timeout_s = PREFILL_TIMEOUT_S if leg.is_prefill else FIRST_BYTE_TIMEOUT_S
+        timeout_s = TIMEOUTS.prefill if leg.is_prefill else TIMEOUTS.first_byte
         self._timeout = events.schedule(events.now_s + timeout_s, self._time_out)
         events.schedule(events.now_s + router.hop_s, self._submit)
 

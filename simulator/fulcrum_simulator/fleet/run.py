@@ -17,6 +17,7 @@ from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, Role
+from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
@@ -26,9 +27,6 @@ from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
 from fulcrum_simulator.fleet.timeline import Sample
 from fulcrum_simulator.workload import WorkloadRequest
-
-TYPICAL_REQUEST_TOKENS = 1_000
-"""Tokens per request for which a step model is converted to a decode model, as in the shipped router."""
 
 Model = TypeVar("Model", PrefillModel, DecodeModel)
 ProgressFunction = Callable[[float], None]

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance, State
 from fulcrum_router.policy.work import Work
 from fulcrum_simulator.engine import (
@@ -26,9 +27,6 @@ from fulcrum_simulator.engine import (
     NoKvTransfer,
     OutputToken,
 )
-
-WAITING_ROOM_CHECK_S = 0.1
-"""Seconds between two checks of the waiting room, as in the shipped router."""
 
 
 class Outcome(Enum):
@@ -79,18 +77,19 @@ class RoutingPort(Protocol[V_contra]):
         """Publish a flip request."""
 
     def record_leg(self, leg: "SimulatedLeg", instance: V_contra, failure: Failure | None) -> None:
-        """A leg ended with a response (None) or a failure: health and predictors learn from it."""
+        """A leg ended with a response (None) or a failure: health and transfer pairs learn from it."""
+
+    def learn_prefill(self, leg: "SimulatedLeg", instance: V_contra, computed_for_s: float | None) -> None:
+        """A prefill leg was answered: predictors learn from it as from `LearningInstance.record_prefill`."""
 
 
 class SimulatedLeg:
     """One request to one engine. The engine's side calls `on_token`, then `on_end` or `on_failure`, once."""
 
-    __slots__ = ("_run", "ended", "is_prefill", "last_token_s", "lease_expired", "request", "was_idle")
+    __slots__ = ("_run", "ended", "is_prefill", "last_token_s", "lease_expired", "request")
 
-    def __init__(self, run: "_Run", request: EngineRequest, *, is_prefill: bool, was_idle: bool) -> None:
+    def __init__(self, run: "_Run", request: EngineRequest, *, is_prefill: bool) -> None:
         self._run, self.request, self.is_prefill = run, request, is_prefill
-        self.was_idle = was_idle
-        """Whether the instance had no other legs, so that the duration is this leg's own."""
         self.last_token_s = request.arrival_s
         """Time of the last token; before the first, when the leg was sent."""
         self.ended = False
@@ -156,10 +155,10 @@ class SimulatedJourneys(Generic[V]):
         self.context.waiting_room.reconsider(self.port.now_s())
 
     def check_waiting_room(self) -> None:
-        """Check again after `WAITING_ROOM_CHECK_S`, as long as requests wait."""
+        """Check again after `SWEEP_INTERVAL_S`, as long as requests wait."""
         if not self._checks_waiting_room and self.context.waiting_room.members:
             self._checks_waiting_room = True
-            self.port.call_at(self.port.now_s() + WAITING_ROOM_CHECK_S, self._end_waiting_room_check)
+            self.port.call_at(self.port.now_s() + SWEEP_INTERVAL_S, self._end_waiting_room_check)
 
     def _end_waiting_room_check(self) -> None:
         self._checks_waiting_room = False
@@ -271,9 +270,7 @@ class _Run:
             block_hashes=() if self.journey.must_recompute else request.block_hashes,
             kv_transfer=transfer,
         )
-        journey = self.journey
-        was_idle = journey.prefill_was_idle if is_prefill else journey.decode_was_idle
-        return SimulatedLeg(self, sent, is_prefill=is_prefill, was_idle=was_idle)
+        return SimulatedLeg(self, sent, is_prefill=is_prefill)
 
     def _open(self, leg: SimulatedLeg, instance: JourneyInstance | None) -> None:
         assert instance is not None
@@ -334,7 +331,9 @@ class _Run:
         self._record(leg, None)
         self._transfer = port.build_import(instance, end.export)
         now_s = port.now_s()
-        self.act(self.journey.prefill_answered(now_s, lease_from_s=now_s, has_params=True))
+        action = self.journey.prefill_answered(now_s, lease_from_s=now_s, has_params=True)
+        port.learn_prefill(leg, instance, self.journey.prefill_computed_for_s)
+        self.act(action)
 
     def on_failure(self, leg: SimulatedLeg, failure: Failure) -> None:
         """Go on after a leg that failed."""

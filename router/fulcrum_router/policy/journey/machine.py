@@ -282,7 +282,6 @@ class Journey(RequestRecord[V]):
         self.dispatch_reason = decision.reason
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         compute_s = instance.prefill_model.ttft_s(tokens)
-        self.prefill_was_idle = not ledger.prefill_legs and not ledger.decode_legs
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
         if not protocol.legs_at_once or decode is None:

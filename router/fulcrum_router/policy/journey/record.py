@@ -55,7 +55,6 @@ class RequestRecord(Generic[V]):
         "prefill_computed_for_s",
         "prefill_instance",
         "prefill_open",
-        "prefill_was_idle",
         "proposal",
         "protocol",
         "source",
@@ -97,8 +96,8 @@ class RequestRecord(Generic[V]):
         """Why the decode instance computes the prompt itself."""
         self.prefill_open = self.decode_open = False
         """Whether the leg is in flight."""
-        self.prefill_was_idle = self.decode_was_idle = False
-        """Whether the instance had no other legs when this one was sent, so that its duration is its own."""
+        self.decode_was_idle = False
+        """Whether the instance had no other legs when this leg was sent, so that its duration is its own."""
         self.predicted_ttft: PredictedTtft | None = None
         """Predicted when the prefill leg was sent; None without one."""
         self.prefill_computed_for_s: float | None = None

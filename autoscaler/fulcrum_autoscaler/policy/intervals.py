@@ -1,0 +1,6 @@
+"""Waits between the autoscaler's decisions. The simulator uses the same."""
+
+ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
+"""Longest wait for the router to apply the generation on which a decision is based."""
+REFUSAL_PAUSE_S = 0.1
+"""Pause after a refused flip request: an overloaded router sends one with every client request."""

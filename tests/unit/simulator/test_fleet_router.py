@@ -1,0 +1,47 @@
+"""The simulated router learns from its legs as the shipped one does."""
+
+import random
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import KV_LEASE_S, Role, Slo
+from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
+from fulcrum_simulator.fleet.records import RequestResult
+from fulcrum_simulator.fleet.routed_instance import RoutedInstance
+from fulcrum_simulator.fleet.router import SimulatedRouter
+from fulcrum_simulator.workload import WorkloadRequest
+
+WRONG = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
+"""Much too fast."""
+
+
+def build_router(events: EventQueue) -> SimulatedRouter:
+    """Return a router with one instance of each role, whose prompts it expects to take no time."""
+    profile = load_profile("laptop")
+    engines = InstanceOptions(profile=profile, step_noise=0.0, lease_s=KV_LEASE_S, lookahead_steps=1)
+    peers: dict[str, SimulatedInstance] = {}
+    decode_model: DecodeModel = profile.step_model.decode_model(1_000)
+    views = [
+        RoutedInstance(
+            SimulatedInstance(name, engines, events, peers, random.Random(1)), role, WRONG, decode_model
+        )
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+    ]
+    return SimulatedRouter(events, views, slo=Slo(1.0, 0.05), hop_s=0.001, flips=None)
+
+
+def test_every_prompt_of_a_queue_is_learned_from() -> None:
+    events = EventQueue()
+    router = build_router(events)
+    ended: list[int] = []
+    for number in range(20):
+        record = RequestResult(WorkloadRequest(0.0, 600, 1))
+        router.serve(record, number, lambda number=number: ended.append(number))  # type: ignore[misc]
+    while len(ended) < 20:
+        events.run_next()
+    samples, _ = router.fleet["p"].samples
+    truth = load_profile("laptop").step_model.prefill_model(load_profile("laptop").token_budget)
+    predicted_s = router.fleet["p"].prefill_model.ttft_s(600)
+    assert samples >= 10
+    assert abs(predicted_s / truth.ttft_s(600) - 1) < 0.2
