@@ -5,8 +5,8 @@ causes none. `EventRecorder` writes them; a repeated Event increments a count.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -114,9 +114,9 @@ def reconcile_failed(cause: FailureCause) -> Event:
     return Event(cause.reason, WARNING, f"{cause.message}; retrying", cause.message)
 
 
-def router_cannot_start(pod: str, cause: FailureCause) -> Event:
+def router_cannot_start(cause: FailureCause) -> Event:
     """A router cannot start."""
-    return Event(cause.reason, WARNING, cause.message, pod)
+    return Event(cause.reason, WARNING, cause.message, cause.identity)
 
 
 def problem_found(cause: FailureCause) -> Event:
@@ -130,21 +130,37 @@ def object_unreadable(description: str) -> Event:
     return Event("ObjectUnreadable", WARNING, description, description)
 
 
-def derive_events(before: Observed, plan: Plan, last: dict[str, EngineObservation]) -> tuple[Event, ...]:
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What the last reconcile of a service observed that has no trace in the stored objects."""
+
+    engines: Mapping[str, EngineObservation] = field(default_factory=dict)
+    """Engines by instance."""
+    causes: frozenset[str] = frozenset()
+    """Identities of the failure causes."""
+
+
+def remember_reported(observed: Observed) -> Reported:
+    """What the next reconcile does not report again."""
+    causes = (*find_problems(observed), *observed.router_failures)
+    return Reported(dict(observed.engines), frozenset(cause.identity for cause in causes))
+
+
+def derive_events(before: Observed, plan: Plan, last: Reported) -> tuple[Event, ...]:
     """Derive the Events of one reconcile.
 
     Args:
         before: State that the plan was made from.
         plan: Plan that was applied.
-        last: Engines as the previous reconcile observed them, by instance.
+        last: What the previous reconcile observed.
     """
     return (
         *_role_events(before, plan),
         *_instance_events(before, plan),
         *_pool_events(before, plan),
-        *_engine_events(before, last),
+        *_engine_events(before, last.engines),
         *_condition_events(before, plan),
-        *_problem_events(before, plan),
+        *_problem_events(before, last.causes),
     )
 
 
@@ -184,7 +200,7 @@ def _pool_events(before: Observed, plan: Plan) -> Iterator[Event]:
             yield scaled(was.metadata.name, was.status.replicas, desired_replicas(was))
 
 
-def _engine_events(before: Observed, last: dict[str, EngineObservation]) -> Iterator[Event]:
+def _engine_events(before: Observed, last: Mapping[str, EngineObservation]) -> Iterator[Event]:
     ours = {instance.metadata.name: instance.status.phase for instance in before.instances}
     for name, engine in before.engines.items():
         was = last.get(name)
@@ -206,18 +222,11 @@ def _start_failure(engine: EngineObservation) -> tuple[str, str]:
     return engine.reason, "" if engine.reason == conditions.IMAGE_PULL_FAILED else engine.message
 
 
-def _problem_events(before: Observed, plan: Plan) -> Iterator[Event]:
-    """Events for the problems that the status names now and did not name before."""
-    if not any(isinstance(obj, PDService) for obj in plan.objects):
-        return
-    found = (c.message for c in before.service.status.conditions if c.type == conditions.DEGRADED)
-    reported = next(found, "")
-    yield from (problem_found(cause) for cause in find_problems(before) if cause.message not in reported)
-    for cause in before.router_failures:
-        router, detail, _ = cause.message.split(": ", 2)
-        alike = conditions.IMAGE_PULL_ERRORS if detail in conditions.IMAGE_PULL_ERRORS else (detail,)
-        if not any(f"{router}: {each}" in reported for each in alike):  # image pulls alternate
-            yield router_cannot_start(router, cause)
+def _problem_events(before: Observed, reported: frozenset[str]) -> Iterator[Event]:
+    """Events for the failure causes that the last reconcile did not have."""
+    yield from (problem_found(cause) for cause in find_problems(before) if cause.identity not in reported)
+    failures = before.router_failures
+    yield from (router_cannot_start(cause) for cause in failures if cause.identity not in reported)
 
 
 def _condition_events(before: Observed, plan: Plan) -> Iterator[Event]:

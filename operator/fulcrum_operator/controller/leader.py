@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDService
 from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
-from fulcrum_core.ports import EngineObservation, instance_key
+from fulcrum_core.ports import instance_key
 from fulcrum_core.profiles import load_shipped_profile
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.bounded_concurrency import run_bounded
@@ -32,7 +32,13 @@ from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children, check_not_deleted
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
 from fulcrum_operator.controller.cordoned_nodes import CordonedNodes
-from fulcrum_operator.controller.events import EventRecorder, derive_events, reconcile_failed
+from fulcrum_operator.controller.events import (
+    EventRecorder,
+    Reported,
+    derive_events,
+    reconcile_failed,
+    remember_reported,
+)
 from fulcrum_operator.controller.kopf_feed import WATCHED_KINDS, KopfFeed, label_selector
 from fulcrum_operator.controller.metrics import Metrics
 from fulcrum_operator.controller.pods.model_reader_pods import ModelReaderPods
@@ -98,7 +104,7 @@ class Leader:
         self._listed, self._watching, self._unlisted_reason = asyncio.Event(), False, ""
         self._watch_restarted = asyncio.Event()
         """Set when a watch has restarted, which calls for a list."""
-        self._last_engines: dict[ServiceKey, dict[str, EngineObservation]] = {}
+        self._reported: dict[ServiceKey, Reported] = {}
         self._client = httpx.AsyncClient(trust_env=False, verify=False)  # plain HTTP: no certificates to load
         self._probes = RoleProbes(self._probe_roles)
         self._queue = WorkQueue[ServiceKey](self._reconcile_service, resync_s=RESYNC_S)
@@ -266,7 +272,7 @@ class Leader:
             requeue_after_s = await reconcile(key, self._context)
             outcome = "ok"
             if requeue_after_s == math.inf:
-                self._last_engines.pop(key, None)
+                self._reported.pop(key, None)
                 self._model_reader.forget(key)
             return requeue_after_s
         except Conflict:
@@ -284,10 +290,9 @@ class Leader:
         await self._model_reader.sync(service, plan.model_read if self._has_engine_account(service) else None)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)
-        await self._recorder.record(
-            service.metadata, derive_events(observed, plan, self._last_engines.get(key, {}))
-        )
-        self._last_engines[key] = dict(observed.engines)
+        events = derive_events(observed, plan, self._reported.get(key, Reported()))
+        await self._recorder.record(service.metadata, events)
+        self._reported[key] = remember_reported(observed)
         return problems
 
     def _service(self, key: ServiceKey) -> PDService | None:
@@ -299,6 +304,9 @@ class Leader:
 
     async def _record_failure(self, service: PDService, cause: FailureCause) -> None:
         await self._recorder.record(service.metadata, [reconcile_failed(cause)])
+        key = ServiceKey(service.metadata.namespace, service.metadata.name)
+        last = self._reported.get(key, Reported())
+        self._reported[key] = replace(last, causes=last.causes | {cause.identity})
 
     def _engine_facts(self, instance: PDInstance) -> EngineFacts:
         key = instance_key(instance)

@@ -21,6 +21,13 @@ class FailureCause(NamedTuple):
 
     reason: str
     message: str
+    key: str = ""
+    """Identity of a cause whose message changes while it lasts; empty if the message does not."""
+
+    @property
+    def identity(self) -> str:
+        """Causes with the same identity are one cause."""
+        return self.key or self.message
 
 
 @dataclass(frozen=True, slots=True)

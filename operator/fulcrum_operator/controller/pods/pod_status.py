@@ -37,6 +37,8 @@ class StartFailure(NamedTuple):
 
     reason: str
     message: str
+    cluster_reason: str
+    """Reason of the scheduler or the kubelet; the message begins with it."""
 
 
 def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
@@ -171,7 +173,7 @@ def _start_failure(cluster_reason: str, message: str | None) -> StartFailure:
         reason = conditions.UNSCHEDULABLE
     else:
         reason = conditions.ENGINE_START_FAILED
-    return StartFailure(reason, _format_reason(cluster_reason, message))
+    return StartFailure(reason, _format_reason(cluster_reason, message), cluster_reason)
 
 
 def _lacks_room(failure: StartFailure) -> bool:

@@ -1,7 +1,4 @@
-"""Why routers cannot start: from the statuses of their Deployment and its pods, with the causes of engines.
-
-Each message is `router NAME: DETAIL: text`, as Events need it.
-"""
+"""Why a service's routers cannot start: from the statuses of their Deployment and its pods."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,17 +29,18 @@ def _find_refused_pods(deployment: dict[str, Any]) -> Iterator[FailureCause]:
     """The Deployment cannot create a pod: a quota, a pod security standard, a webhook."""
     for condition in deployment.get("status", {}).get("conditions", ()):
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            text = f"router: {condition.get('reason')}: {condition.get('message')}"
-            yield FailureCause(conditions.ROUTER_START_FAILED, text[:_MESSAGE_LENGTH_MAX])
+            reason = condition.get("reason")
+            text = f"router: {reason}: {condition.get('message')}"
+            yield FailureCause(conditions.ROUTER_START_FAILED, text[:_MESSAGE_LENGTH_MAX], f"router/{reason}")
 
 
 def _find_in_pod(pod: Pod) -> Iterator[FailureCause]:
     failure = None if "deletionTimestamp" in pod["metadata"] else start_failure_of(pod)
     if failure is None:
         return
-    engine_reason = failure.reason == conditions.ENGINE_START_FAILED
-    reason = conditions.ROUTER_START_FAILED if engine_reason else failure.reason
-    ended = last_exit_of(pod, "router")
-    detail = failure.message if ": " in failure.message else f"{failure.message}: no message"
-    text = f"router {pod['metadata']['name']}: {detail}{f'; {ended}' if ended else ''}"
-    yield FailureCause(reason, text)
+    name, ended = pod["metadata"]["name"], last_exit_of(pod, "router")
+    text = f"router {name}: {failure.message}{f'; {ended}' if ended else ''}"
+    if failure.reason == conditions.ENGINE_START_FAILED:
+        yield FailureCause(conditions.ROUTER_START_FAILED, text, f"{name}/{failure.cluster_reason}")
+    else:  # the kubelet alternates two reasons of an image pull
+        yield FailureCause(failure.reason, text, f"{name}/{failure.reason}")

@@ -11,8 +11,17 @@ from fulcrum_core.errors import AlreadyExists, NotFound, StoreUnavailable
 from fulcrum_core.models import MODEL_UNKNOWN
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase
-from fulcrum_operator.controller.events import Event, EventRecorder, derive_events, event_name, scaled
+from fulcrum_operator.controller.events import (
+    Event,
+    EventRecorder,
+    Reported,
+    derive_events,
+    event_name,
+    remember_reported,
+    scaled,
+)
 from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.observed import FailureCause
 from tests.clocks import ManualClock
 from tests.unit.operator.builders import (
     NOW_S,
@@ -46,8 +55,8 @@ SETTLED = Plan(
 
 def reported(before: Observed, plan: Plan, last: Any = None) -> list[tuple[str, str]]:
     """Reasons and messages of the derived Events, in order."""
-    known = OBSERVED.engines if last is None else last
-    return [(event.reason, event.message) for event in derive_events(before, plan, dict(known))]
+    known = Reported(OBSERVED.engines if last is None else last)
+    return [(event.reason, event.message) for event in derive_events(before, plan, known)]
 
 
 def service_with(kind: str, reason: str, status: str = "True", message: str = "why") -> PDService:
@@ -161,6 +170,30 @@ def test_an_externally_deleted_pod_is_reported_once() -> None:
     assert reported(seen, SETTLED, engines) == []
 
 
+CAUSES = tuple(FailureCause(conditions.CHILD_REFUSED, f"Service chat-{number}: quota") for number in range(9))
+
+
+def test_each_of_many_refused_objects_is_reported_once() -> None:
+    refused = replace(OBSERVED, problems=CAUSES)
+    events = [("ChildApplyFailed", f"{cause.message}; retrying") for cause in CAUSES]
+    again = derive_events(refused, SETTLED, remember_reported(refused))
+    assert (reported(refused, SETTLED), again) == (events, ())
+
+
+def test_a_router_that_cannot_start_is_reported_once_while_its_message_changes() -> None:
+    first, later = (
+        replace(
+            OBSERVED,
+            router_failures=(FailureCause("ImagePullFailed", f"router r-1: {text}", "r-1/ImagePullFailed"),),
+        )
+        for text in ("ErrImagePull: no such image", "ImagePullBackOff")
+    )
+    assert (reported(first, SETTLED), derive_events(later, SETTLED, remember_reported(first))) == (
+        [("ImagePullFailed", "router r-1: ErrImagePull: no such image")],
+        (),
+    )
+
+
 CONDITIONS = [
     (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.TIER_NOT_FOUND, "TierMissing"),
     (conditions.PROGRESSING, conditions.SETTLED, conditions.ROLLOUT_PROGRESSING, "RolloutStarted"),
@@ -251,7 +284,7 @@ def test_a_lost_and_a_recovered_kv_transfer_are_both_reported(
 ) -> None:
     kind = conditions.KV_TRANSFER_VERIFIED
     seen = replace(OBSERVED, service=service_with(kind, before[1], before[0]))
-    events = derive_events(seen, plan_with(service_with(kind, now[1], now[0])), dict(OBSERVED.engines))
+    events = derive_events(seen, plan_with(service_with(kind, now[1], now[0])), Reported(OBSERVED.engines))
     assert [(event.reason, event.type) for event in events] == expected
 
 

@@ -15,6 +15,7 @@ from fulcrum_operator.controller.leader import RELIST_AFTER_GAP_S, RELIST_S, Lea
 from fulcrum_operator.controller.metrics import Metrics
 from fulcrum_operator.plan import Observed, Plan
 from fulcrum_operator.plan.model import ModelReadRequest
+from fulcrum_operator.plan.observed import FailureCause
 from fulcrum_operator.plan.pools import desired_pools
 from tests.unit.operator.builders import SETTINGS, service
 from tests.waiting import advance
@@ -125,7 +126,7 @@ async def test_a_refused_child_stops_no_other_child_and_delays_no_model_read() -
     cluster = EmptyCluster()
     launch = desired_pools(service(), ())[0].spec.launch_spec
     problems = await cluster.after_apply(ModelReadRequest(launch, "k", 1))
-    assert problems.causes == (("ChildRefused", "Service chat: exceeded quota: services"),)
+    assert problems.causes == (FailureCause("ChildRefused", "Service chat: exceeded quota: services"),)
     created = [f"{body['kind']} {body['metadata']['name']}" for body in cluster.created]
     assert len(created) == 11  # the EndpointSlice waits for the Service, whose address decides its family
     assert {"Deployment chat-router", "NetworkPolicy chat-engines", "Pod chat-model"} <= set(created)

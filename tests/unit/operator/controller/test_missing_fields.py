@@ -7,6 +7,7 @@ import pytest
 from fulcrum_core.api import PDAssignment, PDInstance, PDPool, Resource
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.controller.missing_fields import MissingFields
+from fulcrum_operator.plan.observed import FailureCause
 
 
 def missing(kind: type[Resource], *paths: str) -> MissingFields:
@@ -53,7 +54,7 @@ def test_missing_fields_are_named_until_they_are_accepted() -> None:
     text = (
         "the CRDs are older than the operator and lack pdinstances status.c, pdpools spec.a, pdpools status.b"
     )
-    assert fields.causes() == (("CRDsOutdated", f"{text}; apply the operator's CRDs"),)
+    assert fields.causes() == (FailureCause("CRDsOutdated", f"{text}; apply the operator's CRDs"),)
     fields.retry_all()
     assert fields.prune(PDPool, {"spec": {"a": 1}}) == {"spec": {"a": 1}}, "it is tried once more"
     assert fields.note(PDPool, InvalidInput("spec.a", "x", "is not a field"))
@@ -61,4 +62,4 @@ def test_missing_fields_are_named_until_they_are_accepted() -> None:
     fields.note_accepted(PDPool, {"status": {"b": 1}})
     fields.note_accepted(PDInstance, {"status": {"c": 1}})
     named = "the CRDs are older than the operator and lack pdpools spec.a; apply the operator's CRDs"
-    assert fields.causes() == (("CRDsOutdated", named),)
+    assert fields.causes() == (FailureCause("CRDsOutdated", named),)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fulcrum_core.api import PDService, TierStatus
 from fulcrum_core.router_state import RouterState, TierState
-from fulcrum_operator.controller.events import derive_events
+from fulcrum_operator.controller.events import Reported, derive_events
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan import plan_service
 from fulcrum_operator.plan.slo_window import (
@@ -268,7 +268,7 @@ def test_status_shows_the_slo_report_and_no_event_is_written() -> None:
     (made,) = (obj for obj in plan.objects if isinstance(obj, PDService))
     found = next((c.status, c.reason) for c in made.status.conditions if c.type == "SLOMet")
     status: Any = made.status
-    assert (found, status.attainment, status.tiers, list(derive_events(observed, plan, {}))) == (
+    assert (found, status.attainment, status.tiers, list(derive_events(observed, plan, Reported()))) == (
         ("False", "Missed"),
         "50.0",
         (TierStatus(name="default", attainment="50.0", offered=200),),

@@ -8,7 +8,7 @@ import pytest
 from fulcrum_core.api import PDInstance, PDService, Resource
 from fulcrum_core.router_state import PairState
 from fulcrum_core.values import Role
-from fulcrum_operator.controller.events import derive_events
+from fulcrum_operator.controller.events import Reported, derive_events
 from fulcrum_operator.plan import Observed, Plan, plan_service
 from tests.unit.operator.builders import NOW_S, router, settled
 
@@ -173,9 +173,11 @@ def test_instance_is_verified_once_for_each_start_of_its_engine() -> None:
 def test_event_names_the_pair_when_kv_transfers_fail() -> None:
     with_failing_pair = with_pairs(VERIFIED_PAIR, pair("chat-1", "chat-2", "HandshakeFailed"))
     plan = plan_service(with_failing_pair)
-    events = [e for e in derive_events(with_failing_pair, plan, {}) if e.reason.startswith("KV")]
+    events = [e for e in derive_events(with_failing_pair, plan, Reported()) if e.reason.startswith("KV")]
     assert [(e.reason, e.type, e.message) for e in events] == [
         ("KVTransferNotVerified", "Warning", "chat-1 → chat-2: HandshakeFailed")
     ]
     after = replace(with_failing_pair, service=objects_of_kind(plan, PDService)["chat"])
-    assert [e for e in derive_events(after, plan_service(after), {}) if e.reason.startswith("KV")] == []
+    assert [
+        e for e in derive_events(after, plan_service(after), Reported()) if e.reason.startswith("KV")
+    ] == []
